@@ -1,0 +1,134 @@
+"""A checkpoint folder as its index, config and headers describe it, held against each other.
+
+No tensor byte is read here. The same `Checkpoint` is built from a local folder or from headers fetched elsewhere.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, parse_json_object, read_header
+from k2convert.errors import CheckpointError
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_SHARD_NAME = "model.safetensors"
+SHARD_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Headers, index and config of one checkpoint; `tensors` spans all shards."""
+
+    folder: Path
+    config: dict[str, Any]
+    headers: dict[str, ShardHeader]
+    tensors: dict[str, TensorInfo]
+    index_metadata: dict[str, Any]
+    stray_shards: tuple[str, ...]
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(t.num_bytes for t in self.tensors.values())
+
+    def path(self, shard: str) -> Path:
+        return self.folder / shard
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read config, index and every header of a local folder; raises CheckpointError naming what does not fit."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder. Give the folder that holds config.json and the shards.")
+    config = read_json_file(folder / CONFIG_NAME)
+    index_path = folder / INDEX_NAME
+    index = read_json_file(index_path) if index_path.exists() or index_path.is_symlink() else None
+    if index is None and not (folder / SINGLE_SHARD_NAME).exists():
+        raise CheckpointError(
+            f"{folder}: neither {INDEX_NAME} nor {SINGLE_SHARD_NAME} is there. The download is not complete, "
+            "or this is not a safetensors checkpoint."
+        )
+    present = sorted(p.name for p in folder.glob(f"*{SHARD_SUFFIX}"))
+    return build_checkpoint(
+        folder=folder, config=config, index=index, present=present, load=lambda shard: read_header(folder / shard)
+    )
+
+
+def build_checkpoint(
+    *,
+    folder: Path,
+    config: dict[str, Any],
+    index: dict[str, Any] | None,
+    present: list[str],
+    load: Callable[[str], ShardHeader],
+) -> Checkpoint:
+    """Hold an index against the headers that `load(shard name)` returns; `present` are the shard files there are."""
+    weight_map = _weight_map(index, folder=folder)
+    names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_SHARD_NAME]
+    headers = {shard: load(shard) for shard in names}
+    tensors: dict[str, TensorInfo] = {}
+    for header in headers.values():
+        for name, tensor in header.tensors.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{folder}: tensor {name} stands in {tensors[name].shard} and in {tensor.shard}. "
+                    "The shards are not of one checkpoint: download them again."
+                )
+            tensors[name] = tensor
+    if weight_map is not None:
+        _check_weight_map(weight_map, tensors, folder=folder)
+    metadata = cast(dict[str, Any], index.get("metadata") or {}) if index else {}
+    return Checkpoint(folder, config, headers, tensors, metadata, tuple(s for s in present if s not in headers))
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """Read one JSON object from a real file (no link); raises CheckpointError naming the file."""
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: is a link, and links are not followed. Put the file itself there.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing. A checkpoint needs it: download it again.") from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path}: not UTF-8 text. Download the file again.") from None
+    return parse_json_object(text, where=str(path))
+
+
+def dump_json(document: dict[str, Any]) -> bytes:
+    """JSON as the checkpoint's own files are written: two spaces, UTF-8, a final newline."""
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str] | None:
+    if index is None:
+        return None
+    where = folder / INDEX_NAME
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{where}: has no weight_map. Download the file again.")
+    for tensor, shard in cast(dict[str, Any], weight_map).items():
+        if not isinstance(shard, str) or not shard.endswith(SHARD_SUFFIX):
+            raise CheckpointError(f"{where}: tensor {tensor} is mapped to {shard!r}, not to a {SHARD_SUFFIX} file.")
+        if PurePosixPath(shard).name != shard or "\\" in shard or "\0" in shard:
+            raise CheckpointError(
+                f"{where}: tensor {tensor} is mapped to {shard!r}, a path outside the folder. Refused: "
+                "a shard is a plain file name. Download the index from its publisher again."
+            )
+    return cast(dict[str, str], weight_map)
+
+
+def _check_weight_map(weight_map: dict[str, str], tensors: dict[str, TensorInfo], *, folder: Path) -> None:
+    for name, shard in weight_map.items():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shard != shard:
+            found = "no shard has it" if tensor is None else f"it is in {tensor.shard}"
+            raise CheckpointError(
+                f"{folder / INDEX_NAME}: tensor {name} is mapped to {shard}, but {found}. "
+                "Download index and shard again."
+            )
+    if len(weight_map) != len(tensors):
+        extra = next(name for name in tensors if name not in weight_map)
+        raise CheckpointError(
+            f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}. Download index and shard again."
+        )

@@ -1,0 +1,133 @@
+"""Recipes: what to make of a checkpoint, as data. YAML in, frozen and complete object out.
+
+A recipe names roles, never regular expressions. Unknown keys are refused: a misspelt key would otherwise silently
+change what is published.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from k2convert.errors import RecipeError
+from k2convert.k2 import Family
+
+Layout = Literal["modelopt", "compressed-tensors"]
+Rule = Literal["optimal", "plain"]
+Activations = Literal["w4a4", "w4a16"]
+QuantizerName = Literal["native", "reference"]
+Target = Literal["nvfp4", "bf16"]
+RoleName = Literal["experts", "shared_experts", "dense_mlp"]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_FORBID = ConfigDict(extra="forbid", frozen=True)
+
+
+class InputScale(BaseModel):
+    """Constant activation scales: activation amax / 2688, one for gate and up, one for down."""
+
+    model_config = _FORBID
+    gate_up: PositiveFloat = 1.0
+    down: PositiveFloat = 1.0
+
+
+class Budget(BaseModel):
+    """What `validate` accepts: the least SQNR in dB of any converted tensor and of any reference layer's output."""
+
+    model_config = _FORBID
+    tensor_sqnr_db: float = 17.0
+    layer_sqnr_db: float = 15.0
+
+
+class Recipe(BaseModel):
+    """One artefact: which roles become NVFP4, by which rule, in which layout."""
+
+    model_config = _FORBID
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    family: Family | None = None
+    target: Target = "nvfp4"
+    layout: Layout = "modelopt"
+    rule: Rule = "optimal"
+    quantizer: QuantizerName = "native"
+    activations: Activations = "w4a4"
+    roles: tuple[RoleName, ...] = ("experts",)
+    input_scale: InputScale = InputScale()
+    kv_cache: Literal["fp8"] | None = None
+    budget: Budget = Budget()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Recipe":
+        if len(set(self.roles)) != len(self.roles):
+            raise ValueError("roles: a role stands twice")
+        if "experts" not in self.roles:
+            raise ValueError("roles: 'experts' must be among them; the routed experts are what is INT4 in the source")
+        if self.quantizer == "reference" and self.rule != "plain":
+            raise ValueError("quantizer 'reference' is the published pipeline and knows the rule 'plain' only")
+        return self
+
+    def document(self) -> dict[str, Any]:
+        """The resolved recipe as plain data, every default written out."""
+        return self.model_dump(mode="json")
+
+    def fingerprint(self) -> str:
+        """Hash of everything in the recipe that the result depends on (budgets are not)."""
+        document = {k: v for k, v in self.document().items() if k not in ("name", "family", "budget")}
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def recipes_folder() -> Path:
+    """Where the shipped recipes lie: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes that come with k2convert."""
+    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+
+
+def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
+    """Load a recipe by shipped name or by path; `overrides` that are not None replace its fields."""
+    path = Path(name_or_path)
+    if not path.is_file():
+        path = recipes_folder() / f"{name_or_path}.yaml"
+    if not path.is_file():
+        raise RecipeError(
+            f"recipe {name_or_path}: neither a file nor a shipped recipe. Shipped: {', '.join(shipped_recipes())}."
+        )
+    try:
+        document: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not YAML ({error}).") from None
+    if not isinstance(document, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys to values.")
+    return build_recipe(cast(dict[str, Any], document), where=str(path), **overrides)
+
+
+def build_recipe(document: dict[str, Any], *, where: str, **overrides: Any) -> Recipe:
+    """Check a recipe document; raises RecipeError naming file, key and what is allowed."""
+    merged = document | {key: value for key, value in overrides.items() if value is not None}
+    try:
+        return Recipe.model_validate(merged)
+    except ValidationError as error:
+        raise RecipeError(f"{where}: {_explain(error)}") from None
+
+
+def default_recipe_name(family: Family) -> str:
+    """The shipped recipe that serves a family when none is named: routed experts only, every engine's default."""
+    return {Family.K2_THINKING: "kimi-k2-thinking-nvfp4", Family.K2_5: "kimi-k2.5-nvfp4"}[family]
+
+
+def _explain(error: ValidationError) -> str:
+    parts: list[str] = []
+    for problem in error.errors():
+        place = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            parts.append(f"unknown key {place!r}; known keys: {', '.join(Recipe.model_fields)}")
+        else:
+            parts.append(f"{place}: {problem['msg']}" if place else str(problem["msg"]))
+    return "; ".join(parts)
