@@ -1,0 +1,154 @@
+"""The two NVFP4 checkpoint layouts engines read: tensor names, dtypes, shapes and the configs that declare them.
+
+`modelopt` is what NVIDIA's ModelOpt 0.47 exports (vLLM, SGLang and TensorRT-LLM read it); `compressed-tensors` is the
+format nvfp4-pack-quantized of compressed-tensors 0.19. They hold the same codes and block scales; the second stores
+both scalars as divisors (1/g). With g a power of two the two hold exactly the same numbers.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from k2convert.checkpoint.index import dump_json
+
+MODELOPT = "modelopt"
+COMPRESSED_TENSORS = "compressed-tensors"
+BLOCK_SIZE = 16
+HF_QUANT_CONFIG_NAME = "hf_quant_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutNames:
+    """Parameter names of one converted projection, and whether scalars are stored as divisors of shape [1]."""
+
+    weight: str
+    block_scale: str
+    global_scale: str
+    input_scale: str
+    is_divisor: bool
+
+    @property
+    def scalar_shape(self) -> tuple[int, ...]:
+        return (1,) if self.is_divisor else ()
+
+    def encode_scalar(self, value: float) -> bytes:
+        """FP32 bytes of a scale as this layout stores it."""
+        return struct.pack("<f", 1.0 / value if self.is_divisor else value)
+
+    def decode_scalar(self, raw: bytes) -> float:
+        """The scale that four stored bytes mean; infinite or zero where the bytes are senseless."""
+        (value,) = struct.unpack("<f", raw)
+        if not self.is_divisor:
+            return value
+        return 1.0 / value if value else float("inf")
+
+
+LAYOUTS = {
+    MODELOPT: LayoutNames("weight", "weight_scale", "weight_scale_2", "input_scale", is_divisor=False),
+    COMPRESSED_TENSORS: LayoutNames(
+        "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", is_divisor=True
+    ),
+}
+
+
+def projection_tensors(
+    *, layout: str, num_rows: int, num_columns: int, has_input_scale: bool
+) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """(parameter, dtype, shape, num_bytes) of one converted projection [num_rows, num_columns], in file order."""
+    names = LAYOUTS[layout]
+    packed, blocks = (num_rows, num_columns // 2), (num_rows, num_columns // BLOCK_SIZE)
+    tensors = [
+        (names.weight, "U8", packed, packed[0] * packed[1]),
+        (names.block_scale, "F8_E4M3", blocks, blocks[0] * blocks[1]),
+        (names.global_scale, "F32", names.scalar_shape, 4),
+    ]
+    if has_input_scale:
+        tensors.append((names.input_scale, "F32", names.scalar_shape, 4))
+    return tensors
+
+
+def quantized_config(
+    config: dict[str, Any], *, layout: str, activations: str, kv_cache: str | None, excludes: list[str], version: str
+) -> dict[str, Any]:
+    """config.json of the result: the source's, with exactly one quantization_config, at the top level."""
+    result = unquantized_config(config)
+    if layout == MODELOPT:
+        result["quantization_config"] = _modelopt_config(activations, kv_cache, excludes, version)
+    else:
+        result["quantization_config"] = _compressed_tensors_config(activations, kv_cache, excludes)
+    return result
+
+
+def unquantized_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json without any quantization_config: engines read a stale one in `text_config` too."""
+    result = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    for key, value in result.items():
+        if isinstance(value, dict) and "quantization_config" in value:
+            result[key] = {k: v for k, v in value.items() if k != "quantization_config"}  # type: ignore[reportUnknownVariableType]
+    return result
+
+
+def quant_algo(activations: str) -> str:
+    """ModelOpt's name of the scheme: with 4-bit activations, or weight-only."""
+    return "NVFP4" if activations == "w4a4" else "W4A16_NVFP4"
+
+
+def hf_quant_config(*, activations: str, kv_cache: str | None, excludes: list[str], version: str) -> bytes:
+    """hf_quant_config.json, modelopt layout. vLLM's fallback reader wants "modelopt" as the producer's name."""
+    return dump_json(
+        {
+            "producer": {"name": "modelopt", "version": f"k2convert {version}"},
+            "quantization": {
+                "quant_algo": quant_algo(activations),
+                "kv_cache_quant_algo": "FP8" if kv_cache == "fp8" else None,
+                "group_size": BLOCK_SIZE,
+                "exclude_modules": excludes,
+            },
+        }
+    )
+
+
+def _modelopt_config(activations: str, kv_cache: str | None, excludes: list[str], version: str) -> dict[str, Any]:
+    tensor = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
+    group: dict[str, Any] = {"input_activations": tensor} if activations == "w4a4" else {}
+    group |= {"weights": dict(tensor), "targets": ["Linear"]}
+    result: dict[str, Any] = {
+        "config_groups": {"group_0": group},
+        "ignore": excludes,
+        "quant_algo": quant_algo(activations),
+        "group_size": BLOCK_SIZE,
+    }
+    if kv_cache == "fp8":
+        result["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    return result | {"producer": {"name": "k2convert", "version": version}, "quant_method": "modelopt"}
+
+
+def _compressed_tensors_config(activations: str, kv_cache: str | None, excludes: list[str]) -> dict[str, Any]:
+    shared: dict[str, Any] = {
+        "actorder": None,
+        "block_structure": None,
+        "group_size": BLOCK_SIZE,
+        "num_bits": 4,
+        "observer_kwargs": {},
+        "strategy": "tensor_group",
+        "symmetric": True,
+        "type": "float",
+    }
+    group: dict[str, Any] = {
+        "input_activations": (shared | {"dynamic": "local", "observer": "static_minmax"})
+        if activations == "w4a4"
+        else None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": shared | {"dynamic": False, "observer": "memoryless_minmax"},
+    }
+    kv_scheme = {"dynamic": False, "num_bits": 8, "strategy": "tensor", "symmetric": True, "type": "float"}
+    return {
+        "config_groups": {"group_0": group},
+        "format": "nvfp4-pack-quantized",
+        "global_compression_ratio": None,
+        "ignore": excludes,
+        "kv_cache_scheme": kv_scheme if kv_cache == "fp8" else None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
