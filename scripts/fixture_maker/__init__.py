@@ -1,0 +1,30 @@
+"""Source checkpoints for tests and benchmarks: derived from the trained tiny one, K2-shaped, or headers alone.
+
+Every `make_*` writes a fresh folder and returns its path; the same arguments give the same bytes. Nothing here
+imports k2convert, so a mistake in its readers cannot hide in its inputs: INT4 codes are packed by
+compressed-tensors, and shards are written by safetensors or by a writer that the tests load with safetensors.
+"""
+
+from scripts.fixture_maker.edges import make_minus8, make_subnormal, make_wide, make_zeros
+from scripts.fixture_maker.headers import make_k2_thinking_headers, make_k25_headers
+from scripts.fixture_maker.inventory import K2_SHAPE, K2Shape
+from scripts.fixture_maker.layouts import TINY, make_i64, make_k25, make_reap, make_split, make_tiny
+from scripts.fixture_maker.shaped import make_k2_shaped
+
+__all__ = [
+    "K2_SHAPE",
+    "TINY",
+    "K2Shape",
+    "make_i64",
+    "make_k2_shaped",
+    "make_k2_thinking_headers",
+    "make_k25",
+    "make_k25_headers",
+    "make_minus8",
+    "make_reap",
+    "make_split",
+    "make_subnormal",
+    "make_tiny",
+    "make_wide",
+    "make_zeros",
+]

@@ -1,0 +1,87 @@
+"""Command line: `scripts/fixtures list`, `scripts/fixtures NAME OUT [options]`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from scripts.fixture_maker import (
+    edges,
+    headers,
+    layouts,
+    make_k2_shaped,
+)
+from scripts.fixture_maker.inventory import K2_SHAPE
+from scripts.fixture_maker.shaped import experts_for
+
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "tiny": layouts.make_tiny,
+    "k25": layouts.make_k25,
+    "split": layouts.make_split,
+    "reap": layouts.make_reap,
+    "i64": layouts.make_i64,
+    "minus8": edges.make_minus8,
+    "zeros": edges.make_zeros,
+    "subnormal": edges.make_subnormal,
+    "wide": edges.make_wide,
+    "k2-thinking-headers": headers.make_k2_thinking_headers,
+    "k2.5-headers": headers.make_k25_headers,
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/fixtures", description="Make checkpoints for tests and benchmarks.")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    commands.add_parser("list", help="print the names and what each one is")
+    for name, maker in MAKERS.items():
+        commands.add_parser(name, help=_summary(maker)).add_argument("out", type=Path, metavar="OUT")
+    shaped = commands.add_parser("k2-shaped", help=_summary(make_k2_shaped))
+    shaped.add_argument("out", type=Path, metavar="OUT")
+    size = shaped.add_mutually_exclusive_group()
+    size.add_argument("--experts", type=int, default=8, help="experts a layer (8; the real model has 384)")
+    size.add_argument("--gigabytes", type=float, help="size of one MoE layer in GB (10^9), instead of --experts")
+    shaped.add_argument("--layers", type=int, default=1, help="MoE layers (1)")
+    shaped.add_argument("--shards", type=int, help="spread the MoE layers over this many shards (one a layer)")
+    shaped.add_argument("--dense-layers", type=int, default=1, help="dense layers in front, 1 GB each (1)")
+    shaped.add_argument("--vocabulary", type=int, default=1024, help="embedding rows (1024; the real model has 163840)")
+    shaped.add_argument("--hidden", type=int, default=K2_SHAPE.hidden)
+    shaped.add_argument("--intermediate", type=int, default=K2_SHAPE.moe_intermediate, help="width of an expert")
+    shaped.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _summary(maker: Callable[..., Path]) -> str:
+    return (maker.__doc__ or "").strip().splitlines()[0]
+
+
+def _make_shaped(options: argparse.Namespace) -> Path:
+    shape = replace(
+        K2_SHAPE,
+        hidden=options.hidden,
+        moe_intermediate=options.intermediate,
+        moe_layers=options.layers,
+        dense_layers=options.dense_layers,
+        vocabulary=options.vocabulary,
+    )
+    experts = experts_for(options.gigabytes * 1e9, shape) if options.gigabytes else options.experts
+    shape = replace(shape, experts=experts)
+    return make_k2_shaped(options.out, shape=shape, shards=options.shards, seed=options.seed)
+
+
+def main() -> None:
+    """Run one maker and say what it made."""
+    options = _parser().parse_args()
+    if options.name == "list":
+        for name, maker in (MAKERS | {"k2-shaped": make_k2_shaped}).items():
+            print(f"{name:20} {_summary(maker)}")
+        return
+    out = _make_shaped(options) if options.name == "k2-shaped" else MAKERS[options.name](options.out)
+    files = [path.stat() for path in out.rglob("*") if path.is_file()]
+    apparent, on_disk = sum(stat.st_size for stat in files), sum(stat.st_blocks * 512 for stat in files)
+    print(f"{out}: {len(files)} files, {apparent:,} bytes ({on_disk / 1e6:,.1f} MB on disk)")
+
+
+if __name__ == "__main__":
+    main()

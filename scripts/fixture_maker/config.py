@@ -1,0 +1,140 @@
+"""config.json of both layouts, and the small files that accompany the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts.fixture_maker.inventory import QUANTIZATION_CONFIG, K2Shape
+
+# Sidecars are to be copied and never run; one that is run says so loudly.
+_PYTHON_SIDECAR = '"""Stands for {name} of the original repository."""\n\nraise SystemExit("{name} was executed")\n'
+_TIKTOKEN = "".join(f"{token} {rank}\n" for rank, token in enumerate(["IQ==", "Ig==", "Iw==", "JA==", "IHRoZQ=="]))
+
+K2_SIDECARS = {
+    "chat_template.jinja": "{%- for message in messages %}<|im_{{ message.role }}|>{{ message.content }}{% endfor %}\n",
+    "generation_config.json": '{\n  "eos_token_id": 163586,\n  "max_length": 262144\n}\n',
+    "tiktoken.model": _TIKTOKEN,
+    "tokenizer_config.json": '{\n  "model_max_length": 1000000000000000019884624838656,\n  "bos_token": "[BOS]"\n}\n',
+    "LICENSE": "Modified MIT License\n\nStands for the original licence text.\n",
+    "THIRD_PARTY_NOTICES.md": "# Third-party notices\n\nStands for the original notices.\n",
+    "configuration_deepseek.py": _PYTHON_SIDECAR.format(name="configuration_deepseek.py"),
+    "modeling_deepseek.py": _PYTHON_SIDECAR.format(name="modeling_deepseek.py"),
+    "tokenization_kimi.py": _PYTHON_SIDECAR.format(name="tokenization_kimi.py"),
+}
+K25_SIDECARS = K2_SIDECARS | {
+    "preprocessor_config.json": '{\n  "patch_size": 14,\n  "merge_kernel_size": [2, 2]\n}\n',
+    **{
+        name: _PYTHON_SIDECAR.format(name=name)
+        for name in (
+            "configuration_kimi_k25.py",
+            "modeling_kimi_k25.py",
+            "kimi_k25_processor.py",
+            "kimi_k25_vision_processing.py",
+            "media_utils.py",
+        )
+    },
+}
+
+
+def k2_config(shape: K2Shape) -> dict[str, Any]:
+    """Return Kimi-K2-Thinking's config.json for a model of this shape."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 163584,
+        "dtype": "bfloat16",
+        "eos_token_id": 163586,
+        "first_k_dense_replace": shape.dense_layers,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.dense_intermediate,
+        "kv_lora_rank": shape.kv_lora_rank,
+        "max_position_embeddings": 262144,
+        "model_type": "kimi_k2",
+        "moe_intermediate_size": shape.moe_intermediate,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": shape.experts,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": shape.heads,
+        "num_experts_per_tok": min(8, shape.experts),
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.heads,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": shape.q_lora_rank,
+        "qk_nope_head_dim": shape.qk_nope,
+        "qk_rope_head_dim": shape.qk_rope,
+        "quantization_config": QUANTIZATION_CONFIG,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "factor": 64.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "use_cache": True,
+        "v_head_dim": shape.v_head,
+        "vocab_size": shape.vocabulary,
+    }
+
+
+def k25_config(text_config: dict[str, Any], *, vision: dict[str, int]) -> dict[str, Any]:
+    """Wrap a language model's config as Kimi-K2.5 does: everything textual, INT4 included, inside text_config."""
+    return {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "auto_map": {
+            "AutoConfig": "configuration_kimi_k25.KimiK25Config",
+            "AutoModel": "modeling_kimi_k25.KimiK25ForConditionalGeneration",
+            "AutoModelForCausalLM": "modeling_kimi_k25.KimiK25ForConditionalGeneration",
+        },
+        "bos_token_id": 163584,
+        "dtype": "bfloat16",
+        "eos_token_id": 163585,
+        "ignore_index": -100,
+        "media_placeholder_token_id": 163605,
+        "model_type": "kimi_k25",
+        "pad_token_id": 163839,
+        "text_config": text_config,
+        "tie_word_embeddings": False,
+        "use_unified_vision_chunk": True,
+        "video_placeholder": "<|kimi_k25_video_placeholder|>",
+        "vision_config": {
+            "merge_kernel_size": [2, 2],
+            "merge_type": "sd2_tpool",
+            "patch_size": 14,
+            "pos_emb_type": "divided_fixed",
+            "text_hidden_size": text_config["hidden_size"],
+            **vision,
+        },
+    }
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as the indented JSON that checkpoint folders carry."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_sidecars(folder: Path, sidecars: dict[str, str]) -> None:
+    """Write the small text files of a checkpoint repository."""
+    for name, text in sidecars.items():
+        (folder / name).write_text(text, encoding="utf-8")

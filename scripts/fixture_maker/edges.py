@@ -1,0 +1,134 @@
+"""The tiny checkpoint with the values that INT4 allows but training never produced.
+
+Codes are unpacked and packed again by compressed-tensors; each maker names what it plants, and the tests count it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from scripts.fixture_maker.folder import SmallCheckpoint, read_small, write_small
+from scripts.fixture_maker.inventory import GROUP_SIZE
+from scripts.fixture_maker.layouts import TINY
+
+_NUM_BITS = 4
+_BLOCK = 16
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Pack int8 codes [N, K] in -8..7 to int32 [N, K/8] with compressed-tensors."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    return pack_to_int32(codes, _NUM_BITS).contiguous()
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Unpack int32 [N, K/8] to int8 codes [N, K] with compressed-tensors."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    rows, words = packed.shape
+    return unpack_from_int32(packed, _NUM_BITS, torch.Size((rows, words * 8)))
+
+
+def _projections(checkpoint: SmallCheckpoint, *, expert: int, kinds: tuple[str, ...]) -> Iterator[str]:
+    """Yield the modules of one expert in every layer."""
+    for name in sorted(checkpoint.tensors()):
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight_packed" and f".experts.{expert}." in name and module.rsplit(".", 1)[1] in kinds:
+            yield module
+
+
+def _codes(checkpoint: SmallCheckpoint, module: str) -> torch.Tensor:
+    return unpack(checkpoint.tensors()[f"{module}.weight_packed"])
+
+
+def _scales(checkpoint: SmallCheckpoint, module: str) -> torch.Tensor:
+    return checkpoint.tensors()[f"{module}.weight_scale"].clone()
+
+
+def make_minus8(out: Path, *, seed: int = 0) -> Path:
+    """Plant the code -8: one in a hundred in experts 0 to 3, nothing else in one row of each of them."""
+    checkpoint = read_small(TINY)
+    generator = torch.Generator().manual_seed(seed)
+    for expert in range(4):
+        for module in _projections(checkpoint, expert=expert, kinds=("gate_proj", "up_proj", "down_proj")):
+            codes = _codes(checkpoint, module)
+            codes[torch.rand(codes.shape, generator=generator) < 0.01] = -8
+            codes[expert] = -8
+            checkpoint.replace(f"{module}.weight_packed", pack(codes))
+    return write_small(checkpoint, out)
+
+
+def make_zeros(out: Path, *, seed: int = 0) -> Path:
+    """Plant zeros of every kind.
+
+    Expert 0: every tenth block of 16 has zero codes. Expert 1: every tenth group of 32 has scale 0, half of them
+    with their codes left non-zero. Expert 2: gate wholly zero by its scales, up untouched; down by its scales.
+    Expert 3: all codes zero under non-zero scales. Expert 4: gate, up and down zero in codes and scales.
+    """
+    checkpoint = read_small(TINY)
+    generator = torch.Generator().manual_seed(seed)
+    every = ("gate_proj", "up_proj", "down_proj")
+    for module in _projections(checkpoint, expert=0, kinds=every):
+        codes = _codes(checkpoint, module).unflatten(1, (-1, _BLOCK))
+        codes[torch.rand(codes.shape[:2], generator=generator) < 0.1] = 0
+        checkpoint.replace(f"{module}.weight_packed", pack(codes.flatten(1)))
+    for module in _projections(checkpoint, expert=1, kinds=every):
+        codes, scales = _codes(checkpoint, module).unflatten(1, (-1, GROUP_SIZE)), _scales(checkpoint, module)
+        draw = torch.rand(scales.shape, generator=generator)
+        scales[draw < 0.1] = 0
+        codes[draw < 0.05] = 0
+        checkpoint.replace(f"{module}.weight_packed", pack(codes.flatten(1)))
+        checkpoint.replace(f"{module}.weight_scale", scales)
+    for expert, kinds, zero_codes, zero_scales in (
+        (2, ("gate_proj", "down_proj"), False, True),
+        (3, every, True, False),
+        (4, every, True, True),
+    ):
+        for module in _projections(checkpoint, expert=expert, kinds=kinds):
+            if zero_codes:
+                checkpoint.replace(f"{module}.weight_packed", pack(torch.zeros_like(_codes(checkpoint, module))))
+            if zero_scales:
+                checkpoint.replace(f"{module}.weight_scale", torch.zeros_like(_scales(checkpoint, module)))
+    return write_small(checkpoint, out)
+
+
+def make_subnormal(out: Path, *, seed: int = 0) -> Path:
+    """Plant subnormal BF16 scales: every one of experts 0 and 1, one in ten of experts 2 and 3, 2^-133 among them."""
+    checkpoint = read_small(TINY)
+    generator = torch.Generator().manual_seed(seed)
+    for expert in range(4):
+        for module in _projections(checkpoint, expert=expert, kinds=("gate_proj", "up_proj", "down_proj")):
+            scales = _scales(checkpoint, module)
+            # Bit patterns 1 to 127 with a zero exponent are exactly the subnormal BF16 numbers.
+            subnormal = torch.randint(1, 128, scales.shape, generator=generator, dtype=torch.int16)
+            subnormal.flatten()[0] = 1
+            chosen = torch.rand(scales.shape, generator=generator) < (1.0 if expert < 2 else 0.1)
+            scales[chosen] = subnormal.view(torch.bfloat16)[chosen]
+            checkpoint.replace(f"{module}.weight_scale", scales)
+    return write_small(checkpoint, out)
+
+
+def make_wide(out: Path, *, seed: int = 0) -> Path:
+    """Spread scales that share a global scale: 2^-30 to 1 within experts 0 and 1; gate 2^16 above up in expert 2.
+
+    Expert 3 has one group at 2^100, next to which every other group must vanish.
+    """
+    checkpoint = read_small(TINY)
+    generator = torch.Generator().manual_seed(seed)
+    every = ("gate_proj", "up_proj", "down_proj")
+    for expert in (0, 1):
+        for module in _projections(checkpoint, expert=expert, kinds=every):
+            scales = _scales(checkpoint, module)
+            exponents = torch.randint(-30, 1, scales.shape, generator=generator)
+            checkpoint.replace(f"{module}.weight_scale", torch.ldexp(scales.float(), exponents).bfloat16())
+    for module in _projections(checkpoint, expert=2, kinds=("gate_proj",)):
+        checkpoint.replace(f"{module}.weight_scale", (_scales(checkpoint, module).float() * 2.0**16).bfloat16())
+    for module in _projections(checkpoint, expert=3, kinds=every):
+        scales = _scales(checkpoint, module)
+        scales[3, 1] = 2.0**100
+        checkpoint.replace(f"{module}.weight_scale", scales)
+    return write_small(checkpoint, out)

@@ -1,0 +1,74 @@
+"""Whole K2 checkpoints at true size that take a few MB on disk: true headers, index and config, sparse data.
+
+weight_shape tensors hold their true values; every other tensor reads as zeros. The order of the tensors and the
+layout of the shards are those of the released repositories.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts.fixture_maker.config import (
+    K2_SIDECARS,
+    K25_SIDECARS,
+    k2_config,
+    k25_config,
+    write_json,
+    write_sidecars,
+)
+from scripts.fixture_maker.inventory import (
+    K2_SHAPE,
+    K2Shape,
+    TensorSpec,
+    layer_tensors,
+    outer_tensors,
+    projector_tensors,
+    vision_tensors,
+)
+from scripts.fixture_maker.shards import fresh_folder, shard_name, write_index, write_sparse
+
+_VISION = {
+    "mm_hidden_size": 1152,
+    "vt_hidden_size": 1152,
+    "vt_intermediate_size": 4304,
+    "vt_num_attention_heads": 16,
+    "vt_num_hidden_layers": 27,
+}
+
+
+def _shape_values(shape: K2Shape, specs: list[TensorSpec]) -> dict[str, bytes]:
+    sizes = shape.projections()
+    return {
+        spec.name: b"".join(size.to_bytes(4, "little") for size in sizes[spec.name.split(".")[-2]])
+        for spec in specs
+        if spec.name.endswith(".weight_shape")
+    }
+
+
+def _write(out: Path, shape: K2Shape, parts: list[list[TensorSpec]]) -> None:
+    fresh_folder(out)
+    shards = {shard_name(number, len(parts)): specs for number, specs in enumerate(parts, start=1)}
+    for shard, specs in shards.items():
+        write_sparse(out / shard, specs, _shape_values(shape, specs))
+    write_index(out, shards)
+
+
+def make_k2_thinking_headers(out: Path, *, shape: K2Shape = K2_SHAPE) -> Path:
+    """Write Kimi-K2-Thinking: 62 shards, 208,215 tensors, 594,205,904,896 tensor bytes."""
+    layers = [list(layer_tensors(shape, index)) for index in range(shape.layers)]
+    _write(out, shape, [*layers, outer_tensors(shape)])
+    write_json(out / "config.json", k2_config(shape))
+    write_sidecars(out, K2_SIDECARS)
+    return out
+
+
+def make_k25_headers(out: Path, *, shape: K2Shape = K2_SHAPE) -> Path:
+    """Write Kimi-K2.5: 64 shards, 208,550 tensors, 595,148,192,736 tensor bytes."""
+    prefix, head = "language_model.model", "language_model.lm_head"
+    layers = [list(layer_tensors(shape, index, prefix=prefix)) for index in range(shape.layers)]
+    tower = vision_tensors(1152, 4304, 27, positions=64)
+    parts = [*layers, outer_tensors(shape, prefix=prefix, head=head), projector_tensors(1152, shape.hidden), tower]
+    _write(out, shape, parts)
+    write_json(out / "config.json", k25_config(k2_config(shape), vision=_VISION))
+    write_sidecars(out, K25_SIDECARS)
+    return out

@@ -1,0 +1,108 @@
+"""The trained tiny checkpoint in other layouts: K2.5's, partners in different shards, pruned, I64 shapes.
+
+The INT4 values stay the trained ones; only names, places and counts change.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from scripts.fixture_maker.config import K25_SIDECARS, k25_config, write_sidecars
+from scripts.fixture_maker.folder import random_bf16, read_small, write_small
+from scripts.fixture_maker.inventory import projector_tensors, vision_tensors
+from scripts.fixture_maker.shards import shard_name
+
+TINY = Path(__file__).resolve().parents[2] / "tests" / "data" / "k2-tiny"
+_VISION = {"hidden": 32, "intermediate": 80, "blocks": 2}
+
+
+def make_tiny(out: Path) -> Path:
+    """Copy the tiny checkpoint, for tests that damage or complete it."""
+    shutil.copytree(TINY, out)
+    return out
+
+
+def make_k25(out: Path, *, seed: int = 0) -> Path:
+    """Give the tiny checkpoint Kimi-K2.5's names, nested config, vision tower and projector."""
+    checkpoint = read_small(TINY)
+    total = len(checkpoint.shards) + 2
+    renamed = {}
+    for number, members in enumerate(checkpoint.shards.values(), start=1):
+        renamed[shard_name(number, total)] = {f"language_model.{name}": tensor for name, tensor in members.items()}
+    generator = torch.Generator().manual_seed(seed)
+    projector = projector_tensors(_VISION["hidden"], checkpoint.config["hidden_size"])
+    tower = vision_tensors(_VISION["hidden"], _VISION["intermediate"], _VISION["blocks"], positions=8)
+    renamed[shard_name(total - 1, total)] = random_bf16(projector, generator)
+    renamed[shard_name(total, total)] = random_bf16(tower, generator)
+    checkpoint.shards = renamed
+    vision = {
+        "mm_hidden_size": _VISION["hidden"],
+        "vt_hidden_size": _VISION["hidden"],
+        "vt_intermediate_size": _VISION["intermediate"],
+        "vt_num_attention_heads": 2,
+        "vt_num_hidden_layers": _VISION["blocks"],
+    }
+    checkpoint.config = k25_config(checkpoint.config, vision=vision)
+    write_small(checkpoint, out)
+    write_sidecars(out, K25_SIDECARS)
+    return out
+
+
+def make_split(out: Path) -> Path:
+    """Scatter partners over shards: up apart from gate, and packed words, scales and shapes apart from each other."""
+    checkpoint = read_small(TINY)
+    shards = list(checkpoint.shards)
+    for name in sorted(checkpoint.tensors()):
+        if ".mlp.experts." not in name:
+            continue
+        expert = int(name.split(".mlp.experts.")[1].split(".")[0])
+        home = shards.index(checkpoint.shard_of(name))
+        if ".up_proj." in name and expert % 2 == 0:
+            checkpoint.move(name, shards[(home + 1) % len(shards)])
+        elif (name.endswith(".weight_scale") and expert % 4 == 1) or (
+            name.endswith(".weight_shape") and expert % 4 == 3
+        ):
+            checkpoint.move(name, shards[(home + 2) % len(shards)])
+        elif name.endswith(".down_proj.weight_packed") and expert % 8 == 5:
+            checkpoint.move(name, shards[0])
+    return write_small(checkpoint, out)
+
+
+def make_reap(out: Path, *, keep: int = 10, seed: int = 0) -> Path:
+    """Prune every layer to `keep` experts, renumbered 0..keep-1, with router rows, bias and config cut to match."""
+    checkpoint = read_small(TINY)
+    config = checkpoint.config
+    generator = torch.Generator().manual_seed(seed)
+    moe_layers = range(config["first_k_dense_replace"], config["num_hidden_layers"])
+    kept = {
+        layer: torch.randperm(config["n_routed_experts"], generator=generator)[:keep].sort().values
+        for layer in moe_layers
+    }
+    for shard, members in checkpoint.shards.items():
+        pruned = {}
+        for name, tensor in members.items():
+            if ".mlp.experts." in name:
+                head, tail = name.split(".mlp.experts.")
+                expert, rest = tail.split(".", 1)
+                survivors = kept[int(head.rsplit(".", 1)[1])].tolist()
+                if int(expert) in survivors:
+                    pruned[f"{head}.mlp.experts.{survivors.index(int(expert))}.{rest}"] = tensor
+            elif ".mlp.gate." in name:
+                pruned[name] = tensor[kept[int(name.split(".layers.")[1].split(".")[0])]]
+            else:
+                pruned[name] = tensor
+        checkpoint.shards[shard] = pruned
+    config["n_routed_experts"] = keep
+    return write_small(checkpoint, out)
+
+
+def make_i64(out: Path) -> Path:
+    """Store weight_shape as I64, as compressed-tensors itself writes it."""
+    checkpoint = read_small(TINY)
+    for name, tensor in checkpoint.tensors().items():
+        if name.endswith(".weight_shape"):
+            checkpoint.replace(name, tensor.long())
+    return write_small(checkpoint, out)

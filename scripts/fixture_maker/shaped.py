@@ -1,0 +1,135 @@
+"""K2-shaped checkpoints of any size with realistic values, written as fast as the disk takes them.
+
+Values are drawn as quantisation-aware training leaves them: a gaussian latent weight whose spread varies by row,
+scale = bf16(amax/7) per group of 32, codes -7..7 with 7 present in every group. One expert is drawn and packed; the
+others roll its rows and multiply its scales, so all differ and all are valid, at the cost of a copy.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from scripts.fixture_maker.config import K2_SIDECARS, k2_config, write_json, write_sidecars
+from scripts.fixture_maker.edges import pack
+from scripts.fixture_maker.inventory import GROUP_SIZE, K2Shape, TensorSpec, layer_tensors, outer_tensors
+from scripts.fixture_maker.shards import fresh_folder, shard_name, write_index, write_streamed
+
+_NOISE_NUMBERS = 1 << 22  # 8 MiB of BF16, repeated to fill the tensors that are not INT4
+
+
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """One drawn projection: packed words int32 [N, K/8] and scales bf16 [N, K/32]."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+
+
+def _as_bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+
+
+def draw_int4(rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw codes int8 [N, K] and scales bf16 [N, K/32] as K2's training leaves them."""
+    spread = 0.02 * torch.exp(0.25 * torch.randn(rows, 1, generator=generator))
+    latent = (torch.randn(rows, columns, generator=generator) * spread).unflatten(1, (-1, GROUP_SIZE))
+    scales = (latent.abs().amax(2) / 7).bfloat16()
+    codes = (latent / scales.float().unsqueeze(2)).round().clamp(-7, 7)
+    return codes.flatten(1).to(torch.int8), scales
+
+
+class _Values:
+    """The bytes of any tensor of the checkpoint, by its name alone."""
+
+    def __init__(self, shape: K2Shape, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._shape = shape
+        self._noise = (0.02 * torch.randn(_NOISE_NUMBERS, generator=generator)).bfloat16()
+        self._projections = {}
+        for kind, (rows, columns) in shape.projections().items():
+            codes, scales = draw_int4(rows, columns, generator)
+            self._projections[kind] = _Projection(pack(codes), scales)
+
+    def __call__(self, spec: TensorSpec) -> Iterator[memoryview]:
+        if ".mlp.experts." in spec.name:
+            yield from self._expert(spec)
+        elif spec.dtype == "F32":
+            yield _as_bytes(self._noise[: spec.shape[0]].float())
+        elif "norm" in spec.name:
+            yield _as_bytes(1 + self._noise[: spec.shape[0]])
+        else:
+            yield from self._dense(spec)
+
+    def _dense(self, spec: TensorSpec) -> Iterator[memoryview]:
+        noise, left = _as_bytes(self._noise), spec.num_bytes
+        offset = 2 * (zlib.crc32(spec.name.encode()) % _NOISE_NUMBERS)
+        while left > 0:
+            piece = noise[offset : offset + left]
+            yield piece
+            left, offset = left - len(piece), 0
+
+    def _expert(self, spec: TensorSpec) -> Iterator[memoryview]:
+        module, kind, leaf = spec.name.rsplit(".", 2)
+        projection = self._projections[kind]
+        if leaf == "weight_shape":
+            yield _as_bytes(torch.tensor(self._shape.projections()[kind], dtype=torch.int32))
+            return
+        draw = zlib.crc32(module.encode())
+        if leaf == "weight_packed":
+            yield from _rolled(projection.packed, draw)
+        else:
+            # A factor in 0.75..1.25 of each expert's own; BF16 rounding keeps the scales ordinary BF16 numbers.
+            factor = 0.75 + 0.5 * (draw >> 16) / 0xFFFF
+            yield from _rolled((projection.scales.float() * factor).bfloat16(), draw)
+
+
+def _rolled(rows: torch.Tensor, draw: int) -> Iterator[memoryview]:
+    cut = draw % rows.shape[0]
+    yield _as_bytes(rows[cut:])
+    yield _as_bytes(rows[:cut])
+
+
+def experts_for(num_bytes: float, shape: K2Shape) -> int:
+    """Return how many experts make a mixture-of-experts layer of about `num_bytes`."""
+    fixed, one = (sum(spec.num_bytes for spec in layer_tensors(_with_experts(shape, n), 1)) for n in (0, 1))
+    return max(1, round((num_bytes - fixed) / (one - fixed)))
+
+
+def _with_experts(shape: K2Shape, experts: int) -> K2Shape:
+    return replace(shape, experts=experts, dense_layers=0)
+
+
+def _chunks(specs: list[TensorSpec], count: int) -> list[list[TensorSpec]]:
+    """Cut a list of tensors into `count` runs of about equal bytes."""
+    total, seen = sum(spec.num_bytes for spec in specs), 0
+    chunks: list[list[TensorSpec]] = [[] for _ in range(count)]
+    for spec in specs:
+        chunks[min(count - 1, seen * count // total)].append(spec)
+        seen += spec.num_bytes
+    return [chunk for chunk in chunks if chunk]
+
+
+def make_k2_shaped(out: Path, *, shape: K2Shape, shards: int | None = None, seed: int = 0) -> Path:
+    """Write a K2-shaped checkpoint: one shard a dense layer, one a MoE layer (or `shards` for all of them), one outer.
+
+    Memory stays bounded by one expert and a noise buffer, whatever the size on disk.
+    """
+    fresh_folder(out)
+    layers = [list(layer_tensors(shape, index)) for index in range(shape.layers)]
+    dense, moe = layers[: shape.dense_layers], layers[shape.dense_layers :]
+    if shards is not None:
+        moe = _chunks([spec for layer in moe for spec in layer], shards)
+    parts = [*dense, *moe, outer_tensors(shape)]
+    named = {shard_name(number, len(parts)): specs for number, specs in enumerate(parts, start=1)}
+    values = _Values(shape, seed)
+    for shard, specs in named.items():
+        write_streamed(out / shard, specs, values)
+    write_index(out, named)
+    write_json(out / "config.json", k2_config(shape))
+    write_sidecars(out, K2_SIDECARS)
+    return out

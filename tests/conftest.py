@@ -1,0 +1,125 @@
+"""Checkpoints every test may read, and the command as users run it.
+
+The checkpoints are shared by the whole session: read them, never write into them. A test that needs a damaged one
+copies first.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from scripts import fixture_maker as fixtures  # noqa: E402  (after the path is set)
+
+SMALL_SHAPE = replace(
+    fixtures.K2_SHAPE,
+    hidden=512,
+    moe_intermediate=256,
+    dense_intermediate=512,
+    experts=2,
+    moe_layers=1,
+    vocabulary=64,
+    heads=2,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which this session's checkpoints are made."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """The trained tiny checkpoint, in place: K2-Thinking's layout, 3 MoE layers, 144 INT4 projections."""
+    return fixtures.TINY
+
+
+@pytest.fixture(scope="session")
+def k25(checkpoints: Path) -> Path:
+    """The tiny checkpoint in K2.5's layout."""
+    return fixtures.make_k25(checkpoints / "k25")
+
+
+@pytest.fixture(scope="session")
+def split(checkpoints: Path) -> Path:
+    """The tiny checkpoint with partners in different shards."""
+    return fixtures.make_split(checkpoints / "split")
+
+
+@pytest.fixture(scope="session")
+def reap(checkpoints: Path) -> Path:
+    """The tiny checkpoint pruned to 10 of 16 experts."""
+    return fixtures.make_reap(checkpoints / "reap")
+
+
+@pytest.fixture(scope="session")
+def i64(checkpoints: Path) -> Path:
+    """The tiny checkpoint with weight_shape as I64."""
+    return fixtures.make_i64(checkpoints / "i64")
+
+
+@pytest.fixture(scope="session")
+def minus8(checkpoints: Path) -> Path:
+    """The tiny checkpoint with codes of -8 planted."""
+    return fixtures.make_minus8(checkpoints / "minus8")
+
+
+@pytest.fixture(scope="session")
+def zeros(checkpoints: Path) -> Path:
+    """The tiny checkpoint with zero blocks, groups and tensors planted."""
+    return fixtures.make_zeros(checkpoints / "zeros")
+
+
+@pytest.fixture(scope="session")
+def subnormal(checkpoints: Path) -> Path:
+    """The tiny checkpoint with subnormal scales planted."""
+    return fixtures.make_subnormal(checkpoints / "subnormal")
+
+
+@pytest.fixture(scope="session")
+def wide(checkpoints: Path) -> Path:
+    """The tiny checkpoint with widely spread scales planted."""
+    return fixtures.make_wide(checkpoints / "wide")
+
+
+@pytest.fixture(scope="session")
+def k2_shaped(checkpoints: Path) -> Path:
+    """A K2-shaped checkpoint, much reduced: one dense and one MoE layer, two experts of 256 x 512."""
+    return fixtures.make_k2_shaped(checkpoints / "k2-shaped", shape=SMALL_SHAPE)
+
+
+@pytest.fixture(scope="session")
+def k2_headers(checkpoints: Path) -> Path:
+    """The whole of Kimi-K2-Thinking as sparse files: 594 GB apparent, 47 MB on disk, made in 4 seconds."""
+    return fixtures.make_k2_thinking_headers(checkpoints / "k2-headers")
+
+
+class RunCli(Protocol):
+    """`run_cli("inspect", folder, COLUMNS="200")`: arguments by position, environment by keyword."""
+
+    def __call__(self, *args: str | Path, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture(scope="session")
+def run_cli() -> RunCli:
+    """Run the real `k2convert` command in a process of its own."""
+
+    def run(*args: str | Path, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "k2convert", *map(str, args)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
+
+    return run
