@@ -5,11 +5,15 @@ scales and shape are found wherever they lie, and so is the partner of a gate or
 one global scale. The output bytes, shard by shard and tensor by tensor, are known before the first is written.
 """
 
+import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from blake3 import blake3
+
+from k2convert import __version__
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, projection_tensors
@@ -19,6 +23,7 @@ from k2convert.projections import Projection, check_experts, check_is_int4, chec
 from k2convert.recipe import Recipe
 
 BF16_SHARD_BYTES = 5_000_000_000
+ARITHMETIC_VERSION = 1  # raise whenever the same input would give other bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,27 @@ def exclude_list(recipe: Recipe, architecture: Architecture, family: Family) -> 
     if recipe.layout == COMPRESSED_TENSORS:
         return [f"re:.*{re.escape(stem)}{'.*' if open_end else '$'}" for stem, open_end in stems]
     return [f"*{stem}*" if open_end else f"*{stem}" for stem, open_end in stems]
+
+
+def job_fingerprint(*, source: Checkpoint, recipe: Recipe, revision: str | None) -> dict[str, Any]:
+    """Everything the result's bytes depend on, field by field, so that a refused resume can name what changed."""
+    headers = blake3()
+    for shard, header in sorted(source.headers.items()):
+        headers.update(f"{shard}\0{header.digest}\0{header.file_bytes}\n".encode())
+    config = blake3(json.dumps(source.config, sort_keys=True).encode())
+    identity: dict[str, Any] = {
+        "k2convert": __version__,
+        "arithmetic": ARITHMETIC_VERSION,
+        "source_revision": revision,
+        "source_headers": headers.hexdigest(),
+        "source_config": config.hexdigest(),
+    }
+    return identity | {k: v for k, v in recipe.document().items() if k not in ("name", "family", "budget")}
+
+
+def fingerprint_digest(fingerprint: dict[str, Any]) -> str:
+    """One short name for a fingerprint, as records carry it."""
+    return blake3(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
 
 
 def action_counts(plan: Plan) -> dict[str, dict[str, Any]]:

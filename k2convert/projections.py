@@ -1,6 +1,6 @@
 """The linear layers of a source that become NVFP4: found by the presence of `weight_packed`, never by a config's list.
 
-Also here: the checks that the source is the INT4 checkpoint it should be, and that its experts, router and config agree.
+Also here: the checks that the source is the INT4 checkpoint it should be, and that experts, router and config agree.
 """
 
 from collections import defaultdict

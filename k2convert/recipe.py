@@ -4,8 +4,6 @@ A recipe names roles, never regular expressions. Unknown keys are refused: a mis
 change what is published.
 """
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -71,11 +69,6 @@ class Recipe(BaseModel):
     def document(self) -> dict[str, Any]:
         """The resolved recipe as plain data, every default written out."""
         return self.model_dump(mode="json")
-
-    def fingerprint(self) -> str:
-        """Hash of everything in the recipe that the result depends on (budgets are not)."""
-        document = {k: v for k, v in self.document().items() if k not in ("name", "family", "budget")}
-        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def recipes_folder() -> Path:

@@ -1,0 +1,178 @@
+"""Files that are whole or absent: written beside the target as `.tmp`, synced, renamed, the folder synced.
+
+Shards go past the page cache where the filesystem allows it (O_DIRECT): the file is pre-sized, filled in order from
+aligned staging buffers, hashed while the bytes pass. Where O_DIRECT is refused the same writes are buffered.
+"""
+
+import errno
+import mmap
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from blake3 import blake3
+
+from k2convert.errors import DiskFullError
+
+TEMPORARY_SUFFIX = ".tmp"
+ALIGNMENT = 4096
+STAGING_BYTES = 16 << 20
+NUM_STAGING = 3
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put `content` under `path`: complete and on disk, or not at all."""
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            view = memoryview(content)
+            while len(view):
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        _publish(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _write_error(path, error) from error
+
+
+class ShardWriter:
+    """Writes one file of known size in order; `commit` makes it appear under its name and returns its blake3."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._path = path
+        self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._num_bytes = num_bytes
+        self._hash = blake3()
+        self._staging = [mmap.mmap(-1, STAGING_BYTES) for _ in range(NUM_STAGING)]
+        self._current, self._filled, self._position = 0, 0, 0
+        self._pending: deque[Future[None]] = deque()
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="write")
+        self._direct: int | None = None
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._descriptor = os.open(self._temporary, flags, 0o666)
+            try:
+                os.posix_fallocate(self._descriptor, 0, max(num_bytes, 1))
+                os.ftruncate(self._descriptor, num_bytes)
+                self._direct = _open_direct(self._temporary)
+            except OSError:
+                os.close(self._descriptor)
+                self._temporary.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            self._pool.shutdown()
+            raise _write_error(path, error) from error
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether writes go past the page cache."""
+        return self._direct is not None
+
+    def write(self, data: "bytes | memoryview") -> None:
+        """Append bytes; they may be reused by the caller when this returns. Raises DiskFullError, OSError."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            take = min(len(view), STAGING_BYTES - self._filled)
+            self._staging[self._current][self._filled : self._filled + take] = view[:take]
+            self._filled += take
+            view = view[take:]
+            if self._filled == STAGING_BYTES:
+                self._flush()
+
+    def commit(self) -> str:
+        """Flush, sync, rename into place; returns the blake3 of the whole file as hex."""
+        try:
+            self._flush()
+            while self._pending:
+                self._pending.popleft().result()
+            if self._position != self._num_bytes:
+                raise RuntimeError(f"{self._path}: planned {self._num_bytes} bytes, wrote {self._position}")
+            os.fsync(self._descriptor)
+            self._close()
+            _publish(self._temporary, self._path)
+        except OSError as error:
+            raise _write_error(self._path, error) from error
+        return self._hash.hexdigest()
+
+    def _flush(self) -> None:
+        staging, filled, position = self._staging[self._current], self._filled, self._position
+        with memoryview(staging) as whole, whole[:filled] as used:
+            self._hash.update(used)
+        self._pending.append(self._pool.submit(self._store, staging, filled, position))
+        self._position, self._filled = position + filled, 0
+        self._current = (self._current + 1) % NUM_STAGING
+        while len(self._pending) >= NUM_STAGING:
+            try:
+                self._pending.popleft().result()
+            except OSError as error:
+                raise _write_error(self._path, error) from error
+
+    def _store(self, staging: mmap.mmap, filled: int, position: int) -> None:
+        with memoryview(staging) as whole:
+            aligned = filled - filled % ALIGNMENT if self._direct is not None else 0
+            if self._direct is not None:
+                _write_all(self._direct, whole[:aligned], position)
+            _write_all(self._descriptor, whole[aligned:filled], position + aligned)
+
+    def _close(self) -> None:
+        self._pool.shutdown(wait=True)
+        for descriptor in (self._direct, self._descriptor):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self._direct, self._descriptor = None, -1
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._descriptor >= 0:
+            self._close()
+            self._temporary.unlink(missing_ok=True)
+
+
+def _write_all(descriptor: int, view: memoryview, position: int) -> None:
+    while len(view):
+        count = os.pwrite(descriptor, view, position)
+        view, position = view[count:], position + count
+
+
+def _open_direct(path: Path) -> int | None:
+    """A second descriptor for O_DIRECT, proven by writing one block; None where it is refused (tmpfs, FUSE)."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if os.fstat(descriptor).st_size < ALIGNMENT:
+        os.close(descriptor)
+        return None
+    with mmap.mmap(-1, ALIGNMENT) as probe:
+        try:
+            os.pwrite(descriptor, probe, 0)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EINVAL, errno.ENOTSUP):
+                return None
+            raise
+    return descriptor
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _write_error(path: Path, error: OSError) -> OSError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFullError(
+            f"{path}: no room left on the disk. Finished shards are kept: free space and run the same command again."
+        )
+    return error

@@ -1,0 +1,240 @@
+"""The loop: read, convert, write, record; shard after shard, tensor after tensor, in bounded memory.
+
+Within a shard, steps (an expert's gate and up, a down projection, a piece of a copied tensor) are read and converted
+by a pool of threads, at most `INFLIGHT_BYTES` ahead, and written in file order by the shard's own thread, which also
+hashes. Reads, arithmetic and writes release the interpreter's lock, so they overlap. A shard is done when its record
+is written; until then nothing stands under its name.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from k2convert.checkpoint.header import TensorInfo, encode_header
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
+from k2convert.errors import CheckpointError, FormatError
+from k2convert.formats.int4 import Int4Weight, check_int4_scales, dequantize_int4
+from k2convert.formats.magnitude import Magnitude
+from k2convert.journal import Journal, ProjectionRecord, ShardRecord
+from k2convert.plan import ConvertStep, CopyStep, Plan, ShardJob, step_sources
+from k2convert.projections import Projection
+from k2convert.quantizers import Quantizer
+from k2convert.recipe import Recipe
+
+COPY_BYTES = 16 << 20
+INFLIGHT_BYTES = 192 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One report of the loop: bytes and tensors since the last report; `finished` names a shard just recorded."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    tensors: int = 0
+    finished: str | None = None
+
+
+Report = Callable[[Progress], None]
+
+
+class InterruptedRun(Exception):  # noqa: N818 - not an error: somebody asked to stop
+    """The run was asked to stop between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One unit of work: what it reads, and the call that returns buffers in file order and records."""
+
+    num_bytes: int
+    bytes_in: int
+    tensors: int
+    call: Callable[[], tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConverter:
+    """Converts single shards of a plan into a folder; safe to call from several threads at once."""
+
+    plan: Plan
+    reader: ShardReader
+    quantizer: Quantizer
+    destination: Path
+    pool: ThreadPoolExecutor
+    fingerprint: str
+    header_digests: Mapping[str, str]
+    stop: Event
+
+    def convert(self, job: ShardJob, *, report: Report) -> ShardRecord:
+        """Write one shard under its final name and return its record (not yet journalled)."""
+        outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in job.outputs]
+        header = encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
+        file_bytes = len(header) + job.data_bytes
+        records: list[ProjectionRecord] = []
+        with ShardWriter(self.destination / job.name, file_bytes) as writer:
+            writer.write(header)
+            for piece, (buffers, measured) in self._ahead(self._pieces(job)):
+                for buffer in buffers:
+                    writer.write(memoryview(buffer))
+                records += measured
+                report(Progress(piece.bytes_in, sum(b.nbytes for b in buffers), piece.tensors))
+            digest = writer.commit()
+        return ShardRecord(
+            shard=job.name,
+            fingerprint=self.fingerprint,
+            blake3=digest,
+            file_bytes=file_bytes,
+            num_tensors=len(outputs),
+            source_headers={shard: self.header_digests[shard] for shard in job.source_shards},
+            projections=tuple(records),
+        )
+
+    def _ahead(
+        self, pieces: Iterator[_Piece]
+    ) -> Iterator[tuple[_Piece, tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]]]:
+        """Run pieces in the pool ahead of the writer, at most INFLIGHT_BYTES of them (or one larger piece)."""
+        waiting: deque[tuple[_Piece, Future[tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]]]] = deque()
+        inflight = 0
+        following = next(pieces, None)
+        try:
+            while waiting or following is not None:
+                while following is not None and (not waiting or inflight + following.num_bytes <= INFLIGHT_BYTES):
+                    waiting.append((following, self.pool.submit(following.call)))
+                    inflight += following.num_bytes
+                    following = next(pieces, None)
+                if self.stop.is_set():
+                    raise InterruptedRun
+                piece, future = waiting.popleft()
+                result = future.result()
+                inflight -= piece.num_bytes
+                yield piece, result
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+    def _pieces(self, job: ShardJob) -> Iterator[_Piece]:
+        for step in job.steps:
+            if isinstance(step, CopyStep):
+                size = step.tensor.num_bytes
+                for begin in range(0, max(size, 1), COPY_BYTES):
+                    end = min(begin + COPY_BYTES, size)
+                    last = 1 if end == size else 0
+                    yield _Piece(end - begin, end - begin, last, partial(self._copy, step.tensor, begin, end))
+            else:
+                bytes_in = sum(t.num_bytes for t in step_sources(step))
+                bytes_out = sum(o.num_bytes for o in step.outputs)
+                yield _Piece(bytes_in + bytes_out, bytes_in, len(step.outputs), partial(self._convert, step))
+
+    def _copy(self, tensor: TensorInfo, begin: int, end: int) -> tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]:
+        return [self.reader.read(tensor, begin=begin, end=end)], []
+
+    def _convert(self, step: ConvertStep) -> tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]:
+        if self.plan.recipe.target == "bf16":
+            return [self._dequantize(p) for p in step.members], []
+        sources = [(p, load_projection(self.reader, p)) for p in step.members]
+        magnitudes = [self.quantizer.measure(source) for _, source in sources]
+        magnitudes += [self.quantizer.measure(load_projection(self.reader, p)) for p in step.partners]
+        shared = magnitudes[0]
+        for magnitude in magnitudes[1:]:
+            shared = shared.merge(magnitude)
+        buffers: list[NDArray[np.uint8]] = []
+        records: list[ProjectionRecord] = []
+        for projection, source in sources:
+            tensors, record = self._quantize(projection, source, shared)
+            buffers += tensors
+            records.append(record)
+        return buffers, records
+
+    def _quantize(
+        self, projection: Projection, source: Int4Weight | torch.Tensor, shared: Magnitude
+    ) -> tuple[list[NDArray[np.uint8]], ProjectionRecord]:
+        global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Weight))
+        result, metrics = self.quantizer.quantize(
+            source, name=projection.module, magnitude=shared, global_scale=global_scale
+        )
+        buffers = [_bytes_of(result.packed), _bytes_of(result.block_scales)]
+        scalars = scalar_bytes(self.plan.recipe, projection, global_scale)
+        buffers += [np.frombuffer(raw, dtype=np.uint8) for raw in scalars]
+        return buffers, ProjectionRecord(projection.module, projection.role, global_scale, metrics.to_dict())
+
+    def _dequantize(self, projection: Projection) -> NDArray[np.uint8]:
+        source = load_projection(self.reader, projection)
+        weight = dequantize_int4(source) if isinstance(source, Int4Weight) else source
+        return _bytes_of(weight.view(torch.uint8))
+
+
+def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) -> list[bytes]:
+    """The scalars of one converted projection as the layout stores them: global scale, then input scale if W4A4."""
+    names = LAYOUTS[recipe.layout]
+    scalars = [names.encode_scalar(global_scale)]
+    if recipe.activations == "w4a4":
+        scale = recipe.input_scale.down if projection.projection == "down" else recipe.input_scale.gate_up
+        scalars.append(names.encode_scalar(scale))
+    return scalars
+
+
+def load_projection(reader: ShardReader, projection: Projection) -> Int4Weight | torch.Tensor:
+    """Read one projection: Int4Weight, or BF16 [N, K]. Refuses a weight_shape that disagrees and senseless scales."""
+    rows, columns = projection.num_rows, projection.num_columns
+    if projection.weight is not None:
+        return torch.from_numpy(reader.read(projection.weight)).view(torch.bfloat16).reshape(rows, columns)
+    packed, scale, shape = projection.packed, projection.scale, projection.shape
+    assert packed is not None
+    assert scale is not None
+    assert shape is not None
+    stored = np.frombuffer(reader.read(shape), dtype="<i4" if shape.dtype == "I32" else "<i8").tolist()
+    if stored != [rows, columns]:
+        raise CheckpointError(
+            f"{shape.shard}: {shape.name}: says {stored}, but {packed.name} holds {[rows, columns]}. "
+            "Download the shard again."
+        )
+    scales = torch.from_numpy(reader.read(scale)).view(torch.bfloat16).reshape(rows, columns // 32)
+    try:
+        check_int4_scales(scales, name=f"{scale.shard}: {scale.name}")
+    except FormatError as error:
+        raise CheckpointError(f"{error} Download the shard again.") from None
+    return Int4Weight(packed=torch.from_numpy(reader.read(packed)).reshape(rows, columns // 2), scales=scales)
+
+
+def run_conversion(
+    *, plan: Plan, converter: ShardConverter, journal: Journal, workers: int, report: Report
+) -> dict[str, ShardRecord]:
+    """Convert every shard not yet in the journal, `workers` at a time; returns all records by shard.
+
+    The first failure stops the others between two steps; what was recorded stays. KeyboardInterrupt does the same.
+    """
+    finished = journal.finished()
+    pending = [job for job in plan.jobs if job.name not in finished]
+
+    def work(job: ShardJob) -> None:
+        record = converter.convert(job, report=report)
+        journal.record(record)
+        finished[job.name] = record
+        report(Progress(finished=job.name))
+
+    with ThreadPoolExecutor(max_workers=max(workers, 1), thread_name_prefix="shard") as shards:
+        futures = [shards.submit(work, job) for job in pending]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failed = next((f for f in done if f.exception() is not None), None)
+            if failed is not None:
+                failed.result()
+        finally:
+            converter.stop.set()
+            for future in futures:
+                future.cancel()
+    return finished
+
+
+def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    return tensor.cpu().contiguous().view(torch.uint8).reshape(-1).numpy()

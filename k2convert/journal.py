@@ -1,0 +1,184 @@
+"""What is done, durably: one record per finished shard, one fingerprint per job, one lock per destination.
+
+    DEST/.k2convert/job.json              fingerprint and list of shards, written before the first shard
+    DEST/.k2convert/shards/SHARD.json     written after SHARD is whole and synced: the only claim of "done"
+    DEST/.k2convert/lock                  held by the running process (flock: the kernel frees it when the owner dies)
+    DEST/k2convert.json                   the ledger that travels with the result, derived from the records
+
+Nothing in these files depends on time, host or path: an interrupted and an uninterrupted run end in the same bytes.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from k2convert.checkpoint.index import dump_json, read_json_file
+from k2convert.checkpoint.writer import TEMPORARY_SUFFIX, write_atomically
+from k2convert.errors import CheckpointError, DestinationError, LockedError, ResumeError
+
+WORK_FOLDER = ".k2convert"
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionRecord:
+    """What was measured of one converted projection; `metrics` is WeightMetrics.to_dict()."""
+
+    module: str
+    role: str
+    global_scale: float
+    metrics: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """One finished shard: blake3 and size of the file, digests of the source headers it was made from."""
+
+    shard: str
+    fingerprint: str
+    blake3: str
+    file_bytes: int
+    num_tensors: int
+    source_headers: dict[str, str]
+    projections: tuple[ProjectionRecord, ...] = field(default=())
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> "ShardRecord":
+        projections: Any = tuple(ProjectionRecord(**p) for p in document.pop("projections"))
+        return cls(**document, projections=projections)
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """What `status` shows: the job's identity, all shards with their planned bytes, and the finished ones."""
+
+    fingerprint: dict[str, Any]
+    recipe: dict[str, Any]
+    shards: dict[str, int]
+    finished: dict[str, ShardRecord]
+    is_complete: bool
+    is_running: bool
+
+
+class Journal:
+    """The journal of one destination folder."""
+
+    def __init__(self, destination: Path) -> None:
+        self.destination = destination
+        self.folder = destination / WORK_FOLDER
+        self._records = self.folder / "shards"
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Hold the destination for this process; raises LockedError while another one does."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                raise LockedError(
+                    f"{self.destination}: another run (process {lock.read().strip() or 'unknown'}) is working here. "
+                    "Wait for it or stop it; running the command again resumes."
+                ) from None
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            try:
+                yield
+            finally:
+                lock.truncate(0)
+
+    def begin(self, *, fingerprint: dict[str, Any], recipe: dict[str, Any], shards: dict[str, int]) -> None:
+        """Start the job, or resume it if its fingerprint is the same; raises ResumeError naming what differs."""
+        path = self.folder / "job.json"
+        if path.exists():
+            found = cast(dict[str, Any], read_json_file(path)["fingerprint"])
+            different = [key for key in sorted({*found, *fingerprint}) if found.get(key) != fingerprint.get(key)]
+            if different:
+                changes = "; ".join(f"{key} was {found.get(key)!r}, now {fingerprint.get(key)!r}" for key in different)
+                raise ResumeError(
+                    f"{self.destination}: was begun as another job: {changes}. Use another folder, or delete this one "
+                    "to start over."
+                )
+            self._sweep()
+            return
+        self._records.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, dump_json({"fingerprint": fingerprint, "recipe": recipe, "shards": shards}))
+
+    def record(self, record: ShardRecord) -> None:
+        """Declare a shard finished; its file must be in place and synced."""
+        write_atomically(self._records / f"{record.shard}.json", json.dumps(asdict(record)).encode())
+
+    def finished(self) -> dict[str, ShardRecord]:
+        """Records of the shards whose files are in place with the recorded size."""
+        result: dict[str, ShardRecord] = {}
+        for path in sorted(self._records.glob("*.json")):
+            try:
+                record = ShardRecord.from_dict(read_json_file(path))
+            except (KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"{path}: not a record of this version ({error}). Delete it: its shard will be converted again."
+                ) from None
+            target = self.destination / record.shard
+            if target.is_file() and target.stat().st_size == record.file_bytes:
+                result[record.shard] = record
+        return result
+
+    def state(self, *, config_name: str) -> JobState:
+        """Read the whole journal for display; raises DestinationError where there is none."""
+        path = self.folder / "job.json"
+        if not path.exists():
+            raise DestinationError(f"{self.destination}: no conversion has been begun here.")
+        job = read_json_file(path)
+        return JobState(
+            fingerprint=job["fingerprint"],
+            recipe=job["recipe"],
+            shards=job["shards"],
+            finished=self.finished(),
+            is_complete=(self.destination / config_name).exists(),
+            is_running=self._is_running(),
+        )
+
+    def _is_running(self) -> bool:
+        path = self.folder / "lock"
+        if not path.exists():
+            return False
+        with path.open("r") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+
+    def _sweep(self) -> None:
+        """Remove half-written files that a killed run left."""
+        self._records.mkdir(parents=True, exist_ok=True)
+        for folder in (self.destination, self.folder, self._records):
+            for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+                path.unlink(missing_ok=True)
+
+
+def check_destination(destination: Path, *, source: Path | None) -> None:
+    """Refuse a destination that is the source, lies inside it (or it inside), or holds something that is not ours."""
+    target = destination.resolve()
+    if source is not None:
+        origin = source.resolve()
+        if target == origin:
+            raise DestinationError(
+                f"{destination}: is the source itself. The source is never written to: name another."
+            )
+        if target.is_relative_to(origin):
+            raise DestinationError(f"{destination}: lies inside the source {source}. Name a folder outside it.")
+        if origin.is_relative_to(target):
+            raise DestinationError(f"{destination}: contains the source {source}. Name a folder beside it.")
+    if destination.exists() and not destination.is_dir():
+        raise DestinationError(f"{destination}: is a file. Name a folder.")
+    if destination.is_dir() and not (destination / WORK_FOLDER).is_dir() and any(destination.iterdir()):
+        raise DestinationError(
+            f"{destination}: is not empty and holds no conversion begun by k2convert. Name a new or empty folder."
+        )
