@@ -1,0 +1,271 @@
+"""Repository names, and one connection to the Hub: retries with backoff, and errors that say what to do.
+
+The token comes from HF_TOKEN or the login file, through the library alone; nothing here reads, prints or stores it.
+"""
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from k2convert import __version__
+from k2convert.errors import HubError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+T = TypeVar("T")
+
+SCHEME = "hf://"
+TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
+STALL_SECONDS = 60.0  # without a byte for this long a connection counts as broken: the library's client has no limit
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+_ADVICE = {
+    400: "The Hub did not accept the request; its own words are above.",
+    401: "Set HF_TOKEN to a valid token, or log in with `hf auth login`.",
+    402: "The account's storage or plan does not allow this: free space, change the plan, or publish with --public.",
+    403: "The token lacks the right for this: use one with write access to that namespace, and for a gated source "
+    "accept its terms on the model's page.",
+    404: "Check the spelling; a private or gated repository needs a token that may read it: set HF_TOKEN or use "
+    "`hf auth login`.",
+    409: "Something else changed the repository at the same time. Run the same command again.",
+    412: "Its branch moved while this ran. Look at what was committed there, then run the same command again.",
+    413: "The file is larger than the Hub takes.",
+    416: "The file on the Hub is shorter than the Hub said before. Run the same command again.",
+    429: "The Hub limits how often this account may ask. Wait as long as it says, then run the same command again.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RepoRef:
+    """A repository as the user named it; `revision` is a branch, tag or commit, or None for main."""
+
+    repo: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.repo}" + (f"@{self.revision}" if self.revision else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often, and after how many seconds (doubling, with jitter), a failed request is tried again."""
+
+    num_attempts: int = 6
+    first_seconds: float = 1.0
+    max_seconds: float = 60.0
+
+    def pause(self, attempt: int) -> float:
+        return min(self.max_seconds, self.first_seconds * 2**attempt) * random.uniform(0.75, 1.25)
+
+
+def parse_repo(text: str) -> RepoRef | None:
+    """Read `hf://owner/name[@revision]`, or `owner/name[@revision]` where no such path exists; None means a path.
+
+    Raises HubError for an hf:// address that names no repository. No network is touched.
+    """
+    name, _, revision = text.removeprefix(SCHEME).partition("@")
+    fits = _REPO.fullmatch(name) is not None and len(name) <= 96 and not re.search(r"--|\.\.|\.git$|[-.]$", name)
+    if text.startswith(SCHEME):
+        if not fits or ("@" in text and not revision):
+            raise HubError(f"{text}: not a repository. Write hf://owner/name or hf://owner/name@revision.")
+        return RepoRef(name, revision or None)
+    if not fits or ("@" in text and not revision) or Path(text).exists():
+        return None
+    return RepoRef(name, revision or None)
+
+
+def ignore(_: object) -> None:
+    """Report nowhere: the default of every progress and notice callable here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """One connection: where the Hub is, how patiently to retry, and whom to tell about it."""
+
+    retry: Retry = Retry()
+    notify: Callable[[str], None] = ignore
+
+    @property
+    def endpoint(self) -> str:
+        """HF_ENDPOINT as it is now, else the library's own address."""
+        from huggingface_hub import constants
+
+        return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+    def api(self) -> "HfApi":
+        """The library's client; raises HubError at once when the network is switched off."""
+        check_online()
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+        return HfApi(endpoint=self.endpoint, library_name="k2convert", library_version=__version__)
+
+    def call(self, action: str, function: Callable[[], T]) -> T:
+        """Run one request, again after passing troubles; raises HubError that begins with `action`."""
+        for attempt in range(self.retry.num_attempts):
+            try:
+                with explained(action):
+                    return function()
+            except HubRequestError as error:
+                if not error.transient or attempt + 1 == self.retry.num_attempts:
+                    raise
+                pause = self.pause(error, attempt=attempt)
+                self.notify(f"{error.reason}; trying again in {pause:.0f} s")
+                time.sleep(pause)
+        raise AssertionError("a retry policy needs at least one attempt")
+
+    def pause(self, error: "HubRequestError", *, attempt: int) -> float:
+        """Seconds to wait after `error`: what the Hub asked for, else the policy's next step."""
+        return self.retry.pause(attempt) if error.retry_after is None else error.retry_after + 0.1
+
+    def headers(self) -> dict[str, str]:
+        """Request headers with the user's token, if any; never to be logged."""
+        from huggingface_hub import utils
+
+        return utils.build_hf_headers(  # pyright: ignore[reportUnknownMemberType]
+            library_name="k2convert", library_version=__version__
+        )
+
+    @contextmanager
+    def stream_range(self, url: str, *, begin: int, end: int) -> Generator[Iterator[bytes]]:
+        """Open bytes [begin, end) of `url` and yield their chunks; one attempt, HubRequestError when it fails.
+
+        A response that is shorter, longer or of another range than asked for is an error, not data.
+        """
+        check_online()
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+
+        headers = self.headers() | {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        with (
+            explained(f"fetch bytes {begin}-{end - 1} of {url}"),
+            get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=STALL_SECONDS) as response,
+        ):
+            if response.status_code >= 400:
+                response.read()
+            hf_raise_for_status(response)
+            answered = response.headers.get("Content-Range", "")
+            if response.status_code != 206 or not answered.startswith(f"bytes {begin}-{end - 1}/"):
+                raise HubRequestError(
+                    f"{url}: asked for bytes {begin}-{end - 1}, the answer was {response.status_code} {answered!r}. "
+                    "A proxy between here and the Hub may strip ranges."
+                )
+            yield _exactly(response.iter_raw(), end - begin, where=url)
+
+    def fetch_range(self, url: str, *, begin: int, end: int) -> bytes:
+        """Bytes [begin, end) of `url`, retried."""
+
+        def fetch() -> bytes:
+            with self.stream_range(url, begin=begin, end=end) as chunks:
+                return b"".join(chunks)
+
+        return self.call(f"fetch bytes {begin}-{end - 1} of {url}", fetch) if end > begin else b""
+
+
+class HubRequestError(HubError):
+    """One failed request; `transient` says whether asking again may help, `retry_after` what the Hub asked for."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        status: int | None = None,
+        transient: bool = False,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason or message
+        self.status = status
+        self.transient = transient
+        self.retry_after = retry_after
+
+
+@contextmanager
+def explained(action: str) -> Generator[None]:
+    """Turn whatever the client library raises for a failed request into a HubRequestError that says what to do."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        yield
+    except HubError:
+        raise
+    except OfflineModeIsEnabled:
+        raise offline_error() from None
+    except HfHubHTTPError as error:
+        raise _explain_response(action, error) from error
+    except (_transport_error(), ConnectionError, TimeoutError) as error:
+        reason = f"the connection to the Hub failed ({type(error).__name__}: {error})"
+        raise HubRequestError(
+            f"could not {action}: {reason}. Check the network; running the same command again continues the work.",
+            reason=reason,
+            transient=True,
+        ) from error
+
+
+@cache
+def _transport_error() -> type[Exception]:
+    """The HTTP client's base error, whichever client this major of the library uses: HfHubHTTPError derives from it."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError" and issubclass(base, Exception))
+
+
+def _explain_response(action: str, error: Any) -> HubRequestError:
+    response = error.response
+    status: int = response.status_code
+    words: str = (error.server_message or "").strip()
+    advice = _ADVICE.get(status) or (
+        "The Hub has trouble. Running the same command again continues the work."
+        if status >= 500
+        else "Run the same command again; if it stays so, the Hub's own words above say why."
+    )
+    reason = f"the Hub answered {status}" + (f" ({words})" if words else "")
+    return HubRequestError(
+        f"could not {action}: {reason}. {advice}",
+        reason=reason,
+        status=status,
+        transient=status in TRANSIENT_STATUS,
+        retry_after=_retry_after(response.headers),
+    )
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    value = headers.get("Retry-After", "")
+    return min(float(value), 3600.0) if value.isdigit() else None
+
+
+def _exactly(chunks: Iterator[bytes], expected: int, *, where: str) -> Iterator[bytes]:
+    received = 0
+    for chunk in chunks:
+        received += len(chunk)
+        if received > expected:
+            break
+        yield chunk
+    if received != expected:
+        reason = f"the answer had {'more' if received > expected else f'only {received:,}'} of {expected:,} bytes"
+        raise HubRequestError(f"{where}: {reason}. Run the same command again.", reason=reason, transient=True)
+
+
+def check_online() -> None:
+    """Raise HubError when HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids the network."""
+    if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in _OFFLINE):
+        raise offline_error()
+
+
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def offline_error() -> HubError:
+    return HubError(
+        "HF_HUB_OFFLINE is set, so the Hub may not be asked. Unset it, or name a local folder: "
+        "that never uses the network."
+    )

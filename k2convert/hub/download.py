@@ -1,0 +1,162 @@
+"""One shard from the Hub: parallel range requests into a pre-sized file, resumed inside the shard, hash-checked.
+
+huggingface_hub restarts a broken file at byte 0 in both majors, which for a 10 GB shard loses minutes to hours. So the
+bytes are fetched here, over the library's own HTTP session, as ranges of the pinned commit's file. A range is never
+tied to an ETag: the address contains the commit, its content cannot change, and behind the Hub's redirect the storage
+answers with ETags of its own.
+
+Why not Xet for downloads: hf_xet reassembles a file from chunks on the CPU, and has no way to resume inside a file
+after the process has ended. The Hub serves every Xet file over plain ranges too. Uploads do use Xet where the library
+does.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from k2convert.errors import DiskFullError, HubError
+from k2convert.hub.client import Hub, HubRequestError, ignore
+from k2convert.hub.segments import PartialFile, open_partial
+from k2convert.hub.source import RemoteRepo, file_url
+
+NUM_CONNECTIONS = 8
+_NUM_ROUNDS = 3  # whole fetches of a file whose bytes keep arriving wrong
+_HASH_BYTES = 4 << 20
+
+
+def download_shard(
+    hub: Hub,
+    source: RemoteRepo,
+    shard: str,
+    *,
+    target: Path,
+    num_connections: int = NUM_CONNECTIONS,
+    progress: Callable[[int], None] = ignore,
+    stop: threading.Event | None = None,
+) -> None:
+    """Fetch `shard` to `target`, continuing what an earlier attempt left; the file appears only if its sha256 is right.
+
+    `progress` receives the bytes that are on disk so far, from this thread. Setting `stop` ends the call early with
+    HubError after the state was recorded. Raises HubError when the Hub or the bytes fail, DiskFullError without room.
+    """
+    file = source.shard(shard)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and target.stat().st_size == file.num_bytes and _file_sha256(target) == file.sha256:
+        progress(file.num_bytes)
+        return
+    partial = open_partial(target, file)
+    try:
+        url = file_url(hub, source, shard)
+        for _ in range(_NUM_ROUNDS):
+            if _fill(hub, partial, url, num_connections, progress, stop or threading.Event()) == file.sha256:
+                os.fsync(partial.descriptor)
+                partial.path.replace(target)
+                _sync_folder(target.parent)
+                partial.record_path.unlink(missing_ok=True)
+                return
+            hub.notify(f"{shard} arrived with another sha256 than the Hub states; fetching it again")
+            partial.reset()
+    finally:
+        os.close(partial.descriptor)
+    raise HubError(
+        f"{source.repo}/{shard}: arrived {_NUM_ROUNDS} times with other bytes than the Hub's sha256 {file.sha256}. "
+        "A proxy, the memory or the disk changes them; nothing of it was used."
+    )
+
+
+def _fill(
+    hub: Hub,
+    partial: PartialFile,
+    url: str,
+    num_connections: int,
+    progress: Callable[[int], None],
+    stop: threading.Event,
+) -> str:
+    """Fetch all missing segments in threads while this one hashes what has arrived in order; returns the sha256."""
+    failures: list[BaseException] = []
+    halt = threading.Event()
+    threads = [
+        threading.Thread(target=_fetch_runs, args=(hub, partial, url, halt, failures), name=f"range-{i}", daemon=True)
+        for i in range(min(num_connections, len(partial.done)))
+    ]
+    digest = hashlib.sha256()
+    position = 0
+    try:
+        for thread in threads:
+            thread.start()
+        while position < partial.file.num_bytes:
+            if failures:
+                raise failures[0]
+            if stop.is_set():
+                raise HubError(f"{partial.path.name}: stopped; running the same command again continues it.")
+            frontier = partial.frontier()
+            if position == frontier:
+                partial.wait(0.2)
+            else:
+                data = os.pread(partial.descriptor, min(_HASH_BYTES, frontier - position), position)
+                digest.update(data)
+                position += len(data)
+            partial.record()
+            progress(partial.done_bytes())
+    finally:
+        halt.set()
+        for thread in threads:
+            thread.join()
+        partial.record(force=True)
+    return digest.hexdigest()
+
+
+def _fetch_runs(hub: Hub, partial: PartialFile, url: str, halt: threading.Event, failures: list[BaseException]) -> None:
+    """One connection's work: claim a run of segments, stream it to its place, again until nothing is left."""
+    num_failures = 0
+    try:
+        while not halt.is_set() and not partial.is_complete():
+            run = partial.claim()
+            if run is None:
+                partial.wait(0.2)  # another connection may yet give a run back
+                continue
+            try:
+                _stream_run(hub, partial, url, run, halt)
+                num_failures = 0
+            except HubRequestError as error:
+                num_failures = 1 if partial.done[run.start] else num_failures + 1
+                if not error.transient or num_failures >= hub.retry.num_attempts:
+                    raise
+                partial.release(run)
+                hub.notify(f"{partial.path.name}: {error.reason}; continuing it")
+                halt.wait(hub.pause(error, attempt=num_failures - 1))
+    except BaseException as error:  # handed to the thread that waits, which raises it
+        failures.append(error)
+        partial.wake()
+
+
+def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: threading.Event) -> None:
+    """Write one range response to its place, marking each segment as its last byte is written."""
+    position, segment = run.start * partial.segment_bytes, run.start
+    with hub.stream_range(url, begin=position, end=partial.end_of(run.stop - 1)) as chunks:
+        for chunk in chunks:
+            try:
+                os.pwrite(partial.descriptor, chunk, position)
+            except OSError as error:
+                raise DiskFullError(f"{partial.path}: cannot be written ({error.strerror}). Free some.") from error
+            position += len(chunk)
+            while segment < run.stop and position >= partial.end_of(segment):
+                partial.finish(segment)
+                segment += 1
+            if halt.is_set():
+                return
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,182 @@
+"""The record of which parts of a half-downloaded file are on disk: NAME.part, and NAME.part.json beside it.
+
+The file has its final size from the start; the record names the file's hash and size, the segment length, and one bit a
+segment. A bit is set only after the bytes below it were synced, so a record is never ahead of its file. The whole
+file's sha256 decides in the end: a lost or wrong record costs time, not correctness.
+"""
+
+import json
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from k2convert.errors import DiskFullError, HubError
+from k2convert.hub.source import RemoteFile
+
+MAX_SEGMENT_BYTES = 8 << 20
+MIN_SEGMENT_BYTES = 64 << 10
+RUN_BYTES = 256 << 20  # one request fetches at most this much, so a 10 GB shard takes about 40 requests
+RECORD_SECONDS = 0.5
+
+
+def segment_bytes_for(num_bytes: int) -> int:
+    """About 64 segments in a small file, 8 MB each in a large one."""
+    step = MIN_SEGMENT_BYTES
+    return min(MAX_SEGMENT_BYTES, max(step, -(-num_bytes // (64 * step)) * step))
+
+
+@dataclass(slots=True)
+class PartialFile:
+    """A file being filled by several threads; `claim`, `finish` and `release` may be called from any of them."""
+
+    path: Path
+    record_path: Path
+    file: RemoteFile
+    segment_bytes: int
+    descriptor: int
+    done: bytearray
+    resumed_bytes: int
+    _taken: bytearray = field(init=False)
+    _lock: threading.Condition = field(init=False)
+    _recorded_at: float = field(init=False)
+    _recorded: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._taken = bytearray(self.done)
+        self._lock = threading.Condition()
+        self._recorded_at = time.monotonic()
+        self._recorded = bytes(self.done)
+
+    def end_of(self, segment: int) -> int:
+        return min((segment + 1) * self.segment_bytes, self.file.num_bytes)
+
+    def claim(self) -> range | None:
+        """Take the first run of segments that nobody has; None when all are done or taken."""
+        with self._lock:
+            first = self._taken.find(0)
+            if first < 0:
+                return None
+            limit = min(len(self._taken), first + max(1, RUN_BYTES // self.segment_bytes))
+            after = self._taken.find(1, first, limit)
+            run = range(first, limit if after < 0 else after)
+            self._taken[run.start : run.stop] = b"\x01" * len(run)
+            return run
+
+    def finish(self, segment: int) -> None:
+        with self._lock:
+            self.done[segment] = 1
+            self._lock.notify_all()
+
+    def release(self, segments: range) -> None:
+        """Give back what a failed request did not deliver."""
+        with self._lock:
+            for segment in segments:
+                self._taken[segment] = self.done[segment]
+            self._lock.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Return when something changed, or after `seconds`."""
+        with self._lock:
+            self._lock.wait(seconds)
+
+    def wake(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
+
+    def is_complete(self) -> bool:
+        with self._lock:
+            return 0 not in self.done
+
+    def frontier(self) -> int:
+        """Bytes from the start of the file that are all there."""
+        with self._lock:
+            first = self.done.find(0)
+        return self.file.num_bytes if first < 0 else first * self.segment_bytes
+
+    def done_bytes(self) -> int:
+        with self._lock:
+            missing = self.done.count(0)
+            last_missing = bool(self.done) and not self.done[-1]
+        last = self.file.num_bytes - (len(self.done) - 1) * self.segment_bytes
+        return self.file.num_bytes - missing * self.segment_bytes + (self.segment_bytes - last if last_missing else 0)
+
+    def record(self, *, force: bool = False) -> None:
+        """Sync the data, then write down which segments are there; at most twice a second unless forced."""
+        with self._lock:
+            state = bytes(self.done)
+        due = force or time.monotonic() - self._recorded_at >= RECORD_SECONDS
+        if not due or state == self._recorded:
+            return
+        os.fdatasync(self.descriptor)
+        document = _identity(self.file, self.segment_bytes) | {"done": "".join("01"[bit] for bit in state)}
+        temporary = self.record_path.with_suffix(".json.tmp")
+        with temporary.open("w") as record:
+            json.dump(document, record)
+            record.flush()
+            os.fsync(record.fileno())
+        temporary.replace(self.record_path)
+        self._recorded, self._recorded_at = state, time.monotonic()
+
+    def reset(self) -> None:
+        """Forget every segment: the whole arrived with the wrong hash, and nothing says which part is wrong."""
+        self.record_path.unlink(missing_ok=True)
+        with self._lock:
+            self.done[:] = bytes(len(self.done))
+            self._taken[:] = bytes(len(self.done))
+        self._recorded = bytes(self.done)
+
+
+def part_path(target: Path) -> Path:
+    return target.with_name(target.name + ".part")
+
+
+def open_partial(target: Path, file: RemoteFile) -> PartialFile:
+    """Open or create `target`.part at its full size, with the segments that an earlier attempt recorded.
+
+    Raises DiskFullError when the space is not there.
+    """
+    path = part_path(target)
+    record_path = path.with_name(path.name + ".json")
+    segment_bytes = segment_bytes_for(file.num_bytes)
+    num_segments = -(-file.num_bytes // segment_bytes)
+    if path.is_symlink():
+        raise HubError(f"{path}: is a link, and links are not written through. Remove it.")
+    done = bytearray(num_segments)
+    if path.exists() and path.stat().st_size == file.num_bytes:
+        done = _read_record(record_path, file, segment_bytes, num_segments)
+    if not any(done):
+        record_path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        if os.fstat(descriptor).st_size != file.num_bytes:
+            os.ftruncate(descriptor, 0)
+            os.ftruncate(descriptor, file.num_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise DiskFullError(f"{path}: no room for {file.num_bytes:,} bytes ({error.strerror}). Free some.") from error
+    partial = PartialFile(path, record_path, file, segment_bytes, descriptor, done, 0)
+    partial.resumed_bytes = partial.done_bytes()
+    return partial
+
+
+def _identity(file: RemoteFile, segment_bytes: int) -> dict[str, Any]:
+    return {"sha256": file.sha256, "bytes": file.num_bytes, "segment_bytes": segment_bytes}
+
+
+def _read_record(path: Path, file: RemoteFile, segment_bytes: int, num_segments: int) -> bytearray:
+    """The recorded segments, or none where the record is missing, damaged or of another file."""
+    nothing = bytearray(num_segments)
+    try:
+        document: Any = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return nothing
+    if not isinstance(document, dict):
+        return nothing
+    fields = cast(dict[str, Any], document)
+    bits = fields.pop("done", None)
+    if fields != _identity(file, segment_bytes) or not isinstance(bits, str) or len(bits) != num_segments:
+        return nothing
+    return bytearray(bit == "1" for bit in bits)

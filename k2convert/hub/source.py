@@ -1,0 +1,174 @@
+"""A source on the Hub, pinned to one commit: its files, its headers by range requests, its small files whole.
+
+Planning a 594 GB checkpoint needs its index, its config and 62 headers of half a megabyte: two range requests a shard,
+in threads. Nothing here downloads a shard.
+"""
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
+from k2convert.checkpoint.index import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    SHARD_SUFFIX,
+    SINGLE_SHARD_NAME,
+    Checkpoint,
+    build_checkpoint,
+    read_json_file,
+)
+from k2convert.errors import HubError
+from k2convert.hub.client import Hub, RepoRef, ignore
+
+NUM_THREADS = 16
+MAX_SMALL_FILE_BYTES = 64 << 20  # the largest file of a Kimi repository that is no shard has 3 MB
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".npz")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """One file of a pinned commit; `sha256` is set for files in LFS or Xet storage, `git_sha1` for the others."""
+
+    path: str
+    num_bytes: int
+    sha256: str | None
+    git_sha1: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRepo:
+    """A repository at one commit."""
+
+    repo: str
+    commit: str
+    private: bool
+    files: dict[str, RemoteFile]
+
+    def shard(self, name: str) -> RemoteFile:
+        """The file of a shard; raises HubError when it is missing or the Hub gives no sha256 to check it by."""
+        file = self.files.get(name)
+        if file is None:
+            raise HubError(f"{self.repo} at {self.commit[:12]}: {name} is missing, though the index names it.")
+        if file.sha256 is None:
+            raise HubError(f"{self.repo} at {self.commit[:12]}: the Hub states no sha256 for {name}: it is not in LFS.")
+        return file
+
+
+def resolve_source(hub: Hub, ref: RepoRef) -> RemoteRepo:
+    """Resolve a revision to its commit, once, and list that commit's files with their sizes and hashes."""
+    api = hub.api()
+    action = f"look up {ref.repo}" + (f" at revision {ref.revision}" if ref.revision else "")
+    info = hub.call(action, lambda: api.model_info(ref.repo, revision=ref.revision))
+    commit = info.sha
+    if commit is None:
+        raise HubError(f"could not {action}: the Hub names no commit. The repository may be empty.")
+    return RemoteRepo(ref.repo, commit, bool(info.private), list_files(hub, ref.repo, commit))
+
+
+def list_files(hub: Hub, repo: str, revision: str) -> dict[str, RemoteFile]:
+    """All files at a revision, by path."""
+    api = hub.api()
+
+    def listing() -> dict[str, RemoteFile]:
+        from huggingface_hub.hf_api import RepoFile
+
+        files: dict[str, RemoteFile] = {}
+        for entry in api.list_repo_tree(repo, recursive=True, revision=revision):
+            if isinstance(entry, RepoFile):
+                sha256 = entry.lfs.sha256 if entry.lfs is not None else None
+                files[entry.path] = RemoteFile(entry.path, entry.size, sha256, None if sha256 else entry.blob_id)
+        return files
+
+    return hub.call(f"list the files of {repo}", listing)
+
+
+def file_url(hub: Hub, source: RemoteRepo, path: str) -> str:
+    """Where a file's bytes are; by commit, so that no later push can change what a resumed download reads."""
+    from huggingface_hub import hf_hub_url
+
+    return hf_hub_url(source.repo, path, revision=source.commit, endpoint=hub.endpoint)
+
+
+def fetch_header(hub: Hub, source: RemoteRepo, shard: str) -> ShardHeader:
+    """Read one shard's header with two range requests: its length, then its JSON."""
+    file = source.shard(shard)
+    url = file_url(hub, source, shard)
+    where = f"{source.repo}/{shard}"
+    prefix = hub.fetch_range(url, begin=0, end=min(8, file.num_bytes))
+    length = check_header_length(prefix, shard=where, file_bytes=file.num_bytes)
+    raw = prefix + hub.fetch_range(url, begin=8, end=8 + length)
+    return parse_header(raw, shard=shard, file_bytes=file.num_bytes, where=where)
+
+
+def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path, progress: Callable[[str], None] = ignore) -> Checkpoint:
+    """Fetch small files into `folder` and all headers into memory; the result plans like a local checkpoint.
+
+    `progress` is called with the name of each shard whose header has arrived, from several threads.
+    """
+    fetch_small_files(hub, source, folder=folder)
+    index = read_json_file(folder / INDEX_NAME) if INDEX_NAME in source.files else None
+    if index is None and SINGLE_SHARD_NAME not in source.files:
+        raise HubError(
+            f"{source.repo} at {source.commit[:12]}: neither {INDEX_NAME} nor {SINGLE_SHARD_NAME} is there. "
+            "This is not a safetensors checkpoint."
+        )
+    present = sorted(path for path in source.files if "/" not in path and path.endswith(SHARD_SUFFIX))
+
+    def fetch(shard: str) -> tuple[str, ShardHeader]:
+        header = fetch_header(hub, source, shard)
+        progress(shard)
+        return shard, header
+
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="headers") as pool:
+        headers = dict(pool.map(fetch, present))
+
+    def load(shard: str) -> ShardHeader:
+        if shard not in headers:
+            source.shard(shard)
+        return headers[shard]
+
+    config = read_json_file(folder / CONFIG_NAME)
+    return build_checkpoint(folder=folder, config=config, index=index, present=present, load=load)
+
+
+def fetch_small_files(hub: Hub, source: RemoteRepo, *, folder: Path) -> None:
+    """Fetch every file that is no weight file into `folder`, checked against the Hub's hash; present ones are kept.
+
+    Raises HubError for a path that leaves the folder and for bytes that stay wrong.
+    """
+    wanted = [file for file in source.files.values() if _is_small(file)]
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="files") as pool:
+        for task in [pool.submit(_fetch_small_file, hub, source, file, folder=folder) for file in wanted]:
+            task.result()
+
+
+def _is_small(file: RemoteFile) -> bool:
+    return not file.path.endswith((SHARD_SUFFIX, *_OTHER_WEIGHTS)) and file.num_bytes <= MAX_SMALL_FILE_BYTES
+
+
+def _fetch_small_file(hub: Hub, source: RemoteRepo, file: RemoteFile, *, folder: Path) -> None:
+    parts = PurePosixPath(file.path)
+    if parts.is_absolute() or ".." in parts.parts or "\\" in file.path or "\0" in file.path:
+        raise HubError(f"{source.repo}: lists the file {file.path!r}, a path outside its folder. Refused.")
+    target = folder / parts
+    if target.is_file() and not target.is_symlink() and _matches(target.read_bytes(), file):
+        return
+    url = file_url(hub, source, file.path)
+    for _ in range(hub.retry.num_attempts):
+        data = hub.fetch_range(url, begin=0, end=file.num_bytes)
+        if _matches(data, file):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)
+            target.write_bytes(data)
+            return
+        hub.notify(f"{file.path} arrived with other bytes than the Hub states; fetching it again")
+    raise HubError(f"{source.repo}/{file.path}: arrives with other bytes than the Hub states. A proxy may change them.")
+
+
+def _matches(data: bytes, file: RemoteFile) -> bool:
+    if file.sha256 is not None:
+        return hashlib.sha256(data).hexdigest() == file.sha256
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == file.git_sha1
