@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,19 +19,6 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from scripts import fixture_maker as fixtures  # noqa: E402  (after the path is set)
-
-SMALL_SHAPE = replace(
-    fixtures.K2_SHAPE,
-    hidden=512,
-    moe_intermediate=256,
-    dense_intermediate=512,
-    experts=2,
-    moe_layers=1,
-    vocabulary=64,
-    heads=2,
-    q_lora_rank=64,
-    kv_lora_rank=64,
-)
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +84,7 @@ def wide(checkpoints: Path) -> Path:
 @pytest.fixture(scope="session")
 def k2_shaped(checkpoints: Path) -> Path:
     """A K2-shaped checkpoint, much reduced: one dense and one MoE layer, two experts of 256 x 512."""
-    return fixtures.make_k2_shaped(checkpoints / "k2-shaped", shape=SMALL_SHAPE)
+    return fixtures.make_k2_shaped(checkpoints / "k2-shaped", shape=fixtures.SMALL_SHAPE)
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,13 @@ compressed-tensors, and shards are written by safetensors or by a writer that th
 
 from scripts.fixture_maker.edges import make_minus8, make_subnormal, make_wide, make_zeros
 from scripts.fixture_maker.headers import make_k2_thinking_headers, make_k25_headers
-from scripts.fixture_maker.inventory import K2_SHAPE, K2Shape
+from scripts.fixture_maker.inventory import K2_SHAPE, SMALL_SHAPE, K2Shape
 from scripts.fixture_maker.layouts import TINY, make_i64, make_k25, make_reap, make_split, make_tiny
 from scripts.fixture_maker.shaped import make_k2_shaped
 
 __all__ = [
     "K2_SHAPE",
+    "SMALL_SHAPE",
     "TINY",
     "K2Shape",
     "make_i64",

@@ -7,12 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.fixture_maker import (
-    edges,
-    headers,
-    layouts,
-    make_k2_shaped,
-)
+from scripts.fixture_maker import edges, headers, layouts, make_k2_shaped
 from scripts.fixture_maker.inventory import K2_SHAPE
 from scripts.fixture_maker.shaped import experts_for
 
@@ -70,9 +65,9 @@ def _make_shaped(options: argparse.Namespace) -> Path:
     return make_k2_shaped(options.out, shape=shape, shards=options.shards, seed=options.seed)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run one maker and say what it made."""
-    options = _parser().parse_args()
+    options = _parser().parse_args(arguments)
     if options.name == "list":
         for name, maker in (MAKERS | {"k2-shaped": make_k2_shaped}).items():
             print(f"{name:20} {_summary(maker)}")

@@ -53,10 +53,23 @@ def _write(out: Path, shape: K2Shape, parts: list[list[TensorSpec]]) -> None:
     write_index(out, shards)
 
 
+def k2_thinking_parts(shape: K2Shape = K2_SHAPE) -> list[list[TensorSpec]]:
+    """Return Kimi-K2-Thinking's tensors, shard by shard: a shard a layer, then embedding, head and norm."""
+    layers = [list(layer_tensors(shape, index)) for index in range(shape.layers)]
+    return [*layers, outer_tensors(shape)]
+
+
+def k25_parts(shape: K2Shape = K2_SHAPE) -> list[list[TensorSpec]]:
+    """Return Kimi-K2.5's tensors, shard by shard: those of the language model, the projector, the vision tower."""
+    prefix, head = "language_model.model", "language_model.lm_head"
+    layers = [list(layer_tensors(shape, index, prefix=prefix)) for index in range(shape.layers)]
+    tower = vision_tensors(1152, 4304, 27, positions=64)
+    return [*layers, outer_tensors(shape, prefix=prefix, head=head), projector_tensors(1152, shape.hidden), tower]
+
+
 def make_k2_thinking_headers(out: Path, *, shape: K2Shape = K2_SHAPE) -> Path:
     """Write Kimi-K2-Thinking: 62 shards, 208,215 tensors, 594,205,904,896 tensor bytes."""
-    layers = [list(layer_tensors(shape, index)) for index in range(shape.layers)]
-    _write(out, shape, [*layers, outer_tensors(shape)])
+    _write(out, shape, k2_thinking_parts(shape))
     write_json(out / "config.json", k2_config(shape))
     write_sidecars(out, K2_SIDECARS)
     return out
@@ -64,11 +77,7 @@ def make_k2_thinking_headers(out: Path, *, shape: K2Shape = K2_SHAPE) -> Path:
 
 def make_k25_headers(out: Path, *, shape: K2Shape = K2_SHAPE) -> Path:
     """Write Kimi-K2.5: 64 shards, 208,550 tensors, 595,148,192,736 tensor bytes."""
-    prefix, head = "language_model.model", "language_model.lm_head"
-    layers = [list(layer_tensors(shape, index, prefix=prefix)) for index in range(shape.layers)]
-    tower = vision_tensors(1152, 4304, 27, positions=64)
-    parts = [*layers, outer_tensors(shape, prefix=prefix, head=head), projector_tensors(1152, shape.hidden), tower]
-    _write(out, shape, parts)
+    _write(out, shape, k25_parts(shape))
     write_json(out / "config.json", k25_config(k2_config(shape), vision=_VISION))
     write_sidecars(out, K25_SIDECARS)
     return out

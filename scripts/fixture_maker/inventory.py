@@ -7,7 +7,7 @@ tests check); a smaller `K2Shape` gives the same structure at any size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -58,6 +58,18 @@ class K2Shape:
 
 
 K2_SHAPE = K2Shape()
+SMALL_SHAPE = replace(
+    K2_SHAPE,
+    hidden=512,
+    moe_intermediate=256,
+    dense_intermediate=512,
+    experts=2,
+    moe_layers=1,
+    vocabulary=64,
+    heads=2,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+)
 
 QUANTIZATION_CONFIG: dict[str, Any] = {
     "config_groups": {
