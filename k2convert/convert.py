@@ -7,11 +7,12 @@ is written; until then nothing stands under its name.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event
 
 import numpy as np
@@ -187,7 +188,7 @@ def load_projection(reader: ShardReader, projection: Projection) -> Int4Weight |
     """Read one projection: Int4Weight, or BF16 [N, K]. Refuses a weight_shape that disagrees and senseless scales."""
     rows, columns = projection.num_rows, projection.num_columns
     if projection.weight is not None:
-        return torch.from_numpy(reader.read(projection.weight)).view(torch.bfloat16).reshape(rows, columns)
+        return as_tensor(reader.read(projection.weight)).view(torch.bfloat16).reshape(rows, columns)
     packed, scale, shape = projection.packed, projection.scale, projection.shape
     assert packed is not None
     assert scale is not None
@@ -198,26 +199,34 @@ def load_projection(reader: ShardReader, projection: Projection) -> Int4Weight |
             f"{shape.shard}: {shape.name}: says {stored}, but {packed.name} holds {[rows, columns]}. "
             "Download the shard again."
         )
-    scales = torch.from_numpy(reader.read(scale)).view(torch.bfloat16).reshape(rows, columns // 32)
+    scales = as_tensor(reader.read(scale)).view(torch.bfloat16).reshape(rows, columns // 32)
     try:
         check_int4_scales(scales, name=f"{scale.shard}: {scale.name}")
     except FormatError as error:
         raise CheckpointError(f"{error} Download the shard again.") from None
-    return Int4Weight(packed=torch.from_numpy(reader.read(packed)).reshape(rows, columns // 2), scales=scales)
+    return Int4Weight(packed=as_tensor(reader.read(packed)).reshape(rows, columns // 2), scales=scales)
 
 
 def run_conversion(
-    *, plan: Plan, converter: ShardConverter, journal: Journal, workers: int, report: Report
+    *, plan: Plan, converters: Sequence[ShardConverter], journal: Journal, workers: int, report: Report
 ) -> dict[str, ShardRecord]:
     """Convert every shard not yet in the journal, `workers` at a time; returns all records by shard.
 
-    The first failure stops the others between two steps; what was recorded stays. KeyboardInterrupt does the same.
+    Shards go to the converters (one a device) as these come free, so several devices share one plan. The first failure stops the others between two steps; what was recorded stays. KeyboardInterrupt does the same.
     """
     finished = journal.finished()
     pending = [job for job in plan.jobs if job.name not in finished]
 
+    free: SimpleQueue[ShardConverter] = SimpleQueue()
+    for i in range(max(workers, 1)):
+        free.put(converters[i % len(converters)])
+
     def work(job: ShardJob) -> None:
-        record = converter.convert(job, report=report)
+        converter = free.get()
+        try:
+            record = converter.convert(job, report=report)
+        finally:
+            free.put(converter)
         journal.record(record)
         finished[job.name] = record
         report(Progress(finished=job.name))
@@ -230,10 +239,16 @@ def run_conversion(
             if failed is not None:
                 failed.result()
         finally:
-            converter.stop.set()
+            for converter in converters:
+                converter.stop.set()
             for future in futures:
                 future.cancel()
     return finished
+
+
+def as_tensor(buffer: NDArray[np.uint8]) -> torch.Tensor:
+    """The same bytes as a uint8 tensor."""
+    return torch.from_numpy(buffer)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:

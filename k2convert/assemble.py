@@ -1,0 +1,112 @@
+"""What stands beside the shards: index, configs, sidecars and the ledger, all derived from plan and records.
+
+Written when every shard is recorded, config.json and the index last of all: a folder without them is unfinished, and
+no engine takes it for a checkpoint.
+"""
+
+import platform
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from k2convert import __version__
+from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME, Checkpoint, dump_json
+from k2convert.checkpoint.layouts import (
+    HF_QUANT_CONFIG_NAME,
+    MODELOPT,
+    hf_quant_config,
+    quantized_config,
+    unquantized_config,
+)
+from k2convert.checkpoint.sidecars import LEDGER_NAME, copy_sidecars
+from k2convert.checkpoint.writer import write_atomically
+from k2convert.formats.metrics import WeightMetrics, merge_metrics
+from k2convert.journal import ShardRecord
+from k2convert.plan import Plan
+
+
+def summarize(records: Mapping[str, ShardRecord]) -> dict[str, WeightMetrics]:
+    """Totals of all measured projections, by role and under "total"."""
+    by_role: dict[str, list[WeightMetrics]] = defaultdict(list)
+    for _, record in sorted(records.items()):
+        for projection in record.projections:
+            if projection.metrics is not None:
+                by_role[projection.role].append(WeightMetrics.from_dict(projection.metrics))
+    totals = {role: merge_metrics(found) for role, found in sorted(by_role.items())}
+    if totals:
+        totals["total"] = merge_metrics([m for found in by_role.values() for m in found])
+    return totals
+
+
+def index_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
+    """model.safetensors.index.json of the result; `total_size` is the exact sum of tensor bytes."""
+    weight_map = {output.name: job.name for job in plan.jobs for output in job.outputs}
+    metadata = {**source.index_metadata, "total_size": plan.data_bytes}
+    return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
+    """config.json of the result: the source's, but for its one quantization_config."""
+    recipe = plan.recipe
+    if recipe.target == "bf16":
+        return unquantized_config(source.config)
+    return quantized_config(
+        source.config,
+        layout=recipe.layout,
+        activations=recipe.activations,
+        kv_cache=recipe.kv_cache,
+        excludes=list(plan.excludes),
+        version=__version__,
+    )
+
+
+def ledger_document(
+    *, plan: Plan, source: Checkpoint, records: Mapping[str, ShardRecord], fingerprint: dict[str, Any], repo: str | None
+) -> dict[str, Any]:
+    """k2convert.json: from what, by which recipe and versions, every shard's hash, and what was lost in numbers."""
+    return {
+        "k2convert": __version__,
+        "source": {
+            "family": plan.family,
+            "repo": repo,
+            "revision": fingerprint["source_revision"],
+            "headers": {shard: header.digest for shard, header in sorted(source.headers.items())},
+        },
+        "recipe": plan.recipe.document(),
+        "fingerprint": fingerprint,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "shards": {
+            name: {"blake3": record.blake3, "bytes": record.file_bytes, "tensors": record.num_tensors}
+            for name, record in sorted(records.items())
+        },
+        "totals": {role: metrics.to_dict() for role, metrics in summarize(records).items()},
+    }
+
+
+def assemble(
+    *,
+    plan: Plan,
+    source: Checkpoint,
+    destination: Path,
+    records: Mapping[str, ShardRecord],
+    fingerprint: dict[str, Any],
+    repo: str | None = None,
+) -> None:
+    """Write everything that is not a shard; the index and config.json last."""
+    copy_sidecars(source.folder, destination)
+    ledger = ledger_document(plan=plan, source=source, records=records, fingerprint=fingerprint, repo=repo)
+    write_atomically(destination / LEDGER_NAME, dump_json(ledger))
+    recipe = plan.recipe
+    if recipe.target == "nvfp4" and recipe.layout == MODELOPT:
+        document = hf_quant_config(
+            activations=recipe.activations,
+            kv_cache=recipe.kv_cache,
+            excludes=list(plan.excludes),
+            version=__version__,
+        )
+        write_atomically(destination / HF_QUANT_CONFIG_NAME, document)
+    write_atomically(destination / INDEX_NAME, dump_json(index_document(plan, source)))
+    write_atomically(destination / CONFIG_NAME, dump_json(config_document(plan, source)))

@@ -1,0 +1,263 @@
+"""The command line: verbs are stages. Stdout is data, stderr is progress; every command ends with the next one to run.
+
+Heavy libraries are imported inside the commands, so that `--help` answers at once.
+"""
+
+import signal
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from k2convert import __version__
+from k2convert.errors import InvalidCheckpointError, K2ConvertError
+
+if TYPE_CHECKING:
+    from k2convert.job import LocalJob
+
+app = typer.Typer(
+    name="k2convert",
+    help="Convert Kimi K2 INT4 checkpoints to NVFP4: streamed, resumable, measured.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class RuleOption(StrEnum):
+    optimal = "optimal"
+    plain = "plain"
+
+
+class LayoutOption(StrEnum):
+    modelopt = "modelopt"
+    compressed_tensors = "compressed-tensors"
+
+
+class ActivationsOption(StrEnum):
+    w4a4 = "w4a4"
+    w4a16 = "w4a16"
+
+
+class QuantizerOption(StrEnum):
+    native = "native"
+    reference = "reference"
+
+
+class TargetOption(StrEnum):
+    nvfp4 = "nvfp4"
+    bf16 = "bf16"
+
+
+class DeviceOption(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class KvCacheOption(StrEnum):
+    fp8 = "fp8"
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
+SourceArgument = Annotated[str, typer.Argument(help="Folder of the INT4 checkpoint.", show_default=False)]
+DestinationArgument = Annotated[Path, typer.Argument(help="Folder of the converted checkpoint.", show_default=False)]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"k2convert {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
+    """Say what a checkpoint is, from its headers alone."""
+    from k2convert import console
+    from k2convert.checkpoint.index import open_checkpoint
+    from k2convert.inspection import inspect_checkpoint
+    from k2convert.views import show_inspection
+
+    found = inspect_checkpoint(open_checkpoint(Path(source)))
+    if as_json:
+        console.print_json(found.to_dict())
+        return
+    show_inspection(found)
+    if found.recipe is not None:
+        console.print_next(f"k2convert run {source} DEST --dry-run")
+
+
+@app.command()
+def run(
+    source: SourceArgument,
+    destination: DestinationArgument,
+    recipe: Annotated[str | None, typer.Option(help="Recipe: a file, or a shipped name. Default: by family.")] = None,
+    rule: Annotated[RuleOption | None, typer.Option(help="How block scales are chosen.")] = None,
+    layout: Annotated[LayoutOption | None, typer.Option(help="Tensor names and config of the result.")] = None,
+    activations: Annotated[ActivationsOption | None, typer.Option(help="4-bit activations, or weight-only.")] = None,
+    quantizer: Annotated[QuantizerOption | None, typer.Option(help="Own code, or the two libraries' chain.")] = None,
+    to: Annotated[TargetOption | None, typer.Option(help="NVFP4, or only the dequantised BF16 copy.")] = None,
+    kv_cache: Annotated[KvCacheOption | None, typer.Option(help="Declare an FP8 KV cache in the config.")] = None,
+    input_scale: Annotated[
+        float | None, typer.Option(help="Constant activation scale of gate and up [default: 1.0].")
+    ] = None,
+    down_input_scale: Annotated[
+        float | None, typer.Option(help="Constant activation scale of down [default: as --input-scale].")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Shards at once [default: by cores and devices].")] = None,
+    device: Annotated[DeviceOption, typer.Option(help="Where to convert.")] = DeviceOption.auto,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and touch nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert SOURCE into DESTINATION. Running it again resumes."""
+    from k2convert.checkpoint.index import open_checkpoint
+    from k2convert.job import choose_recipe, prepare
+
+    scales: dict[str, Any] | None = None
+    if input_scale is not None or down_input_scale is not None:
+        gate_up = 1.0 if input_scale is None else input_scale
+        scales = {"gate_up": gate_up, "down": gate_up if down_input_scale is None else down_input_scale}
+    overrides = {
+        "rule": _value(rule), "layout": _value(layout), "activations": _value(activations), "target": _value(to),
+        "quantizer": _value(quantizer), "kv_cache": _value(kv_cache), "input_scale": scales,
+    }  # fmt: skip
+    if quantizer is QuantizerOption.reference and rule is None:
+        overrides["rule"] = "plain"
+    opened = open_checkpoint(Path(source))
+    chosen = choose_recipe(opened, recipe, overrides)
+    job = prepare(source=opened, destination=destination, recipe=chosen, device=device.value, workers=workers)
+    if dry_run:
+        _show_plan(job, as_json)
+    else:
+        _execute(job, source, as_json)
+
+
+def _value(option: StrEnum | None) -> str | None:
+    return None if option is None else option.value
+
+
+def _show_plan(job: "LocalJob", as_json: bool) -> None:
+    from k2convert import console
+    from k2convert.views import plan_document, show_plan
+
+    if as_json:
+        console.print_json(plan_document(job))
+        return
+    show_plan(job)
+    console.print_next(f"k2convert run {job.source.folder} {job.destination}")
+
+
+def _execute(job: "LocalJob", source: str, as_json: bool) -> None:
+    from k2convert import console
+    from k2convert.assemble import summarize
+    from k2convert.convert import Progress
+    from k2convert.job import execute
+    from k2convert.views import run_document, show_run
+
+    done = sum(shard.bytes_in for shard in job.plan.jobs if shard.name in job.finished)
+    display = console.RunDisplay(
+        what="convert",
+        num_shards=len(job.plan.jobs),
+        finished=len(job.finished),
+        total_bytes=sum(shard.bytes_in for shard in job.plan.jobs),
+        done_bytes=done,
+        quiet=as_json,
+    )
+
+    def report(progress: Progress) -> None:
+        display.advance(
+            bytes_in=progress.bytes_in,
+            bytes_out=progress.bytes_out,
+            tensors=progress.tensors,
+            shard_finished=progress.finished is not None,
+        )
+
+    if job.finished and not as_json:
+        state = "complete already" if job.is_complete else "resuming"
+        console.print_note(f"{job.destination}: {state}: {len(job.finished)} of {len(job.plan.jobs)} shards are done")
+    start = time.monotonic()
+    with display:
+        records = execute(job, report=report)
+    seconds = time.monotonic() - start
+    if as_json:
+        console.print_json(run_document(job, summarize(records), seconds))
+        return
+    show_run(job, summarize(records), seconds)
+    console.print_next(f"k2convert validate {job.destination} --source {source}")
+
+
+@app.command()
+def status(destination: DestinationArgument, as_json: JsonOption = False) -> None:
+    """Say how far a conversion has come."""
+    from k2convert import console
+    from k2convert.checkpoint.index import CONFIG_NAME
+    from k2convert.journal import Journal
+    from k2convert.views import show_status, status_document
+
+    state = Journal(destination).state(config_name=CONFIG_NAME)
+    if as_json:
+        console.print_json(status_document(state))
+        return
+    show_status(destination, state)
+    if state.is_complete:
+        console.print_next(f"k2convert validate {destination}")
+    elif not state.is_running:
+        console.print_note("not running: the same `k2convert run` command resumes it")
+
+
+@app.command()
+def recipes(as_json: JsonOption = False) -> None:
+    """List the recipes that come with k2convert."""
+    from k2convert import console
+    from k2convert.recipe import load_recipe, shipped_recipes
+
+    found = [load_recipe(name) for name in shipped_recipes()]
+    if as_json:
+        console.print_json([recipe.document() for recipe in found])
+        return
+    rows = [(r.name, r.family or "any", ", ".join(r.roles), r.rule, r.activations, r.layout) for r in found]
+    console.print_table("recipes", ("name", "family", "roles", "rule", "activations", "layout"), rows)
+
+
+def _interrupt(_signal: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Entry point. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = app(args=arguments, standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
+        _say("interrupted: finished shards are kept; the same command resumes", as_error=False)
+        sys.exit(130)
+    except InvalidCheckpointError as error:
+        _say(str(error), as_error=True)
+        sys.exit(3)
+    except K2ConvertError as error:
+        _say(str(error), as_error=True)
+        sys.exit(1)
+    except typer._click.exceptions.ClickException as error:  # pyright: ignore
+        error.show()
+        sys.exit(error.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _say(message: str, *, as_error: bool) -> None:
+    from k2convert import console
+
+    (console.print_error if as_error else console.print_note)(message)
+
+
+if __name__ == "__main__":
+    main()

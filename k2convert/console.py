@@ -1,0 +1,157 @@
+"""The only file that imports rich. Data goes to stdout, everything else to stderr; `--json` prints data alone."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from threading import Lock
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+_out = Console(highlight=False, soft_wrap=True)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+PLAIN_LINE_SECONDS = 10.0
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout; the first column is left-aligned, the rest right-aligned."""
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def print_line(text: str) -> None:
+    """One line of result on stdout."""
+    _out.print(Text(text))
+
+
+def print_note(text: str) -> None:
+    """One line for the person watching, on stderr."""
+    _err.print(Text(text))
+
+
+def print_next(command: str) -> None:
+    """The command that follows, on stderr."""
+    _err.print(Text.assemble(("next: ", "dim"), command))
+
+
+def print_error(message: str) -> None:
+    """A refusal or failure, on stderr."""
+    _err.print(Text.assemble(("error: ", "bold red"), message))
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, as disks and the Hub count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def format_seconds(seconds: float) -> str:
+    """h:mm:ss."""
+    minutes, second = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+class _RateColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        out = task.fields["bytes_out"] / task.elapsed if task.elapsed else 0.0
+        rate = task.fields["fresh"] / task.elapsed if task.elapsed else 0.0
+        return Text(f"in {rate / 1e9:.2f} GB/s  out {out / 1e9:.2f} GB/s")
+
+
+class RunDisplay:
+    """Progress of a long pass: a live bar on a terminal, a plain line every ten seconds elsewhere, or nothing."""
+
+    def __init__(self, *, what: str, num_shards: int, finished: int, total_bytes: int, done_bytes: int, quiet: bool):
+        self._lock = Lock()
+        self._start = self._last = time.monotonic()
+        self._num_shards, self._shards, self._tensors = num_shards, finished, 0
+        self._total, self._done, self._fresh, self._out = total_bytes, done_bytes, 0, 0
+        self._what, self._quiet = what, quiet
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        if not quiet and _err.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[shards]}/{task.fields[num_shards]} shards  {task.fields[tensors]:,} tensors"),
+                _RateColumn(),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+                console=_err,
+            )
+
+    def __enter__(self) -> "RunDisplay":
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(
+                self._what,
+                total=self._total,
+                completed=self._done,
+                shards=self._shards,
+                num_shards=self._num_shards,
+                tensors=0,
+                fresh=0,
+                bytes_out=0,
+            )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif not self._quiet and kind is None:
+            self._print_line()
+
+    def advance(self, *, bytes_in: int, bytes_out: int, tensors: int, shard_finished: bool) -> None:
+        """Add what was done since the last call; thread-safe."""
+        with self._lock:
+            self._fresh += bytes_in
+            self._out += bytes_out
+            self._tensors += tensors
+            self._shards += shard_finished
+            if self._bar is not None and self._task is not None:
+                self._bar.update(
+                    self._task,
+                    completed=self._done + self._fresh,
+                    shards=self._shards,
+                    tensors=self._tensors,
+                    fresh=self._fresh,
+                    bytes_out=self._out,
+                )
+            elif not self._quiet and time.monotonic() - self._last >= PLAIN_LINE_SECONDS:
+                self._print_line()
+
+    def _print_line(self) -> None:
+        self._last = time.monotonic()
+        seconds = max(self._last - self._start, 1e-6)
+        rate = self._fresh / seconds
+        left = max(self._total - self._done - self._fresh, 0)
+        eta = format_seconds(left / rate) if rate else "unknown"
+        print_note(
+            f"{self._what}: {self._shards}/{self._num_shards} shards, {self._tensors:,} tensors, "
+            f"in {rate / 1e9:.2f} GB/s, out {self._out / seconds / 1e9:.2f} GB/s, ETA {eta}"
+        )

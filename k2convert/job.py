@@ -1,0 +1,146 @@
+"""One local job from start to end: plan, room, lock, journal, loop, assembly. What `run` calls once it has its words."""
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+
+from k2convert.assemble import assemble
+from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME, Checkpoint
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.checkpoint.sidecars import list_sidecars
+from k2convert.convert import Report, ShardConverter, run_conversion
+from k2convert.errors import DiskFullError, PlanError
+from k2convert.journal import Journal, ShardRecord, check_destination
+from k2convert.k2 import detect_family
+from k2convert.plan import Plan, fingerprint_digest, job_fingerprint, plan_conversion
+from k2convert.quantizers import create_quantizer
+from k2convert.recipe import Recipe, default_recipe_name, load_recipe
+
+HEADER_BYTES_ESTIMATE = 1 << 20  # a K2 shard's header is 450 kB
+DISK_RESERVE_BYTES = 64 << 20  # journal, index, ledger
+CORES_PER_WORKER = 8  # one shard's writer keeps up with about this many converting threads
+MAX_WORKERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LocalJob:
+    """A planned job on local folders, nothing touched yet."""
+
+    source: Checkpoint
+    destination: Path
+    plan: Plan
+    fingerprint: dict[str, Any]
+    devices: tuple[str, ...]
+    workers: int
+    finished: dict[str, ShardRecord]
+    disk_needed: int
+    disk_free: int
+    repo: str | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every shard is recorded and the result assembled."""
+        files = (CONFIG_NAME, INDEX_NAME)
+        return len(self.finished) == len(self.plan.jobs) and all((self.destination / f).exists() for f in files)
+
+
+def choose_recipe(source: Checkpoint, recipe: str | None, overrides: dict[str, Any]) -> Recipe:
+    """The named recipe, or the one for the detected family, with command-line overrides."""
+    return load_recipe(recipe or default_recipe_name(detect_family(source)[0]), **overrides)
+
+
+def choose_devices(device: str) -> tuple[str, ...]:
+    """Torch devices to convert on: every visible CUDA device, or the CPU; raises PlanError for CUDA without one."""
+    count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if device == "cuda" and count == 0:
+        raise PlanError("--device cuda: torch sees no CUDA device. Use --device cpu, or install a CUDA build of torch.")
+    return tuple(f"cuda:{i}" for i in range(count)) or ("cpu",)
+
+
+def prepare(
+    *,
+    source: Checkpoint,
+    destination: Path,
+    recipe: Recipe,
+    device: str,
+    workers: int | None,
+    revision: str | None = None,
+    repo: str | None = None,
+) -> LocalJob:
+    """Plan a job and measure the room it needs; touches nothing."""
+    check_destination(destination, source=source.folder)
+    plan = plan_conversion(source=source, recipe=recipe)
+    fingerprint = job_fingerprint(source=source, recipe=recipe, revision=revision)
+    devices = choose_devices(device)
+    finished = Journal(destination).finished()
+    pending = [job for job in plan.jobs if job.name not in finished]
+    cores = os.cpu_count() or 1
+    chosen = workers or max(len(devices), min(cores // CORES_PER_WORKER, MAX_WORKERS), 1)
+    sidecars = sum((source.folder / path).stat().st_size for path in list_sidecars(source.folder))
+    needed = sum(job.data_bytes + HEADER_BYTES_ESTIMATE for job in pending) + sidecars + DISK_RESERVE_BYTES
+    existing = next(p for p in (destination.absolute(), *destination.absolute().parents) if p.exists())
+    return LocalJob(
+        source=source,
+        destination=destination,
+        plan=plan,
+        fingerprint=fingerprint,
+        devices=devices,
+        workers=min(chosen, max(len(pending), 1)),
+        finished=finished,
+        disk_needed=needed if pending else 0,
+        disk_free=shutil.disk_usage(existing).free,
+        repo=repo,
+    )
+
+
+def check_room(job: LocalJob) -> None:
+    """Refuse to start what cannot end; raises DiskFullError."""
+    if job.disk_needed > job.disk_free:
+        raise DiskFullError(
+            f"{job.destination}: needs {job.disk_needed:,} bytes, the disk has {job.disk_free:,} free. "
+            f"Free {job.disk_needed - job.disk_free:,} bytes, or name a destination on another disk."
+        )
+
+
+def execute(job: LocalJob, *, report: Report) -> dict[str, ShardRecord]:
+    """Do what is left of the job; returns every shard's record. Interrupted or failed, it can be executed again."""
+    check_room(job)
+    journal, recipe = Journal(job.destination), job.plan.recipe
+    job.destination.mkdir(parents=True, exist_ok=True)
+    with journal.locked(), ShardReader(job.source.path) as reader:
+        shards = {shard.name: shard.data_bytes for shard in job.plan.jobs}
+        journal.begin(fingerprint=job.fingerprint, recipe=recipe.document(), shards=shards)
+        stop = Event()
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="convert") as pool:
+            converters = [
+                ShardConverter(
+                    plan=job.plan,
+                    reader=reader,
+                    quantizer=create_quantizer(recipe.quantizer, rule=recipe.rule, device=device),
+                    destination=job.destination,
+                    pool=pool,
+                    fingerprint=fingerprint_digest(job.fingerprint),
+                    header_digests={name: header.digest for name, header in job.source.headers.items()},
+                    stop=stop,
+                )
+                for device in job.devices
+            ]
+            records = run_conversion(
+                plan=job.plan, converters=converters, journal=journal, workers=job.workers, report=report
+            )
+        if not job.is_complete:
+            assemble(
+                plan=job.plan,
+                source=job.source,
+                destination=job.destination,
+                records=records,
+                fingerprint=job.fingerprint,
+                repo=job.repo,
+            )
+    return records

@@ -1,0 +1,177 @@
+"""How inspections, plans, runs and states are shown: tables for people, documents for programs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from k2convert.console import format_bytes, format_seconds, print_line, print_table
+from k2convert.formats.metrics import WeightMetrics
+from k2convert.inspection import Inspection
+from k2convert.job import LocalJob
+from k2convert.journal import JobState
+from k2convert.plan import action_counts
+
+
+def show_inspection(found: Inspection) -> None:
+    """Print an inspection."""
+    layers = found.layers
+    print_line(f"{found.folder}: {found.family} ({', '.join(found.architectures)}, model_type {found.model_type})")
+    print_line(
+        f"{layers['total']} layers ({layers['dense']} dense, {layers['moe']} MoE), {found.experts_per_layer} experts a "
+        f"MoE layer, hidden {found.hidden_size}, expert width {found.moe_intermediate_size}"
+    )
+    print_line(
+        f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
+        f"({format_bytes(found.tensor_bytes)}), {found.int4_projections:,} INT4 projections"
+    )
+    quantization = found.quantization
+    if quantization is None:
+        print_line("quantization_config: none")
+    else:
+        rest = ", ".join(f"{key} {value}" for key, value in quantization.items() if key != "where")
+        print_line(f"quantization_config in {quantization['where']}: {rest}")
+    rows = [
+        (h.role, h.form, f"{h.num_tensors:,}", f"{h.num_weights:,}", format_bytes(h.num_bytes)) for h in found.holdings
+    ]
+    print_table("contents", ("role", "form", "tensors", "weights", "bytes"), rows)
+    for oddity in found.oddities:
+        print_line(f"note: {oddity}")
+    if found.recipe is not None:
+        print_line(f"recipe by default: {found.recipe}")
+
+
+def plan_document(job: LocalJob) -> dict[str, Any]:
+    """The plan as data."""
+    plan = job.plan
+    return {
+        "source": str(job.source.folder),
+        "destination": str(job.destination),
+        "family": plan.family,
+        "recipe": plan.recipe.document(),
+        "fingerprint": job.fingerprint,
+        "devices": list(job.devices),
+        "workers": job.workers,
+        "actions": action_counts(plan) | {"drop": {"source_tensors": len(plan.dropped)}},
+        "tensor_bytes_in": job.source.tensor_bytes,
+        "tensor_bytes_out": plan.data_bytes,
+        "num_tensors_out": sum(len(shard.outputs) for shard in plan.jobs),
+        "disk_needed": job.disk_needed,
+        "disk_free": job.disk_free,
+        "exclude_modules": list(plan.excludes),
+        "shards": [
+            {
+                "name": shard.name,
+                "tensors": len(shard.outputs),
+                "bytes_in": shard.bytes_in,
+                "bytes_out": shard.data_bytes,
+                "finished": shard.name in job.finished,
+            }
+            for shard in plan.jobs
+        ],
+    }
+
+
+def show_plan(job: LocalJob) -> None:
+    """Print a dry run."""
+    document, recipe = plan_document(job), job.plan.recipe
+    print_line(
+        f"{job.source.folder} ({job.plan.family}) -> {job.destination}: {recipe.name}, {recipe.target}, rule "
+        f"{recipe.rule}, layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}"
+    )
+    shards = document["shards"]
+    shown = shards if len(shards) <= 12 else [*shards[:4], None, *shards[-2:]]
+    rows = [
+        ("...", "", "", "", "")
+        if shard is None
+        else (
+            shard["name"],
+            f"{shard['tensors']:,}",
+            format_bytes(shard["bytes_in"]),
+            format_bytes(shard["bytes_out"]),
+            "done" if shard["finished"] else "to do",
+        )
+        for shard in shown
+    ]
+    print_table(f"{len(shards)} shards", ("shard", "tensors", "in", "out", "state"), rows)
+    rows = [
+        (
+            name,
+            f"{action['source_tensors']:,}",
+            format_bytes(action.get("bytes_in", 0)) if "bytes_in" in action else "",
+            f"{action['tensors']:,}" if "tensors" in action else "",
+            format_bytes(action["bytes_out"]) if "bytes_out" in action else "",
+        )
+        for name, action in document["actions"].items()
+    ]
+    print_table("tensors", ("action", "source tensors", "in", "result tensors", "out"), rows)
+    print_line("convert includes the tensors under drop: weight_shape becomes the result's shape")
+    print_line(f"disk: needs {format_bytes(job.disk_needed)}, free {format_bytes(job.disk_free)}")
+    if job.disk_needed > job.disk_free:
+        print_line("NOT ENOUGH ROOM: the run would be refused")
+
+
+def run_document(job: LocalJob, totals: Mapping[str, WeightMetrics], seconds: float) -> dict[str, Any]:
+    """A finished run as data."""
+    return {
+        "destination": str(job.destination),
+        "shards": len(job.plan.jobs),
+        "resumed_shards": len(job.finished),
+        "seconds": round(seconds, 3),
+        "tensor_bytes_out": job.plan.data_bytes,
+        "totals": {role: metrics_document(metrics) for role, metrics in totals.items()},
+    }
+
+
+def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
+    """Metrics with the derived ratios people ask for."""
+    return metrics.to_dict() | {
+        "error_against_plain": metrics.error_against_plain,
+        "error_against_bound": metrics.error_against_bound,
+    }
+
+
+def show_run(job: LocalJob, totals: Mapping[str, WeightMetrics], seconds: float) -> None:
+    """Print what a run did and what it lost."""
+    rows = [
+        (
+            role,
+            f"{m.num_weights:,}",
+            f"{m.sqnr_db:.2f} dB" if m.sqnr_db is not None else "exact",
+            f"{m.relative_mse:.5f}",
+            "" if m.error_against_plain is None else f"{m.error_against_plain:.3f}",
+            "" if m.error_against_bound is None else f"{m.error_against_bound:.3f}",
+        )
+        for role, m in totals.items()
+    ]
+    if rows:
+        columns = ("role", "weights", "SQNR", "relative MSE", "error / plain", "error / bound")
+        print_table("weight error against the source", columns, rows)
+    fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
+    rate = f", {format_bytes(fresh / seconds)}/s in" if fresh and seconds else ""
+    print_line(f"{job.destination}: {len(job.plan.jobs)} shards, {format_seconds(seconds)}{rate}")
+
+
+def status_document(state: JobState) -> dict[str, Any]:
+    """A job's state as data."""
+    return {
+        "complete": state.is_complete,
+        "running": state.is_running,
+        "shards": len(state.shards),
+        "finished_shards": len(state.finished),
+        "bytes": sum(state.shards.values()),
+        "finished_bytes": sum(state.shards[name] for name in state.finished if name in state.shards),
+        "pending": [name for name in state.shards if name not in state.finished],
+        "recipe": state.recipe,
+        "fingerprint": state.fingerprint,
+    }
+
+
+def show_status(destination: Path, state: JobState) -> None:
+    """Print a job's state."""
+    document = status_document(state)
+    word = "complete" if state.is_complete else "running" if state.is_running else "not finished"
+    print_line(
+        f"{destination}: {word}: {document['finished_shards']} of {document['shards']} shards, "
+        f"{format_bytes(document['finished_bytes'])} of {format_bytes(document['bytes'])}"
+    )
+    print_line(f"recipe {state.recipe['name']}: rule {state.recipe['rule']}, layout {state.recipe['layout']}")
