@@ -229,16 +229,21 @@ def recipes(as_json: JsonOption = False) -> None:
     console.print_table("recipes", ("name", "family", "roles", "rule", "activations", "layout"), rows)
 
 
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM. Not KeyboardInterrupt, which the argument parser would turn into exit code 1."""
+
+
 def _interrupt(_signal: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    raise Interrupted
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
     signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
     try:
-        code = app(args=arguments, standalone_mode=False)
-    except (typer.Abort, KeyboardInterrupt):
+        app(args=arguments)
+    except Interrupted:
         _say("interrupted: finished shards are kept; the same command resumes", as_error=False)
         sys.exit(130)
     except InvalidCheckpointError as error:
@@ -247,10 +252,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except K2ConvertError as error:
         _say(str(error), as_error=True)
         sys.exit(1)
-    except typer._click.exceptions.ClickException as error:  # pyright: ignore
-        error.show()
-        sys.exit(error.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+    sys.exit(0)
 
 
 def _say(message: str, *, as_error: bool) -> None:

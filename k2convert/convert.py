@@ -212,7 +212,8 @@ def run_conversion(
 ) -> dict[str, ShardRecord]:
     """Convert every shard not yet in the journal, `workers` at a time; returns all records by shard.
 
-    Shards go to the converters (one a device) as these come free, so several devices share one plan. The first failure stops the others between two steps; what was recorded stays. KeyboardInterrupt does the same.
+    Shards go to the converters (one a device) as these come free, so several devices share one plan. The first failure
+    stops the others between two steps; what was recorded stays. An interrupt does the same.
     """
     finished = journal.finished()
     pending = [job for job in plan.jobs if job.name not in finished]

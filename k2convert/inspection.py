@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its headers alone: family, counts, dtypes by role, where its quantization config stands."""
+"""What a checkpoint is, from its headers alone: family, counts, dtypes by role, where its quantization stands."""
 
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass

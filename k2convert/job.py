@@ -1,4 +1,4 @@
-"""One local job from start to end: plan, room, lock, journal, loop, assembly. What `run` calls once it has its words."""
+"""One local job from start to end: plan, room, lock, journal, loop, assembly. What `run` calls."""
 
 import os
 import shutil
