@@ -23,7 +23,7 @@ from k2convert.checkpoint.layouts import (
 )
 from k2convert.checkpoint.sidecars import LEDGER_NAME, copy_sidecars
 from k2convert.checkpoint.writer import write_atomically
-from k2convert.formats.metrics import WeightMetrics, merge_metrics
+from k2convert.formats.metrics import WeightMetrics, total_metrics
 from k2convert.journal import ShardRecord
 from k2convert.plan import Plan
 
@@ -35,9 +35,9 @@ def summarize(records: Mapping[str, ShardRecord]) -> dict[str, WeightMetrics]:
         for projection in record.projections:
             if projection.metrics is not None:
                 by_role[projection.role].append(WeightMetrics.from_dict(projection.metrics))
-    totals = {role: merge_metrics(found) for role, found in sorted(by_role.items())}
+    totals = {role: total_metrics(found) for role, found in sorted(by_role.items())}
     if totals:
-        totals["total"] = merge_metrics([m for found in by_role.values() for m in found])
+        totals["total"] = total_metrics([m for found in by_role.values() for m in found])
     return totals
 
 

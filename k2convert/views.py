@@ -1,5 +1,6 @@
 """How inspections, plans, runs and states are shown: tables for people, documents for programs."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,13 @@ def run_document(job: LocalJob, totals: Mapping[str, WeightMetrics], seconds: fl
 
 def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
     """Metrics with the derived ratios people ask for."""
-    return metrics.to_dict() | {
-        "error_against_plain": metrics.error_against_plain,
-        "error_against_bound": metrics.error_against_bound,
+    ratios = {
+        "sqnr_db": metrics.sqnr_db,
+        "relative_mse": metrics.relative_mse,
+        "achieved_to_plain": metrics.achieved_to_plain,
+        "achieved_to_bound": metrics.achieved_to_bound,
     }
+    return metrics.to_dict() | {key: value if math.isfinite(value) else None for key, value in ratios.items()}
 
 
 def show_run(job: LocalJob, totals: Mapping[str, WeightMetrics], seconds: float) -> None:
@@ -136,10 +140,10 @@ def show_run(job: LocalJob, totals: Mapping[str, WeightMetrics], seconds: float)
         (
             role,
             f"{m.num_weights:,}",
-            f"{m.sqnr_db:.2f} dB" if m.sqnr_db is not None else "exact",
+            f"{m.sqnr_db:.2f} dB" if math.isfinite(m.sqnr_db) else "exact",
             f"{m.relative_mse:.5f}",
-            "" if m.error_against_plain is None else f"{m.error_against_plain:.3f}",
-            "" if m.error_against_bound is None else f"{m.error_against_bound:.3f}",
+            f"{m.achieved_to_plain:.3f}" if math.isfinite(m.achieved_to_plain) else "",
+            f"{m.achieved_to_bound:.3f}" if math.isfinite(m.achieved_to_bound) else "",
         )
         for role, m in totals.items()
     ]
