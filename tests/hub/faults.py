@@ -1,0 +1,83 @@
+"""Faults that a loopback Hub injects, and the log of what it was asked."""
+
+import re
+import threading
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What goes wrong with a matching request."""
+
+    STATUS = "status"  # answer with `status` instead of doing the work
+    RESET = "reset"  # send `after_bytes` of the body, then reset the connection
+    SHORT = "short"  # send `after_bytes` of the body, then close it as if it were whole
+    CORRUPT = "corrupt"  # flip a bit of the body's byte `after_bytes`
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Goes wrong for the next `times` requests of `method` whose path and query match `pattern`."""
+
+    method: str
+    pattern: str
+    kind: Kind = Kind.STATUS
+    status: int = 503
+    after_bytes: int = 1000
+    retry_after: int | None = None
+    times: int = 1
+
+
+@dataclass(slots=True)
+class Request:
+    """One request as the server saw it; `sent` counts body bytes, `authorized` whether it carried a token."""
+
+    method: str
+    path: str
+    range: str | None
+    authorized: bool
+    status: int = 0
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Faults still to come and requests so far; used from all server threads."""
+
+    requests: list[Request] = field(default_factory=list)
+    injected: list[Fault] = field(default_factory=list)
+    bytes_per_second: float | None = None
+    _faults: list[Fault] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def inject(self, *faults: Fault) -> None:
+        with self._lock:
+            for fault in faults:
+                self._faults += [fault] * fault.times
+
+    def clear(self) -> None:
+        """Forget the faults to come and the log."""
+        with self._lock:
+            self._faults.clear()
+            self.requests.clear()
+            self.injected.clear()
+
+    def take(self, request: Request) -> Fault | None:
+        """Log a request, and use up the first fault that matches it."""
+        with self._lock:
+            self.requests.append(request)
+            for fault in self._faults:
+                if fault.method == request.method and re.search(fault.pattern, request.path):
+                    self._faults.remove(fault)
+                    self.injected.append(fault)
+                    return fault
+        return None
+
+    def matching(self, method: str, pattern: str) -> list[Request]:
+        with self._lock:
+            return [r for r in self.requests if r.method == method and re.search(pattern, r.path)]
+
+    def bytes_sent(self, pattern: str) -> int:
+        """Body bytes sent in answer to GET requests."""
+        return sum(r.sent for r in self.matching("GET", pattern))

@@ -1,0 +1,233 @@
+"""A Hugging Face Hub on the loopback interface, spoken to by the real client: no part of huggingface_hub is mocked.
+
+It keeps what it is given (`store`), answers the JSON interface (`api`), serves files with HEAD and Range, takes LFS
+uploads in one piece or in parts, and injects the faults it is told to (`traffic`), which also logs every request.
+"""
+
+import hashlib
+import json
+import re
+import socket
+import struct
+import threading
+import time
+import urllib.parse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, cast
+
+from faults import Fault, Kind, Request, Traffic
+from loopback_api import Api, Reply, refused
+from loopback_store import Entry, Store
+
+CHUNK_BYTES = 1 << 20
+TOKEN = "hf_LoopbackSecretThatMustNeverBeSeen"
+_RESOLVE = re.compile(r"/(?:api/resolve-cache/models/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+
+
+class LoopbackHub:
+    """A running Hub; close it after use, or use it as a context manager."""
+
+    def __init__(self, root: Path, *, xet: bool = True, part_bytes: int | None = None) -> None:
+        self.store = Store(root)
+        self.traffic = Traffic()
+        self.api = Api(self.store, xet=xet, part_bytes=part_bytes)
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.hub = self
+        self.url = self.api.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def __enter__(self) -> "LoopbackHub":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    hub: LoopbackHub
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that go away in the middle of an answer are part of the tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are kept in the traffic log instead."""
+
+    def do(self) -> None:
+        self.hub = cast(_Server, self.server).hub
+        authorization = self.headers.get("Authorization", "")
+        self.token = authorization.removeprefix("Bearer ") or None
+        self.request_log = Request(self.command, self.path, self.headers.get("Range"), self.token is not None)
+        self.fault = self.hub.traffic.take(self.request_log)
+        if self.fault is not None and self.fault.kind is Kind.STATUS:
+            self._read_body()
+            self._reply(_injected(self.fault))
+        elif self.fault is not None and self.command in ("PUT", "POST") and self.fault.kind is Kind.RESET:
+            self.rfile.read(min(self.fault.after_bytes, int(self.headers.get("Content-Length") or 0)))
+            self._reset()
+        else:
+            self._route()
+
+    def _route(self) -> None:
+        parts = urllib.parse.urlsplit(self.path)
+        path = urllib.parse.unquote(parts.path)
+        query = dict(urllib.parse.parse_qsl(parts.query))
+        if self.command == "PUT" and path.startswith("/_lfs/"):
+            self._take_upload(path.removeprefix("/_lfs/"), query)
+        elif path == "/_lfs_done":
+            self._join_parts(json.loads(self._read_body()))
+        elif path == "/_lfs_verify":
+            request = json.loads(self._read_body())
+            complete = self.hub.store.blob(request["oid"]).stat().st_size == request["size"]
+            self._reply(Reply({}, 200 if complete else 400))
+        elif self.command in ("GET", "HEAD") and (match := _RESOLVE.fullmatch(path)) is not None:
+            self._send_file(*match.groups())
+        else:
+            self._reply(self.hub.api.answer(self.command, path, query, self._read_body(), token=self.token))
+
+    do_GET = do_POST = do_PUT = do_HEAD = do_DELETE = do  # noqa: N815 - names the base class calls
+
+    def _read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _reply(self, reply: Reply) -> None:
+        data = json.dumps(reply.body).encode()
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(data))} | reply.headers
+        self._send_head(reply.status, headers)
+        if self.command != "HEAD":
+            self.wfile.write(data)
+            self.request_log.sent += len(data)
+
+    def _send_head(self, status: int, headers: dict[str, str]) -> None:
+        self.request_log.status = status
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _reset(self) -> None:
+        """Close so that the client sees ECONNRESET: a linger time of zero."""
+        self.wfile.flush()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
+
+    def _take_upload(self, sha256: str, query: dict[str, str]) -> None:
+        target = self.hub.store.blob(sha256 + (f".{query['part']}" if "part" in query else ""))
+        temporary = self.hub.store.root / "tmp" / f"{target.name}-{threading.get_ident()}"
+        digest, missing = hashlib.sha256(), int(self.headers["Content-Length"])
+        with temporary.open("wb") as file:
+            while missing:
+                chunk = self.rfile.read(min(missing, CHUNK_BYTES))
+                if not chunk:
+                    self.close_connection = True
+                    return
+                missing -= len(chunk)
+                self.request_log.received += len(chunk)
+                digest.update(chunk)
+                file.write(chunk)
+                self._throttle(len(chunk))
+        if "part" not in query and digest.hexdigest() != sha256:
+            self._reply(refused(400, "BadRequest", "The bytes do not have the announced sha256"))
+            return
+        temporary.replace(target)
+        self._reply(Reply({}, headers={"ETag": f'"{digest.hexdigest()}"'}))
+
+    def _join_parts(self, request: dict[str, Any]) -> None:
+        store, sha256 = self.hub.store, request["oid"]
+        parts = [store.blob(f"{sha256}.{part['partNumber']}") for part in request["parts"]]
+        data = b"".join(part.read_bytes() for part in parts)
+        if hashlib.sha256(data).hexdigest() != sha256:
+            self._reply(refused(400, "BadRequest", "The parts do not have the announced sha256"))
+            return
+        store.blob(sha256).write_bytes(data)
+        self._reply(Reply({}))
+
+    def _send_file(self, name: str, revision: str, path: str) -> None:
+        repo = self.hub.store.repos.get(name)
+        if repo is None or (repo.private and self.token is None):
+            return self._reply(refused(401 if self.token is None else 404, "RepoNotFound", "Repository not found"))
+        commit = repo.find(revision)
+        if commit is None:
+            return self._reply(refused(404, "RevisionNotFound", f"Invalid rev id: {revision}"))
+        entry = repo.commits[commit].get(path)
+        if entry is None:
+            return self._reply(refused(404, "EntryNotFound", "Entry not found"))
+        begin, end, status = _requested_range(self.headers.get("Range"), entry.size)
+        if status == 416:
+            return self._reply(Reply({}, 416, {"Content-Range": f"bytes */{entry.size}"}))
+        if self.fault is not None and self.fault.kind is Kind.SHORT:
+            end = min(end, begin + self.fault.after_bytes)
+        headers = self._file_headers(name, commit, entry) | {"Content-Length": str(end - begin)}
+        if status == 206:
+            headers["Content-Range"] = f"bytes {begin}-{_requested_range(self.headers['Range'], entry.size)[1] - 1}"
+            headers["Content-Range"] += f"/{entry.size}"
+        self._send_head(status, headers)
+        if self.command == "GET":
+            self._send_bytes(entry, begin, end)
+        return None
+
+    def _file_headers(self, name: str, commit: str, entry: Entry) -> dict[str, str]:
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{entry.etag}"', "Accept-Ranges": "bytes"}
+        if entry.sha256 is not None:
+            headers |= {"X-Linked-Size": str(entry.size), "X-Linked-Etag": f'"{entry.sha256}"'}
+        if entry.xet_hash is not None and self.hub.api.xet:
+            token_url = f"{self.hub.url}/api/models/{name}/xet-read-token/{commit}"
+            headers |= {"X-Xet-Hash": entry.xet_hash, "Link": f'<{token_url}>; rel="xet-auth"'}
+        return headers | {"Content-Type": "application/octet-stream"}
+
+    def _send_bytes(self, entry: Entry, begin: int, end: int) -> None:
+        fault = self.fault
+        with self.hub.store.open(entry) as file:
+            file.seek(begin)
+            sent = 0
+            while sent < end - begin:
+                size = CHUNK_BYTES if self.hub.traffic.bytes_per_second is None else CHUNK_BYTES // 32
+                chunk = bytearray(file.read(min(size, end - begin - sent)))
+                if fault is not None and sent <= fault.after_bytes < sent + len(chunk):
+                    if fault.kind is Kind.CORRUPT:
+                        chunk[fault.after_bytes - sent] ^= 0x10
+                    elif fault.kind is Kind.RESET:
+                        self.wfile.write(chunk[: fault.after_bytes - sent])
+                        return self._reset()
+                self.wfile.write(chunk)
+                sent += len(chunk)
+                self.request_log.sent = sent
+                self._throttle(len(chunk))
+        return None
+
+    def _throttle(self, num_bytes: int) -> None:
+        if self.hub.traffic.bytes_per_second:
+            time.sleep(num_bytes / self.hub.traffic.bytes_per_second)
+
+
+def _requested_range(text: str | None, size: int) -> tuple[int, int, int]:
+    """First byte, byte after the last, and the status to answer with."""
+    match = re.fullmatch(r"bytes=(\d*)-(\d*)", text or "")
+    if match is None:
+        return 0, size, 200
+    begin = int(match[1]) if match[1] else size - int(match[2])
+    end = min(int(match[2]) + 1, size) if match[1] and match[2] else size
+    return begin, end, 416 if begin >= size else 206
+
+
+def _injected(fault: Fault) -> Reply:
+    headers = {"Retry-After": str(fault.retry_after)} if fault.retry_after is not None else {}
+    return Reply({"error": "injected"}, fault.status, headers)

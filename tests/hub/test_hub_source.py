@@ -1,0 +1,175 @@
+"""Names, the pinned commit, headers by range, small files: what planning needs of a remote repository."""
+
+from pathlib import Path
+
+import pytest
+from faults import Fault, Kind
+from loopback import TOKEN, LoopbackHub
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import CheckpointError, HubError
+from k2convert.hub.client import Hub, RepoRef, parse_repo
+from k2convert.hub.source import open_remote, resolve_source
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hf://moonshotai/Kimi-K2-Thinking", RepoRef("moonshotai/Kimi-K2-Thinking")),
+        ("hf://me/a@v1", RepoRef("me/a", "v1")),
+        ("moonshotai/Kimi-K2.5@main", RepoRef("moonshotai/Kimi-K2.5", "main")),
+        ("/data/model", None),
+        ("./me/model", None),
+        ("model", None),
+        ("a/b/c", None),
+    ],
+)
+def test_a_name_is_a_repository_only_when_it_has_the_form_of_one(text: str, expected: RepoRef | None) -> None:
+    assert parse_repo(text) == expected
+
+
+def test_an_existing_path_is_never_taken_for_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "me" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert parse_repo("me/model") is None
+    assert parse_repo("hf://me/model") == RepoRef("me/model")
+
+
+@pytest.mark.parametrize(
+    "text", ["hf://", "hf://me", "hf://me/..", "hf://me/a@", "hf:///a", "hf://me/a--b", "hf://a/b/c"]
+)
+def test_a_malformed_hub_address_is_refused(text: str) -> None:
+    with pytest.raises(HubError, match="hf://owner/name"):
+        parse_repo(text)
+
+
+def test_remote_checkpoint_opens_like_the_local_one(server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path) -> None:
+    server.store.add_folder("moon/tiny", tiny)
+    source = resolve_source(hub, RepoRef("moon/tiny"))
+    remote = open_remote(hub, source, folder=tmp_path / "small")
+    local = open_checkpoint(tiny)
+    assert (remote.headers, remote.config, remote.tensors) == (local.headers, local.config, local.tensors)
+    assert (tmp_path / "small" / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
+
+
+def test_headers_cost_two_range_requests_a_shard_and_no_tensor_byte(
+    server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path
+) -> None:
+    server.store.add_folder("moon/tiny", tiny)
+    remote = open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
+    requests = server.traffic.matching("GET", r"\.safetensors$")
+    assert len(requests) == 2 * len(remote.headers)
+    assert sum(r.sent for r in requests) == sum(h.data_begin for h in remote.headers.values())
+
+
+def test_a_later_push_does_not_change_a_pinned_source(
+    server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path
+) -> None:
+    repo = server.store.add_folder("moon/tiny", tiny)
+    source = resolve_source(hub, RepoRef("moon/tiny", "main"))
+    repo.commit("main", {})
+    assert open_remote(hub, source, folder=tmp_path / "small").config["model_type"] == "kimi_k2"
+    assert source.commit in server.traffic.matching("GET", r"config\.json$")[0].path
+
+
+@pytest.mark.parametrize(
+    ("ref", "words"),
+    [
+        (RepoRef("moon/absent"), "look up moon/absent.*404.*Check the spelling"),
+        (RepoRef("moon/tiny", "v9"), "revision v9.*404"),
+    ],
+)
+def test_missing_repository_or_revision_says_what_to_check(
+    server: LoopbackHub, hub: Hub, tiny: Path, ref: RepoRef, words: str
+) -> None:
+    server.store.add_folder("moon/tiny", tiny)
+    with pytest.raises(HubError, match=words):
+        resolve_source(hub, ref)
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_passing_trouble_is_retried(server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path, status: int) -> None:
+    server.store.add_folder("moon/tiny", tiny)
+    server.traffic.inject(
+        Fault("GET", "/revision|/api/models/moon/tiny$", status=status),
+        Fault("GET", "/tree/", status=status),
+        Fault("GET", r"config\.json$", status=status, times=2),
+        Fault("GET", r"\.safetensors$", status=status, times=3),
+    )
+    remote = open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
+    assert len(server.traffic.injected) == 7
+    assert len(remote.headers) == 5
+
+
+def test_retry_after_is_obeyed(server: LoopbackHub, tiny: Path) -> None:
+    notices: list[str] = []
+    server.store.add_folder("moon/tiny", tiny)
+    server.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=1))
+    resolve_source(Hub(notify=notices.append), RepoRef("moon/tiny"))
+    assert notices == ["the Hub answered 429 (injected); trying again in 1 s"]
+
+
+def test_wrong_bytes_of_a_small_file_are_fetched_again(
+    server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path
+) -> None:
+    server.store.add_folder("moon/tiny", tiny)
+    source = resolve_source(hub, RepoRef("moon/tiny"))
+    server.traffic.inject(Fault("GET", r"tokenizer\.json$", Kind.CORRUPT, times=2))
+    open_remote(hub, source, folder=tmp_path / "small")
+    assert (tmp_path / "small" / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("kind", [Kind.RESET, Kind.SHORT])
+def test_broken_answers_are_fetched_again(
+    server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path, kind: Kind
+) -> None:
+    server.store.add_folder("moon/tiny", tiny)
+    source = resolve_source(hub, RepoRef("moon/tiny"))
+    server.traffic.inject(
+        Fault("GET", r"tokenizer\.json$", kind), Fault("GET", r"00002-of.*safetensors$", kind, after_bytes=3)
+    )
+    assert open_remote(hub, source, folder=tmp_path / "small").tensors == open_checkpoint(tiny).tensors
+    assert len(server.traffic.injected) == 2
+
+
+def test_offline_mode_fails_at_once(server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE is set"):
+        resolve_source(hub, RepoRef("moon/tiny"))
+    assert server.traffic.requests == []
+
+
+def test_unreachable_hub_is_reported_after_the_retries(hub: Hub) -> None:
+    with pytest.raises(HubError, match=r"connection to the Hub failed.*Check the network"):
+        resolve_source(hub, RepoRef("moon/tiny"))
+
+
+def test_private_source_needs_a_token(
+    server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.store.add_folder("moon/tiny", tiny, private=True)
+    assert resolve_source(hub, RepoRef("moon/tiny")).private
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(HubError, match=r"hf auth login") as caught:
+        resolve_source(hub, RepoRef("moon/tiny"))
+    assert TOKEN not in str(caught.value)
+
+
+def test_a_listed_path_outside_the_folder_is_refused(server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path) -> None:
+    repo = server.store.add_folder("moon/tiny", tiny)
+    files = dict(repo.files())
+    files["../evil.json"] = files["config.json"]
+    repo.commit("main", files)
+    with pytest.raises(HubError, match="outside"):
+        open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
+    assert not (tmp_path / "evil.json").exists()
+
+
+def test_a_damaged_remote_header_names_repository_and_shard(
+    server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path
+) -> None:
+    server.store.add_folder("moon/tiny", tiny)
+    source = resolve_source(hub, RepoRef("moon/tiny"))
+    server.traffic.inject(Fault("GET", r"00003-of.*safetensors$", Kind.CORRUPT, after_bytes=6))
+    with pytest.raises(CheckpointError, match=r"moon/tiny/model-00003-of-000005\.safetensors"):
+        open_remote(hub, source, folder=tmp_path / "small")
