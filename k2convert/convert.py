@@ -86,7 +86,7 @@ class ShardConverter:
             writer.write(header)
             for piece, (buffers, measured) in self._ahead(self._pieces(job)):
                 for buffer in buffers:
-                    writer.write(memoryview(buffer))
+                    writer.write(buffer.data)
                 records += measured
                 report(Progress(piece.bytes_in, sum(b.nbytes for b in buffers), piece.tensors))
             digest = writer.commit()
@@ -143,8 +143,9 @@ class ShardConverter:
         if self.plan.recipe.target == "bf16":
             return [self._dequantize(p) for p in step.members], []
         sources = [(p, load_projection(self.reader, p)) for p in step.members]
-        magnitudes = [self.quantizer.measure(source) for _, source in sources]
-        magnitudes += [self.quantizer.measure(load_projection(self.reader, p)) for p in step.partners]
+        magnitudes = [self.quantizer.measure(source, name=_where(p)) for p, source in sources]
+        for partner in step.partners:
+            magnitudes.append(self.quantizer.measure(load_projection(self.reader, partner), name=_where(partner)))
         shared = magnitudes[0]
         for magnitude in magnitudes[1:]:
             shared = shared.merge(magnitude)
@@ -245,6 +246,10 @@ def run_conversion(
             for future in futures:
                 future.cancel()
     return finished
+
+
+def _where(projection: Projection) -> str:
+    return f"{projection.home.shard}: {projection.module}"
 
 
 def as_tensor(buffer: NDArray[np.uint8]) -> torch.Tensor:

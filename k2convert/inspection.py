@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError
@@ -98,7 +98,8 @@ def inspect_checkpoint(source: Checkpoint) -> Inspection:
 def _headline(config: dict[str, Any]) -> dict[str, Any]:
     keys = ("quant_method", "format", "quant_algo", "kv_cache_scheme")
     result = {key: config[key] for key in keys if config.get(key) is not None}
-    weights = next((g.get("weights") for g in (config.get("config_groups") or {}).values()), None) or {}
+    groups = cast(dict[str, dict[str, Any]], config.get("config_groups") or {})
+    weights: dict[str, Any] = next((group.get("weights") for group in groups.values()), None) or {}
     return result | {key: weights[key] for key in ("num_bits", "type", "group_size", "symmetric") if key in weights}
 
 

@@ -36,7 +36,7 @@ class ShardReader:
 
     def read_into(self, tensor: TensorInfo, buffer: Bytes, *, begin: int = 0) -> None:
         """Fill `buffer` with the tensor's bytes from `begin` on."""
-        view, position = memoryview(buffer), tensor.begin + begin
+        view, position = buffer.data, tensor.begin + begin
         try:
             descriptor = self._descriptor(tensor.shard)
             while len(view):
