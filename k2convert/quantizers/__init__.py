@@ -1,0 +1,72 @@
+"""The seam between the conversion loop and the arithmetic: one Protocol, two implementations.
+
+    native     k2convert's own code; needs nothing but torch
+    reference  the published pipeline itself: compressed-tensors dequantises, ModelOpt quantises (`plain` only)
+
+A quantizer holds no state that a call changes: any number of threads may share one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from k2convert.errors import RecipeError
+from k2convert.formats.int4 import Int4Weight
+from k2convert.formats.magnitude import Magnitude
+from k2convert.formats.metrics import WeightMetrics
+from k2convert.formats.nvfp4 import Nvfp4Weight
+from k2convert.formats.rule import Rule
+
+QuantizerKind = Literal["native", "reference"]
+
+
+class Quantizer(Protocol):
+    """Turns one weight into NVFP4: measure every tensor that shares a global scale, choose it, quantise each."""
+
+    @property
+    def name(self) -> QuantizerKind:
+        """Which implementation this is."""
+        ...
+
+    @property
+    def rule(self) -> Rule:
+        """The rule it converts by."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """What computes: "torch-cpu", "torch-cuda:0", "modelopt"."""
+        ...
+
+    def measure(self, source: Int4Weight | Tensor, *, name: str) -> Magnitude:
+        """Measure an INT4 weight or a bf16 [N, K] tensor; FormatError, naming it, where a value is not usable."""
+        ...
+
+    def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
+        """Choose the global scale from the merged magnitude of all tensors that share it."""
+        ...
+
+    def quantize(
+        self, source: Int4Weight | Tensor, *, name: str, magnitude: Magnitude, global_scale: float
+    ) -> tuple[Nvfp4Weight, WeightMetrics]:
+        """Quantise and measure one weight; the result lies on the CPU. `magnitude` is that of the whole set."""
+        ...
+
+
+def create_quantizer(kind: QuantizerKind, *, rule: Rule, device: torch.device | str) -> Quantizer:
+    """Create a quantizer; RecipeError where it does not offer the rule, MissingDependencyError without the extra."""
+    if kind == "native":
+        from k2convert.quantizers.native import NativeQuantizer
+
+        return NativeQuantizer(rule=rule, device=torch.device(device))
+    if rule != "plain":
+        raise RecipeError(
+            f"the reference quantizer writes what ModelOpt writes, which is rule plain, not {rule}; "
+            "use --rule plain with it, or --quantizer native"
+        )
+    from k2convert.quantizers.reference import create_reference_quantizer
+
+    return create_reference_quantizer()

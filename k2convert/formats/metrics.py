@@ -1,0 +1,149 @@
+"""What a conversion did to a weight: counts and sums for one tensor, or added up over many.
+
+Only sums are stored; every ratio is derived, so that totals over any set of tensors are as exact as a single one.
+Errors are against the exact source: q * s for INT4 sources, the BF16 value otherwise. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import TypeVar, cast
+
+T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMetrics:
+    """Figures of one converted tensor, or of several together.
+
+    Fields that may be None have no meaning for the source or rule: INT4 codes of a BF16 source, and
+    blocks_outside_normal of anything but INT4 under `optimal`.
+    """
+
+    num_weights: int
+    num_blocks: int
+    energy: float
+    """Sum of w**2."""
+    squared_error: float
+    """Sum of (w - w')**2."""
+    num_nonzero: int
+    equal_nonzero: int
+    """Non-zero weights whose value did not change."""
+    equal_blocks: int
+    """Blocks in which no value changed, blocks of zeros included."""
+    num_codes: int | None
+    """INT4 codes in the source: num_weights, or None for a BF16 source."""
+    max_error_steps: float | None
+    """Largest |w - w'| / s."""
+    recoverable_codes: int | None
+    """Codes with round(w' / s) == q, zeros included."""
+    num_five_or_seven: int | None
+    """Codes with |q| of 5 or 7, which E2M1 does not have beside other integers."""
+    num_minus_eight: int | None
+    blocks_outside_normal: int | None
+    """Blocks that an E4M3 scale outside the normal range would have served strictly better."""
+    scale_spread_exceeded: int | None
+    """1 where the source scales of the set that shares g differ by more than 2**13; totals count tensors."""
+    min_scale_byte: int
+    max_scale_byte: int
+    scale_histogram: tuple[tuple[int, int], ...]
+    """(E4M3 byte, number of blocks), ascending, without empty entries."""
+    sampled_blocks: int
+    sampled_error_achieved: float
+    sampled_error_plain: float
+    """Squared error of the `plain` rule on the sampled blocks."""
+    sampled_error_bound: float
+    """No NVFP4 weight has less squared error on the sampled blocks, whatever its scales."""
+
+    @property
+    def relative_mse(self) -> float:
+        """squared_error / energy."""
+        return _ratio(self.squared_error, self.energy)
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal-to-quantisation-noise ratio, 10 log10(energy / squared_error); infinite where nothing changed."""
+        return _decibels(self.energy, self.squared_error)
+
+    @property
+    def achieved_to_plain(self) -> float:
+        """Squared error as a share of plain's, on the sampled blocks; about 0.5 for `optimal`."""
+        return _ratio(self.sampled_error_achieved, self.sampled_error_plain)
+
+    @property
+    def achieved_to_bound(self) -> float:
+        """Squared error as a multiple of the bound, on the sampled blocks; about 1.13 for `optimal`."""
+        return _ratio(self.sampled_error_achieved, self.sampled_error_bound)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the stored fields, ready for JSON; `from_dict` gives back an equal object."""
+        record: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
+        record["scale_histogram"] = {str(byte): count for byte, count in self.scale_histogram}
+        return record
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, object]) -> WeightMetrics:
+        """Rebuild metrics from `to_dict`; ValueError where a field is missing or unknown."""
+        names = {field.name for field in fields(cls)}
+        if set(record) != names:
+            raise ValueError(f"not a metrics record: {sorted(names ^ set(record))} are missing or unknown")
+        values = dict(record)
+        histogram = cast(Mapping[str, int], values["scale_histogram"])
+        values["scale_histogram"] = tuple((int(byte), count) for byte, count in histogram.items())
+        return cls(**values)  # pyright: ignore[reportArgumentType]
+
+
+def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
+    """Add up the metrics of several tensors; the order does not matter. ValueError where there are none.
+
+    Optional figures are summed over the parts that have them, so `recoverable_codes / num_codes` stays right in a mix.
+    """
+    metrics = tuple(parts)
+    if not metrics:
+        raise ValueError("no metrics to add up")
+    histogram: Counter[int] = Counter()
+    for part in metrics:
+        histogram.update(dict(part.scale_histogram))
+    return WeightMetrics(
+        num_weights=sum(part.num_weights for part in metrics),
+        num_blocks=sum(part.num_blocks for part in metrics),
+        energy=math.fsum(part.energy for part in metrics),
+        squared_error=math.fsum(part.squared_error for part in metrics),
+        num_nonzero=sum(part.num_nonzero for part in metrics),
+        equal_nonzero=sum(part.equal_nonzero for part in metrics),
+        equal_blocks=sum(part.equal_blocks for part in metrics),
+        num_codes=_optional(sum, (part.num_codes for part in metrics)),
+        max_error_steps=_optional(max, (part.max_error_steps for part in metrics)),
+        recoverable_codes=_optional(sum, (part.recoverable_codes for part in metrics)),
+        num_five_or_seven=_optional(sum, (part.num_five_or_seven for part in metrics)),
+        num_minus_eight=_optional(sum, (part.num_minus_eight for part in metrics)),
+        blocks_outside_normal=_optional(sum, (part.blocks_outside_normal for part in metrics)),
+        scale_spread_exceeded=_optional(sum, (part.scale_spread_exceeded for part in metrics)),
+        min_scale_byte=min(part.min_scale_byte for part in metrics),
+        max_scale_byte=max(part.max_scale_byte for part in metrics),
+        scale_histogram=tuple(sorted(histogram.items())),
+        sampled_blocks=sum(part.sampled_blocks for part in metrics),
+        sampled_error_achieved=math.fsum(part.sampled_error_achieved for part in metrics),
+        sampled_error_plain=math.fsum(part.sampled_error_plain for part in metrics),
+        sampled_error_bound=math.fsum(part.sampled_error_bound for part in metrics),
+    )
+
+
+def _optional(combine: Callable[[list[T]], T], values: Iterable[T | None]) -> T | None:
+    present = [value for value in values if value is not None]
+    return combine(present) if present else None
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    if denominator == 0.0:
+        return 0.0 if numerator == 0.0 else math.inf
+    return numerator / denominator
+
+
+def _decibels(energy: float, error: float) -> float:
+    if error == 0.0:
+        return math.inf
+    return 10.0 * math.log10(energy / error) if energy > 0.0 else -math.inf

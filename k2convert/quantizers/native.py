@@ -1,0 +1,61 @@
+"""k2convert's own arithmetic, on the CPU or a CUDA device by the same code."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from k2convert.formats.int4 import Int4Weight
+from k2convert.formats.magnitude import Magnitude, measure
+from k2convert.formats.metrics import WeightMetrics
+from k2convert.formats.nvfp4 import Nvfp4Weight
+from k2convert.formats.optimal import optimal_global_scale, quantize_optimal
+from k2convert.formats.plain import plain_global_scale, quantize_plain
+from k2convert.formats.rule import Rule
+from k2convert.formats.weight_error import measure_error
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class NativeQuantizer:
+    """Both rules in torch; holds no state, so threads may share it."""
+
+    rule: Rule
+    device: torch.device
+
+    @property
+    def name(self) -> Literal["native"]:
+        """Which implementation this is."""
+        return "native"
+
+    @property
+    def backend(self) -> str:
+        """What computes."""
+        return f"torch-{self.device}"
+
+    def measure(self, source: Int4Weight | Tensor, *, name: str) -> Magnitude:
+        """Measure one weight; FormatError where a value is not usable."""
+        return measure(source, name=name)
+
+    def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
+        """Choose the global scale of a set of tensors from their merged magnitude."""
+        if self.rule == "plain":
+            return plain_global_scale(magnitude)
+        return optimal_global_scale(magnitude, is_int4=is_int4)
+
+    def quantize(
+        self, source: Int4Weight | Tensor, *, name: str, magnitude: Magnitude, global_scale: float
+    ) -> tuple[Nvfp4Weight, WeightMetrics]:
+        """Quantise and measure one weight; the result lies on the CPU."""
+        on_device = source.to(self.device)
+        quantize = quantize_plain if self.rule == "plain" else quantize_optimal
+        result = quantize(on_device, global_scale)
+        metrics = measure_error(
+            on_device, result, rule=self.rule, magnitude=magnitude, sample_seed=zlib.crc32(name.encode())
+        )
+        return result.to(CPU), metrics

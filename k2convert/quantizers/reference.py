@@ -1,0 +1,126 @@
+"""The published pipeline as a quantizer: compressed-tensors dequantises INT4 to BF16, ModelOpt quantises to NVFP4.
+
+It is the oracle of the `plain` rule and is as slow as the libraries are. The global scale is ModelOpt's formula on
+the merged maximum of the tensors that share it, as its exporter unifies gate and up. Two things are ours, because the
+libraries have no answer: a set without any non-zero weight, which ModelOpt turns into NaN, is written as `plain`
+defines it, and the figures are those of formats/.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+import zlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from k2convert.errors import MissingDependencyError
+from k2convert.formats.int4 import GROUP_SIZE, Int4Weight
+from k2convert.formats.magnitude import Magnitude, check_bf16, measure
+from k2convert.formats.metrics import WeightMetrics
+from k2convert.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight
+from k2convert.formats.plain import plain_global_scale, quantize_plain
+from k2convert.formats.rule import Rule
+from k2convert.formats.weight_error import measure_error
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceQuantizer:
+    """compressed-tensors and ModelOpt in sequence, tensor by tensor, on the CPU."""
+
+    decompressor: Any
+    """compressed-tensors' PackedQuantizationCompressor."""
+    scheme: Any
+    """The QuantizationScheme of a pack-quantized INT4 weight."""
+    qtensor: Any
+    """ModelOpt's NVFP4QTensor."""
+
+    @property
+    def name(self) -> Literal["reference"]:
+        """Which implementation this is."""
+        return "reference"
+
+    @property
+    def rule(self) -> Rule:
+        """ModelOpt's max calibration is the `plain` rule."""
+        return "plain"
+
+    @property
+    def backend(self) -> str:
+        """What computes."""
+        return "compressed-tensors + modelopt"
+
+    def measure(self, source: Int4Weight | Tensor, *, name: str) -> Magnitude:
+        """Measure the dequantised weight with the libraries; FormatError where a source value is not usable."""
+        scale_max = measure(source, name=name).scale_max
+        weight = self.dequantize(source)
+        return Magnitude(scale_max=scale_max, amax=float(weight.abs().max()) if weight.numel() else 0.0)
+
+    def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
+        """Choose the global scale as ModelOpt does: fp32(amax) / 2688."""
+        if magnitude.amax == 0.0:
+            return plain_global_scale(magnitude)
+        return float(self.qtensor.get_weights_scaling_factor_2(torch.tensor([magnitude.amax])))
+
+    def quantize(
+        self, source: Int4Weight | Tensor, *, name: str, magnitude: Magnitude, global_scale: float
+    ) -> tuple[Nvfp4Weight, WeightMetrics]:
+        """Quantise one weight with the libraries, and measure it with ours."""
+        result = self._quantize_bf16(self.dequantize(source), global_scale, is_empty=magnitude.amax == 0.0)
+        seed = zlib.crc32(name.encode())
+        return result, measure_error(source, result, rule="plain", magnitude=magnitude, sample_seed=seed)
+
+    def dequantize(self, source: Int4Weight | Tensor) -> Tensor:
+        """Return the bf16 [N, K] weight as compressed-tensors dequantises it; a bf16 source as it is."""
+        if not isinstance(source, Int4Weight):
+            check_bf16(source, name="weight")
+            return source.cpu()
+        state = {
+            "weight_packed": source.packed.cpu().contiguous().view(torch.int32),
+            "weight_scale": source.scales.cpu(),
+            "weight_shape": torch.tensor(source.shape),
+        }
+        return self.decompressor.decompress(state, self.scheme)["weight"]
+
+    def _quantize_bf16(self, weight: Tensor, global_scale: float, *, is_empty: bool) -> Nvfp4Weight:
+        if is_empty:
+            return quantize_plain(weight, global_scale)
+        scale_2 = torch.tensor(global_scale, dtype=torch.float32)
+        quantized, block_scales, _ = self.qtensor.quantize(weight, BLOCK_SIZE, weights_scaling_factor_2=scale_2)
+        return Nvfp4Weight(
+            packed=quantized._quantized_data,  # ModelOpt's exporter reads it the same way
+            block_scales=block_scales.view(torch.uint8),
+            global_scale=global_scale,
+        )
+
+
+def create_reference_quantizer() -> ReferenceQuantizer:
+    """Import the two libraries and create the quantizer; MissingDependencyError where one is not installed."""
+    compressors = _import("compressed_tensors.compressors.pack_quantized.base")
+    quantization = _import("compressed_tensors.quantization")
+    nvfp4 = _import("modelopt.torch.quantization.qtensor.nvfp4_tensor")
+    weights = quantization.QuantizationArgs(
+        num_bits=4, type="int", symmetric=True, strategy="group", group_size=GROUP_SIZE
+    )
+    return ReferenceQuantizer(
+        decompressor=compressors.PackedQuantizationCompressor,
+        scheme=quantization.QuantizationScheme(targets=["Linear"], weights=weights),
+        qtensor=nvfp4.NVFP4QTensor,
+    )
+
+
+def _import(module: str) -> ModuleType:
+    try:
+        with warnings.catch_warnings():
+            # ModelOpt warns about the transformers version on import; no model is loaded here.
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the reference quantizer needs compressed-tensors and nvidia-modelopt ({error}); "
+            "install them with: pip install k2convert[reference]"
+        ) from error
