@@ -1,0 +1,163 @@
+"""A shard's bytes from the Hub: whole, checked, resumed inside the file whatever breaks."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from faults import Fault, Kind
+from loopback import LoopbackHub
+
+from k2convert.errors import HubError
+from k2convert.hub.client import Hub, RepoRef
+from k2convert.hub.download import download_shard
+from k2convert.hub.segments import MIN_SEGMENT_BYTES, open_partial, segment_bytes_for
+from k2convert.hub.source import RemoteRepo, resolve_source
+
+SHARD = "model-00001-of-000005.safetensors"
+
+
+@pytest.fixture
+def source(server: LoopbackHub, hub: Hub, tiny: Path) -> RemoteRepo:
+    server.store.add_folder("moon/tiny", tiny)
+    return resolve_source(hub, RepoRef("moon/tiny"))
+
+
+def shard_requests(server: LoopbackHub) -> int:
+    return len(server.traffic.matching("GET", SHARD))
+
+
+def test_downloaded_shard_has_the_sources_bytes_and_nothing_is_left_beside_it(
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
+) -> None:
+    seen: list[int] = []
+    download_shard(hub, source, SHARD, target=tmp_path / "in" / SHARD, progress=seen.append)
+    assert (tmp_path / "in" / SHARD).read_bytes() == (tiny / SHARD).read_bytes()
+    assert [p.name for p in (tmp_path / "in").iterdir()] == [SHARD]
+    assert seen == sorted(seen)
+    assert seen[-1] == (tiny / SHARD).stat().st_size
+
+
+def test_a_shard_that_is_there_is_not_fetched_again(
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / SHARD).write_bytes((tiny / SHARD).read_bytes())
+    download_shard(hub, source, SHARD, target=tmp_path / SHARD)
+    assert shard_requests(server) == 0
+
+
+def recorded_bytes(folder: Path) -> int:
+    """What the record of an unfinished download says is there (the shorter last segment is never among it here)."""
+    bits = json.loads((folder / f"{SHARD}.part.json").read_text())["done"]
+    return bits.count("1") * MIN_SEGMENT_BYTES
+
+
+@pytest.mark.parametrize("kind", [Kind.RESET, Kind.SHORT])
+def test_a_broken_connection_continues_behind_the_last_segment(
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path, kind: Kind
+) -> None:
+    server.traffic.inject(Fault("GET", SHARD, kind, after_bytes=5 * MIN_SEGMENT_BYTES + 1))
+    download_shard(hub, source, SHARD, target=tmp_path / SHARD, num_connections=1)
+    assert (tmp_path / SHARD).read_bytes() == (tiny / SHARD).read_bytes()
+    first, second = server.traffic.matching("GET", SHARD)
+    assert first.range is not None
+    assert second.range is not None
+    continued_at = int(second.range.removeprefix("bytes=").partition("-")[0])
+    assert continued_at % MIN_SEGMENT_BYTES == 0
+    # A reset also discards what the client's kernel had received but the client had not read.
+    assert continued_at == 5 * MIN_SEGMENT_BYTES if kind is Kind.SHORT else continued_at <= 5 * MIN_SEGMENT_BYTES
+
+
+def test_every_fault_at_once_still_ends_with_the_right_bytes(
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
+) -> None:
+    server.traffic.inject(
+        Fault("GET", SHARD, status=503, times=2),
+        Fault("GET", SHARD, status=429, retry_after=0),
+        Fault("GET", SHARD, Kind.RESET, after_bytes=100_000),
+        Fault("GET", SHARD, Kind.SHORT, after_bytes=70_000),
+        Fault("GET", SHARD, Kind.CORRUPT, after_bytes=10),
+    )
+    download_shard(hub, source, SHARD, target=tmp_path / SHARD, num_connections=3)
+    assert (tmp_path / SHARD).read_bytes() == (tiny / SHARD).read_bytes()
+    assert len(server.traffic.injected) == 6
+
+
+def test_bytes_that_stay_wrong_never_get_the_shards_name(
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path
+) -> None:
+    server.traffic.inject(Fault("GET", SHARD, Kind.CORRUPT, times=100))
+    with pytest.raises(HubError, match=r"other bytes than the Hub's sha256"):
+        download_shard(hub, source, SHARD, target=tmp_path / SHARD)
+    assert not (tmp_path / SHARD).exists()
+
+
+def test_a_hub_that_stays_broken_is_reported_and_the_work_is_kept(
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
+) -> None:
+    server.traffic.inject(
+        Fault("GET", SHARD, Kind.SHORT, after_bytes=5 * MIN_SEGMENT_BYTES + 1), Fault("GET", SHARD, times=100)
+    )
+    with pytest.raises(HubError, match=r"503.*Running the same command again continues"):
+        download_shard(hub, source, SHARD, target=tmp_path / SHARD, num_connections=1)
+    kept = recorded_bytes(tmp_path)
+    server.traffic.clear()
+    download_shard(hub, source, SHARD, target=tmp_path / SHARD)
+    assert server.traffic.bytes_sent(SHARD) == (tiny / SHARD).stat().st_size - kept
+
+
+def test_a_stopped_download_is_continued_inside_the_shard(
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
+) -> None:
+    stop = threading.Event()
+    server.traffic.bytes_per_second = 1_000_000.0
+
+    def stop_in_the_middle(num_bytes: int) -> None:
+        if num_bytes > 300_000:
+            stop.set()
+
+    with pytest.raises(HubError, match="continues"):
+        download_shard(hub, source, SHARD, target=tmp_path / SHARD, progress=stop_in_the_middle, stop=stop)
+    kept = recorded_bytes(tmp_path)
+    server.traffic.bytes_per_second = None
+    server.traffic.clear()
+    download_shard(hub, source, SHARD, target=tmp_path / SHARD)
+    size = (tiny / SHARD).stat().st_size
+    assert server.traffic.bytes_sent(SHARD) == size - kept
+    assert kept >= 3 * MIN_SEGMENT_BYTES
+    assert (tmp_path / SHARD).read_bytes() == (tiny / SHARD).read_bytes()
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{", '{"done": "1111"}', '{"sha256": "0", "done": "1"}'])
+def test_a_damaged_record_costs_a_download_and_nothing_else(
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path, record: str
+) -> None:
+    (tmp_path / f"{SHARD}.part").write_bytes(os.urandom((tiny / SHARD).stat().st_size))
+    (tmp_path / f"{SHARD}.part.json").write_text(record)
+    download_shard(hub, source, SHARD, target=tmp_path / SHARD)
+    assert (tmp_path / SHARD).read_bytes() == (tiny / SHARD).read_bytes()
+
+
+def test_a_record_that_lies_costs_a_download_and_nothing_else(
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
+) -> None:
+    partial = open_partial(tmp_path / SHARD, source.shard(SHARD))
+    for segment in range(7):
+        partial.finish(segment)
+    partial.record(force=True)
+    os.close(partial.descriptor)
+    download_shard(hub, source, SHARD, target=tmp_path / SHARD)
+    assert (tmp_path / SHARD).read_bytes() == (tiny / SHARD).read_bytes()
+
+
+def test_a_whole_file_without_lfs_hash_is_refused(hub: Hub, source: RemoteRepo, tmp_path: Path) -> None:
+    with pytest.raises(HubError, match="not in LFS"):
+        download_shard(hub, source, "config.json", target=tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("num_bytes", [1, 65536, 65537, 1_407_616, 10**8, 9_809_000_000])
+def test_segments_are_small_in_small_files_and_at_most_8_megabytes(num_bytes: int) -> None:
+    segment = segment_bytes_for(num_bytes)
+    assert 64 << 10 <= segment <= 8 << 20
+    assert segment % 65536 == 0
