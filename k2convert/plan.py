@@ -19,7 +19,14 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, projection_tensors
 from k2convert.errors import PlanError
 from k2convert.k2 import WEIGHT, Architecture, Family, detect_family, parse_tensor_name, read_architecture
-from k2convert.projections import Projection, check_experts, check_is_int4, check_roles_match, find_projections
+from k2convert.projections import (
+    Projection,
+    check_expert_shapes,
+    check_experts,
+    check_is_int4,
+    check_roles_match,
+    find_projections,
+)
 from k2convert.recipe import Recipe
 
 BF16_SHARD_BYTES = 5_000_000_000
@@ -122,6 +129,7 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe) -> Plan:
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
     check_experts(source, names, architecture, prefix)
+    check_expert_shapes(projections, architecture)
     steps, dropped = _make_steps(source, projections, recipe)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     excludes = exclude_list(recipe, architecture, family) if recipe.target == "nvfp4" else []

@@ -22,6 +22,7 @@ from k2convert.k2 import (
 )
 
 GROUP_SIZE = 32
+_REMEDY = "Download the checkpoint again, or start from Moonshot's INT4 release."
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,9 @@ def find_projections(source: Checkpoint, names: dict[str, TensorName], roles: tu
         if WEIGHT_PACKED in found and module not in projections:
             projections[module] = _int4_projection(parts, found)
         elif parts.parameter in INT4_PARAMETERS and WEIGHT_PACKED not in found:
-            raise PlanError(f"{found[parts.parameter].shard}: {name}: has no {WEIGHT_PACKED} beside it in any shard.")
+            raise PlanError(
+                f"{found[parts.parameter].shard}: {name}: has no {WEIGHT_PACKED} beside it in any shard. {_REMEDY}"
+            )
         elif parts.role in roles and parts.parameter == WEIGHT:
             projections[module] = _bf16_projection(parts, found[WEIGHT])
     return projections
@@ -92,26 +95,33 @@ def _int4_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Project
     packed, module = found[WEIGHT_PACKED], parts.module
     where = f"{packed.shard}: {module}"
     if parts.role not in CONVERTIBLE_ROLES:
-        raise PlanError(f"{where}: INT4 in role {parts.role}; no engine serves that role in NVFP4 beside K2's others.")
+        raise PlanError(
+            f"{where}: INT4 in role {parts.role}; no engine serves that role in NVFP4 beside K2's others. {_REMEDY}"
+        )
     for parameter in INT4_PARAMETERS:
         if parameter not in found:
             raise PlanError(f"{where}.{parameter}: missing in every shard. Download the checkpoint again.")
     if extra := sorted(set(found) - set(INT4_PARAMETERS)):
-        raise PlanError(f"{where}.{extra[0]}: not part of a symmetric INT4 projection (asymmetric or act-order?).")
+        raise PlanError(
+            f"{where}.{extra[0]}: not part of a symmetric INT4 projection (asymmetric or act-order?). {_REMEDY}"
+        )
     scale, shape = found[WEIGHT_SCALE], found[WEIGHT_SHAPE]
     _expect(packed, dtypes=("I32",), rank=2)
     _expect(scale, dtypes=("BF16",), rank=2)
     _expect(shape, dtypes=("I32", "I64"), rank=1)
     num_rows, num_columns = packed.shape[0], packed.shape[1] * 8
     if num_columns % GROUP_SIZE:
-        raise PlanError(f"{where}: {num_columns} input columns are no multiple of the group size {GROUP_SIZE}.")
+        raise PlanError(
+            f"{packed.shard}: {packed.name}: {num_columns} input columns are no multiple of the group size "
+            f"{GROUP_SIZE}. {_REMEDY}"
+        )
     if scale.shape != (num_rows, num_columns // GROUP_SIZE):
         raise PlanError(
             f"{scale.shard}: {scale.name}: shape {list(scale.shape)}, but {packed.name} {list(packed.shape)} needs "
-            f"{[num_rows, num_columns // GROUP_SIZE]} (one scale per {GROUP_SIZE} columns)."
+            f"{[num_rows, num_columns // GROUP_SIZE]} (one scale per {GROUP_SIZE} columns). {_REMEDY}"
         )
     if shape.shape != (2,):
-        raise PlanError(f"{shape.shard}: {shape.name}: shape {list(shape.shape)}, expected [2].")
+        raise PlanError(f"{shape.shard}: {shape.name}: shape {list(shape.shape)}, expected [2]. {_REMEDY}")
     return Projection(
         module, parts.role, str(parts.projection), parts.sharing_key, num_rows, num_columns,
         packed=packed, scale=scale, shape=shape,
@@ -122,7 +132,7 @@ def _bf16_projection(parts: TensorName, weight: TensorInfo) -> Projection:
     _expect(weight, dtypes=("BF16",), rank=2)
     num_rows, num_columns = weight.shape
     if num_columns % 16:
-        raise PlanError(f"{weight.shard}: {weight.name}: {num_columns} input columns are no multiple of 16.")
+        raise PlanError(f"{weight.shard}: {weight.name}: {num_columns} input columns are no multiple of 16. {_REMEDY}")
     return Projection(
         parts.module, parts.role, str(parts.projection), parts.sharing_key, num_rows, num_columns, weight=weight
     )
@@ -132,7 +142,7 @@ def _expect(tensor: TensorInfo, *, dtypes: tuple[str, ...], rank: int) -> None:
     if tensor.dtype not in dtypes or len(tensor.shape) != rank:
         raise PlanError(
             f"{tensor.shard}: {tensor.name}: {tensor.dtype} {list(tensor.shape)}, expected "
-            f"{' or '.join(dtypes)} with {rank} dimension{'s' if rank > 1 else ''}."
+            f"{' or '.join(dtypes)} with {rank} dimension{'s' if rank > 1 else ''}. {_REMEDY}"
         )
 
 
@@ -140,7 +150,10 @@ def check_roles_match(roles: tuple[str, ...], projections: dict[str, Projection]
     present = {p.role for p in projections.values()}
     for role in roles:
         if role not in present:
-            raise PlanError(f"{source.folder}: the recipe names the role {role}, which matches no tensor here.")
+            raise PlanError(
+                f"{source.folder}: the recipe names the role {role}, which matches no tensor here. "
+                f"Remove {role} from the recipe's roles."
+            )
     for p in projections.values():
         if p.role not in roles:
             raise PlanError(
@@ -165,19 +178,33 @@ def check_experts(source: Checkpoint, names: dict[str, TensorName], architecture
         if sorted(found) != list(range(count)):
             raise PlanError(
                 f"{source.folder}: layer {layer} has {len(found)} experts numbered {min(found)}..{max(found)}, "
-                f"config.json says n_routed_experts = {count} (expected 0..{count - 1})."
+                f"config.json says n_routed_experts = {count} (expected 0..{count - 1}). {_REMEDY}"
             )
         for expert, kinds in found.items():
             if lacking := {"gate", "up", "down"} - kinds:
-                raise PlanError(f"{source.folder}: layer {layer} expert {expert} has no {sorted(lacking)[0]}_proj.")
+                raise PlanError(
+                    f"{source.folder}: layer {layer} expert {expert} has no {sorted(lacking)[0]}_proj. {_REMEDY}"
+                )
         for suffix in (".weight", ".e_score_correction_bias"):
             router = source.tensors.get(f"{prefix}layers.{layer}.mlp.gate{suffix}")
             if router is None or router.shape[0] != count:
                 rows = "missing" if router is None else f"has {router.shape[0]} rows"
                 raise PlanError(
                     f"{source.folder}: {prefix}layers.{layer}.mlp.gate{suffix} {rows}, config.json says "
-                    f"n_routed_experts = {count}."
+                    f"n_routed_experts = {count}. {_REMEDY}"
                 )
+
+
+def check_expert_shapes(projections: dict[str, Projection], architecture: Architecture) -> None:
+    """Hold every routed expert's [out, in] against hidden_size and moe_intermediate_size of config.json."""
+    hidden, width = architecture.hidden_size, architecture.moe_intermediate_size
+    for p in projections.values():
+        expected = (hidden, width) if p.projection == "down" else (width, hidden)
+        if p.role is Role.EXPERTS and (p.num_rows, p.num_columns) != expected:
+            raise PlanError(
+                f"{p.home.shard}: {p.home.name}: holds {[p.num_rows, p.num_columns]}, but config.json says "
+                f"{list(expected)} (hidden_size {hidden}, moe_intermediate_size {width}). {_REMEDY}"
+            )
 
 
 def _span(numbers: tuple[int, ...]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from blake3 import blake3
 
-from k2convert.errors import CheckpointError
+from k2convert.errors import CheckpointError, SourceReadError
 
 MAX_HEADER_BYTES = 100_000_000
 DTYPE_BYTES = {
@@ -57,12 +57,8 @@ class ShardHeader:
 
 def read_header(path: Path) -> ShardHeader:
     """Read and check the header of one safetensors file; raises CheckpointError naming file, tensor and remedy."""
-    if path.is_symlink():
-        raise CheckpointError(
-            f"{path}: is a link, and links are not followed. Put the file itself there "
-            "(`hf download REPO --local-dir FOLDER` does), or pass the folder that holds the real files."
-        )
     try:
+        check_plain_file(path)
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
@@ -70,9 +66,20 @@ def read_header(path: Path) -> ShardHeader:
             raw = prefix + file.read(length)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: named by the index but missing. Download the shard again.") from None
-    except IsADirectoryError:
-        raise CheckpointError(f"{path}: is a folder, not a safetensors file.") from None
+    except OSError as error:
+        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
     return parse_header(raw, shard=path.name, file_bytes=file_bytes, where=str(path))
+
+
+def check_plain_file(path: Path) -> None:
+    """Refuse links, folders, pipes and devices (CheckpointError); a missing file passes, opening it will tell."""
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path}: is a link, and links are not followed. Put the file itself there "
+            "(`hf download REPO --local-dir FOLDER` does), or pass the folder that holds the real files."
+        )
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: is a folder or a device, not a file. Download the file again.")
 
 
 def check_header_length(prefix: bytes, *, shard: str, file_bytes: int) -> int:
@@ -99,7 +106,7 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int, where: str | None =
     length = check_header_length(raw[:8], shard=where, file_bytes=file_bytes)
     try:
         document: Any = json.loads(raw[8 : 8 + length].decode("utf-8"), object_pairs_hook=_unique_keys)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, numbers of absurd length
         raise CheckpointError(f"{where}: its header is not JSON ({error}). Download the shard again.") from None
     except _DuplicateKeyError as error:
         raise CheckpointError(f"{where}: its header names {error.key!r} twice. Download the shard again.") from None
@@ -108,7 +115,7 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int, where: str | None =
     entries = cast(dict[str, Any], document)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in cast(dict[str, Any], metadata).values()):
-        raise CheckpointError(f"{where}: __metadata__ must map strings to strings.")
+        raise CheckpointError(f"{where}: __metadata__ must map strings to strings. Download the shard again.")
     data_begin = 8 + length
     tensors = {name: _tensor_info(name, e, shard=shard, where=where, base=data_begin) for name, e in entries.items()}
     _check_coverage(tensors, data_begin=data_begin, file_bytes=file_bytes, where=where)
@@ -134,7 +141,7 @@ def parse_json_object(text: str, *, where: str) -> dict[str, Any]:
     """Parse a JSON object without duplicate keys; `where` names the file in messages."""
     try:
         document: Any = json.loads(text, object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not JSON ({error}). Download the file again.") from None
     except _DuplicateKeyError as error:
         raise CheckpointError(f"{where}: the key {error.key!r} stands twice. Download the file again.") from None
@@ -151,17 +158,28 @@ def _tensor_info(name: str, entry: Any, *, shard: str, where: str, base: int) ->
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{where}: tensor {name}: needs dtype, shape and data_offsets, has {entry!r}.") from None
-    if dtype not in DTYPE_BYTES:
-        raise CheckpointError(f"{where}: tensor {name}: unknown dtype {dtype!r}. Known: {', '.join(DTYPE_BYTES)}.")
+        raise CheckpointError(
+            f"{where}: tensor {name}: needs dtype, shape and data_offsets, has {entry!r}. Download the shard again."
+        ) from None
+    if not name.isprintable():
+        raise CheckpointError(f"{where}: tensor {name!r}: control characters in a name. Download the shard again.")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise CheckpointError(
+            f"{where}: tensor {name}: unknown dtype {dtype!r}. Known: {', '.join(DTYPE_BYTES)}. "
+            "Download the shard again, or start from Moonshot's release."
+        )
     if not (all(map(_is_count, shape)) and _is_count(begin) and _is_count(end)):
-        raise CheckpointError(f"{where}: tensor {name}: shape {list(shape)} or offsets [{begin}, {end}] not counts.")
+        raise CheckpointError(
+            f"{where}: tensor {name}: shape {list(shape)} or offsets [{begin}, {end}] are not counts. "
+            "Download the shard again."
+        )
     expected = DTYPE_BYTES[dtype]
     for size in shape:
         expected *= size
     if end - begin != expected:
         raise CheckpointError(
-            f"{where}: tensor {name}: {dtype} {list(shape)} takes {expected:,} bytes, its range has {end - begin:,}."
+            f"{where}: tensor {name}: {dtype} {list(shape)} takes {expected:,} bytes, its range has {end - begin:,}. "
+            "Download the shard again."
         )
     return TensorInfo(name, dtype, shape, base + begin, base + end, shard)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from k2convert.checkpoint.header import ShardHeader, TensorInfo, parse_json_object, read_header
-from k2convert.errors import CheckpointError
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, check_plain_file, parse_json_object, read_header
+from k2convert.errors import CheckpointError, SourceReadError
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -78,18 +78,22 @@ def build_checkpoint(
             tensors[name] = tensor
     if weight_map is not None:
         _check_weight_map(weight_map, tensors, folder=folder)
-    metadata = cast(dict[str, Any], index.get("metadata") or {}) if index else {}
-    return Checkpoint(folder, config, headers, tensors, metadata, tuple(s for s in present if s not in headers))
+    metadata: object = (index or {}).get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{folder / INDEX_NAME}: metadata is not a JSON object. Download the file again.")
+    stray = tuple(shard for shard in present if shard not in headers)
+    return Checkpoint(folder, config, headers, tensors, cast(dict[str, Any], metadata), stray)
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Read one JSON object from a real file (no link); raises CheckpointError naming the file."""
-    if path.is_symlink():
-        raise CheckpointError(f"{path}: is a link, and links are not followed. Put the file itself there.")
     try:
+        check_plain_file(path)
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing. A checkpoint needs it: download it again.") from None
+    except OSError as error:
+        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
     except UnicodeDecodeError:
         raise CheckpointError(f"{path}: not UTF-8 text. Download the file again.") from None
     return parse_json_object(text, where=str(path))
@@ -109,8 +113,11 @@ def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str]
         raise CheckpointError(f"{where}: has no weight_map. Download the file again.")
     for tensor, shard in cast(dict[str, Any], weight_map).items():
         if not isinstance(shard, str) or not shard.endswith(SHARD_SUFFIX):
-            raise CheckpointError(f"{where}: tensor {tensor} is mapped to {shard!r}, not to a {SHARD_SUFFIX} file.")
-        if PurePosixPath(shard).name != shard or "\\" in shard or "\0" in shard:
+            raise CheckpointError(
+                f"{where}: tensor {tensor} is mapped to {shard!r}, not to a {SHARD_SUFFIX} file. "
+                "Download the index again."
+            )
+        if PurePosixPath(shard).name != shard or "\\" in shard or not shard.isprintable():
             raise CheckpointError(
                 f"{where}: tensor {tensor} is mapped to {shard!r}, a path outside the folder. Refused: "
                 "a shard is a plain file name. Download the index from its publisher again."
