@@ -1,0 +1,157 @@
+"""The nineteen rules by number, and what a check of them found."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+MAX_OFFENDERS = 8
+
+
+class Severity(StrEnum):
+    """What a broken rule means: an error must not be published, a warning is reported with its count."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+class Verdict(StrEnum):
+    """What became of a rule; `skipped` always comes with the reason."""
+
+    PASS = "pass"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIPPED = "skipped"
+
+
+RULES: dict[int, tuple[Severity, str]] = {
+    1: (Severity.ERROR, "every converted projection has exactly its tensors, and no other name is new"),
+    2: (Severity.ERROR, "tensor names keep the source's prefix"),
+    3: (Severity.ERROR, "dtypes and shapes of the converted tensors"),
+    4: (Severity.ERROR, "block scales are numbers without a sign; zero blocks have zero codes"),
+    5: (Severity.WARNING, "no block scale below 2^-6, which Hopper's Marlin path makes zero"),
+    6: (Severity.ERROR, "global and input scales are finite, positive and shared by gate and up"),
+    7: (Severity.ERROR, "every other tensor is byte-identical to the source"),
+    8: (Severity.ERROR, "tensor count and tensor bytes are what the source and the layout give"),
+    9: (Severity.ERROR, "experts, router and config.json agree on the number of experts"),
+    10: (Severity.ERROR, "hidden and expert sizes fit the kernels' alignment"),
+    11: (Severity.ERROR, "one quantization_config, at the top level, that declares what is there"),
+    12: (Severity.ERROR, "everything else in config.json is the source's"),
+    13: (Severity.ERROR, "hf_quant_config.json agrees with config.json"),
+    14: (Severity.ERROR, "under every engine's matcher the BF16 layers are excluded and the converted ones are not"),
+    15: (Severity.ERROR, "no KV cache scheme that was not asked for"),
+    16: (Severity.ERROR, "index, headers and folder are whole, and nothing else lies there"),
+    17: (Severity.ERROR, "tokenizer, template, processor and code files are byte-identical copies"),
+    18: (Severity.ERROR, "weight error of every converted tensor is within the budget"),
+    19: (Severity.ERROR, "the ledger is there and every shard has the hash it states"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Offender:
+    """Something that breaks a rule: a tensor, module, file or config field, and what is wrong with it."""
+
+    name: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuleResult:
+    """One rule's outcome; `count` is of all offenders, `offenders` holds the first few, `note` a reason or figure."""
+
+    number: int
+    title: str
+    severity: Severity
+    verdict: Verdict
+    count: int
+    offenders: tuple[Offender, ...]
+    note: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for --json."""
+        return {
+            "number": self.number,
+            "title": self.title,
+            "severity": str(self.severity),
+            "verdict": str(self.verdict),
+            "count": self.count,
+            "offenders": [{"name": o.name, "problem": o.problem} for o in self.offenders],
+            "note": self.note,
+        }
+
+
+@dataclass(slots=True)
+class Findings:
+    """Collects what one rule finds; at scale only the first offenders are kept, all are counted."""
+
+    number: int
+    errors: int = 0
+    warnings: int = 0
+    note: str = ""
+    skip_reason: str = ""
+    _first_errors: list[Offender] = field(default_factory=list[Offender])
+    _first_warnings: list[Offender] = field(default_factory=list[Offender])
+
+    def error(self, name: str, problem: str, *, count: int = 1) -> None:
+        """Count an offender that fails the rule."""
+        self.errors += count
+        if len(self._first_errors) < MAX_OFFENDERS:
+            self._first_errors.append(Offender(name, problem))
+
+    def warn(self, name: str, problem: str, *, count: int = 1) -> None:
+        """Count an offender that is reported but fails nothing."""
+        self.warnings += count
+        if len(self._first_warnings) < MAX_OFFENDERS:
+            self._first_warnings.append(Offender(name, problem))
+
+    def skip(self, reason: str) -> None:
+        """Say why the rule could not be checked; errors found before still count."""
+        self.skip_reason = reason
+
+    def result(self) -> RuleResult:
+        """The outcome: errors before warnings before skipped before pass."""
+        severity, title = RULES[self.number]
+        if self.errors:
+            verdict, count, offenders = Verdict.FAIL, self.errors, self._first_errors
+        elif self.warnings:
+            verdict, count, offenders = Verdict.WARN, self.warnings, self._first_warnings
+        else:
+            verdict, count, offenders = (Verdict.SKIPPED if self.skip_reason else Verdict.PASS), 0, []
+        note = "; ".join(text for text in (self.note, self.skip_reason) if text)
+        return RuleResult(self.number, title, severity, verdict, count, tuple(offenders), note)
+
+
+@dataclass(frozen=True, slots=True)
+class ContractReport:
+    """All nineteen outcomes for one folder, in order; `layout` and `activations` as found in the tensors."""
+
+    folder: str
+    layout: str
+    activations: str
+    rules: tuple[RuleResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """No rule failed; warnings and skipped rules do not count against a checkpoint."""
+        return all(rule.verdict is not Verdict.FAIL for rule in self.rules)
+
+    @property
+    def failed(self) -> list[int]:
+        """Numbers of the rules that failed."""
+        return [rule.number for rule in self.rules if rule.verdict is Verdict.FAIL]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for --json."""
+        return {
+            "folder": self.folder,
+            "layout": self.layout,
+            "activations": self.activations,
+            "passed": self.passed,
+            "failed": self.failed,
+            "rules": [rule.to_dict() for rule in self.rules],
+        }
+
+
+def results(found: Iterable[Findings]) -> tuple[RuleResult, ...]:
+    """Outcomes in the rules' order."""
+    return tuple(f.result() for f in sorted(found, key=lambda f: f.number))
