@@ -154,12 +154,12 @@ def _fetch_small_file(hub: Hub, source: RemoteRepo, file: RemoteFile, *, folder:
     if parts.is_absolute() or ".." in parts.parts or "\\" in file.path or "\0" in file.path:
         raise HubError(f"{source.repo}: lists the file {file.path!r}, a path outside its folder. Refused.")
     target = folder / parts
-    if target.is_file() and not target.is_symlink() and _matches(target.read_bytes(), file):
+    if target.is_file() and not target.is_symlink() and matches(target.read_bytes(), file):
         return
     url = file_url(hub, source, file.path)
     for _ in range(hub.retry.num_attempts):
         data = hub.fetch_range(url, begin=0, end=file.num_bytes)
-        if _matches(data, file):
+        if matches(data, file):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)
             target.write_bytes(data)
@@ -168,7 +168,8 @@ def _fetch_small_file(hub: Hub, source: RemoteRepo, file: RemoteFile, *, folder:
     raise HubError(f"{source.repo}/{file.path}: arrives with other bytes than the Hub states. A proxy may change them.")
 
 
-def _matches(data: bytes, file: RemoteFile) -> bool:
+def matches(data: bytes, file: RemoteFile) -> bool:
+    """Whether these are the bytes that the Hub lists under a path."""
     if file.sha256 is not None:
         return hashlib.sha256(data).hexdigest() == file.sha256
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == file.git_sha1

@@ -1,0 +1,141 @@
+"""What must hold before a byte is converted for a destination on the Hub; a refusal in hour three would be too late.
+
+Nothing is changed here, so a dry run may ask. What cannot be known beforehand (an account's exact storage plan) is
+named in a notice rather than guessed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from k2convert.errors import HubError
+from k2convert.hub.client import Hub, HubRequestError, parse_repo
+from k2convert.hub.source import RemoteFile, list_files
+
+MAX_FILE_BYTES = 50_000_000_000  # the Hub's hard limit over HTTP; it recommends 20 GB
+RECOMMENDED_FILE_BYTES = 20_000_000_000
+FREE_PRIVATE_BYTES = 100_000_000_000  # private storage of a free account
+PRO_PRIVATE_BYTES = 1_000_000_000_000
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Licence:
+    """A model's licence as its card states it; `name` and `link` belong to the Hub's licence `other`."""
+
+    id: str | None = None
+    name: str | None = None
+    link: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A destination that was found usable: `head` is main's commit now, or None where the repository is to be made."""
+
+    repo: str
+    private: bool
+    head: str | None
+    files: dict[str, RemoteFile]
+    notices: tuple[str, ...]
+
+
+def check_target(
+    hub: Hub, *, repo: str, private: bool, file_bytes: Mapping[str, int], licence: Licence, source: str | None = None
+) -> Target:
+    """Check token, name, visibility, sizes and licence; raises HubError for what would fail later.
+
+    `file_bytes` are the shards to publish. `source` is the repository converted from, which is never written to.
+    """
+    if parse_repo(f"hf://{repo}") is None or repo == source:
+        raise HubError(f"{repo}: is the source itself. Publish under another name.")
+    account = _account(hub)
+    namespace = repo.partition("/")[0]
+    _check_right_to_write(account, repo, namespace)
+    too_large = [name for name, size in file_bytes.items() if size > MAX_FILE_BYTES]
+    if too_large:
+        raise HubError(f"{repo}: {too_large[0]} is larger than the Hub's limit of 50 GB a file. Split it first.")
+    head, is_private, files = _existing(hub, repo)
+    if head is not None and private and not is_private:
+        raise HubError(
+            f"{repo}: exists and is public, but a private one was asked for. Pass --public to publish there."
+        )
+    notices = [*_size_notices(account, namespace, file_bytes, private=is_private if head else private)]
+    if head is not None and is_private and not private:
+        notices.append(f"{repo} exists and is private: --public does not change that, its settings page does")
+    if licence.id is None:
+        notices.append("the source states no licence: the card will say so; make sure that you may publish the result")
+    return Target(repo, is_private if head else private, head, files, tuple(notices))
+
+
+def _account(hub: Hub) -> dict[str, Any]:
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise HubError("publishing needs a token with write access: set HF_TOKEN or log in with `hf auth login`.")
+    api: Any = hub.api()  # whoami is typed as a bare dict
+    return cast(dict[str, Any], hub.call("check the token", lambda: api.whoami()))
+
+
+def _check_right_to_write(account: dict[str, Any], repo: str, namespace: str) -> None:
+    user = account.get("name")
+    organizations = {o.get("name"): o for o in cast(list[dict[str, Any]], account.get("orgs") or [])}
+    if namespace != user and namespace not in organizations:
+        names = ", ".join(sorted({str(user), *map(str, organizations)}))
+        raise HubError(f"{repo}: the token belongs to {user}, who cannot write to {namespace}. Possible: {names}.")
+    if namespace != user and organizations[namespace].get("roleInOrg") == "read":
+        raise HubError(f"{repo}: {user} may only read in {namespace}. Ask its owner for the write role.")
+    auth = cast(dict[str, Any], account.get("auth") or {})
+    token = cast(dict[str, Any], auth.get("accessToken") or {})
+    role = token.get("role")
+    if role == "read":
+        raise HubError(f"{repo}: the token may only read. Use one with write access (huggingface.co/settings/tokens).")
+    if role == "fineGrained" and not _may_write(token.get("fineGrained") or {}, repo, namespace):
+        raise HubError(
+            f"{repo}: the fine-grained token has no write permission there. "
+            f"Give it 'Write access to contents and settings of repositories' under {namespace}."
+        )
+
+
+def _may_write(scopes: dict[str, Any], repo: str, namespace: str) -> bool:
+    for scope in cast(list[dict[str, Any]], scopes.get("scoped") or []):
+        entity: dict[str, Any] = scope.get("entity") or {}
+        if "repo.write" in (scope.get("permissions") or []) and entity.get("name") in (repo, namespace):
+            return True
+    return False
+
+
+def _existing(hub: Hub, repo: str) -> tuple[str | None, bool, dict[str, RemoteFile]]:
+    api = hub.api()
+    try:
+        info = hub.call(f"look up {repo}", lambda: api.model_info(repo))
+    except HubRequestError as error:
+        if error.status in (401, 404):
+            return None, True, {}
+        raise
+    return info.sha, bool(info.private), list_files(hub, repo, "main")
+
+
+def _size_notices(
+    account: dict[str, Any], namespace: str, file_bytes: Mapping[str, int], *, private: bool
+) -> list[str]:
+    total, notices = sum(file_bytes.values()), list[str]()
+    largest = max(file_bytes.values(), default=0)
+    if largest > RECOMMENDED_FILE_BYTES:
+        notices.append(f"the largest file has {largest / 1e9:.1f} GB; the Hub recommends less than 20 GB, and takes 50")
+    is_pro = bool(account.get("isPro"))
+    limit = PRO_PRIVATE_BYTES if is_pro else FREE_PRIVATE_BYTES
+    if private and total > limit:
+        kind = (
+            "an organisation" if namespace != account.get("name") else "a PRO account" if is_pro else "a free account"
+        )
+        room = "as much private storage as its plan says (free: 100 GB)" if "org" in kind else f"{limit / 1e9:,.0f} GB"
+        notices.append(
+            f"{total / 1e9:,.0f} GB go to a private repository; {kind} has {room} of private storage. "
+            "If that is not enough the Hub will refuse uploads midway: use --public, or a larger plan"
+        )
+    return notices
+
+
+def holds_weights(files: Mapping[str, RemoteFile]) -> bool:
+    """Whether a listing has weight files of any kind."""
+    return any(path.endswith(_WEIGHTS) for path in files)

@@ -1,0 +1,251 @@
+"""Upload shards to a work branch as they come, then publish them on main in one atomic commit.
+
+    work branch  k2convert-<fingerprint>   shards in groups, with their records under .k2convert/
+    main         one commit                CommitOperationCopy of every shard (no bytes move) + config, index, card, ...
+
+Readers of main never see half a model. What is on the branch is the state: after any interruption its tree says which
+shards need no second upload. A local copy may go only after the branch lists the shard with the sha256 computed here.
+Groups keep below the Hub's limit of 128 commits an hour a repository.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from k2convert.errors import HubError
+from k2convert.hub.client import Hub, HubRequestError, explained
+from k2convert.hub.preflight import Target
+from k2convert.hub.source import RemoteFile, list_files, matches
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+MAX_COMMITS_PER_HOUR = 120  # the Hub's limit is 128; the rest is for what else the account does
+GROUP_SHARDS = 8
+GROUP_SECONDS = 300.0
+RECORDS_FOLDER = ".k2convert"
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """One finished shard: its file, and the hash and size that the Hub must state before the file may go."""
+
+    name: str
+    path: Path
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    upload: Upload
+    operation: "CommitOperationAdd"
+    records: dict[str, bytes]
+
+
+@dataclass(slots=True)
+class Publication:
+    """The way of one job into one repository. Not thread-safe: one thread uploads."""
+
+    hub: Hub
+    target: Target
+    branch: str
+    head: str = ""
+    on_branch: dict[str, RemoteFile] = field(default_factory=dict[str, RemoteFile])
+    _pending: list["_Pending"] = field(default_factory=list["_Pending"])
+    _commits: deque[float] = field(default_factory=deque[float])
+    _since: float = 0.0
+
+    @property
+    def repo(self) -> str:
+        return self.target.repo
+
+    @property
+    def num_pending(self) -> int:
+        """Shards uploaded but not yet committed."""
+        return len(self._pending)
+
+    def open(self) -> None:
+        """Create repository and branch where they are missing, and read what the branch already has."""
+        api, repo = self.hub.api(), self.repo
+        self.hub.call(
+            f"create the repository {repo}",
+            lambda: api.create_repo(repo, repo_type="model", private=self.target.private, exist_ok=True),
+        )
+        info = self.hub.call(f"look up {repo}", lambda: api.model_info(repo, revision="main"))
+        self.head = info.sha or ""
+        self.hub.call(
+            f"create the branch {self.branch} of {repo}",
+            lambda: api.create_branch(repo, branch=self.branch, revision=self.head, exist_ok=True),
+        )
+        self.on_branch = list_files(self.hub, repo, self.branch)
+
+    def read_records(self, *, wanted: Callable[[str], bool]) -> dict[str, bytes]:
+        """Small files that earlier runs committed with their shards, by path below .k2convert/."""
+        from huggingface_hub import hf_hub_url
+
+        found: dict[str, bytes] = {}
+        for path, file in self.on_branch.items():
+            name = path.removeprefix(f"{RECORDS_FOLDER}/")
+            if name != path and wanted(name):
+                url = hf_hub_url(self.repo, path, revision=self.branch, endpoint=self.hub.endpoint)
+                data = self.hub.fetch_range(url, begin=0, end=file.num_bytes)
+                if matches(data, file):
+                    found[name] = data
+        return found
+
+    def has(self, name: str, sha256: str, num_bytes: int) -> bool:
+        """Whether the branch lists a shard with this hash and size."""
+        file = self.on_branch.get(name)
+        return file is not None and file.sha256 == sha256 and file.num_bytes == num_bytes
+
+    def upload(self, upload: Upload, *, records: Mapping[str, bytes]) -> None:
+        """Send one shard's bytes; `records` are small files to commit with it, by path below .k2convert/."""
+        from huggingface_hub import CommitOperationAdd
+
+        api = self.hub.api()
+
+        def send() -> CommitOperationAdd:
+            operation = CommitOperationAdd(upload.name, upload.path)
+            with _transfer_errors(upload.name):
+                api.preupload_lfs_files(self.repo, additions=[operation], revision=self.branch)
+            return operation
+
+        operation = self.hub.call(f"upload {upload.name} to {self.repo}", send)
+        if not self._pending:
+            self._since = time.monotonic()
+        self._pending.append(_Pending(upload, operation, dict(records)))
+
+    def is_group_due(self) -> bool:
+        """Whether enough shards, or shards for long enough, wait for their commit."""
+        if not self._pending:
+            return False
+        return len(self._pending) >= GROUP_SHARDS or time.monotonic() - self._since >= GROUP_SECONDS
+
+    def commit_group(self) -> list[Upload]:
+        """Commit what was uploaded; returns it once the branch lists it with the right hashes, so local copies may go.
+
+        Waits where another commit would exceed the hourly limit. Raises HubError where a hash differs.
+        """
+        from huggingface_hub import CommitOperationAdd
+
+        if not self._pending:
+            return []
+        self._wait_for_the_hour()
+        api, group = self.hub.api(), [pending.upload for pending in self._pending]
+        operations = [pending.operation for pending in self._pending]
+        for pending in self._pending:
+            for path, data in pending.records.items():
+                operations.append(CommitOperationAdd(f"{RECORDS_FOLDER}/{path}", data))
+        message = f"Add {len(group)} shards: {group[0].name} to {group[-1].name}" if len(group) > 1 else group[0].name
+        self.hub.call(
+            f"commit {len(group)} shards to {self.repo}",
+            lambda: api.create_commit(self.repo, operations, commit_message=message, revision=self.branch),
+        )
+        self._commits.append(time.monotonic())
+        self._confirm(api, group)
+        self._pending.clear()
+        return group
+
+    def _confirm(self, api: "HfApi", group: list[Upload]) -> None:
+        from huggingface_hub.hf_api import RepoFile
+
+        names = [upload.name for upload in group]
+        listed = self.hub.call(
+            f"list {len(names)} shards of {self.repo}",
+            lambda: api.get_paths_info(self.repo, names, revision=self.branch),
+        )
+        for entry in listed:
+            if isinstance(entry, RepoFile) and entry.lfs is not None:
+                self.on_branch[entry.path] = RemoteFile(entry.path, entry.size, entry.lfs.sha256, None)
+        for upload in group:
+            if not self.has(upload.name, upload.sha256, upload.num_bytes):
+                raise HubError(
+                    f"{self.repo}: {upload.name} arrived on {self.branch} with another sha256 than the local file. "
+                    "Nothing was deleted here. Run the same command again."
+                )
+
+    def _wait_for_the_hour(self) -> None:
+        while self._commits and time.monotonic() - self._commits[0] >= 3600:
+            self._commits.popleft()
+        if len(self._commits) >= MAX_COMMITS_PER_HOUR:
+            seconds = 3600 - (time.monotonic() - self._commits[0])
+            self.hub.notify(f"{MAX_COMMITS_PER_HOUR} commits in an hour; the next one waits {seconds:.0f} s")
+            time.sleep(max(seconds, 0))
+
+    def finish(self, *, shards: Mapping[str, tuple[str, int]], files: Mapping[str, Path | bytes], message: str) -> str:
+        """Put the whole model on main in one commit and delete the work branch; returns the commit's id.
+
+        `shards` maps names to (sha256, size), all on the branch; `files` are the others. main must still be where it
+        was when the publication was opened. Raises HubError; running the job again then ends it.
+        """
+        from huggingface_hub import CommitOperationAdd, CommitOperationCopy
+
+        missing = [name for name, (sha256, size) in shards.items() if not self.has(name, sha256, size)]
+        if missing:
+            raise HubError(f"{self.repo}: {missing[0]} is not on {self.branch}. Run the same command again.")
+        api = self.hub.api()
+        on_main = list_files(self.hub, self.repo, self.head)
+        operations: list[CommitOperationAdd | CommitOperationCopy] = [
+            CommitOperationCopy(name, name, src_revision=self.branch)
+            for name, (sha256, _) in sorted(shards.items())
+            if name not in on_main or on_main[name].sha256 != sha256
+        ]
+        operations += [CommitOperationAdd(path, content) for path, content in sorted(files.items())]
+        self._wait_for_the_hour()
+        try:
+            self.hub.call(
+                f"commit the model to main of {self.repo}",
+                lambda: api.create_commit(
+                    self.repo, operations, commit_message=message, revision="main", parent_commit=self.head
+                ),
+            )
+        except HubRequestError as error:
+            # A commit whose answer got lost is asked for again, and then its own result is in the way.
+            if error.status != 412 or not self._is_on_main(shards, files):
+                raise
+        if not self._is_on_main(shards, files):
+            raise HubError(f"{self.repo}: main does not list what was committed. Look at its history, then run again.")
+        self._delete_branch()
+        info = self.hub.call(f"look up {self.repo}", lambda: api.model_info(self.repo, revision="main"))
+        return info.sha or ""
+
+    def _is_on_main(self, shards: Mapping[str, tuple[str, int]], files: Mapping[str, Path | bytes]) -> bool:
+        listed = list_files(self.hub, self.repo, "main")
+        for name, expected in shards.items():
+            if name not in listed or (listed[name].sha256, listed[name].num_bytes) != expected:
+                return False
+        return all(
+            path in listed and matches(content if isinstance(content, bytes) else content.read_bytes(), listed[path])
+            for path, content in files.items()
+        )
+
+    def _delete_branch(self) -> None:
+        api = self.hub.api()
+        try:
+            self.hub.call(
+                f"delete the branch {self.branch} of {self.repo}",
+                lambda: api.delete_branch(self.repo, branch=self.branch),
+            )
+        except HubRequestError as error:
+            if error.status != 404:
+                raise
+
+
+@contextmanager
+def _transfer_errors(name: str) -> Generator[None]:
+    """Show what is behind the library's and hf_xet's bare errors, so that it is retried and explained like the rest."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is not None:
+            with explained(f"upload {name}"):
+                raise error.__cause__ from None
+        reason = f"the upload failed ({error})"
+        raise HubRequestError(f"could not upload {name}: {reason}.", reason=reason, transient=True) from error
+    except ValueError as error:
+        raise HubError(f"could not upload {name}: the Hub's storage refused it ({error}).") from error
