@@ -39,3 +39,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loopback
 def hub() -> Hub:
     """A connection that retries at once."""
     return Hub(retry=QUICK)
+
+
+@pytest.fixture
+def without_xet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upload by plain LFS, as with HF_HUB_DISABLE_XET=1, so that the server's log shows every upload."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)

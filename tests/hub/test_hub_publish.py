@@ -1,0 +1,249 @@
+"""Publishing: refused early when it cannot end, on a branch while it runs, on main in one commit, never twice."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from digests import sha256_of
+from faults import Fault, Kind
+from loopback import TOKEN, LoopbackHub
+
+from k2convert.errors import HubError
+from k2convert.hub import publish
+from k2convert.hub.client import Hub
+from k2convert.hub.preflight import Licence, Target, check_target
+from k2convert.hub.publish import Publication, Upload
+
+MIT = Licence("mit")
+BRANCH = "k2convert-0123"
+SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 4)]
+
+
+def target_of(hub: Hub, *, repo: str = "me/out", private: bool = True, total: int = 10**6) -> Target:
+    return check_target(hub, repo=repo, private=private, file_bytes={"a.safetensors": total}, licence=MIT)
+
+
+def uploads(folder: Path) -> list[Upload]:
+    return [Upload(n, folder / n, sha256_of(folder / n), (folder / n).stat().st_size) for n in SHARDS]
+
+
+def publish_all(hub: Hub, folder: Path, files: dict[str, Path | bytes] | None = None) -> str:
+    publication = Publication(hub, target_of(hub), BRANCH)
+    publication.open()
+    shards = uploads(folder)
+    for upload in shards:
+        if not publication.has(upload.name, upload.sha256, upload.num_bytes):
+            publication.upload(upload, records={f"shards/{upload.name}.json": b"{}"})
+    publication.commit_group()
+    hashes = {u.name: (u.sha256, u.num_bytes) for u in shards}
+    return publication.finish(shards=hashes, files=files or {"config.json": b"{}\n"}, message="Add the model")
+
+
+@pytest.mark.parametrize(
+    ("with_xet", "part_bytes"), [(True, None), (False, None), (False, 500_000)], ids=["Xet", "one PUT", "multipart"]
+)
+def test_main_gets_one_commit_with_exactly_the_local_bytes(
+    server: LoopbackHub,
+    hub: Hub,
+    tiny: Path,
+    with_xet: bool,
+    part_bytes: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", not with_xet)
+    server.api.part_bytes = part_bytes
+    commit = publish_all(hub, tiny, {"config.json": tiny / "config.json", "README.md": b"---\nlicense: mit\n---\n"})
+    repo = server.store.repos["me/out"]
+    assert repo.private
+    assert repo.num_commits("main") == 2  # the Hub's own first commit, and ours
+    assert repo.refs == {"main": commit}
+    assert sorted(repo.files()) == sorted([".gitattributes", "README.md", "config.json", *SHARDS])
+    assert bool(server.traffic.matching("PUT", "/_lfs/")) is not with_xet
+    for name in SHARDS:
+        assert server.store.read("me/out", name) == (tiny / name).read_bytes()
+
+
+def test_main_shows_nothing_before_the_end(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
+    publication = Publication(hub, target_of(hub), BRANCH)
+    publication.open()
+    publication.upload(uploads(tiny)[0], records={})
+    assert [u.name for u in publication.commit_group()] == SHARDS[:1]
+    assert list(server.store.repos["me/out"].files()) == [".gitattributes"]
+
+
+def test_a_second_run_uploads_nothing_that_the_branch_has(
+    server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None
+) -> None:
+    first = Publication(hub, target_of(hub), BRANCH)
+    first.open()
+    for upload in uploads(tiny)[:2]:
+        first.upload(upload, records={})
+    first.commit_group()
+    server.traffic.clear()
+    publish_all(hub, tiny)
+    sent = [r.path for r in server.traffic.matching("PUT", "/_lfs/")]
+    assert sent == [f"/_lfs/{sha256_of(tiny / SHARDS[2])}"]
+
+
+def test_publishing_again_what_is_published_makes_no_commit(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
+    publish_all(hub, tiny)
+    publish_all(hub, tiny)
+    assert server.store.repos["me/out"].num_commits("main") == 2
+
+
+def test_a_moved_main_is_a_clear_error_and_running_again_ends_it(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
+    publication = Publication(hub, target_of(hub), BRANCH)
+    publication.open()
+    shards = uploads(tiny)
+    for upload in shards:
+        publication.upload(upload, records={})
+    publication.commit_group()
+    repo = server.store.repos["me/out"]
+    repo.commit("main", dict(repo.files()) | {"notes.md": repo.files()[".gitattributes"]})
+    with pytest.raises(HubError, match=r"412.*branch moved while this ran"):
+        publication.finish(shards={u.name: (u.sha256, u.num_bytes) for u in shards}, files={}, message="Add")
+    assert SHARDS[0] not in repo.files()
+    publish_all(hub, tiny)
+    assert {*SHARDS, "notes.md"} < set(repo.files())
+
+
+def test_a_lost_answer_to_the_last_commit_is_not_an_error(
+    server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_all(hub, tiny)
+    publication = Publication(hub, target_of(hub), BRANCH)
+    publication.open()
+    publication.head = server.store.repos["me/out"].history[0][1]  # as it was before the commit whose answer got lost
+    hashes = {u.name: (u.sha256, u.num_bytes) for u in uploads(tiny)}
+    publication.finish(shards=hashes, files={"config.json": b"{}\n"}, message="Add the model")
+    assert server.store.repos["me/out"].num_commits("main") == 2
+
+
+def test_a_shard_whose_hash_differs_on_the_branch_is_an_error(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
+    publication = Publication(hub, target_of(hub), BRANCH)
+    publication.open()
+    good = uploads(tiny)[0]
+    publication.upload(Upload(good.name, good.path, "0" * 64, good.num_bytes), records={})
+    with pytest.raises(HubError, match=r"another sha256.*Nothing was deleted"):
+        publication.commit_group()
+
+
+def test_faults_during_upload_and_commits_are_retried(
+    server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None
+) -> None:
+    server.traffic.inject(
+        Fault("POST", "/preupload/", status=503),
+        Fault("POST", "/commit/", status=503, times=2),
+        Fault("POST", "/commit/", status=429, retry_after=0),
+        Fault("PUT", "/_lfs/", Kind.RESET),
+        Fault("GET", "/tree/", status=502),
+        Fault("POST", "/branch/", status=500),
+    )
+    publish_all(hub, tiny)
+    assert len(server.traffic.injected) == 7
+    assert server.store.repos["me/out"].num_commits("main") == 2
+
+
+def test_commits_stay_below_the_hourly_limit(
+    server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(publish, "MAX_COMMITS_PER_HOUR", 2)
+    monkeypatch.setattr("k2convert.hub.publish.time.sleep", waits.append)
+    publication = Publication(hub, target_of(hub), BRANCH)
+    publication.open()
+    for upload in uploads(tiny):
+        publication.upload(upload, records={})
+        publication.commit_group()
+    assert len(waits) == 1
+    assert 3500 < waits[0] <= 3600
+
+
+def account(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {"name": "me", "type": "user", "isPro": False, "orgs": []}
+    return base | {"auth": {"type": "access_token", "accessToken": {"role": "write"}}} | changes
+
+
+def role(name: str, **more: Any) -> dict[str, Any]:
+    return {"auth": {"type": "access_token", "accessToken": {"role": name, **more}}}
+
+
+def scoped(name: str, *permissions: str) -> dict[str, Any]:
+    return {"fineGrained": {"scoped": [{"entity": {"type": "user", "name": name}, "permissions": list(permissions)}]}}
+
+
+@pytest.mark.parametrize(
+    ("who", "words"),
+    [
+        (account(**role("read")), "may only read"),
+        (account(name="you"), "cannot write to me. Possible: you"),
+        (account(name="you", orgs=[{"name": "me", "roleInOrg": "read"}]), "may only read in me"),
+        (account(**role("fineGrained", **scoped("me", "repo.content.read"))), "fine-grained token"),
+        (account(**role("fineGrained", **scoped("you", "repo.write"))), "fine-grained token"),
+    ],
+)
+def test_a_token_that_may_not_write_is_refused_before_anything_starts(
+    server: LoopbackHub, hub: Hub, who: dict[str, Any], words: str
+) -> None:
+    server.api.account = who
+    with pytest.raises(HubError, match=words):
+        target_of(hub)
+    assert server.store.repos == {}
+
+
+@pytest.mark.parametrize(
+    "who",
+    [
+        account(),
+        account(name="you", orgs=[{"name": "me", "roleInOrg": "admin"}]),
+        account(**role("fineGrained", **scoped("me", "repo.write"))),
+        account(**role("fineGrained", **scoped("me/out", "repo.write"))),
+    ],
+)
+def test_a_token_that_may_write_passes(server: LoopbackHub, hub: Hub, who: dict[str, Any]) -> None:
+    server.api.account = who
+    assert target_of(hub).head is None
+
+
+def test_no_token_and_a_wrong_token_are_told_apart(
+    server: LoopbackHub, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(HubError, match=r"401.*valid token") as caught:
+        target_of(hub)
+    assert "hf_wrong" not in str(caught.value)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(HubError, match="needs a token with write access"):
+        target_of(hub)
+
+
+def test_an_existing_public_repository_is_not_used_unless_asked_for(server: LoopbackHub, hub: Hub) -> None:
+    server.store.create("me/out", private=False)
+    with pytest.raises(HubError, match="--public"):
+        target_of(hub)
+    assert not target_of(hub, private=False).private
+
+
+def test_limits_are_named_before_the_start(server: LoopbackHub, hub: Hub) -> None:
+    with pytest.raises(HubError, match="50 GB"):
+        target_of(hub, total=60 * 10**9)
+    shards = {f"{i}.safetensors": 9_800_000_000 for i in range(61)}
+    found = check_target(hub, repo="me/out", private=True, file_bytes=shards, licence=Licence())
+    assert "100 GB of private storage" in found.notices[0]
+    assert "no licence" in found.notices[1]
+    assert check_target(hub, repo="me/out", private=False, file_bytes=shards, licence=MIT).notices == ()
+
+
+def test_the_source_is_never_the_destination(server: LoopbackHub, hub: Hub) -> None:
+    with pytest.raises(HubError, match="is the source itself"):
+        check_target(hub, repo="me/out", private=True, file_bytes={}, licence=MIT, source="me/out")
+
+
+def test_no_request_but_to_the_hub_carries_the_token(
+    server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None
+) -> None:
+    publish_all(hub, tiny)
+    uploads_seen = server.traffic.matching("PUT", "/_lfs/")
+    assert uploads_seen
+    assert not any(r.authorized for r in uploads_seen)  # signed addresses of the storage need none
+    assert TOKEN not in repr(server.traffic.requests)
