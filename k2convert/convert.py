@@ -23,14 +23,14 @@ from k2convert.checkpoint.header import TensorInfo, encode_header
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
-from k2convert.errors import CheckpointError, FormatError
-from k2convert.formats.int4 import Int4Weight, check_int4_scales, dequantize_int4
+from k2convert.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.formats.magnitude import Magnitude
 from k2convert.journal import Journal, ProjectionRecord, ShardRecord
 from k2convert.plan import ConvertStep, CopyStep, Plan, ShardJob, step_sources
 from k2convert.projections import Projection
 from k2convert.quantizers import Quantizer
 from k2convert.recipe import Recipe
+from k2convert.weights import load_projection
 
 COPY_BYTES = 16 << 20
 INFLIGHT_BYTES = 192 << 20
@@ -75,6 +75,7 @@ class ShardConverter:
     fingerprint: str
     header_digests: Mapping[str, str]
     stop: Event
+    preallocate: bool = True
 
     def convert(self, job: ShardJob, *, report: Report) -> ShardRecord:
         """Write one shard under its final name and return its record (not yet journalled)."""
@@ -82,7 +83,7 @@ class ShardConverter:
         header = encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
         file_bytes = len(header) + job.data_bytes
         records: list[ProjectionRecord] = []
-        with ShardWriter(self.destination / job.name, file_bytes) as writer:
+        with ShardWriter(self.destination / job.name, file_bytes, preallocate=self.preallocate) as writer:
             writer.write(header)
             for piece, (buffers, measured) in self._ahead(self._pieces(job)):
                 for buffer in buffers:
@@ -185,29 +186,6 @@ def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) ->
     return scalars
 
 
-def load_projection(reader: ShardReader, projection: Projection) -> Int4Weight | torch.Tensor:
-    """Read one projection: Int4Weight, or BF16 [N, K]. Refuses a weight_shape that disagrees and senseless scales."""
-    rows, columns = projection.num_rows, projection.num_columns
-    if projection.weight is not None:
-        return as_tensor(reader.read(projection.weight)).view(torch.bfloat16).reshape(rows, columns)
-    packed, scale, shape = projection.packed, projection.scale, projection.shape
-    assert packed is not None
-    assert scale is not None
-    assert shape is not None
-    stored = np.frombuffer(reader.read(shape), dtype="<i4" if shape.dtype == "I32" else "<i8").tolist()
-    if stored != [rows, columns]:
-        raise CheckpointError(
-            f"{shape.shard}: {shape.name}: says {stored}, but {packed.name} holds {[rows, columns]}. "
-            "Download the shard again."
-        )
-    scales = as_tensor(reader.read(scale)).view(torch.bfloat16).reshape(rows, columns // 32)
-    try:
-        check_int4_scales(scales, name=f"{scale.shard}: {scale.name}")
-    except FormatError as error:
-        raise CheckpointError(f"{error} Download the shard again.") from None
-    return Int4Weight(packed=as_tensor(reader.read(packed)).reshape(rows, columns // 2), scales=scales)
-
-
 def run_conversion(
     *, plan: Plan, converters: Sequence[ShardConverter], journal: Journal, workers: int, report: Report
 ) -> dict[str, ShardRecord]:
@@ -250,11 +228,6 @@ def run_conversion(
 
 def _where(projection: Projection) -> str:
     return f"{projection.home.shard}: {projection.module}"
-
-
-def as_tensor(buffer: NDArray[np.uint8]) -> torch.Tensor:
-    """The same bytes as a uint8 tensor."""
-    return torch.from_numpy(buffer)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -20,10 +20,16 @@ Bytes = NDArray[np.uint8]
 
 
 class ShardReader:
-    """Reads tensors of any shard of one checkpoint; `locate` maps a shard's name to its file."""
+    """Reads tensors of any shard of one checkpoint; `locate` maps a shard's name to its file.
 
-    def __init__(self, locate: Callable[[str], Path]) -> None:
+    `consumed`, if given, is called with (shard, first byte, byte after the last) when a read is done.
+    """
+
+    def __init__(
+        self, locate: Callable[[str], Path], *, consumed: Callable[[str, int, int], None] | None = None
+    ) -> None:
         self._locate = locate
+        self._consumed = consumed
         self._descriptors: dict[str, int] = {}
         self._lock = Lock()
 
@@ -47,6 +53,8 @@ class ShardReader:
                         "It has been cut short since the start: restore it and run again."
                     )
                 view, position = view[count:], position + count
+            if self._consumed is not None:
+                self._consumed(tensor.shard, tensor.begin + begin, position)
         except SourceReadError:
             raise
         except OSError as error:

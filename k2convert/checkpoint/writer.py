@@ -41,9 +41,12 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 class ShardWriter:
-    """Writes one file of known size in order; `commit` makes it appear under its name and returns its blake3."""
+    """Writes one file of known size in order; `commit` makes it appear under its name and returns its blake3.
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
+    Its whole room is taken at the start, unless `preallocate` is off: then the file grows as the source shrinks.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, *, preallocate: bool = True) -> None:
         self._path = path
         self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         self._num_bytes = num_bytes
@@ -57,7 +60,8 @@ class ShardWriter:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             self._descriptor = os.open(self._temporary, flags, 0o666)
             try:
-                os.posix_fallocate(self._descriptor, 0, max(num_bytes, 1))
+                if preallocate:
+                    os.posix_fallocate(self._descriptor, 0, max(num_bytes, 1))
                 os.ftruncate(self._descriptor, num_bytes)
                 self._direct = _open_direct(self._temporary)
             except OSError:
