@@ -134,8 +134,12 @@ def _differences(before: Any, after: Any, path: str) -> Iterator[tuple[str, Any,
             yield place, one, other
 
 
-def check_hf_quant_config(subject: Subject) -> Findings:
-    """Rule 13. TensorRT-LLM reads this file first; vLLM's fallback reader wants `modelopt` as the producer's name."""
+def check_hf_quant_config(subject: Subject, *, compare_lists: bool) -> Findings:
+    """Rule 13. TensorRT-LLM reads this file first; vLLM's fallback reader wants `modelopt` as the producer's name.
+
+    What config.json itself may have wrong is expected here as it should be, so that a fault in one file is found there;
+    `compare_lists` is off where rule 14 has found config.json's list wrong.
+    """
     found = Findings(13)
     path = subject.folder / HF_QUANT_CONFIG_NAME
     if subject.layout != MODELOPT:
@@ -150,21 +154,18 @@ def check_hf_quant_config(subject: Subject) -> Findings:
     producer = _mapping(document.get("producer")).get("name")
     if producer != "modelopt":
         found.error("producer.name", f"{producer!r}, expected 'modelopt'")
-    stated, declared = _mapping(document.get("quantization")), _declared(subject)
-    for key in ("quant_algo", "group_size", "kv_cache_quant_algo", "exclude_modules"):
+    stated, expected = _mapping(document.get("quantization")), _expected_modelopt(subject)
+    del expected["quant_method"]
+    recipe, declared = subject.ledger.recipe, _declared(subject)
+    has_fp8_cache = recipe.kv_cache is not None if recipe is not None else declared.get("kv_cache_scheme") is not None
+    expected["kv_cache_quant_algo"] = "FP8" if has_fp8_cache else None
+    if compare_lists:
+        expected["exclude_modules"] = declared.get("ignore", declared.get("exclude_modules"))
+    for key in {**expected, "exclude_modules": None}:
         if key not in stated:
             found.error(f"quantization.{key}", "missing; vLLM refuses the file without it")
-    scheme = declared.get("kv_cache_scheme")
-    expected: dict[str, Any] = {
-        "quant_algo": declared.get("quant_algo"),
-        "group_size": declared.get("group_size"),
-        "kv_cache_quant_algo": "FP8" if scheme is not None else None,
-        "exclude_modules": declared.get("ignore", declared.get("exclude_modules")),
-    }
-    for key, value in expected.items():
-        # Where config.json itself lacks the field, that is rule 11's or rule 14's finding.
-        if key in stated and not _same(stated[key], value) and (value is not None or key == "kv_cache_quant_algo"):
-            found.error(f"quantization.{key}", f"{stated[key]!r}, config.json has {value!r}")
+        elif key in expected and not _same(stated[key], expected[key]):
+            found.error(f"quantization.{key}", f"{stated[key]!r}, expected {expected[key]!r} as in config.json")
     return found
 
 

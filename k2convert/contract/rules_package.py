@@ -112,17 +112,16 @@ def check_ledger(subject: Subject, scan: ScanResult) -> Findings:
         found.error(LEDGER_NAME, problem)
     if not ledger.is_present:
         return found
-    for shard, header in subject.headers.items():
+    for shard, digest in scan.digests.items():
         stated = ledger.shards.get(shard)
         if stated is None:
             found.error(shard, "is not in the ledger")
-        elif stated[1] != header.file_bytes:
-            found.error(shard, f"{header.file_bytes:,} bytes, the ledger says {stated[1]:,}")
-        elif stated[0] != scan.digests.get(shard):
+        elif stated[0] != digest:
             found.error(shard, "its blake3 is not the ledger's: the file was changed after it was written")
-    for shard in sorted(set(ledger.shards) - set(subject.headers)):
-        problem = "cannot be read, see rule 16" if shard in subject.unreadable else "is in the ledger but not there"
-        found.error(shard, problem)
+        elif shard in subject.headers and stated[1] != subject.headers[shard].file_bytes:
+            found.error(shard, f"{subject.headers[shard].file_bytes:,} bytes, the ledger says {stated[1]:,}")
+    for shard in sorted(set(ledger.shards) - set(scan.digests) - set(subject.unreadable)):
+        found.error(shard, "is in the ledger but not there")
     if subject.source is not None and ledger.source_headers:
         headers = {shard: header.digest for shard, header in subject.source.headers.items()}
         if headers != ledger.source_headers:

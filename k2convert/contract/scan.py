@@ -8,6 +8,7 @@ converted tensors' bytes too (to decode and measure them) gets them through `obs
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
@@ -79,8 +80,19 @@ def scan_shards(subject: Subject, *, observe: Observe | None, advance: Advance |
         for shard, header in subject.headers.items():
             result.digests[shard] = scan.shard(header, advance)
             reader.close()
-        source_reader.close()
+        for shard in subject.unreadable:
+            path = subject.folder / shard
+            if path.is_file() and not path.is_symlink():
+                result.digests[shard] = _hash_file(path)
     return result
+
+
+def _hash_file(path: Path) -> str:
+    digest = blake3(max_threads=blake3.AUTO)
+    with path.open("rb") as file:
+        while block := file.read(BATCH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _targets(subject: Subject) -> dict[tuple[str, str], _Target]:
