@@ -14,7 +14,7 @@ from k2convert.k2 import (
     TensorName,
     detect_family,
     find_quantization_config,
-    parse_tensor_name,
+    parse_tensor_names,
     read_architecture,
     text_config,
 )
@@ -61,7 +61,7 @@ class Inspection:
 def inspect_checkpoint(source: Checkpoint) -> Inspection:
     """Describe a checkpoint; raises PlanError where it is no Kimi K2 model at all."""
     family, prefix = detect_family(source)
-    names = {name: parse_tensor_name(name, prefix=prefix) for name in source.tensors}
+    names = parse_tensor_names(source, prefix=prefix)
     architecture = read_architecture(source.config, where=str(source.folder))
     found = find_quantization_config(source.config)
     recipe = default_recipe_name(family)

@@ -176,8 +176,11 @@ def check_destination(destination: Path, *, source: Path | None) -> None:
             raise DestinationError(f"{destination}: lies inside the source {source}. Name a folder outside it.")
         if origin.is_relative_to(target):
             raise DestinationError(f"{destination}: contains the source {source}. Name a folder beside it.")
-    if destination.exists() and not destination.is_dir():
-        raise DestinationError(f"{destination}: is a file. Name a folder.")
+    if destination.is_symlink() and not destination.exists():
+        raise DestinationError(f"{destination}: is a link to nothing. Name a folder, or remove the link.")
+    for path in (destination, *destination.absolute().parents):
+        if path.exists() and not path.is_dir():
+            raise DestinationError(f"{destination}: {path} is a file. Name a folder.")
     if destination.is_dir() and not (destination / WORK_FOLDER).is_dir() and any(destination.iterdir()):
         raise DestinationError(
             f"{destination}: is not empty and holds no conversion begun by k2convert. Name a new or empty folder."

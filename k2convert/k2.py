@@ -110,9 +110,20 @@ def parse_tensor_name(name: str, *, prefix: str) -> TensorName:
     if found is None:
         raise PlanError(
             f"tensor {name}: not part of any Kimi K2 model known here (prefix {prefix}). Nothing is guessed about "
-            "weights: if this is a new member of the family, its names must be added first."
+            "weights: start from Moonshot's INT4 release; a new member of the family needs its names added first."
         )
     return TensorName(module, parameter, *found)
+
+
+def parse_tensor_names(checkpoint: Checkpoint, *, prefix: str) -> dict[str, TensorName]:
+    """Take every tensor name of a checkpoint apart; raises PlanError naming shard and tensor."""
+    names: dict[str, TensorName] = {}
+    for name, tensor in checkpoint.tensors.items():
+        try:
+            names[name] = parse_tensor_name(name, prefix=prefix)
+        except PlanError as error:
+            raise PlanError(f"{tensor.shard}: {error}") from None
+    return names
 
 
 def detect_family(checkpoint: Checkpoint) -> tuple[Family, str]:
@@ -128,7 +139,7 @@ def detect_family(checkpoint: Checkpoint) -> tuple[Family, str]:
             return family, prefix
     raise PlanError(
         f"{checkpoint.folder}: no tensor is named {TEXT_PREFIX}layers.* or {WRAPPED_PREFIX}layers.*: "
-        "this is not a Kimi K2 checkpoint. Supported: K2-Thinking, K2.5, K2.6, K2.7-Code in INT4."
+        "this is not a Kimi K2 checkpoint. Name one: K2-Thinking, K2.5, K2.6 or K2.7-Code in INT4."
     )
 
 

@@ -18,7 +18,7 @@ from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, projection_tensors
 from k2convert.errors import PlanError
-from k2convert.k2 import WEIGHT, Architecture, Family, detect_family, parse_tensor_name, read_architecture
+from k2convert.k2 import WEIGHT, Architecture, Family, detect_family, parse_tensor_names, read_architecture
 from k2convert.projections import (
     Projection,
     check_expert_shapes,
@@ -121,9 +121,12 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe) -> Plan:
     """Decide the whole job from headers; raises PlanError for anything unclaimed, missing or contradictory."""
     family, prefix = detect_family(source)
     if recipe.family is not None and recipe.family != family:
-        raise PlanError(f"recipe {recipe.name}: is for {recipe.family}, but {source.folder} is {family}.")
+        raise PlanError(
+            f"recipe {recipe.name}: is for {recipe.family}, but {source.folder} is {family}. "
+            "Name another recipe, or none: the right one is then picked."
+        )
     architecture = read_architecture(source.config, where=str(source.folder))
-    names = {name: parse_tensor_name(name, prefix=prefix) for name in source.tensors}
+    names = parse_tensor_names(source, prefix=prefix)
     check_is_int4(source, names)
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
     projections = find_projections(source, names, roles)

@@ -54,6 +54,7 @@ class Projection:
 
 def check_is_int4(source: Checkpoint, names: dict[str, TensorName]) -> None:
     """Refuse checkpoints that are not INT4: NVFP4, FP8 and BF16-only ones, each with its own message."""
+    # NVFP4 first: its block scales are FP8 too.
     for name, parts in names.items():
         tensor = source.tensors[name]
         nvfp4 = parts.parameter in ("weight_scale_2", "weight_global_scale")
@@ -61,6 +62,8 @@ def check_is_int4(source: Checkpoint, names: dict[str, TensorName]) -> None:
             raise PlanError(
                 f"{source.folder}: {name} ({tensor.dtype}): this checkpoint is NVFP4 already. Nothing to do."
             )
+    for name in names:
+        tensor = source.tensors[name]
         if tensor.dtype.startswith("F8_"):
             raise PlanError(
                 f"{source.folder}: {name} is {tensor.dtype}: an FP8 checkpoint. Start from Moonshot's INT4 release."
@@ -89,6 +92,17 @@ def find_projections(source: Checkpoint, names: dict[str, TensorName], roles: tu
         elif parts.role in roles and parts.parameter == WEIGHT:
             projections[module] = _bf16_projection(parts, found[WEIGHT])
     return projections
+
+
+def projection_of(source: Checkpoint, parts: TensorName) -> Projection:
+    """One module of the source as a projection: INT4 where it is packed, BF16 otherwise; PlanError where it is neither."""
+    parameters = (*INT4_PARAMETERS, WEIGHT)
+    found = {p: t for p in parameters if (t := source.tensors.get(f"{parts.module}.{p}")) is not None}
+    if WEIGHT_PACKED in found:
+        return _int4_projection(parts, found)
+    if WEIGHT not in found:
+        raise PlanError(f"{source.folder}: {parts.module}: not in the source.")
+    return _bf16_projection(parts, found[WEIGHT])
 
 
 def _int4_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Projection:
@@ -172,7 +186,8 @@ def check_experts(source: Checkpoint, names: dict[str, TensorName], architecture
     if sorted(experts) != list(architecture.moe_layers):
         raise PlanError(
             f"{source.folder}: MoE layers by config.json are {_span(architecture.moe_layers)}, experts are in "
-            f"{_span(tuple(sorted(experts)))}. A shard is missing, or config.json is of another model."
+            f"{_span(tuple(sorted(experts)))}. A shard is missing, or config.json is of another model: "
+            "download the checkpoint again."
         )
     for layer, found in experts.items():
         if sorted(found) != list(range(count)):

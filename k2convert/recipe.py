@@ -59,11 +59,11 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> "Recipe":
         if len(set(self.roles)) != len(self.roles):
-            raise ValueError("roles: a role stands twice")
+            raise ValueError("roles: a role stands twice; remove one")
         if "experts" not in self.roles:
             raise ValueError("roles: 'experts' must be among them; the routed experts are what is INT4 in the source")
         if self.quantizer == "reference" and self.rule != "plain":
-            raise ValueError("quantizer 'reference' is the published pipeline and knows the rule 'plain' only")
+            raise ValueError("quantizer 'reference' is the published pipeline and knows one rule; add 'rule: plain'")
         return self
 
     def document(self) -> dict[str, Any]:
@@ -93,11 +93,16 @@ def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
             f"recipe {name_or_path}: neither a file nor a shipped recipe. Shipped: {', '.join(shipped_recipes())}."
         )
     try:
-        document: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not YAML ({error}).") from None
+        text = path.read_text(encoding="utf-8")
+        repeated = _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader))
+        document: Any = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"{path}: not YAML ({reason}). Start from a shipped recipe.") from None
+    if repeated is not None:
+        raise RecipeError(f"{path}: the key {repeated!r} stands twice. Remove one.")
     if not isinstance(document, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys to values.")
+        raise RecipeError(f"{path}: a recipe must be a mapping of keys to values. Start from a shipped one.")
     return build_recipe(cast(dict[str, Any], document), where=str(path), **overrides)
 
 
@@ -120,7 +125,25 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors():
         place = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            parts.append(f"unknown key {place!r}; known keys: {', '.join(Recipe.model_fields)}")
+            known = {"input_scale": InputScale, "budget": Budget}.get(str(problem["loc"][0]), Recipe).model_fields
+            parts.append(f"unknown key {place!r}; known keys: {', '.join(known)}")
         else:
-            parts.append(f"{place}: {problem['msg']}" if place else str(problem["msg"]))
+            reason = problem["msg"].removeprefix("Value error, ")
+            parts.append(f"{place}: {reason}" if place else reason)
     return "; ".join(parts)
+
+
+def _repeated_key(node: yaml.Node | None) -> str | None:
+    """The first key that a mapping holds twice; YAML itself would silently take the last."""
+    if isinstance(node, yaml.SequenceNode):
+        return next((key for key in map(_repeated_key, node.value) if key is not None), None)
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    seen: set[str] = set()
+    for key, value in node.value:
+        if key.value in seen:
+            return str(key.value)
+        seen.add(str(key.value))
+        if (inner := _repeated_key(value)) is not None:
+            return inner
+    return None

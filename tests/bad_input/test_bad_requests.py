@@ -1,0 +1,227 @@
+"""Destinations, recipes and kinds of source that cannot be what was meant are refused; so are senseless words."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from k2convert.cli import main
+from scripts import fixture_maker as fixtures
+from scripts.fixture_maker.damage import edit_checkpoint, edit_config
+from scripts.fixture_maker.folder import SmallCheckpoint
+
+SHARD = "model-00002-of-000005.safetensors"
+
+Refuse = Callable[..., str]
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def linked(path: Path, target: Path) -> Path:
+    path.symlink_to(target)
+    return path
+
+
+def filled(path: Path) -> Path:
+    path.mkdir()
+    (path / "thesis.txt").write_text("the only copy")
+    return path
+
+
+def a_file(path: Path) -> Path:
+    path.write_text("a file")
+    return path
+
+
+DESTINATIONS: dict[str, tuple[Callable[[Path, Path], Path], list[str]]] = {
+    "the source": (lambda source, _: source, ["source itself"]),
+    "the source by another way": (lambda source, _: source / ".." / source.name, ["source itself"]),
+    "a link to the source": (lambda source, dest: linked(dest, source), ["source itself"]),
+    "inside the source": (lambda source, _: source / "nvfp4", ["inside the source", "outside"]),
+    "around the source": (lambda source, _: source.parent, ["contains the source", "beside"]),
+    "not empty and not ours": (lambda _, dest: filled(dest), ["not empty", "empty folder"]),
+    "a file": (lambda _, dest: a_file(dest), ["is a file", "Name a folder"]),
+    "under a file": (lambda _, dest: a_file(dest) / "sub", ["dest", "folder"]),
+    "a link to nothing": (lambda _, dest: linked(dest, dest.parent / "nowhere"), ["dest", "link"]),
+}
+
+
+@pytest.mark.parametrize("name", DESTINATIONS)
+def test_destination_that_could_harm_is_refused(name: str, source: Path, dest: Path, refuse: Refuse) -> None:
+    choose, words = DESTINATIONS[name]
+    chosen = choose(source, dest)
+    message = refuse(source=source, dest=chosen)
+    assert str(chosen) in message
+    assert all(word in message for word in words), message
+
+
+def test_source_that_is_no_folder_is_refused(tmp_path: Path, dest: Path, refuse: Refuse) -> None:
+    assert "no such folder" in refuse(source=tmp_path / "nowhere", dest=dest)
+    assert "no such folder" in refuse(source=a_file(tmp_path / "file"), dest=dest)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "config.json" in refuse(source=empty, dest=dest)
+
+
+def test_too_little_disk_is_refused_with_both_numbers(tmp_path: Path, dest: Path, refuse: Refuse) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    # Sparse: embedding and head take more than the disk has, on paper.
+    rows = (free + 10_000_000_000) // (fixtures.SMALL_SHAPE.hidden * 4)
+    shape = replace(fixtures.SMALL_SHAPE, vocabulary=rows)
+    huge = fixtures.make_k2_thinking_headers(tmp_path / "huge", shape=shape)
+    message = refuse(source=huge, dest=dest)
+    assert str(dest) in message
+    assert f"{free // 10**9}" in message.replace(",", "")
+    assert "Free " in message
+    assert not dest.exists()
+
+
+RECIPES: dict[str, tuple[str, list[str]]] = {
+    "unknown key": ("name: a\nrule: plain\nruel: optimal\n", ["'ruel'", "known keys", "rule"]),
+    "unknown key inside": ("name: a\ninput_scale: {gate: 1.0}\n", ["input_scale.gate", "gate_up"]),
+    "unknown role": ("name: a\nroles: [experts, router]\n", ["roles", "shared_experts"]),
+    "role that stands twice": ("name: a\nroles: [experts, experts]\n", ["roles", "twice"]),
+    "experts left out": ("name: a\nroles: [dense_mlp]\n", ["roles", "experts"]),
+    "unknown rule": ("name: a\nrule: best\n", ["rule", "optimal"]),
+    "optimal by the reference": ("name: a\nquantizer: reference\n", ["reference", "plain"]),
+    "negative input scale": ("name: a\ninput_scale: {down: -1.0}\n", ["input_scale.down", "greater than 0"]),
+    "infinite input scale": ("name: a\ninput_scale: {down: .inf}\n", ["input_scale.down", "finite"]),
+    "no name": ("rule: plain\n", ["name"]),
+    "not YAML": ("name: [a\n", ["not YAML"]),
+    "a tag that would run code": ("!!python/object/apply:os.getcwd []\n", ["not YAML"]),
+    "key that stands twice": ("name: a\nrule: plain\nrule: optimal\n", ["rule", "twice"]),
+    "not a mapping": ("- name\n", ["mapping"]),
+    "empty": ("", ["mapping"]),
+    "for another family": ("name: a\nfamily: kimi-k2.5\n", ["kimi-k2.5", "kimi-k2-thinking"]),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_that_means_something_else_is_refused(
+    name: str, tiny: Path, dest: Path, tmp_path: Path, refuse: Refuse
+) -> None:
+    text, words = RECIPES[name]
+    recipe = tmp_path / "my-recipe.yaml"
+    recipe.write_text(text)
+    message = refuse("--recipe", recipe, source=tiny, dest=dest)
+    assert "my-recipe.yaml" in message or "recipe a" in message
+    assert all(word in message for word in words), message
+    assert not dest.exists()
+
+
+def test_recipe_that_is_not_there_is_refused_with_the_shipped_ones(tiny: Path, dest: Path, refuse: Refuse) -> None:
+    message = refuse("--recipe", "kimi-k3", source=tiny, dest=dest)
+    assert "kimi-k3" in message
+    assert "plain-modelopt" in message
+
+
+def test_role_that_matches_nothing_is_refused(tmp_path: Path, dest: Path, refuse: Refuse) -> None:
+    shape = replace(fixtures.SMALL_SHAPE, dense_layers=0)
+    source = fixtures.make_k2_thinking_headers(tmp_path / "all-moe", shape=shape)
+    message = refuse("--recipe", "kimi-k2-thinking-nvfp4-mlp", source=source, dest=dest)
+    assert "dense_mlp" in message
+    assert "matches no tensor" in message
+
+
+def without_int4(dtype: torch.dtype) -> Callable[[SmallCheckpoint], None]:
+    """Turn every INT4 projection into a `.weight` of another dtype."""
+
+    def change(checkpoint: SmallCheckpoint) -> None:
+        for members in checkpoint.shards.values():
+            for name in [name for name in members if name.endswith(".weight_packed")]:
+                module = name.removesuffix(".weight_packed")
+                rows, columns = members.pop(f"{module}.weight_shape").tolist()
+                del members[name], members[f"{module}.weight_scale"]
+                members[f"{module}.weight"] = torch.zeros(rows, columns).to(dtype)
+
+    return change
+
+
+def renamed(old: str, new: str) -> Callable[[SmallCheckpoint], None]:
+    def change(checkpoint: SmallCheckpoint) -> None:
+        for shard, members in checkpoint.shards.items():
+            checkpoint.shards[shard] = {name.replace(old, new, 1): tensor for name, tensor in members.items()}
+
+    return change
+
+
+KINDS: dict[str, tuple[Callable[[SmallCheckpoint], None], list[str]]] = {
+    "FP8": (without_int4(torch.float8_e4m3fn), ["FP8", "INT4 release"]),
+    "BF16": (without_int4(torch.bfloat16), ["weight_packed", "INT4 release"]),
+    "early NVFP4 names": (renamed("model.layers.", "language_model.layers."), ["language_model.layers."]),
+    "another model": (renamed("model.layers.", "transformer.h."), ["not a Kimi K2 checkpoint", "K2-Thinking"]),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_source_that_is_not_int4_kimi_is_refused(name: str, source: Path, dest: Path, refuse: Refuse) -> None:
+    change, words = KINDS[name]
+    edit_checkpoint(source, change)
+    edit_config(source, quantization_config=None)
+    message = refuse(source=source, dest=dest)
+    assert all(word in message for word in words), message
+    assert not dest.exists()
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_own_result_is_refused_as_a_source(
+    layout: str, k2_shaped: Path, tmp_path: Path, refuse: Refuse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    converted = tmp_path / "converted"
+    with pytest.raises(SystemExit) as done:
+        main(["run", str(k2_shaped), str(converted), "--layout", layout, "--device", "cpu", "--json"])
+    assert done.value.code == 0
+    capsys.readouterr()
+    assert "NVFP4 already" in refuse(source=converted, dest=tmp_path / "twice")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["run"], ["run", "a"], ["run", "a", "b", "--fast"], ["run", "a", "b", "--rule", "best"], ["convert", "a", "b"]],
+)
+def test_senseless_words_are_usage_errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_command_in_its_own_process_says_the_same(source: Path, dest: Path, run_cli: RunCli) -> None:
+    os.truncate(source / SHARD, 400_000)
+    result = run_cli("run", source, dest)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: ")
+    assert SHARD in result.stderr
+    assert "truncated" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not dest.exists()
+
+
+def test_value_found_bad_in_its_own_process_keeps_whole_shards_and_resumes(
+    k2_shaped: Path, tmp_path: Path, dest: Path, run_cli: RunCli
+) -> None:
+    name = "model.layers.1.mlp.experts.0.gate_proj.weight_scale"
+    source = Path(shutil.copytree(k2_shaped, tmp_path / "source"))
+    path = source / "model-00002-of-000003.safetensors"
+    raw = bytearray(path.read_bytes())
+    length = int.from_bytes(raw[:8], "little")
+    begin = 8 + length + json.loads(raw[8 : 8 + length])[name]["data_offsets"][0]
+    raw[begin : begin + 2] = b"\xc0\x7f"  # a BF16 NaN
+    path.write_bytes(raw)
+    result = run_cli("run", source, dest, "--device", "cpu", "--workers", "1")
+    assert result.returncode == 1
+    assert f"{path.name}: {name}" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [p.name for p in dest.glob("*.safetensors")] == ["model-00001-of-000003.safetensors"]
+    assert not list(dest.rglob("*.tmp"))
+    shutil.copy(k2_shaped / path.name, path)
+    repaired = run_cli("run", source, dest, "--device", "cpu", "--workers", "1")
+    assert repaired.returncode == 0, repaired.stderr
+    assert (dest / "config.json").is_file()
