@@ -19,6 +19,9 @@ from k2convert.formats.nvfp4 import BLOCK_SIZE
 CHUNK_ELEMENTS: Final = 1 << 20
 """Weights handled at once: working memory is a small multiple of it, whatever the tensor's size."""
 
+SAMPLE_STRIDE: Final = 64
+MIN_SAMPLED_BLOCKS: Final = 4096
+
 BLOCKS_PER_GROUP: Final = GROUP_SIZE // BLOCK_SIZE
 BYTES_PER_BLOCK: Final = BLOCK_SIZE // 2
 FIELD_BITS: Final = 5
@@ -59,6 +62,21 @@ def presence_masks(words_M: Tensor) -> Tensor:
 def presence_field_mask() -> int:
     """All bits that `presence_masks` can set."""
     return sum(16 << (FIELD_BITS * k) for k in range(NUM_MAGNITUDES))
+
+
+def sampled_blocks(num_blocks: int, *, sample_seed: int, device: torch.device) -> Tensor:
+    """Return the row-major indices (int64) of the sampled blocks: one in 64, or about 4,096 of a smaller tensor."""
+    stride = min(SAMPLE_STRIDE, max(1, num_blocks // MIN_SAMPLED_BLOCKS))
+    return torch.arange(sample_seed % stride, num_blocks, stride, device=device)
+
+
+def equal_runs(sorted_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each run of equal values starts and how long it is, both int64, for a sorted tensor [M]."""
+    begins = torch.ones(sorted_M.shape, dtype=torch.bool, device=sorted_M.device)
+    begins[1:] = sorted_M[1:] != sorted_M[:-1]
+    starts = torch.nonzero(begins).flatten()
+    ends = torch.cat((starts[1:], torch.tensor([sorted_M.numel()], device=sorted_M.device)))
+    return starts, (ends - starts if starts.numel() else starts)
 
 
 @lru_cache(maxsize=8)

@@ -19,8 +19,8 @@ T = TypeVar("T", int, float)
 class WeightMetrics:
     """Figures of one converted tensor, or of several together.
 
-    Fields that may be None have no meaning for the source or rule: INT4 codes of a BF16 source, and
-    blocks_outside_normal of anything but INT4 under `optimal`.
+    Fields that may be None have no meaning for the source or rule: INT4 codes of a BF16 source, blocks_outside_normal
+    of anything but INT4 under `optimal`, and the extreme scales of a tensor without elements.
     """
 
     num_weights: int
@@ -47,8 +47,8 @@ class WeightMetrics:
     """Blocks that an E4M3 scale outside the normal range would have served strictly better."""
     scale_spread_exceeded: int | None
     """1 where the source scales of the set that shares g differ by more than 2**13; totals count tensors."""
-    min_scale_byte: int
-    max_scale_byte: int
+    min_scale_byte: int | None
+    max_scale_byte: int | None
     scale_histogram: tuple[tuple[int, int], ...]
     """(E4M3 byte, number of blocks), ascending, without empty entries."""
     sampled_blocks: int
@@ -122,8 +122,8 @@ def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
         num_minus_eight=_optional(sum, (part.num_minus_eight for part in metrics)),
         blocks_outside_normal=_optional(sum, (part.blocks_outside_normal for part in metrics)),
         scale_spread_exceeded=_optional(sum, (part.scale_spread_exceeded for part in metrics)),
-        min_scale_byte=min(part.min_scale_byte for part in metrics),
-        max_scale_byte=max(part.max_scale_byte for part in metrics),
+        min_scale_byte=_optional(min, (part.min_scale_byte for part in metrics)),
+        max_scale_byte=_optional(max, (part.max_scale_byte for part in metrics)),
         scale_histogram=tuple(sorted(histogram.items())),
         sampled_blocks=sum(part.sampled_blocks for part in metrics),
         sampled_error_achieved=math.fsum(part.sampled_error_achieved for part in metrics),

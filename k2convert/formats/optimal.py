@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from k2convert.errors import FormatError
-from k2convert.formats.blocks import BLOCKS_PER_GROUP, block_histograms, row_chunks, unpack_histograms
+from k2convert.formats.blocks import BLOCKS_PER_GROUP, block_histograms, equal_runs, row_chunks, unpack_histograms
 from k2convert.formats.e2m1 import pack_nibbles, unpack_nibbles
 from k2convert.formats.e4m3 import MAX_EXPONENT, MIN_EXPONENT, ONE_BYTE
 from k2convert.formats.int4 import Int4Weight
@@ -31,6 +32,7 @@ from k2convert.formats.scale_tables import (
     HIGHEST_OFFSET,
     LOWEST_OFFSET,
     MIN_MANTISSA,
+    NUM_CANDIDATES,
     NUM_OFFSETS,
     ScaleTables,
     scale_tables,
@@ -42,8 +44,9 @@ LARGEST_STEP: Final = Fraction(13, 5)
 MIN_GLOBAL_EXPONENT: Final = -126
 """Keeps g and 1/g normal FP32 numbers, so both layouts hold the same number."""
 
-SEARCH_BLOCKS: Final = 1 << 16
-"""Blocks contracted with the table at once (40 MB of float64)."""
+PIECE_BLOCKS: Final = 32
+SEARCH_BLOCKS: Final = 1 << 14
+"""Blocks contracted with the table at once (11 MB of float64)."""
 
 RANK_BITS: Final = 7
 
@@ -84,9 +87,9 @@ def quantize_optimal(weight: Int4Weight, global_scale: float) -> Nvfp4Weight:
     mantissas_M, offsets_M = split_scales(weight.scales, exponent)
     candidates_M = best_candidates(words_M, mantissas_M, offsets_M, tables=tables)
     empty_M = (words_M == ALL_ZERO_HISTOGRAM) | (mantissas_M == 0)
-    scales_M = tables.scale_bytes[(offsets_M - LOWEST_OFFSET).long(), candidates_M.long()]
+    scales_M = tables.scale_bytes[(offsets_M - LOWEST_OFFSET).long(), candidates_M]
     scales_NB = torch.where(empty_M, ONE_BYTE, scales_M).view(rows, columns // BLOCK_SIZE)
-    maps_M = tables.nibble_maps[(mantissas_M - MIN_MANTISSA).clamp(min=0).long(), candidates_M.long()]
+    maps_M = tables.nibble_maps[(mantissas_M - MIN_MANTISSA).clamp(min=0).long(), candidates_M]
     maps_NB = torch.where(empty_M, 0, maps_M).view(rows, columns // BLOCK_SIZE)
     packed = torch.empty_like(weight.packed)
     for start, stop in row_chunks(rows, columns):
@@ -110,12 +113,12 @@ def split_scales(scales_NG: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
 
 
 def best_candidates(words_M: Tensor, mantissas_M: Tensor, offsets_M: Tensor, *, tables: ScaleTables) -> Tensor:
-    """Return uint8 [M]: the rank of the best candidate of every block, ties to the first (the larger scale)."""
-    best_M = torch.zeros(words_M.shape, dtype=torch.uint8, device=words_M.device)
-    for members, mantissa, offset in _equal_runs(mantissas_M, offsets_M):
-        ranks = torch.nonzero(tables.scale_bytes[offset - LOWEST_OFFSET]).flatten()
-        errors_kC = tables.errors[mantissa - MIN_MANTISSA][:, ranks]
-        best_M[members] = ranks[_first_minimum(words_M[members], errors_kC)].to(torch.uint8)
+    """Return int64 [M]: the rank of the best candidate of every block, ties to the first (the larger scale)."""
+    best_M = torch.zeros_like(words_M)
+    for batch in _batches(words_M, mantissas_M, offsets_M, tables=tables):
+        ranked = batch.errors * (1 << RANK_BITS) + torch.arange(NUM_CANDIDATES, device=words_M.device)
+        lowest = torch.where(batch.exists, ranked, torch.inf).amin(dim=-1)
+        best_M[batch.members] = (lowest.to(torch.int64) & ((1 << RANK_BITS) - 1))[batch.filled]
     return best_M
 
 
@@ -133,42 +136,60 @@ def count_outside_normal(weight: Int4Weight, global_scale: float) -> int:
     suspects = torch.nonzero(suspect_M & (mantissas_M > 0)).flatten()
     if suspects.numel() == 0:
         return 0
-    tables = scale_tables(weight.packed.device)
     words = block_histograms(weight.packed)[suspects]
+    tables = scale_tables(weight.packed.device)
     count = 0
-    for members, mantissa, offset in _equal_runs(mantissas_M[suspects], offsets_M[suspects]):
-        histograms = unpack_histograms(words[members]).to(torch.float64)
-        errors_kC = tables.errors[mantissa - MIN_MANTISSA]
-        # The saturated candidate's column holds the error of zero codes: too large, and its true error is beaten too.
-        normal = histograms @ errors_kC[:, torch.nonzero(tables.scale_bytes[offset - LOWEST_OFFSET]).flatten()]
-        anything = histograms @ errors_kC
-        count += int((anything.amin(dim=-1) < normal.amin(dim=-1)).sum())
+    for batch in _batches(words, mantissas_M[suspects], offsets_M[suspects], tables=tables):
+        # The saturated candidate stands in the table with the error of zero codes: too large, but its true error is
+        # beaten by a larger scale as well, so the comparison comes out the same.
+        normal = torch.where(batch.exists, batch.errors, torch.inf).amin(dim=-1)
+        count += int((batch.errors.amin(dim=-1) < normal)[batch.filled].sum())
     return count
 
 
-def _equal_runs(mantissas_M: Tensor, offsets_M: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield (indices, ms, kg - es) of the blocks with one non-zero scale, at most SEARCH_BLOCKS at a time.
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Errors of some blocks under every candidate.
 
-    Sorting makes the search a few hundred products of histograms [m, 9] with a table [9, c].
+    errors   float64 [p, 32, 82]  integers, in units of (s / 2ms)**2
+    exists   bool [p, 1, 82]      whether the candidate is a normal E4M3 scale
+    filled   bool [p, 32]         whether the slot holds a block
+    members  int64 [m]            the blocks in the filled slots
     """
-    keys_M = mantissas_M.to(torch.int32) * NUM_OFFSETS + (offsets_M - LOWEST_OFFSET)
+
+    errors: Tensor
+    exists: Tensor
+    filled: Tensor
+    members: Tensor
+
+
+def _batches(words_M: Tensor, mantissas_M: Tensor, offsets_M: Tensor, *, tables: ScaleTables) -> Iterator[_Batch]:
+    """Yield the errors of all blocks with a non-zero scale, SEARCH_BLOCKS at a time.
+
+    Blocks with equal (ms, kg - es) share a table, so they are sorted into pieces of 32, and a piece is one product of
+    histograms [32, 9] with the table [9, 82].
+    """
+    keys_M = mantissas_M.to(torch.int64) * NUM_OFFSETS + (offsets_M - LOWEST_OFFSET)
     order = torch.argsort(keys_M)
-    keys, counts = torch.unique_consecutive(keys_M[order], return_counts=True)
-    start = 0
-    for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
-        mantissa, offset_index = divmod(key, NUM_OFFSETS)
-        if mantissa:
-            for first in range(start, start + count, SEARCH_BLOCKS):
-                members = order[first : min(first + SEARCH_BLOCKS, start + count)]
-                yield members, mantissa, offset_index + LOWEST_OFFSET
-        start += count
-
-
-def _first_minimum(words_M: Tensor, errors_kC: Tensor) -> Tensor:
-    ranks_C = torch.arange(errors_kC.shape[1], dtype=torch.float64, device=errors_kC.device)
-    sums_MC = unpack_histograms(words_M).to(torch.float64) @ errors_kC
-    lowest_M = (sums_MC * (1 << RANK_BITS) + ranks_C).amin(dim=-1)
-    return lowest_M.to(torch.int64) & ((1 << RANK_BITS) - 1)
+    order = order[int((mantissas_M == 0).sum()) :]
+    starts, lengths = equal_runs(keys_M[order])
+    pieces = (lengths + PIECE_BLOCKS - 1) // PIECE_BLOCKS
+    # A run's blocks take consecutive slots from the start of its first piece.
+    shifts = (pieces.cumsum(0) - pieces) * PIECE_BLOCKS - starts
+    slots = torch.full((int(pieces.sum()) * PIECE_BLOCKS,), -1, dtype=torch.int64, device=words_M.device)
+    slots[torch.arange(order.numel(), device=words_M.device) + shifts.repeat_interleave(lengths)] = order
+    slots_pm = slots.view(-1, PIECE_BLOCKS)
+    for first in range(0, slots_pm.shape[0], SEARCH_BLOCKS // PIECE_BLOCKS):
+        members_pm = slots_pm[first : first + SEARCH_BLOCKS // PIECE_BLOCKS]
+        keys_p = keys_M[members_pm[:, 0]]
+        histograms = unpack_histograms(words_M[members_pm.clamp(min=0)]).to(torch.float64)
+        filled = members_pm >= 0
+        yield _Batch(
+            errors=histograms @ tables.errors[keys_p // NUM_OFFSETS - MIN_MANTISSA],
+            exists=(tables.scale_bytes[keys_p % NUM_OFFSETS] > 0).unsqueeze(1),
+            filled=filled,
+            members=members_pm[filled],
+        )
 
 
 def _apply_maps(packed: Tensor, maps_NB: Tensor) -> Tensor:

@@ -8,8 +8,10 @@ the table are then identical too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from k2convert.formats.blocks import (
     BLOCKS_PER_GROUP,
     block_histograms,
+    equal_runs,
     presence_field_mask,
     presence_masks,
     unpack_histograms,
@@ -31,7 +34,7 @@ from k2convert.formats.optimal import count_outside_normal
 from k2convert.formats.plain import plain_nibbles
 from k2convert.formats.rule import Rule
 
-COUNT_BLOCKS = 1 << 18
+COUNT_BLOCKS: Final = 1 << 18
 """Blocks tallied at once (20 MB of counts)."""
 
 
@@ -55,8 +58,7 @@ class PairCounts:
     @property
     def scales(self) -> NDArray[np.float64]:
         """The source scale s of each pair, float64 [P]."""
-        # A BF16 number is the upper half of an FP32 one.
-        return ((self.keys >> 8).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        return _source_scales(self.keys)
 
     @property
     def scale_bytes(self) -> NDArray[np.uint8]:
@@ -77,15 +79,19 @@ def count_blocks(
     words_M: Tensor, keys_M: Tensor, *, rule: Rule, global_scale: float, outside_normal: int
 ) -> PairCounts:
     """Count pairs from the blocks' histogram words and keys, both int64 [M]."""
-    keys_P, inverse_M, blocks_P = torch.unique(keys_M, return_inverse=True, return_counts=True)
+    sorted_M, order_M = torch.sort(keys_M)
+    starts_P, blocks_P = equal_runs(sorted_M)
+    keys_P = sorted_M[starts_P]
+    pairs_M = torch.arange(keys_P.numel(), device=keys_M.device).repeat_interleave(blocks_P)
     counts_Pk = torch.zeros(keys_P.numel(), NUM_MAGNITUDES, dtype=torch.int64, device=words_M.device)
     inexact_P = torch.as_tensor(inexact_masks(keys_P.cpu().numpy(), rule=rule, global_scale=global_scale))
     inexact_P = inexact_P.to(words_M.device)
     equal_blocks = 0
     for start in range(0, words_M.numel(), COUNT_BLOCKS):
-        words, pair = words_M[start : start + COUNT_BLOCKS], inverse_M[start : start + COUNT_BLOCKS]
-        counts_Pk.index_add_(0, pair, unpack_histograms(words))
-        equal_blocks += int((presence_masks(words) & inexact_P[pair] == 0).sum())
+        pairs = pairs_M[start : start + COUNT_BLOCKS]
+        words = words_M[order_M[start : start + COUNT_BLOCKS]]
+        counts_Pk.index_add_(0, pairs, unpack_histograms(words))
+        equal_blocks += int((presence_masks(words) & inexact_P[pairs] == 0).sum())
     return PairCounts(
         keys=keys_P.cpu().numpy(),
         num_blocks=blocks_P.cpu().numpy(),
@@ -130,7 +136,7 @@ def pair_values(
     keys_P: NDArray[np.int64], *, rule: Rule, global_scale: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return |q| * s and v * b * g for |q| = 0..8 under each pair, both exact, float64 [P, 9]."""
-    scales_P = ((keys_P >> 8).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    scales_P = _source_scales(keys_P)
     block_scales_P = decode_e4m3(torch.as_tensor((keys_P & 0xFF).astype(np.uint8))).numpy()
     wanted = np.arange(NUM_MAGNITUDES, dtype=np.float64) * scales_P[:, None]
     codes = pair_codes(keys_P, rule=rule, global_scale=global_scale)
@@ -143,3 +149,22 @@ def inexact_masks(keys_P: NDArray[np.int64], *, rule: Rule, global_scale: float)
     field_bits = np.int64(1) << (5 * np.arange(NUM_MAGNITUDES, dtype=np.int64) + 4)
     assert int(field_bits.sum()) == presence_field_mask()
     return ((wanted != written) * field_bits).sum(axis=-1)
+
+
+def sum_squared_error(counts: PairCounts, *, rule: Rule, global_scale: float) -> float:
+    """Return the sum of (q * s - v * b * g)**2 over all counted elements."""
+    wanted_Pk, written_Pk = pair_values(counts.keys, rule=rule, global_scale=global_scale)
+    return sum_by_pair(counts.magnitude_counts * (wanted_Pk - written_Pk) ** 2)
+
+
+def sum_by_pair(terms_Pk: NDArray[np.float64]) -> float:
+    """Add float64 terms [P, 9]: each pair's nine in ascending |q|, then the pairs with math.fsum."""
+    sums_P = terms_Pk[:, 0].copy()
+    for k in range(1, NUM_MAGNITUDES):
+        sums_P += terms_Pk[:, k]
+    return math.fsum(sums_P.tolist())
+
+
+def _source_scales(keys_P: NDArray[np.int64]) -> NDArray[np.float64]:
+    # A BF16 number is the upper half of an FP32 one.
+    return ((keys_P >> 8).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)

@@ -14,6 +14,7 @@ from k2convert.formats.magnitude import Magnitude, measure
 from k2convert.formats.metrics import WeightMetrics
 from k2convert.formats.nvfp4 import Nvfp4Weight
 from k2convert.formats.optimal import optimal_global_scale, quantize_optimal
+from k2convert.formats.optimal_bf16 import quantize_optimal_bf16
 from k2convert.formats.plain import plain_global_scale, quantize_plain
 from k2convert.formats.rule import Rule
 from k2convert.formats.weight_error import measure_error
@@ -53,9 +54,15 @@ class NativeQuantizer:
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
         """Quantise and measure one weight; the result lies on the CPU."""
         on_device = source.to(self.device)
-        quantize = quantize_plain if self.rule == "plain" else quantize_optimal
-        result = quantize(on_device, global_scale)
+        result = self._quantize(on_device, global_scale)
         metrics = measure_error(
             on_device, result, rule=self.rule, magnitude=magnitude, sample_seed=zlib.crc32(name.encode())
         )
         return result.to(CPU), metrics
+
+    def _quantize(self, source: Int4Weight | Tensor, global_scale: float) -> Nvfp4Weight:
+        if self.rule == "plain":
+            return quantize_plain(source, global_scale)
+        if isinstance(source, Int4Weight):
+            return quantize_optimal(source, global_scale)
+        return quantize_optimal_bf16(source, global_scale)

@@ -60,7 +60,7 @@ class ReferenceQuantizer:
         weight = self.dequantize(source)
         return Magnitude(scale_max=scale_max, amax=float(weight.abs().max()) if weight.numel() else 0.0)
 
-    def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
+    def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG002
         """Choose the global scale as ModelOpt does: fp32(amax) / 2688."""
         if magnitude.amax == 0.0:
             return plain_global_scale(magnitude)
@@ -100,9 +100,9 @@ class ReferenceQuantizer:
 
 def create_reference_quantizer() -> ReferenceQuantizer:
     """Import the two libraries and create the quantizer; MissingDependencyError where one is not installed."""
-    compressors = _import("compressed_tensors.compressors.pack_quantized.base")
-    quantization = _import("compressed_tensors.quantization")
-    nvfp4 = _import("modelopt.torch.quantization.qtensor.nvfp4_tensor")
+    compressors = import_reference("compressed_tensors.compressors.pack_quantized.base")
+    quantization = import_reference("compressed_tensors.quantization")
+    nvfp4 = import_reference("modelopt.torch.quantization.qtensor.nvfp4_tensor")
     weights = quantization.QuantizationArgs(
         num_bits=4, type="int", symmetric=True, strategy="group", group_size=GROUP_SIZE
     )
@@ -113,7 +113,8 @@ def create_reference_quantizer() -> ReferenceQuantizer:
     )
 
 
-def _import(module: str) -> ModuleType:
+def import_reference(module: str) -> ModuleType:
+    """Import a module of the reference libraries; MissingDependencyError says how to install them."""
     try:
         with warnings.catch_warnings():
             # ModelOpt warns about the transformers version on import; no model is loaded here.
