@@ -1,0 +1,142 @@
+"""Command line: `scripts/eval tiny|smollm2|all|capture`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from scripts.evaluation.austen import emma
+from scripts.evaluation.capture import capture
+from scripts.evaluation.measure import compare, encode
+from scripts.evaluation.models import (
+    Mlps,
+    build_model,
+    converted_mlps,
+    source_mlps,
+    weight_sqnr_db,
+    with_input_scales,
+    without_input_scales,
+)
+from scripts.evaluation.smollm2 import make_smollm2
+from scripts.evaluation.table import Evaluation, Row, markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "tests" / "data" / "k2-tiny"
+RULES = ("plain", "optimal")
+INT4, FP32, FP4 = "INT4 (the source)", "FP32", "FP4"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, the text it reads, how much of it, and how many windows at once."""
+
+    name: str
+    source: Path
+    text_name: str
+    text: str
+    tokens: int
+    batch: int
+
+
+def tiny_subject(work: Path) -> Subject:
+    """The tests' checkpoint on its held-out text."""
+    del work
+    text = (TINY / "eval.txt").read_text(encoding="utf-8")
+    return Subject("k2-tiny (7 M, DeepSeek-V3 architecture)", TINY, "eval.txt", text, 16_384, 16)
+
+
+def smollm2_subject(work: Path) -> Subject:
+    """SmolLM2-135M as a K2-named mixture of experts, on Emma."""
+    source = make_smollm2(work)
+    return Subject("SmolLM2-135M-Instruct as a K2-named MoE", source, "Austen's Emma", emma(work), 8_192, 4)
+
+
+SUBJECTS = {"tiny": tiny_subject, "smollm2": smollm2_subject}
+
+
+def convert(source: Path, destination: Path, rule: str) -> Path:
+    """Run the real command; a finished or half-finished result is continued, which is its own way of resuming."""
+    command = [sys.executable, "-m", "k2convert", "run", str(source), str(destination), "--rule", rule]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return destination
+
+
+def evaluate(subject: Subject, work: Path, *, tokens: int | None = None) -> Evaluation:
+    """Convert by both rules and score every combination of weights and activations."""
+    source = source_mlps(subject.source)
+    converted = {
+        rule: converted_mlps(convert(subject.source, work / f"{subject.source.name}-{rule}", rule)) for rule in RULES
+    }
+    sqnr = {rule: weight_sqnr_db(source, mlps, subject.source) for rule, mlps in converted.items()}
+    variants: dict[tuple[str, str], Mlps] = {}
+    for rule, mlps in converted.items():
+        variants[rule, FP32] = without_input_scales(mlps)
+    for rule, mlps in converted.items():
+        variants[rule, FP4] = mlps
+    variants[INT4, FP4] = with_input_scales(source, converted["optimal"])
+    windows = encode(subject.source, subject.text, tokens=tokens or subject.tokens)
+    started = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        print(f"\r{subject.name}: window {done}/{total}, {time.monotonic() - started:.0f} s", end="", file=sys.stderr)
+
+    reference, scores = compare(
+        build_model(subject.source), source, variants, windows, batch=subject.batch, progress=progress
+    )
+    print(file=sys.stderr)
+    rows = [Row(INT4, FP32, None, reference)]
+    rows += [Row(weights, inputs, sqnr.get(weights), scores[weights, inputs]) for weights, inputs in variants]
+    positions = len(windows) * (windows.shape[1] - 1)
+    return Evaluation(subject.name, subject.text_name, windows.numel(), positions, tuple(rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/eval", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in (*SUBJECTS, "all"):
+        command = commands.add_parser(name, help="score both rules, W4A16 and W4A4")
+        command.add_argument("--json", type=Path, metavar="FILE", help="write the figures in full precision")
+        command.add_argument("--tokens", type=int, help="read less text than the README's table did")
+        _common(command)
+    command = commands.add_parser("capture", help="write the MoE blocks' inputs on the same text")
+    command.add_argument("subject", choices=sorted(SUBJECTS))
+    command.add_argument("out", type=Path, metavar="FILE")
+    command.add_argument("--tokens", type=int, default=1024)
+    _common(command)
+    return parser
+
+
+def _common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--work", type=Path, default=ROOT / "build" / "eval", help="where models and results are kept")
+    command.add_argument("--threads", type=int, default=2)
+
+
+def main() -> None:
+    """Print Markdown on stdout; progress goes to stderr."""
+    options = _parser().parse_args()
+    torch.set_num_threads(options.threads)
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.command == "capture":
+        subject = SUBJECTS[options.subject](options.work)
+        windows = encode(subject.source, subject.text, tokens=options.tokens)
+        print(capture(subject.source, windows, options.out))
+        return
+    names = list(SUBJECTS) if options.command == "all" else [options.command]
+    results: list[Evaluation] = []
+    for name in names:
+        results.append(evaluate(SUBJECTS[name](options.work), options.work, tokens=options.tokens))
+        print(markdown(results[-1]), flush=True)
+    if options.json:
+        document = [result.to_dict() for result in results]
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""How far a model's next-token distribution moves from that of its INT4 self."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scripts.evaluation.models import EvaluatedModel, Mlps
+
+WINDOW = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One variant on one text; the last three are against the INT4 model and None for itself."""
+
+    perplexity: float
+    kl_mean: float | None = None
+    kl_p999: float | None = None
+    top1_agreement: float | None = None
+
+
+def encode(source: Path, text: str, *, tokens: int) -> Tensor:
+    """The first `tokens` tokens of a text in windows: ids int64 [windows, 256]."""
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(source / "tokenizer.json")).encode(text).ids[:tokens]
+    return torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).view(-1, WINDOW)
+
+
+@torch.inference_mode()
+def compare(
+    model: EvaluatedModel,
+    reference: Mlps,
+    variants: dict[str, Mlps],
+    windows: Tensor,
+    *,
+    batch: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Score, dict[str, Score]]:
+    """Score the reference and every variant on ids [W, 256]; KL is from the reference, in nats a token."""
+    sums = {name: _Sums() for name in ("", *variants)}
+    for start in range(0, len(windows), batch):
+        ids = windows[start : start + batch]
+        expected = _log_probabilities(model, reference, ids)
+        sums[""].add(expected, None, ids)
+        for name, mlps in variants.items():
+            sums[name].add(_log_probabilities(model, mlps, ids), expected, ids)
+        if progress is not None:
+            progress(min(start + batch, len(windows)), len(windows))
+    return sums[""].score(), {name: sums[name].score() for name in variants}
+
+
+def _log_probabilities(model: EvaluatedModel, mlps: Mlps, ids: Tensor) -> Tensor:
+    """Log-probabilities f32 [B * 255, vocabulary] of every token after the first of a window."""
+    model.install(mlps)
+    return torch.log_softmax(model.logits(ids)[:, :-1].flatten(0, 1), dim=-1)
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.divergences: list[Tensor] = []
+        self.agreements: list[Tensor] = []
+
+    def add(self, log_p: Tensor, expected: Tensor | None, ids: Tensor) -> None:
+        self.losses.append(-log_p.gather(1, ids[:, 1:].reshape(-1, 1)).flatten().double())
+        if expected is not None:
+            self.divergences.append((expected.exp() * (expected - log_p)).sum(dim=-1).double())
+            self.agreements.append((expected.argmax(dim=-1) == log_p.argmax(dim=-1)).double())
+
+    def score(self) -> Score:
+        perplexity = math.exp(float(torch.cat(self.losses).mean()))
+        if not self.divergences:
+            return Score(perplexity)
+        divergence = torch.cat(self.divergences)
+        return Score(
+            perplexity,
+            kl_mean=float(divergence.mean()),
+            kl_p999=float(torch.quantile(divergence, 0.999)),
+            top1_agreement=float(torch.cat(self.agreements).mean()),
+        )

@@ -1,0 +1,174 @@
+"""Models built by transformers from a config, with weights decoded by k2convert put in.
+
+transformers' quantised loading is not used: release 5.17 drops the global scale of NVFP4 experts. The modules that a
+conversion touches are replaced by ones that hold decoded FP32 weights and, for W4A4, quantise their inputs; everything
+else is transformers' own code in FP32 with the source's BF16 values.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.k2 import Role, detect_family, parse_tensor_name
+from k2convert.layers.mlp import PROJECTIONS, Mlp
+from k2convert.layers.weights import Projection, WeightReader, exact_values
+
+Mlps = dict[str, Mlp]
+"""Module name of an MLP (`model.layers.1.mlp.experts.0`) to its weights."""
+
+_MLP_ROLES = (Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP)
+
+
+class MlpModule(nn.Module):
+    """Stands where transformers has a dense MLP or the shared experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp: Mlp | None = None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        assert self.mlp is not None
+        return self.mlp(hidden_states)
+
+
+class ExpertsModule(nn.Module):
+    """Stands where transformers has the routed experts: same arguments, same sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlps: list[Mlp] = []
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden_states)
+        for expert, mlp in enumerate(self.mlps):
+            tokens, places = torch.where(top_k_index == expert)
+            if tokens.numel():
+                output = mlp(hidden_states[tokens]) * top_k_weights[tokens, places, None]
+                result.index_add_(0, tokens, output)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedModel:
+    """A transformers model whose MLPs can be exchanged."""
+
+    network: nn.Module
+    places: dict[str, MlpModule | ExpertsModule]
+
+    def install(self, mlps: Mlps) -> None:
+        """Put MLPs in place; the tensors are shared, so this costs nothing."""
+        for name, place in self.places.items():
+            if isinstance(place, MlpModule):
+                place.mlp = mlps[name]
+            else:
+                place.mlps = [mlps[f"{name}.{expert}"] for expert in range(sum(k.startswith(name + ".") for k in mlps))]
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Next-token logits f32 [B, T, vocabulary] for ids [B, T]."""
+        return self.network(tokens, use_cache=False).logits
+
+
+def build_model(source: Path) -> EvaluatedModel:
+    """Build the source's architecture and fill everything but its MLPs."""
+    checkpoint = open_checkpoint(source)
+    with torch.device("meta"):
+        network = _architecture(checkpoint.config)
+    places: dict[str, MlpModule | ExpertsModule] = {}
+    for number, layer in enumerate(network.model.layers):
+        stem = f"model.layers.{number}.mlp"
+        if hasattr(layer.mlp, "experts"):
+            places[f"{stem}.experts"] = layer.mlp.experts = ExpertsModule()
+            places[f"{stem}.shared_experts"] = layer.mlp.shared_experts = MlpModule()
+        else:
+            places[stem] = layer.mlp = MlpModule()
+    network = network.to_empty(device="cpu").float().eval()
+    _restore_rotary(network)
+    _load_rest(network, source)
+    return EvaluatedModel(network, places)
+
+
+def _architecture(config: dict[str, Any]) -> Any:
+    """DeepSeek-V3 where the attention is MLA; the same MoE on Llama's attention is transformers' Glm4Moe."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+
+    fields = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type", "architectures")}
+    if "kv_lora_rank" in fields:
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**fields))
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**fields))
+
+
+def _restore_rotary(network: Any) -> None:
+    rotary = network.model.rotary_emb
+    network.model.rotary_emb = type(rotary)(network.config)
+
+
+def _load_rest(network: Any, source: Path) -> None:
+    checkpoint = open_checkpoint(source)
+    prefix = detect_family(checkpoint)[1]
+    rest = [n for n in checkpoint.tensors if parse_tensor_name(n, prefix=prefix).role not in _MLP_ROLES]
+    with closing(WeightReader(checkpoint)) as reader:
+        state = {name: reader.read(name).float() for name in rest}
+    if network.config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    network.load_state_dict(state, strict=True, assign=True)
+
+
+def source_mlps(source: Path) -> Mlps:
+    """Every MLP of the INT4 source, exactly."""
+    with closing(WeightReader(open_checkpoint(source))) as reader:
+        return {
+            stem: Mlp(*(Projection(exact_values(reader.read_source(f"{stem}.{name}"))) for name in PROJECTIONS))
+            for stem in _stems(reader)
+        }
+
+
+def converted_mlps(folder: Path) -> Mlps:
+    """Every MLP of a converted checkpoint, decoded, with its input scales."""
+    with closing(WeightReader(open_checkpoint(folder))) as reader:
+        return {
+            stem: Mlp(*(reader.read_converted(f"{stem}.{name}") for name in PROJECTIONS)) for stem in _stems(reader)
+        }
+
+
+def _stems(reader: WeightReader) -> list[str]:
+    prefix = detect_family(reader.checkpoint)[1]
+    names = (parse_tensor_name(name, prefix=prefix) for name in reader.checkpoint.tensors)
+    return sorted({name.module.rsplit(".", 1)[0] for name in names if name.role in _MLP_ROLES})
+
+
+def with_input_scales(weights: Mlps, scales: Mlps) -> Mlps:
+    """The weights of one set of MLPs with the input scales of another."""
+
+    def combine(weight: Projection, scale: Projection) -> Projection:
+        return Projection(weight.weight, scale.input_scale)
+
+    def combined(mlp: Mlp, other: Mlp) -> Mlp:
+        return Mlp(combine(mlp.gate, other.gate), combine(mlp.up, other.up), combine(mlp.down, other.down))
+
+    return {stem: combined(mlp, scales[stem]) for stem, mlp in weights.items()}
+
+
+def without_input_scales(mlps: Mlps) -> Mlps:
+    """The same weights with inputs left in FP32."""
+    return {stem: Mlp(*(Projection(p.weight) for p in (m.gate, m.up, m.down))) for stem, m in mlps.items()}
+
+
+def weight_sqnr_db(source: Mlps, converted: Mlps, folder: Path) -> float:
+    """SQNR in dB of all weights that are INT4 in the source folder."""
+    int4 = {name.rsplit(".", 1)[0] for name in open_checkpoint(folder).tensors if name.endswith(".weight_packed")}
+    signal = noise = 0.0
+    for stem, mlp in source.items():
+        for name, projection in zip(PROJECTIONS, ("gate", "up", "down"), strict=True):
+            if f"{stem}.{name}" in int4:
+                exact = getattr(mlp, projection).weight.double()
+                signal += float(exact.square().sum())
+                noise += float((getattr(converted[stem], projection).weight.double() - exact).square().sum())
+    return 10 * math.log10(signal / noise)
