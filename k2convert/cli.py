@@ -193,7 +193,8 @@ def _execute(job: "LocalJob", source: str, as_json: bool) -> None:
         console.print_json(run_document(job, summarize(records), seconds))
         return
     show_run(job, summarize(records), seconds)
-    console.print_next(f"k2convert validate {job.destination} --source {source}")
+    if job.plan.recipe.target == "nvfp4":
+        console.print_next(f"k2convert validate {job.destination} --source {source}")
 
 
 @app.command()
@@ -213,6 +214,88 @@ def status(destination: DestinationArgument, as_json: JsonOption = False) -> Non
         console.print_next(f"k2convert validate {destination}")
     elif not state.is_running:
         console.print_note("not running: the same `k2convert run` command resumes it")
+
+
+@app.command()
+def validate(
+    destination: DestinationArgument,
+    source: Annotated[
+        Path | None, typer.Option(help="The INT4 source: measures every weight, compares copies.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="MoE layers to compute for real: 1,30,60 or all. Needs --source.")
+    ] = None,
+    hidden_states: Annotated[
+        Path | None, typer.Option(help="Captured hidden states (safetensors) for --layers [default: synthetic].")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to compute layers on.")] = 256,
+    reference: Annotated[bool, typer.Option("--reference", help="Decode with the quantisation libraries too.")] = False,
+    against: Annotated[
+        Path | None, typer.Option(help="Another NVFP4 checkpoint of the same source to measure beside. Needs --source.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a converted checkpoint: servable contract, weight error, reference layers. Exit code 3 if it fails."""
+    if source is None and (layers or against or reference):
+        raise typer.BadParameter("--layers, --against and --reference need --source")
+    _validate(destination, source, layers, hidden_states, tokens, reference, against, as_json)
+
+
+def _validate(
+    destination: Path,
+    source: Path | None,
+    layers: str | None,
+    hidden_states: Path | None,
+    tokens: int,
+    reference: bool,
+    against: Path | None,
+    as_json: bool,
+) -> None:
+    from k2convert import console
+    from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+    from k2convert.layers import LayerBudget, LayersReport, check_layers, moe_layers
+    from k2convert.validate import report_document, validate_checkpoint
+    from k2convert.validation_view import folder_budget, folder_bytes, show_validation
+
+    opened = None if source is None else open_checkpoint(source)
+
+    def compute_layers(original: Checkpoint, converted: Checkpoint) -> LayersReport:
+        chosen = moe_layers(original) if layers == "all" else _parse_layers(str(layers))
+        budget = LayerBudget(layer_sqnr_db=folder_budget(destination).layer_sqnr_db)
+        return check_layers(
+            source=original,
+            converted=converted,
+            layers=chosen,
+            hidden_states=hidden_states,
+            tokens=tokens,
+            budget=budget,
+        )
+
+    total = folder_bytes(destination) + (folder_bytes(against) if against is not None else 0)
+    with console.PassDisplay(what="validate", total_bytes=total, quiet=as_json) as display:
+        report = validate_checkpoint(
+            folder=destination,
+            source=opened,
+            reference=reference,
+            against=against,
+            check_reference_layers=compute_layers if layers is not None else None,
+            progress=display.advance,
+        )
+    if as_json:
+        console.print_json(report_document(report))
+    else:
+        show_validation(report)
+    if not report.passed:
+        raise InvalidCheckpointError(f"{destination}: validation failed; see above. Do not publish or serve it.")
+    if not as_json:
+        console.print_next(f"vllm serve {destination} --trust-remote-code")
+
+
+def _parse_layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--layers {text}: expected numbers like 1,30,60, or all") from None
 
 
 @app.command()

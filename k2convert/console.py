@@ -31,11 +31,13 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout; the first column is left-aligned, the rest right-aligned."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
+) -> None:
+    """A table on stdout; columns are right-aligned but for those in `left`."""
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(column, justify="left" if i in left else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
@@ -155,3 +157,40 @@ class RunDisplay:
             f"{self._what}: {self._shards}/{self._num_shards} shards, {self._tensors:,} tensors, "
             f"in {rate / 1e9:.2f} GB/s, out {self._out / seconds / 1e9:.2f} GB/s, ETA {eta}"
         )
+
+
+class PassDisplay:
+    """Progress of one pass over a folder's bytes, by bytes."""
+
+    def __init__(self, *, what: str, total_bytes: int, quiet: bool) -> None:
+        self._lock = Lock()
+        self._start = self._last = time.monotonic()
+        self._what, self._total, self._done, self._quiet = what, total_bytes, 0, quiet
+        self._bar: Progress | None = None
+        if not quiet and _err.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), _RateColumn(), TextColumn("ETA"))
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=_err)
+            self._task = self._bar.add_task(what, total=total_bytes, fresh=0, bytes_out=0)
+
+    def __enter__(self) -> "PassDisplay":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, num_bytes: int) -> None:
+        """Add bytes dealt with; thread-safe."""
+        with self._lock:
+            self._done += num_bytes
+            now = time.monotonic()
+            if self._bar is not None:
+                self._bar.update(self._task, completed=self._done, fresh=self._done)
+            elif not self._quiet and now - self._last >= PLAIN_LINE_SECONDS:
+                self._last = now
+                rate = self._done / max(now - self._start, 1e-6)
+                eta = format_seconds(max(self._total - self._done, 0) / rate) if rate else "unknown"
+                done, total = format_bytes(self._done), format_bytes(self._total)
+                print_note(f"{self._what}: {done} of {total}, {rate / 1e9:.2f} GB/s, ETA {eta}")

@@ -95,7 +95,7 @@ def find_projections(source: Checkpoint, names: dict[str, TensorName], roles: tu
 
 
 def projection_of(source: Checkpoint, parts: TensorName) -> Projection:
-    """One module of the source as a projection: INT4 where it is packed, BF16 otherwise; PlanError where it is neither."""
+    """One module of the source as a projection, INT4 where it is packed, else BF16; PlanError where it is neither."""
     parameters = (*INT4_PARAMETERS, WEIGHT)
     found = {p: t for p in parameters if (t := source.tensors.get(f"{parts.module}.{p}")) is not None}
     if WEIGHT_PACKED in found:

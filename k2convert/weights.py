@@ -1,0 +1,38 @@
+"""Source weights as tensors: one projection at a time, checked as far as its bytes can be."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.errors import CheckpointError, FormatError
+from k2convert.formats.int4 import Int4Weight, check_int4_scales
+from k2convert.projections import Projection
+
+
+def load_projection(reader: ShardReader, projection: Projection) -> Int4Weight | torch.Tensor:
+    """Read one projection: Int4Weight, or BF16 [N, K]. Refuses a weight_shape that disagrees and senseless scales."""
+    rows, columns = projection.num_rows, projection.num_columns
+    if projection.weight is not None:
+        return as_tensor(reader.read(projection.weight)).view(torch.bfloat16).reshape(rows, columns)
+    packed, scale, shape = projection.packed, projection.scale, projection.shape
+    assert packed is not None
+    assert scale is not None
+    assert shape is not None
+    stored = np.frombuffer(reader.read(shape), dtype="<i4" if shape.dtype == "I32" else "<i8").tolist()
+    if stored != [rows, columns]:
+        raise CheckpointError(
+            f"{shape.shard}: {shape.name}: says {stored}, but {packed.name} holds {[rows, columns]}. "
+            "Download the shard again."
+        )
+    scales = as_tensor(reader.read(scale)).view(torch.bfloat16).reshape(rows, columns // 32)
+    try:
+        check_int4_scales(scales, name=f"{scale.shard}: {scale.name}")
+    except FormatError as error:
+        raise CheckpointError(f"{error} Download the shard again.") from None
+    return Int4Weight(packed=as_tensor(reader.read(packed)).reshape(rows, columns // 2), scales=scales)
+
+
+def as_tensor(buffer: NDArray[np.uint8]) -> torch.Tensor:
+    """The same bytes as a uint8 tensor."""
+    return torch.from_numpy(buffer)  # pyright: ignore[reportUnknownMemberType]
