@@ -73,8 +73,8 @@ def prepare(
     revision: str | None = None,
     repo: str | None = None,
 ) -> LocalJob:
-    """Plan a job and measure the room it needs; touches nothing."""
-    check_destination(destination, source=source.folder)
+    """Plan a job and measure the room it needs; touches nothing. `repo` names a source on the Hub."""
+    check_destination(destination, source=source.folder if repo is None else None)
     plan = plan_conversion(source=source, recipe=recipe)
     fingerprint = job_fingerprint(source=source, recipe=recipe, revision=revision)
     devices = choose_devices(device)

@@ -116,6 +116,15 @@ class Journal:
 
     def finished(self) -> dict[str, ShardRecord]:
         """Records of the shards whose files are in place with the recorded size."""
+        return {name: record for name, record in self.records().items() if self.has_file(record)}
+
+    def has_file(self, record: ShardRecord) -> bool:
+        """Whether the shard of a record is here, with the recorded size; it may have been published and removed."""
+        target = self.destination / record.shard
+        return target.is_file() and target.stat().st_size == record.file_bytes
+
+    def records(self) -> dict[str, ShardRecord]:
+        """All records by shard."""
         result: dict[str, ShardRecord] = {}
         for path in sorted(self._records.glob("*.json")):
             try:
@@ -124,9 +133,7 @@ class Journal:
                 raise CheckpointError(
                     f"{path}: not a record of this version ({error}). Delete it: its shard will be converted again."
                 ) from None
-            target = self.destination / record.shard
-            if target.is_file() and target.stat().st_size == record.file_bytes:
-                result[record.shard] = record
+            result[record.shard] = record
         return result
 
     def state(self, *, config_name: str) -> JobState:

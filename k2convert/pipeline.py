@@ -31,9 +31,11 @@ class Publisher(Protocol):
 
     def is_group_due(self) -> bool:
         """Whether what was sent should be committed now."""
+        ...
 
     def commit(self) -> list[str]:
         """Commit what was sent; returns the shards whose local copies are no longer needed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
