@@ -120,8 +120,8 @@ def _refuse_bf16(folder: Path) -> None:
     ledger = folder / LEDGER_NAME
     if ledger.is_file() and read_json_file(ledger).get("recipe", {}).get("target") == "bf16":
         raise CheckpointError(
-            f"{folder}: holds a BF16 copy (--to bf16), and this checks NVFP4 checkpoints. The hash of every shard is in "
-            f"{LEDGER_NAME}."
+            f"{folder}: holds a BF16 copy (--to bf16), and this checks NVFP4 checkpoints. The hash of every shard is "
+            f"in {LEDGER_NAME}."
         )
 
 
