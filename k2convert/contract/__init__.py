@@ -89,8 +89,8 @@ def check_subject(
     """The same for a folder that is open already; see check_contract."""
     found = [_check_whole(subject, number, check) for number, check in _NEED_ALL_SHARDS]
     found += [check(subject) for check in _FROM_CONFIGS]
-    list_is_wrong = any(findings.number == 14 and findings.errors for findings in found)
-    found.append(rules_config.check_hf_quant_config(subject, compare_lists=not list_is_wrong))
+    list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
+    found.append(rules_config.check_hf_quant_config(subject, compare_lists=list_is_good))
     scan = scan_shards(subject, observe=observe, advance=progress)
     found += _check_data(subject, scan)
     found.append(rules_data.check_errors(subject, tensor_errors, budget_sqnr_db))

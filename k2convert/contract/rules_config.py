@@ -138,7 +138,7 @@ def check_hf_quant_config(subject: Subject, *, compare_lists: bool) -> Findings:
     """Rule 13. TensorRT-LLM reads this file first; vLLM's fallback reader wants `modelopt` as the producer's name.
 
     What config.json itself may have wrong is expected here as it should be, so that a fault in one file is found there;
-    `compare_lists` is off where rule 14 has found config.json's list wrong.
+    `compare_lists` is off where rule 14 has found config.json's list wrong, or found none.
     """
     found = Findings(13)
     path = subject.folder / HF_QUANT_CONFIG_NAME

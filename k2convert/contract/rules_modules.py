@@ -14,9 +14,9 @@ from k2convert.checkpoint.layouts import MODELOPT
 from k2convert.contract import matchers
 from k2convert.contract.findings import Findings
 from k2convert.contract.matchers import EngineRefusalError
-from k2convert.contract.rules_config import exclude_entries
+from k2convert.contract.rules_config import QUANTIZATION_KEYS, exclude_entries
 from k2convert.contract.subject import Module, Subject
-from k2convert.k2 import TEXT_PREFIX, WEIGHT, WRAPPED_PREFIX, Role
+from k2convert.k2 import CONVERTIBLE_ROLES, TEXT_PREFIX, WEIGHT, WRAPPED_PREFIX, Role
 
 _LINEAR_ROLES = (
     Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION,
@@ -52,8 +52,8 @@ class Engine:
 def check_exclude_list(subject: Subject) -> Findings:
     """Rule 14: every BF16 linear layer excluded, no converted one, under vLLM, SGLang and TensorRT-LLM alike."""
     found = Findings(14)
-    if subject.config is None:
-        found.skip("config.json cannot be read, see rule 11")
+    if not isinstance((subject.config or {}).get(QUANTIZATION_KEYS[0]), dict):
+        found.skip("there is no quantization_config, see rule 11")
         return found
     entries = exclude_entries(subject)
     if subject.layout == MODELOPT:
@@ -87,7 +87,7 @@ def _is_linear(module: Module) -> bool:
     if module.parts.role not in _LINEAR_ROLES:
         return False
     if module.is_converted:
-        return True
+        return module.parts.role in CONVERTIBLE_ROLES  # any other is rule 1's finding
     weight = module.parameters.get(WEIGHT)
     return weight is not None and len(weight.shape) == 2
 

@@ -76,3 +76,15 @@ def breakable(request: pytest.FixtureRequest, convert: Callable[[Kind], Converte
 def modelopt(convert: Callable[[Kind], Converted], tmp_path: Path) -> Converted:
     """A copy of a good checkpoint in the modelopt layout, to break."""
     return copy_of(convert(GOOD[0]), tmp_path / "copy")
+
+
+@pytest.fixture
+def packed(convert: Callable[[Kind], Converted], tmp_path: Path) -> Converted:
+    """A copy of a good checkpoint in the compressed-tensors layout and K2.5's names, to break."""
+    return copy_of(convert(GOOD[-1]), tmp_path / "copy")
+
+
+@pytest.fixture
+def weight_only(convert: Callable[[Kind], Converted], tmp_path: Path) -> Converted:
+    """A copy of a good W4A16 checkpoint in the modelopt layout, to break."""
+    return copy_of(convert(GOOD[1]), tmp_path / "copy")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from blake3 import blake3
 
 from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
-from k2convert.contract import ContractReport, Verdict, check_contract
+from k2convert.contract import ContractReport, RuleResult, Verdict, check_contract
+from scripts.fixture_maker import damage
+from scripts.fixture_maker.folder import SmallCheckpoint
 
 
 class Kind(NamedTuple):
@@ -84,3 +88,30 @@ def seal(folder: Path) -> None:
 def verdicts(report: ContractReport) -> dict[int, Verdict]:
     """The rules that neither passed nor were skipped."""
     return {r.number: r.verdict for r in report.rules if r.verdict in (Verdict.FAIL, Verdict.WARN)}
+
+
+def only(report: ContractReport, number: int, verdict: Verdict = Verdict.FAIL) -> RuleResult:
+    """The one rule that found something, which must be `number`; counts of rule 5 are of no interest elsewhere."""
+    found = {n: v for n, v in verdicts(report).items() if n == number or n != 5}
+    assert found == {number: verdict}, [(r.number, r.offenders) for r in report.rules if r.number in found]
+    return report.rules[number - 1]
+
+
+def change(converted: Converted, apply: Callable[[SmallCheckpoint], object]) -> None:
+    """Change tensors; shards, index and the ledger's hashes are made to fit."""
+    damage.edit_checkpoint(converted.folder, apply)
+    seal(converted.folder)
+
+
+def change_tensor(converted: Converted, name: str, apply: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    damage.edit_tensor(converted.folder, name, apply)
+    seal(converted.folder)
+
+
+def set_byte(tensor: torch.Tensor, index: int, value: int) -> torch.Tensor:
+    tensor.view(torch.uint8).view(-1)[index] = value
+    return tensor
+
+
+def add_tensor(converted: Converted, name: str, tensor: torch.Tensor, *, beside: str) -> None:
+    change(converted, lambda c: c.shards[c.shard_of(beside)].__setitem__(name, tensor))
