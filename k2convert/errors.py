@@ -45,6 +45,10 @@ class SourceReadError(K2ConvertError, OSError):
     """The operating system failed to read the source."""
 
 
+class DestinationWriteError(K2ConvertError, OSError):
+    """The operating system failed to write the result, for another reason than a full disk."""
+
+
 class MissingDependencyError(K2ConvertError, ImportError):
     """An optional library is needed for what was asked and is not installed."""
 

@@ -15,7 +15,7 @@ from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME, Checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.convert import Report, ShardConverter, run_conversion
-from k2convert.errors import DiskFullError, PlanError
+from k2convert.errors import DestinationWriteError, DiskFullError, PlanError
 from k2convert.journal import Journal, ShardRecord, check_destination
 from k2convert.k2 import detect_family
 from k2convert.plan import Plan, fingerprint_digest, job_fingerprint, plan_conversion
@@ -112,7 +112,12 @@ def execute(job: LocalJob, *, report: Report) -> dict[str, ShardRecord]:
     """Do what is left of the job; returns every shard's record. Interrupted or failed, it can be executed again."""
     check_room(job)
     journal, recipe = Journal(job.destination), job.plan.recipe
-    job.destination.mkdir(parents=True, exist_ok=True)
+    try:
+        job.destination.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DestinationWriteError(
+            f"{job.destination}: cannot be made ({error.strerror}). Name a folder you may write to."
+        ) from None
     with journal.locked(), ShardReader(job.source.path) as reader:
         shards = {shard.name: shard.data_bytes for shard in job.plan.jobs}
         journal.begin(fingerprint=job.fingerprint, recipe=recipe.document(), shards=shards)

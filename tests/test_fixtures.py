@@ -165,6 +165,7 @@ def test_zeros_has_zeros_of_every_kind(zeros: Path) -> None:
     groups_zero = (codes_of(tensors, module).unflatten(1, (-1, 32)) == 0).all(2)
     assert (scales(module) == 0)[groups_zero].any()
     assert (scales(module) == 0)[~groups_zero].any()
+    assert scales(module).view(torch.int16).min() == -(2**15), "the bits of -0"
     assert not scales(experts(1, 2, "gate")).any()
     assert codes_of(tensors, experts(1, 2, "gate")).any()
     assert scales(experts(1, 2, "up")).all()

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from blake3 import blake3
 
-from k2convert.errors import DiskFullError
+from k2convert.errors import DestinationWriteError, DiskFullError, K2ConvertError
 
 TEMPORARY_SUFFIX = ".tmp"
 ALIGNMENT = 4096
@@ -179,4 +179,9 @@ def _write_error(path: Path, error: OSError) -> OSError:
         return DiskFullError(
             f"{path}: no room left on the disk. Finished shards are kept: free space and run the same command again."
         )
-    return error
+    if isinstance(error, K2ConvertError):
+        return error
+    return DestinationWriteError(
+        f"{path}: writing failed ({error.strerror}). Finished shards are kept: check permissions, limits and the disk, "
+        "or start over in a folder on another one."
+    )

@@ -66,8 +66,8 @@ def make_zeros(out: Path, *, seed: int = 0) -> Path:
     """Plant zeros of every kind.
 
     Expert 0: every tenth block of 16 has zero codes. Expert 1: every tenth group of 32 has scale 0, half of them
-    with their codes left non-zero. Expert 2: gate wholly zero by its scales, up untouched; down by its scales.
-    Expert 3: all codes zero under non-zero scales. Expert 4: gate, up and down zero in codes and scales.
+    with their codes left non-zero, and some more have scale -0. Expert 2: gate and down wholly zero by their scales,
+    up untouched. Expert 3: all codes zero under non-zero scales. Expert 4: all three zero in codes and scales.
     """
     checkpoint = read_small(TINY)
     generator = torch.Generator().manual_seed(seed)
@@ -81,6 +81,7 @@ def make_zeros(out: Path, *, seed: int = 0) -> Path:
         draw = torch.rand(scales.shape, generator=generator)
         scales[draw < 0.1] = 0
         codes[draw < 0.05] = 0
+        scales[draw > 0.98] = -0.0
         checkpoint.replace(f"{module}.weight_packed", pack(codes.flatten(1)))
         checkpoint.replace(f"{module}.weight_scale", scales)
     for expert, kinds, zero_codes, zero_scales in (

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +182,24 @@ def test_own_result_is_refused_as_a_source(
     assert done.value.code == 0
     capsys.readouterr()
     assert "NVFP4 already" in refuse(source=converted, dest=tmp_path / "twice")
+
+
+def test_write_that_fails_on_the_way_keeps_what_is_finished(k2_shaped: Path, dest: Path) -> None:
+    # A limit on file size fails the write of every shard above 1 MB, as a filesystem of small files would.
+    limit = (1_000_000, resource.RLIM_INFINITY)
+    result = subprocess.run(
+        [sys.executable, "-m", "k2convert", "run", k2_shaped, dest, "--device", "cpu", "--workers", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "writing failed (File too large)" in result.stderr
+    assert "model-0000" in result.stderr
+    assert not list(dest.rglob("*.tmp"))
+    assert not (dest / "config.json").exists()
 
 
 @pytest.mark.parametrize(
