@@ -8,13 +8,14 @@ converted ranges of the source are given back to the filesystem (hole punching),
 
 import ctypes
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from k2convert.errors import DiskFullError
+from k2convert.errors import DiskFullError, PlanError
 
 SHRINK_SLACK_BYTES = 256 << 10  # ranges read but not yet merged to whole blocks
 _BLOCK = 4096
@@ -76,6 +77,15 @@ def plan_disk(
     return DiskPlan(frozenset(shrinking), needed)
 
 
+def parse_size(text: str) -> int:
+    """Bytes from `200GB`, `1.5TB`, `64GiB` or a plain number; raises PlanError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)
+    if match is None:
+        raise PlanError(f"{text!r}: not a size. Write for example 200GB.")
+    power = " kmgt".index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
 def shrinking_need(item: Item, source_bytes: Mapping[str, int]) -> int:
     """Room for an item whose source shrinks as its result grows."""
     sources = sum(source_bytes.get(s, 0) for s in item.sources)
@@ -83,7 +93,7 @@ def shrinking_need(item: Item, source_bytes: Mapping[str, int]) -> int:
 
 
 def punch_hole(path: Path, begin: int, end: int) -> bool:
-    """Give bytes [begin, end) of a file back to the filesystem, as far as they fill whole blocks; False if it cannot."""
+    """Give the whole blocks within bytes [begin, end) of a file back to the filesystem; False if it cannot."""
     begin, end = -(-begin // _BLOCK) * _BLOCK, end // _BLOCK * _BLOCK
     if end <= begin:
         return True

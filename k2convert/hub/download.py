@@ -43,9 +43,11 @@ def download_shard(
     """
     file = source.shard(shard)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists() and target.stat().st_size == file.num_bytes and _file_sha256(target) == file.sha256:
-        progress(file.num_bytes)
-        return
+    if target.exists():
+        if target.stat().st_size == file.num_bytes and _file_sha256(target) == file.sha256:
+            progress(file.num_bytes)
+            return
+        target.unlink()  # an interrupted conversion in tight room uses up its source
     partial = open_partial(target, file)
     try:
         url = file_url(hub, source, shard)

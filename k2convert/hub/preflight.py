@@ -4,13 +4,14 @@ Nothing is changed here, so a dry run may ask. What cannot be known beforehand (
 named in a notice rather than guessed.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from k2convert.errors import HubError
 from k2convert.hub.client import Hub, HubRequestError, parse_repo
-from k2convert.hub.source import RemoteFile, list_files
+from k2convert.hub.source import RemoteFile, list_files, read_file
 
 MAX_FILE_BYTES = 50_000_000_000  # the Hub's hard limit over HTTP; it recommends 20 GB
 RECOMMENDED_FILE_BYTES = 20_000_000_000
@@ -134,6 +135,22 @@ def _size_notices(
             "If that is not enough the Hub will refuse uploads midway: use --public, or a larger plan"
         )
     return notices
+
+
+def is_published(hub: Hub, target: Target, *, fingerprint: Mapping[str, Any], ledger_name: str) -> bool:
+    """Whether main holds this very job's finished result; raises HubError if it holds any other weights."""
+    if not holds_weights(target.files):
+        return False
+    ledger: Any = None
+    if ledger_name in target.files and target.head is not None:
+        data = read_file(hub, target.repo, target.head, target.files[ledger_name])
+        ledger = json.loads(data)
+    if not isinstance(ledger, dict) or cast(dict[str, Any], ledger).get("fingerprint") != dict(fingerprint):
+        raise HubError(
+            f"{target.repo}: main already holds other weights, and they are not replaced. Publish to a new repository."
+        )
+    shards = cast(dict[str, dict[str, Any]], ledger["shards"])
+    return all(name in target.files and target.files[name].num_bytes == s["bytes"] for name, s in shards.items())
 
 
 def holds_weights(files: Mapping[str, RemoteFile]) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from k2convert.errors import HubError
 from k2convert.hub.client import Hub, HubRequestError, explained
 from k2convert.hub.preflight import Target
-from k2convert.hub.source import RemoteFile, list_files, matches
+from k2convert.hub.source import RemoteFile, list_files, matches, read_file
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -86,16 +86,11 @@ class Publication:
 
     def read_records(self, *, wanted: Callable[[str], bool]) -> dict[str, bytes]:
         """Small files that earlier runs committed with their shards, by path below .k2convert/."""
-        from huggingface_hub import hf_hub_url
-
         found: dict[str, bytes] = {}
         for path, file in self.on_branch.items():
             name = path.removeprefix(f"{RECORDS_FOLDER}/")
             if name != path and wanted(name):
-                url = hf_hub_url(self.repo, path, revision=self.branch, endpoint=self.hub.endpoint)
-                data = self.hub.fetch_range(url, begin=0, end=file.num_bytes)
-                if matches(data, file):
-                    found[name] = data
+                found[name] = read_file(self.hub, self.repo, self.branch, file)
         return found
 
     def has(self, name: str, sha256: str, num_bytes: int) -> bool:

@@ -92,6 +92,19 @@ def file_url(hub: Hub, source: RemoteRepo, path: str) -> str:
     return hf_hub_url(source.repo, path, revision=source.commit, endpoint=hub.endpoint)
 
 
+def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile) -> bytes:
+    """A small file's bytes, checked against the Hub's hash; raises HubError where they stay wrong."""
+    from huggingface_hub import hf_hub_url
+
+    url = hf_hub_url(repo, file.path, revision=revision, endpoint=hub.endpoint)
+    for _ in range(hub.retry.num_attempts):
+        data = hub.fetch_range(url, begin=0, end=file.num_bytes)
+        if matches(data, file):
+            return data
+        hub.notify(f"{file.path} arrived with other bytes than the Hub states; fetching it again")
+    raise HubError(f"{repo}/{file.path}: arrives with other bytes than the Hub states. A proxy may change them.")
+
+
 def fetch_header(hub: Hub, source: RemoteRepo, shard: str) -> ShardHeader:
     """Read one shard's header with two range requests: its length, then its JSON."""
     file = source.shard(shard)
@@ -156,16 +169,10 @@ def _fetch_small_file(hub: Hub, source: RemoteRepo, file: RemoteFile, *, folder:
     target = folder / parts
     if target.is_file() and not target.is_symlink() and matches(target.read_bytes(), file):
         return
-    url = file_url(hub, source, file.path)
-    for _ in range(hub.retry.num_attempts):
-        data = hub.fetch_range(url, begin=0, end=file.num_bytes)
-        if matches(data, file):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)
-            target.write_bytes(data)
-            return
-        hub.notify(f"{file.path} arrived with other bytes than the Hub states; fetching it again")
-    raise HubError(f"{source.repo}/{file.path}: arrives with other bytes than the Hub states. A proxy may change them.")
+    data = read_file(hub, source.repo, source.commit, file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    target.write_bytes(data)
 
 
 def matches(data: bytes, file: RemoteFile) -> bool:
