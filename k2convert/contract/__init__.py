@@ -5,7 +5,7 @@ Headers and configs are read first and decide whatever they can; what needs data
 `scan`). One fault is one rule's finding, as far as faults can be told apart. Nothing here is specific to what wrote the
 folder: other people's NVFP4 checkpoints are held to the same rules, but for the ledger.
 
-Left out: running an engine. Behaviour is as read in vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.2 and its 2026 main.
+Left out: running an engine. Behaviour is as read in vLLM 0.33.0, SGLang 0.5.23 and TensorRT-LLM's sources.
 """
 
 from collections.abc import Callable, Mapping

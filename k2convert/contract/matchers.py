@@ -11,8 +11,9 @@ whether the engine leaves it unquantised. Read in:
 - SGLang 0.5.23: `ModelOptQuantConfig._get_quant_method`, `.is_layer_excluded`, `.apply_weight_name_mapper`
   (srt/layers/quantization/modelopt_quant.py), `is_layer_skipped` (srt/layers/quantization/utils.py),
   `hf_to_sglang_mapper` (srt/models/kimi_k25.py), `should_ignore_layer` (compressed_tensors/utils.py);
-- TensorRT-LLM 1.2 and its main branch of 2026: `QuantConfig.is_module_excluded_from_quantization`
-  (models/modeling_utils.py), `KimiK25ForConditionalGeneration.__init__` (_torch/models/modeling_kimi_k25.py).
+- TensorRT-LLM, two states of its main branch (2025: globs alone; 2026: subtrees and `re:` too):
+  `QuantConfig.is_module_excluded_from_quantization` (models/modeling_utils.py), `KimiK25ForConditionalGeneration`
+  (_torch/models/modeling_kimi_k25.py), `apply_quant_config_exclude_modules` (_torch/models/modeling_utils.py).
 """
 
 import re
@@ -190,12 +191,15 @@ def map_tensorrt_llm_excludes(excludes: Sequence[str], *, is_wrapped: bool) -> l
 
 
 def tensorrt_llm_excludes(module: str, excludes: Sequence[str]) -> bool:
-    """Whether TensorRT-LLM 1.2 leaves `module` unquantised: a case-sensitive glob over the whole name, nothing else."""
+    """Whether TensorRT-LLM of 2025 leaves `module` unquantised: a case-sensitive glob over the whole name, no more.
+
+    For fused layers it tries the parts' names too; a list that needs this is not relied on here.
+    """
     return any(fnmatchcase(module, entry) for entry in excludes)
 
 
 def tensorrt_llm_excludes_subtree(module: str, excludes: Sequence[str]) -> bool:
-    """The same in the 2026 main branch: an entry also takes everything below it, and `re:` is a full regex match.
+    """The same in 2026: an entry also takes everything below it, and `re:` is a full regex match.
 
     Layers fused of gate and up are taken by entries for either part as well.
     """
