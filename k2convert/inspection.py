@@ -75,7 +75,7 @@ def inspect_checkpoint(source: Checkpoint) -> Inspection:
         folder=str(source.folder),
         family=family,
         model_type=source.config.get("model_type"),
-        architectures=list(source.config.get("architectures") or []),
+        architectures=_strings(source.config.get("architectures")),
         layers={
             "total": architecture.num_layers,
             "dense": architecture.num_dense_layers,
@@ -98,8 +98,9 @@ def inspect_checkpoint(source: Checkpoint) -> Inspection:
 def _headline(config: dict[str, Any]) -> dict[str, Any]:
     keys = ("quant_method", "format", "quant_algo", "kv_cache_scheme")
     result = {key: config[key] for key in keys if config.get(key) is not None}
-    groups = cast(dict[str, dict[str, Any]], config.get("config_groups") or {})
-    weights: dict[str, Any] = next((group.get("weights") for group in groups.values()), None) or {}
+    # Shown as found and trusted with nothing: what is INT4 is decided by the tensors.
+    first = next(iter(_mapping(config.get("config_groups")).values()), None)
+    weights = _mapping(_mapping(first).get("weights"))
     return result | {key: weights[key] for key in ("num_bits", "type", "group_size", "symmetric") if key in weights}
 
 
@@ -122,13 +123,21 @@ def _holdings(source: Checkpoint, names: dict[str, TensorName]) -> list[Holding]
     return [Holding(role, form, *entry) for (role, form), entry in sorted(sums.items(), key=lambda i: -i[1][1])]
 
 
+def _mapping(value: object) -> dict[str, Any]:
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def _strings(value: object) -> list[str]:
+    return [str(entry) for entry in cast(list[object], value)] if isinstance(value, list) else []
+
+
 def _oddities(source: Checkpoint, names: dict[str, TensorName], architecture: Architecture) -> list[str]:
     notes: list[str] = []
     if source.stray_shards:
         notes.append(f"{len(source.stray_shards)} .safetensors file(s) not in the index: {source.stray_shards[0]} ...")
     stated = source.index_metadata.get("total_size")
     if stated is not None and stated != source.tensor_bytes:
-        notes.append(f"the index states total_size {stated:,}, the headers add up to {source.tensor_bytes:,}")
+        notes.append(f"the index states total_size {stated}, the headers add up to {source.tensor_bytes}")
     shapes = Counter(source.tensors[n].dtype for n, p in names.items() if p.parameter == "weight_shape")
     if len(shapes) > 1:
         notes.append("weight_shape is " + " and ".join(f"{dtype} ({n})" for dtype, n in shapes.items()))

@@ -1,0 +1,48 @@
+"""Odd but harmless words in config and index do not stop anything, and never end in a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from k2convert.cli import main
+from scripts.fixture_maker.damage import edit_config, edit_json
+
+INDEX = "model.safetensors.index.json"
+
+ODDITIES: dict[str, Callable[[Path], object]] = {
+    "config_groups a list": lambda s: edit_config(s, quantization_config={"config_groups": [1]}),
+    "config_groups of numbers": lambda s: edit_config(s, quantization_config={"config_groups": {"group_0": 1}}),
+    "weights a list": lambda s: edit_config(s, quantization_config={"config_groups": {"group_0": {"weights": [1]}}}),
+    "quantization_config a string": lambda s: edit_config(s, quantization_config="int4"),
+    "architectures a number": lambda s: edit_config(s, architectures=7),
+    "architectures missing": lambda s: edit_config(s, architectures=None),
+    "model_type a list": lambda s: edit_config(s, model_type=["kimi_k2"]),
+    "text_config a list": lambda s: edit_config(s, text_config=[1]),
+    "total_size a string": lambda s: edit_json(s / INDEX, lambda i: i["metadata"].update(total_size="7453760")),
+    "total_size wrong": lambda s: edit_json(s / INDEX, lambda i: i["metadata"].update(total_size=1)),
+    "total_size missing": lambda s: edit_json(s / INDEX, lambda i: i.update(metadata={})),
+    "metadata null": lambda s: edit_json(s / INDEX, lambda i: i.update(metadata=None)),
+    "a shard the index does not know": lambda s: (s / "stray.safetensors").write_bytes(b"not even a header"),
+    "a folder called like a shard": lambda s: (s / "old.safetensors").mkdir(),
+    "a download's leftovers": lambda s: (s / ".cache").mkdir(),
+}
+
+
+@pytest.mark.parametrize("name", ODDITIES)
+def test_odd_words_are_shown_or_passed_over(name: str, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ODDITIES[name](source)
+    for words in (
+        ["inspect", source, "--json"],
+        ["inspect", source],
+        ["run", source, source.parent / "d", "--dry-run"],
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main([str(word) for word in words])
+        printed = capsys.readouterr()
+        assert stopped.value.code == 0, printed.err
+        if "--json" in words:
+            assert json.loads(printed.out)["int4_projections"] == 144
