@@ -86,6 +86,14 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
     "config is a link": (link_away("config.json"), ["config.json", "link"]),
     "missing config": (lambda s: (s / "config.json").unlink(), ["config.json", "missing", "ownload"]),
     "config not JSON": (replace_text("config.json", "{"), ["config.json", "JSON", "ownload"]),
+    "config key that stands twice": (
+        replace_text("config.json", '{"n_routed_experts": 16, "n_routed_experts": 384}'),
+        ["config.json", "n_routed_experts", "twice", "ownload"],
+    ),
+    "config not UTF-8": (
+        lambda s: (s / "config.json").write_bytes(b'{"a": "\xff"}'),
+        ["config.json", "UTF-8", "ownload"],
+    ),
     "config not an object": (replace_text("config.json", "[]"), ["config.json", "object", "ownload"]),
     "sidecar is a link": (link_away("tokenizer.json"), ["tokenizer.json", "link"]),
 }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.errors import SourceReadError
 from scripts.fixture_maker.damage import edit_checkpoint, edit_config, edit_tensor
 from scripts.fixture_maker.folder import SmallCheckpoint
 
@@ -141,3 +145,19 @@ def test_values_found_bad_on_the_way_leave_no_half_shard(name: str, source: Path
     assert not (dest / SHARD).exists()
     assert not list(dest.rglob("*.tmp"))
     assert not (dest / "config.json").exists()
+
+
+@pytest.mark.parametrize("harm", ["cut", "removed"])
+def test_shard_harmed_after_the_start_is_named_with_its_tensor(harm: str, source: Path) -> None:
+    checkpoint = open_checkpoint(source)
+    tensor = checkpoint.tensors[f"{DOWN}.weight_packed"]
+    path = source / SHARD
+    if harm == "cut":
+        os.truncate(path, tensor.begin + 100)
+    else:
+        path.unlink()
+    with ShardReader(checkpoint.path) as reader, pytest.raises(SourceReadError) as raised:
+        reader.read(tensor)
+    assert str(path) in str(raised.value)
+    assert tensor.name in str(raised.value)
+    assert "run again" in str(raised.value)
