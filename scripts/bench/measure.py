@@ -1,0 +1,102 @@
+"""Timing whole processes: wall and CPU seconds and peak memory by the operating system's own account."""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Medians over several runs of one command, and the spread of the wall time."""
+
+    seconds: float
+    fastest: float
+    slowest: float
+    cpu_seconds: float
+    peak_rss: int
+    runs: int
+
+    def rate(self, amount: float) -> float:
+        return amount / self.seconds
+
+
+def run_once(command: Sequence[str | Path], *, cores: int | None) -> tuple[float, float, int]:
+    """Run a command to its end; returns wall seconds, CPU seconds, peak RSS in bytes. Raises where it fails.
+
+    The child is forked from a small process: a child's peak RSS otherwise starts at its parent's.
+    """
+    prefix = ["taskset", "-c", "0"] if cores == 1 else []
+    begin = time.monotonic()
+    process = subprocess.Popen([*prefix, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.monotonic() - begin
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise RuntimeError(f"{command[0]} ended with {process.returncode}: {errors.decode()[-2000:]}")
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+
+def sample(command: Sequence[str | Path], *, runs: int, before: Callable[[], None], cores: int | None = None) -> Sample:
+    """Run a command `runs` times, `before` in front of each; returns medians."""
+    results = []
+    for _ in range(runs):
+        before()
+        results.append(run_once(command, cores=cores))
+    seconds = sorted(r[0] for r in results)
+    return Sample(
+        seconds=statistics.median(seconds),
+        fastest=seconds[0],
+        slowest=seconds[-1],
+        cpu_seconds=statistics.median(r[1] for r in results),
+        peak_rss=max(r[2] for r in results),
+        runs=runs,
+    )
+
+
+def evict(folder: Path) -> None:
+    """Drop a folder's files from the page cache (clean pages need no privileges to be dropped)."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def warm(folder: Path) -> None:
+    """Read a folder's files into the page cache."""
+    buffer = bytearray(16 << 20)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+
+def describe_machine() -> str:
+    """Processor, cores, memory and Python's torch, in one line."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        "unknown processor",
+    )
+    flags = Path("/proc/cpuinfo").read_text()
+    vector = "AVX-512" if " avx512f" in flags else "AVX2" if " avx2" in flags else "no AVX2"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    import torch
+
+    gpu = f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
+    return (
+        f"{model}, {os.cpu_count()} cores, {vector}, {memory:.0f} GiB{gpu}, Python {sys.version.split()[0]}, "
+        f"torch {torch.__version__}"
+    )
