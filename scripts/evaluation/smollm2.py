@@ -46,7 +46,7 @@ def make_smollm2(work: Path) -> Path:
     for name, tensor in dense.items():
         parts = name.split(".")
         layer = int(parts[2]) if parts[1] == "layers" else 0
-        pieces = _as_moe(name, tensor) if ".mlp." in name and layer > 0 else {name: tensor}
+        pieces = as_moe(name, tensor) if ".mlp." in name and layer > 0 else {name: tensor}
         shards[layer * NUM_SHARDS // num_layers] |= pieces
     for layer in range(1, num_layers):
         gate = f"model.layers.{layer}.mlp.gate"
@@ -100,7 +100,7 @@ def _dense_tensors(reader: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _as_moe(name: str, weight: Tensor) -> dict[str, Tensor]:
+def as_moe(name: str, weight: Tensor) -> dict[str, Tensor]:
     """Cut one projection of a dense MLP into the shared expert's slice and INT4 routed experts."""
     stem, projection = name.removesuffix(".weight").rsplit(".", 1)
     dimension = 1 if projection == "down_proj" else 0
