@@ -5,18 +5,14 @@ Heavy libraries are imported inside the commands, so that `--help` answers at on
 
 import signal
 import sys
-import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from k2convert import __version__
 from k2convert.errors import InvalidCheckpointError, K2ConvertError
-
-if TYPE_CHECKING:
-    from k2convert.job import LocalJob
 
 app = typer.Typer(
     name="k2convert",
@@ -63,8 +59,15 @@ class KvCacheOption(StrEnum):
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
-SourceArgument = Annotated[str, typer.Argument(help="Folder of the INT4 checkpoint.", show_default=False)]
+SourceArgument = Annotated[
+    str, typer.Argument(help="Folder of the INT4 checkpoint, or hf://owner/name[@revision].", show_default=False)
+]
 DestinationArgument = Annotated[Path, typer.Argument(help="Folder of the converted checkpoint.", show_default=False)]
+ResultArgument = Annotated[
+    str, typer.Argument(help="Folder of the converted checkpoint, or hf://owner/name.", show_default=False)
+]
+PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Publish without asking.")]
 
 
 def _version(value: bool) -> None:
@@ -84,11 +87,13 @@ def _root(
 def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
     """Say what a checkpoint is, from its headers alone."""
     from k2convert import console
-    from k2convert.checkpoint.index import open_checkpoint
+    from k2convert.hub.client import Hub
     from k2convert.inspection import inspect_checkpoint
+    from k2convert.sources import open_source
     from k2convert.views import show_inspection
 
-    found = inspect_checkpoint(open_checkpoint(Path(source)))
+    with open_source(source, hub=Hub(notify=console.print_note)) as opened:
+        found = inspect_checkpoint(opened.checkpoint)
     if as_json:
         console.print_json(found.to_dict())
         return
@@ -100,7 +105,7 @@ def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
 @app.command()
 def run(
     source: SourceArgument,
-    destination: DestinationArgument,
+    destination: ResultArgument,
     recipe: Annotated[str | None, typer.Option(help="Recipe: a file, or a shipped name. Default: by family.")] = None,
     rule: Annotated[RuleOption | None, typer.Option(help="How block scales are chosen.")] = None,
     layout: Annotated[LayoutOption | None, typer.Option(help="Tensor names and config of the result.")] = None,
@@ -116,12 +121,22 @@ def run(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Shards at once [default: by cores and devices].")] = None,
     device: Annotated[DeviceOption, typer.Option(help="Where to convert.")] = DeviceOption.auto,
+    max_disk: Annotated[
+        str | None, typer.Option(help="Disk to use at once, with the Hub: 200GB [default: free less 10 %].")
+    ] = None,
+    work_dir: Annotated[
+        Path | None, typer.Option(help="Folder for what is on its way to the Hub [default: k2convert-work/REPO].")
+    ] = None,
+    public: PublicOption = False,
+    yes: YesOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and touch nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert SOURCE into DESTINATION. Running it again resumes."""
-    from k2convert.checkpoint.index import open_checkpoint
+    """Convert SOURCE into DESTINATION, each a folder or a repository of the Hub. Running it again resumes."""
+    from k2convert import console
+    from k2convert.hub.client import Hub
     from k2convert.job import choose_recipe, prepare
+    from k2convert.sources import open_source, read_destination
 
     scales: dict[str, Any] | None = None
     if input_scale is not None or down_input_scale is not None:
@@ -133,68 +148,33 @@ def run(
     }  # fmt: skip
     if quantizer is QuantizerOption.reference and rule is None:
         overrides["rule"] = "plain"
-    opened = open_checkpoint(Path(source))
-    chosen = choose_recipe(opened, recipe, overrides)
-    job = prepare(source=opened, destination=destination, recipe=chosen, device=device.value, workers=workers)
-    if dry_run:
-        _show_plan(job, as_json)
-    else:
-        _execute(job, source, as_json)
+    place, hub = read_destination(destination, work_folder=work_dir), Hub(notify=console.print_note)
+    with open_source(source, hub=hub) as opened:
+        job = prepare(
+            source=opened.checkpoint,
+            destination=place.folder,
+            recipe=choose_recipe(opened.checkpoint, recipe, overrides),
+            device=device.value,
+            workers=workers,
+            revision=opened.revision,
+            repo=opened.repo,
+        )
+        if opened.remote is not None or place.repo is not None:
+            from k2convert.hub_commands import TransferOptions, run_transfer
+
+            options = TransferOptions(source, max_disk, not public, yes, dry_run, as_json)
+            run_transfer(job, opened, place, hub=hub, options=options)
+        else:
+            from k2convert.local_commands import run_local, show_local_plan
+
+            if dry_run:
+                show_local_plan(job, as_json)
+            else:
+                run_local(job, source, as_json)
 
 
 def _value(option: StrEnum | None) -> str | None:
     return None if option is None else option.value
-
-
-def _show_plan(job: "LocalJob", as_json: bool) -> None:
-    from k2convert import console
-    from k2convert.views import plan_document, show_plan
-
-    if as_json:
-        console.print_json(plan_document(job))
-        return
-    show_plan(job)
-    console.print_next(f"k2convert run {job.source.folder} {job.destination}")
-
-
-def _execute(job: "LocalJob", source: str, as_json: bool) -> None:
-    from k2convert import console
-    from k2convert.assemble import summarize
-    from k2convert.convert import Progress
-    from k2convert.job import execute
-    from k2convert.views import run_document, show_run
-
-    done = sum(shard.bytes_in for shard in job.plan.jobs if shard.name in job.finished)
-    display = console.RunDisplay(
-        what="convert",
-        num_shards=len(job.plan.jobs),
-        finished=len(job.finished),
-        total_bytes=sum(shard.bytes_in for shard in job.plan.jobs),
-        done_bytes=done,
-        quiet=as_json,
-    )
-
-    def report(progress: Progress) -> None:
-        display.advance(
-            bytes_in=progress.bytes_in,
-            bytes_out=progress.bytes_out,
-            tensors=progress.tensors,
-            shard_finished=progress.finished is not None,
-        )
-
-    if job.finished and not as_json:
-        state = "complete already" if job.is_complete else "resuming"
-        console.print_note(f"{job.destination}: {state}: {len(job.finished)} of {len(job.plan.jobs)} shards are done")
-    start = time.monotonic()
-    with display:
-        records = execute(job, report=report)
-    seconds = time.monotonic() - start
-    if as_json:
-        console.print_json(run_document(job, summarize(records), seconds))
-        return
-    show_run(job, summarize(records), seconds)
-    if job.plan.recipe.target == "nvfp4":
-        console.print_next(f"k2convert validate {job.destination} --source {source}")
 
 
 @app.command()
@@ -296,6 +276,23 @@ def _parse_layers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise typer.BadParameter(f"--layers {text}: expected numbers like 1,30,60, or all") from None
+
+
+@app.command()
+def publish(
+    destination: DestinationArgument,
+    repo: Annotated[str, typer.Option(help="Repository to publish to: owner/name.", show_default=False)],
+    public: PublicOption = False,
+    yes: YesOption = False,
+    base_model: Annotated[
+        str | None, typer.Option(help="Repository of the INT4 source, for card and licence [default: the ledger's].")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Validate a converted checkpoint and publish it on the Hub, in one commit on main."""
+    from k2convert import hub_commands
+
+    hub_commands.publish(destination, repo=repo, private=not public, yes=yes, base_model=base_model, as_json=as_json)
 
 
 @app.command()

@@ -59,7 +59,7 @@ class Shipping:
         Raises CheckpointError where the file is no longer what was written.
         """
         record, path = self.records[name], self.journal.destination / name
-        digest = self._hash(path, record)
+        digest = hash_file(path, expected_blake3=record.blake3)
         write_atomically(self._upload_path(name), json.dumps(asdict(digest)).encode())
         self.uploads[name] = digest
         if self.publication.has(name, digest.sha256, digest.file_bytes):
@@ -115,17 +115,18 @@ class Shipping:
         except (CheckpointError, TypeError):
             return None
 
-    def _hash(self, path: Path, record: ShardRecord) -> UploadRecord:
-        """Both hashes from one read."""
-        ours, hubs, num_bytes = blake3(), hashlib.sha256(), 0
-        with path.open("rb", buffering=0) as file:
-            while data := file.read(_READ_BYTES):
-                ours.update(data)
-                hubs.update(data)
-                num_bytes += len(data)
-        if ours.hexdigest() != record.blake3:
-            raise CheckpointError(
-                f"{path}: is no longer what was written: its blake3 differs from its record. Delete it and run the "
-                "same command again; if it happens twice, suspect disk or memory."
-            )
-        return UploadRecord(hubs.hexdigest(), record.blake3, num_bytes)
+
+def hash_file(path: Path, *, expected_blake3: str) -> UploadRecord:
+    """Both hashes of a file from one read; raises CheckpointError where it is no longer what was written."""
+    ours, hubs, num_bytes = blake3(), hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_READ_BYTES):
+            ours.update(data)
+            hubs.update(data)
+            num_bytes += len(data)
+    if ours.hexdigest() != expected_blake3:
+        raise CheckpointError(
+            f"{path}: is no longer what was written: its blake3 differs from its record. Delete it and run the "
+            "same command again; if it happens twice, suspect disk or memory."
+        )
+    return UploadRecord(hubs.hexdigest(), expected_blake3, num_bytes)

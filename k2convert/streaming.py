@@ -1,92 +1,24 @@
-"""`inspect`, `run` and `publish` where the Hub is a source or a destination; local paths never come here.
-
-A destination on the Hub needs a folder to work in: what is not uploaded yet, and the journal. It stays after the end,
-some megabytes in all, so that `status` and a second run can tell what was done.
-"""
+"""Jobs with the Hub on either side, as the command line needs them: pre-flight, consent, card."""
 
 import sys
-import tempfile
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
-from k2convert.checkpoint.index import Checkpoint, open_checkpoint
-from k2convert.errors import HubError
-from k2convert.hub.card import CARD_NAME, SourceCard, read_source_card_file
-from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
+from k2convert.checkpoint.index import CONFIG_NAME, read_json_file
+from k2convert.checkpoint.sidecars import LEDGER_NAME
+from k2convert.errors import HubError, PlanError
+from k2convert.hub.card import CARD_NAME, PICTURES, CardFacts, SourceCard, build_card
+from k2convert.hub.client import Hub
 from k2convert.hub.preflight import Target, check_target
-from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
 from k2convert.job import LocalJob
+from k2convert.sources import OpenedSource
 from k2convert.transfer import output_items
-
-WORK_ROOT = Path("k2convert-work")
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedSource:
-    """A source ready to be planned from; `remote` is None for a folder."""
-
-    checkpoint: Checkpoint
-    remote: RemoteRepo | None
-
-    @property
-    def card(self) -> SourceCard:
-        """What the source's card says; to be read while the source is open."""
-        return read_source_card_file(self.checkpoint.folder / CARD_NAME)
-
-    @property
-    def repo(self) -> str | None:
-        return self.remote.repo if self.remote is not None else None
-
-    @property
-    def revision(self) -> str | None:
-        return self.remote.commit if self.remote is not None else None
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where a result goes: a folder, and the repository if it is the Hub's."""
-
-    folder: Path
-    repo: str | None
-
-
-@contextmanager
-def open_source(text: str, *, hub: Hub) -> Generator[OpenedSource]:
-    """Open a folder, or a repository's headers and small files in a temporary folder that lasts for the block."""
-    ref = parse_repo(text)
-    if ref is None:
-        yield OpenedSource(open_checkpoint(Path(text)), None)
-        return
-    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
-        folder = Path(temporary) / ref.repo
-        folder.mkdir(parents=True)
-        try:
-            remote = resolve_source(hub, ref)
-        except HubError as error:
-            if text.startswith(SCHEME):
-                raise
-            raise HubError(f"{text}: there is no such folder, and as a repository of the Hub: {error}") from error
-        yield OpenedSource(open_remote(hub, remote, folder=folder), remote)
-
-
-def read_destination(text: str, *, work_folder: Path | None) -> Destination:
-    """A path, or hf://owner/name with the folder to work in; raises HubError for a revision."""
-    ref = parse_repo(text) if text.startswith(SCHEME) else None
-    if ref is None:
-        return Destination(Path(text), None)
-    return Destination(work_folder or WORK_ROOT / ref.repo.replace("/", "--"), _without_revision(ref))
-
-
-def _without_revision(ref: RepoRef) -> str:
-    if ref.revision is not None:
-        raise HubError(f"{ref}: results go to main in one commit; leave out @{ref.revision}.")
-    return ref.repo
 
 
 def check_job_target(local: LocalJob, opened: OpenedSource, *, repo: str, private: bool, hub: Hub) -> Target:
-    """Pre-flight for a planned job, before anything is converted."""
+    """Pre-flight for a planned job, before anything is converted; raises HubError or PlanError."""
+    if local.plan.recipe.target != "nvfp4":
+        raise PlanError("--to bf16 goes to a folder: only NVFP4 checkpoints are validated, and so published.")
     file_bytes = {item.name: item.output_bytes for item in output_items(local)}
     return check_target(
         hub, repo=repo, private=private, file_bytes=file_bytes, licence=opened.card.licence, source=opened.repo
@@ -102,3 +34,17 @@ def confirm(target: Target, *, total_bytes: int, yes: bool, ask: Callable[[str],
     kind = "private" if target.private else "PUBLIC"
     if not ask(f"Publish {total_bytes / 1e9:,.1f} GB to the {kind} repository {target.repo}?"):
         raise HubError(f"{target.repo}: not published.")
+
+
+def card_files(folder: Path, *, repo: str, base_model: str | None, source: SourceCard) -> dict[str, bytes]:
+    """README.md for a finished folder, from its ledger and config."""
+    picture = next((name for name in PICTURES if (folder / name).is_file()), None)
+    facts = CardFacts(
+        repo=repo,
+        base_model=base_model,
+        ledger=read_json_file(folder / LEDGER_NAME),
+        config=read_json_file(folder / CONFIG_NAME),
+        source=source,
+        picture=picture,
+    )
+    return {CARD_NAME: build_card(facts).encode()}

@@ -153,7 +153,7 @@ def execute_transfer(job: TransferJob, *, report: Report, assembled: Assembled) 
 def published_files(folder: Path, shards: set[str]) -> list[Path]:
     """Everything of a finished folder but shards and work files, relative to it."""
     everything = (p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file())
-    return [p for p in everything if p.parts[0] != WORK_FOLDER and str(p) not in shards and p.suffix != ".tmp"]
+    return [p for p in everything if not p.parts[0].startswith(".") and str(p) not in shards and p.suffix != ".tmp"]
 
 
 def _settle_source(job: TransferJob) -> Path:

@@ -1,0 +1,191 @@
+"""What `run` and `publish` do on the command line where the Hub is involved: show, ask, report."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from k2convert import console
+from k2convert.assemble import summarize
+from k2convert.convert import Progress
+from k2convert.disk import parse_size
+from k2convert.errors import InvalidCheckpointError
+from k2convert.hub.card import CARD_NAME, SourceCard, read_source_card
+from k2convert.hub.client import Hub, RepoRef, parse_repo
+from k2convert.hub.preflight import check_target, is_published
+from k2convert.hub.publish import Publication
+from k2convert.hub.source import read_file, resolve_source
+from k2convert.job import LocalJob
+from k2convert.plan import fingerprint_digest
+from k2convert.publish import publish_folder, read_ledger_document
+from k2convert.sources import Destination, OpenedSource
+from k2convert.streaming import card_files, check_job_target, confirm
+from k2convert.transfer import Arrival, TransferJob, execute_transfer, prepare_transfer
+from k2convert.validate import validate_checkpoint
+from k2convert.views import plan_document, run_document, show_plan, show_run
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """What the user said: the source as written, `--max-disk`, and the switches."""
+
+    source: str
+    max_disk: str | None
+    private: bool
+    yes: bool
+    dry_run: bool
+    as_json: bool
+
+
+def run_transfer(
+    local: LocalJob, opened: OpenedSource, destination: Destination, *, hub: Hub, options: TransferOptions
+) -> None:
+    """Plan, show or do a job with the Hub as source, destination or both."""
+    target = None
+    if destination.repo is not None:
+        target = check_job_target(local, opened, repo=destination.repo, private=options.private, hub=hub)
+        for notice in target.notices:
+            console.print_note(f"note: {notice}")
+    room = None if options.max_disk is None else parse_size(options.max_disk)
+    job = prepare_transfer(local=local, hub=hub, remote=opened.remote, target=target, max_disk=room)
+    if options.dry_run:
+        _show_plan(job, options, destination)
+        return
+    if target is not None and job.is_published:
+        console.print_note(f"{target.repo}: main holds this result already")
+        if options.as_json:
+            console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
+        return
+    if target is not None:
+        confirm(target, total_bytes=local.plan.data_bytes, yes=options.yes, ask=typer.confirm)
+    start = time.monotonic()
+    with _display(local, quiet=options.as_json) as display:
+        arrival = execute_transfer(job, report=_reporter(display), assembled=_assembler(job, opened))
+    _show_arrival(job, arrival, destination, seconds=time.monotonic() - start, as_json=options.as_json)
+
+
+def _assembler(job: TransferJob, opened: OpenedSource) -> Any:
+    card = opened.card if job.target is not None else SourceCard()
+
+    def assembled(folder: Path) -> dict[str, bytes]:
+        if job.target is None:
+            return {}
+        return card_files(folder, repo=job.target.repo, base_model=opened.repo, source=card)
+
+    return assembled
+
+
+def _display(local: LocalJob, *, quiet: bool) -> console.RunDisplay:
+    return console.RunDisplay(
+        what="transfer",
+        num_shards=len(local.plan.jobs),
+        finished=len(local.finished),
+        total_bytes=sum(shard.bytes_in for shard in local.plan.jobs),
+        done_bytes=sum(shard.bytes_in for shard in local.plan.jobs if shard.name in local.finished),
+        quiet=quiet,
+    )
+
+
+def _reporter(display: console.RunDisplay) -> Any:
+    def report(progress: Progress) -> None:
+        display.advance(
+            bytes_in=progress.bytes_in,
+            bytes_out=progress.bytes_out,
+            tensors=progress.tensors,
+            shard_finished=progress.finished is not None,
+        )
+
+    return report
+
+
+def _show_plan(job: TransferJob, options: TransferOptions, destination: Destination) -> None:
+    needed = job.disk.needed_bytes + job.base_bytes
+    document = plan_document(job.local) | {
+        "source": options.source,
+        "destination": _name(destination),
+        "work_folder": str(destination.folder),
+        "source_commit": job.remote.commit if job.remote is not None else None,
+        "max_disk": job.max_disk,
+        "disk_needed": needed,
+        "branch": job.branch if job.target is not None else None,
+        "private": job.target.private if job.target is not None else None,
+        "notices": list(job.target.notices) if job.target is not None else [],
+    }
+    if options.as_json:
+        console.print_json(document)
+        return
+    show_plan(job.local)
+    if job.remote is not None:
+        console.print_line(f"source: {job.remote.repo} at commit {job.remote.commit}")
+    if job.target is not None:
+        kind = "private" if job.target.private else "public"
+        console.print_line(f"publishes to {job.target.repo} ({kind}) by way of its branch {job.branch}")
+    console.print_line(
+        f"at most {console.format_bytes(job.max_disk)} of disk at once; {console.format_bytes(needed)} would do"
+    )
+    console.print_next(f"k2convert run {options.source} {_name(destination)}")
+
+
+def _name(destination: Destination) -> str:
+    return f"hf://{destination.repo}" if destination.repo is not None else str(destination.folder)
+
+
+def _show_arrival(
+    job: TransferJob, arrival: Arrival, destination: Destination, *, seconds: float, as_json: bool
+) -> None:
+    totals = summarize(arrival.records)
+    if as_json:
+        more = {"destination": _name(destination), "repo": destination.repo, "commit": arrival.commit}
+        console.print_json(run_document(job.local, totals, seconds) | more)
+        return
+    show_run(job.local, totals, seconds)
+    if arrival.commit is None:
+        console.print_next(f"k2convert validate {destination.folder}")
+    else:
+        console.print_line(f"{job.hub.endpoint}/{destination.repo} at commit {arrival.commit}")
+        console.print_next(f"vllm serve {destination.repo} --trust-remote-code")
+
+
+def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: str | None, as_json: bool) -> None:
+    """Validate a finished folder and publish it."""
+    hub = Hub(notify=console.print_note)
+    ref = parse_repo(repo if repo.startswith("hf://") else f"hf://{repo}")
+    assert ref is not None
+    ledger = read_ledger_document(folder)
+    base = base_model or ledger["source"].get("repo")
+    card = _source_card(hub, base, None if base_model else ledger["source"].get("revision"))
+    file_bytes = {name: int(shard["bytes"]) for name, shard in ledger["shards"].items()}
+    target = check_target(hub, repo=ref.repo, private=private, file_bytes=file_bytes, licence=card.licence, source=base)
+    for notice in target.notices:
+        console.print_note(f"note: {notice}")
+    is_published(hub, target, fingerprint=ledger["fingerprint"], ledger_name="k2convert.json")
+    confirm(target, total_bytes=sum(file_bytes.values()), yes=yes, ask=typer.confirm)
+    report = validate_checkpoint(folder=folder, source=None)
+    if not report.passed:
+        raise InvalidCheckpointError(
+            f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why."
+        )
+    publication = Publication(hub, target, f"k2convert-{fingerprint_digest(ledger['fingerprint'])[:12]}")
+    with console.PassDisplay(what="publish", total_bytes=sum(file_bytes.values()), quiet=as_json) as display:
+        commit = publish_folder(
+            folder=folder,
+            publication=publication,
+            extra=card_files(folder, repo=ref.repo, base_model=base, source=card),
+            progress=lambda _, num_bytes: display.advance(num_bytes),
+        )
+    if as_json:
+        console.print_json({"repo": ref.repo, "commit": commit, "private": target.private})
+        return
+    console.print_line(f"{hub.endpoint}/{ref.repo} at commit {commit}")
+    console.print_next(f"vllm serve {ref.repo} --trust-remote-code")
+
+
+def _source_card(hub: Hub, base: str | None, revision: str | None) -> SourceCard:
+    """The base model's card, for its licence."""
+    if base is None:
+        return SourceCard()
+    remote = resolve_source(hub, RepoRef(base, revision))
+    file = remote.files.get(CARD_NAME)
+    return SourceCard() if file is None else read_source_card(read_file(hub, base, remote.commit, file).decode())

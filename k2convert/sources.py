@@ -1,0 +1,82 @@
+"""Where a checkpoint comes from and where it goes: a folder, or a repository on the Hub.
+
+A repository is opened without downloading a shard. A destination on the Hub needs a folder to work in: what is not
+uploaded yet, and the journal. It stays after the end, some megabytes in all, so that `status` and a second run can tell
+what was done.
+"""
+
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.errors import HubError
+from k2convert.hub.card import CARD_NAME, SourceCard, read_source_card_file
+from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
+from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
+
+WORK_ROOT = Path("k2convert-work")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSource:
+    """A source ready to be planned from; `remote` is None for a folder."""
+
+    checkpoint: Checkpoint
+    remote: RemoteRepo | None
+
+    @property
+    def card(self) -> SourceCard:
+        """What the source's card says; to be read while the source is open."""
+        return read_source_card_file(self.checkpoint.folder / CARD_NAME)
+
+    @property
+    def repo(self) -> str | None:
+        return self.remote.repo if self.remote is not None else None
+
+    @property
+    def revision(self) -> str | None:
+        return self.remote.commit if self.remote is not None else None
+
+
+@contextmanager
+def open_source(text: str, *, hub: Hub) -> Generator[OpenedSource]:
+    """Open a folder, or a repository's headers and small files in a temporary folder that lasts for the block."""
+    ref = parse_repo(text)
+    if ref is None:
+        yield OpenedSource(open_checkpoint(Path(text)), None)
+        return
+    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
+        folder = Path(temporary) / ref.repo
+        folder.mkdir(parents=True)
+        try:
+            remote = resolve_source(hub, ref)
+        except HubError as error:
+            if text.startswith(SCHEME):
+                raise
+            raise HubError(f"{text}: there is no such folder, and as a repository of the Hub: {error}") from error
+        yield OpenedSource(open_remote(hub, remote, folder=folder), remote)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a result goes: a folder, and the repository if it is the Hub's."""
+
+    folder: Path
+    repo: str | None
+
+
+def read_destination(text: str, *, work_folder: Path | None) -> Destination:
+    """A path, or hf://owner/name with the folder to work in; raises HubError for a revision."""
+    ref = parse_repo(text) if text.startswith(SCHEME) else None
+    if ref is None:
+        return Destination(Path(text), None)
+    return Destination(work_folder or WORK_ROOT / ref.repo.replace("/", "--"), _without_revision(ref))
+
+
+def _without_revision(ref: RepoRef) -> str:
+    if ref.revision is not None:
+        raise HubError(f"{ref}: results go to main in one commit; leave out @{ref.revision}.")
+    return ref.repo
