@@ -32,6 +32,9 @@ def _mapping(value: object) -> dict[str, Any]:
 def check_quantization_config(subject: Subject) -> Findings:
     """Rule 11. A second or nested quantization_config is what engines may read instead of this one."""
     found = Findings(11)
+    if (subject.folder / CONFIG_NAME).is_symlink():
+        found.skip("config.json is a link, see rule 16")
+        return found
     if subject.config is None:
         found.error(CONFIG_NAME, subject.config_problem)
         return found
@@ -145,6 +148,9 @@ def check_hf_quant_config(subject: Subject, *, compare_lists: bool) -> Findings:
     if subject.layout != MODELOPT:
         if path.exists():
             found.error(HF_QUANT_CONFIG_NAME, "of the modelopt layout, but the tensors are compressed-tensors'")
+        return found
+    if path.is_symlink():
+        found.skip(f"{HF_QUANT_CONFIG_NAME} is a link, see rule 16")
         return found
     try:
         document = read_json_file(path)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, cast
 
-from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
+from k2convert.checkpoint.index import INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.checkpoint.sidecars import LEDGER_NAME, list_sidecars
 from k2convert.contract.findings import Findings
 from k2convert.contract.scan import ScanResult
@@ -22,8 +22,7 @@ def check_package(subject: Subject) -> Findings:
     for path in _visible_files(subject.folder):
         name = str(path.relative_to(subject.folder))
         if path.is_symlink():
-            # A linked shard or config was already refused when it was opened.
-            if name not in subject.unreadable and path.name not in (CONFIG_NAME, INDEX_NAME):
+            if name not in subject.unreadable and name != INDEX_NAME:  # those were refused when opened
                 found.error(name, "is a link")
         elif path.suffix == SHARD_SUFFIX and name not in subject.headers and name not in subject.unreadable:
             found.error(name, "a shard that the index does not name")
@@ -108,6 +107,9 @@ def check_ledger(subject: Subject, scan: ScanResult) -> Findings:
     """Rule 19: the ledger says from what and by which recipe, and every shard has the size and hash it states."""
     found = Findings(19)
     ledger = subject.ledger
+    if (subject.folder / LEDGER_NAME).is_symlink():
+        found.skip(f"{LEDGER_NAME} is a link, see rule 16")
+        return found
     for problem in ledger.problems:
         found.error(LEDGER_NAME, problem)
     if not ledger.is_present:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.reader import Bytes, ShardReader
@@ -220,6 +219,6 @@ class _Scan:
         return dirty
 
 
-def _outside(data: NDArray[np.uint8], least: int, largest: int) -> bool:
-    """Whether any byte lies outside least .. largest; one subtraction that wraps, one comparison."""
-    return bool((data - np.uint8(least) > largest - least).any())
+def _outside(data: Bytes, least: int, largest: int) -> bool:
+    """Whether any byte lies outside least .. largest, by two reductions and no temporary."""
+    return bool(data.size) and (int(data.min()) < least or int(data.max()) > largest)

@@ -75,7 +75,7 @@ def test_rule_16_the_journal_and_hidden_folders_are_no_part_of_the_package(break
     assert breakable.check().passed
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "shard"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "k2convert.json", INDEX_NAME, "shard"])
 def test_rule_16_a_link(breakable: Converted, name: str, tmp_path: Path) -> None:
     path = shard_of(breakable, 1) if name == "shard" else breakable.folder / name
     elsewhere = tmp_path / "elsewhere"
