@@ -1,0 +1,11 @@
+"""The functions of `formats`, fast: one pass over the bytes of a checkpoint, equal to them byte for byte.
+
+    cpu            what callers use on the CPU: measure, convert, sample; one thread a call, any number of callers
+    cpu_optimal, cpu_plain, cpu_measure    compiled by numba, kept on disk
+    simd           the few vector operations they are made of
+    search_tables  which scales can be best for a block: formats.scale_tables, cut to 16 candidates
+    tally          counting pairs of source and block scale while blocks pass
+
+INT4 weights go from packed bytes and BF16 scale bits to packed bytes and E4M3 bytes, with the pair counts that all
+metrics are computed from. Nothing is unpacked, and the only state is each thread's buffers.
+"""

@@ -1,0 +1,134 @@
+"""The CPU kernels as functions over tensors: what `formats` defines, compiled, one thread a call.
+
+A call releases the interpreter's lock and works in buffers of its own thread, so callers bring as many threads as they
+like, with a tensor or a range of rows each. Results do not depend on the split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.formats.blocks import sampled_blocks
+from k2convert.formats.int4 import Int4Weight, check_int4_scales
+from k2convert.formats.magnitude import Magnitude
+from k2convert.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, check_global_scale
+from k2convert.formats.optimal import global_exponent
+from k2convert.formats.pair_counts import PairCounts, merge_counts, sum_squared_error
+from k2convert.formats.plain import plain_global_scale
+from k2convert.formats.rule import Rule
+from k2convert.formats.sampled_error import SampledError
+from k2convert.kernels import cpu_measure, cpu_optimal, cpu_plain
+from k2convert.kernels.search_tables import BOUND_ASSIGNMENTS, search_tables
+from k2convert.kernels.tally import take_counts, thread_tally
+
+MAX_GROUPS: Final = 1 << 26
+"""Groups counted before the 32-bit counters are emptied: each can hold 2**27 blocks of 16."""
+
+LARGEST_OF_SET: Final = np.array([members.bit_length() for members in range(256)], dtype=np.uint8)
+"""The largest |q| of a set of magnitudes, which bit k - 1 says to hold k."""
+
+_BOUND_ASSIGNMENTS = np.array(BOUND_ASSIGNMENTS, dtype=np.float64)
+
+_convert_optimal = cast(Callable[..., int], cpu_optimal.convert_groups)
+_convert_plain = cast(Callable[..., int], cpu_plain.convert_groups)
+_measure_groups = cast(Callable[..., tuple[int, float, bool]], cpu_measure.measure_groups)
+_sample_pairs = cast(Callable[..., int], cpu_measure.sample_pairs)
+_sample_bounds = cast(Callable[..., None], cpu_measure.sample_bounds)
+
+
+def measure_int4(weight: Int4Weight, *, name: str) -> Magnitude:
+    """Measure an INT4 weight as `formats.magnitude.measure` does; FormatError, naming it, on unusable scales."""
+    packed, scale_bits = _int4_arrays(weight)
+    largest_bits, amax, usable = _measure_groups(packed, scale_bits, LARGEST_OF_SET)
+    if not usable:
+        check_int4_scales(weight.scales, name=name)
+    scale_max = float(np.array(largest_bits << 16, dtype=np.uint32).view(np.float32))
+    return Magnitude(scale_max=scale_max, amax=float(amax))
+
+
+def convert_int4(
+    weight: Int4Weight, *, rule: Rule, global_scale: float, out: Nvfp4Weight | None = None
+) -> tuple[Nvfp4Weight, PairCounts]:
+    """Quantise an INT4 weight and count its pairs; byte for byte what `formats` makes of it.
+
+    `out` brings contiguous tensors to write into; without it they are allocated.
+    """
+    check_global_scale(global_scale)
+    result = allocate_nvfp4(*weight.shape, global_scale=global_scale) if out is None else out
+    packed, scale_bits = _int4_arrays(weight)
+    target, target_scales = _flat(result.packed), _flat(result.block_scales)
+    tally = thread_tally()
+    parts: list[PairCounts] = []
+    done = 0
+    while done < scale_bits.size or not parts:
+        scales = scale_bits[: done + MAX_GROUPS]
+        if rule == "optimal":
+            exponent = global_exponent(global_scale)
+            done = _convert_optimal(packed, scales, done, exponent, target, target_scales, search_tables(), tally)
+        else:
+            g = np.float32(global_scale)
+            done = _convert_plain(packed, scales, done, g, target, target_scales, LARGEST_OF_SET, tally)
+        parts.append(take_counts(tally, rule=rule))
+    return result, parts[0] if len(parts) == 1 else merge_counts(parts)
+
+
+def sample_int4_error(
+    source: Int4Weight, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
+) -> SampledError:
+    """Compare with plain and with the bound on sampled blocks, as `formats.sampled_error.sample_error` does."""
+    packed, scale_bits = _int4_arrays(source)
+    scale_bytes = _flat(result.block_scales)
+    chosen = sampled_blocks(scale_bytes.size, sample_seed=sample_seed, device=source.packed.device).numpy()
+    bounds = np.empty(chosen.size, dtype=np.float64)
+    _sample_bounds(packed, scale_bits, chosen, _BOUND_ASSIGNMENTS, bounds)
+    plain_scale = plain_global_scale(magnitude)
+
+    def squared_error(rule: Rule, global_scale: float, *, use_plain: bool) -> float:
+        blocks = (packed, scale_bits, scale_bytes, chosen)
+        counts = _count_sample(blocks, plain_scale=np.float32(plain_scale), use_plain=use_plain)
+        return sum_squared_error(counts, rule=rule, global_scale=global_scale)
+
+    achieved = squared_error(rule, result.global_scale, use_plain=False)
+    same = rule == "plain" and plain_scale == result.global_scale
+    return SampledError(
+        num_blocks=chosen.size,
+        achieved=achieved,
+        plain=achieved if same else squared_error("plain", plain_scale, use_plain=True),
+        bound=math.fsum(bounds.tolist()),
+    )
+
+
+def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Weight:
+    """Return an NVFP4 weight [rows, columns] whose bytes are yet to be written."""
+    return Nvfp4Weight(
+        packed=torch.empty(rows, columns // 2, dtype=torch.uint8),
+        block_scales=torch.empty(rows, columns // BLOCK_SIZE, dtype=torch.uint8),
+        global_scale=global_scale,
+    )
+
+
+def _count_sample(blocks: tuple[NDArray[Any], ...], *, plain_scale: np.float32, use_plain: bool) -> PairCounts:
+    tally = thread_tally()
+    num_blocks = blocks[-1].size
+    parts: list[PairCounts] = []
+    done = 0
+    while done < num_blocks or not parts:
+        done = _sample_pairs(*blocks, done, plain_scale, use_plain, LARGEST_OF_SET, tally)
+        parts.append(take_counts(tally, rule="plain"))
+    return parts[0] if len(parts) == 1 else merge_counts(parts)
+
+
+def _int4_arrays(weight: Int4Weight) -> tuple[NDArray[Any], NDArray[Any]]:
+    return _flat(weight.packed), _flat(weight.scales.view(torch.uint16))
+
+
+def _flat(tensor: Tensor) -> NDArray[Any]:
+    """A contiguous CPU tensor as a flat array over the same memory."""
+    return tensor.contiguous().view(-1).numpy()
