@@ -13,6 +13,7 @@ from torch import Tensor
 from k2convert.errors import FormatError
 from k2convert.formats.blocks import row_chunks
 from k2convert.formats.int4 import GROUP_SIZE, Int4Weight, check_int4_scales, unpack_int4
+from k2convert.formats.nvfp4 import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,12 @@ def measure(weight: Int4Weight | Tensor, *, name: str = "weight") -> Magnitude:
 
 
 def check_bf16(weight_NK: Tensor, *, name: str) -> None:
-    """Refuse anything but a finite bf16 matrix (FormatError)."""
-    if weight_NK.dtype != torch.bfloat16 or weight_NK.ndim != 2:
-        raise FormatError(f"{name}: a weight to quantise must be bfloat16 [N, K], not {weight_NK.dtype}")
+    """Refuse anything but a finite bf16 [N, K] matrix of whole blocks (FormatError)."""
+    if weight_NK.dtype != torch.bfloat16 or weight_NK.ndim != 2 or weight_NK.shape[1] % BLOCK_SIZE:
+        raise FormatError(
+            f"{name}: a weight to quantise must be bfloat16 [N, K] with K a multiple of {BLOCK_SIZE}, "
+            f"not {str(weight_NK.dtype).removeprefix('torch.')} {list(weight_NK.shape)}"
+        )
     if not bool(torch.isfinite(weight_NK).all()):
         raise FormatError(f"{name}: the weight holds NaN or infinity; the source is damaged")
 

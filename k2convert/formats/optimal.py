@@ -131,8 +131,9 @@ def count_outside_normal(weight: Int4Weight, global_scale: float) -> int:
     rule's own g that leaves scales some 2**8 below the largest.
     """
     mantissas_M, offsets_M = split_scales(weight.scales, global_exponent(global_scale))
-    beyond_max = 15 * torch.exp2(offsets_M.to(torch.float64) + MAX_EXPONENT)
-    suspect_M = (offsets_M + MIN_EXPONENT > 0) | (7 * beyond_max < 16 * mantissas_M)
+    # The first scale beyond 448 is 15 * 2**5, hence t = 15 * 2**(5 + kg - es) / ms; doubled once more for 2**-1.
+    doubled_beyond_M = 15 << (offsets_M.to(torch.int64) + MAX_EXPONENT + 1)
+    suspect_M = (offsets_M + MIN_EXPONENT > 0) | (7 * doubled_beyond_M < 2 * 16 * mantissas_M)
     suspects = torch.nonzero(suspect_M & (mantissas_M > 0)).flatten()
     if suspects.numel() == 0:
         return 0

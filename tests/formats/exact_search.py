@@ -1,7 +1,11 @@
-"""The oracle of the search: every normal E4M3 scale, every E2M1 value, in fractions, and no code of the package."""
+"""The oracle of the search: every normal E4M3 scale, every E2M1 value, exactly, and no code of the package.
+
+Fractions throughout; within one search they are held over a common denominator, because integers compare faster.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,39 +23,45 @@ def e4m3_value(byte: int) -> Fraction:
     return Fraction(8 + mantissa) * Fraction(2) ** (exponent - 10)
 
 
-def nearest(value: Fraction, step: Fraction) -> tuple[int, Fraction]:
-    """The code whose v * step is nearest to a non-negative value, ties to the even code, and the squared error."""
-    code = min(range(8), key=lambda c: (abs(value - E2M1[c] * step), c % 2))
-    return code, (value - E2M1[code] * step) ** 2
+def nearest(value: Fraction | int, levels: Sequence[Fraction | int]) -> int:
+    """The code whose level is nearest to a non-negative value, ties to the even code."""
+    return min(range(8), key=lambda code: (abs(value - levels[code]), code % 2))
 
 
 @dataclass(frozen=True)
 class ExactSearch:
-    """All scales tried for one source scale and one global scale: codes and errors of |q| = 0..8 under each."""
+    """All scales tried for one source scale and one global scale: codes and squared errors of |q| = 0..8 under each."""
 
     codes: dict[int, tuple[int, ...]]
-    errors: dict[int, tuple[Fraction, ...]]
+    errors: dict[int, tuple[int, ...]]
+    unit: Fraction
+    """An error of 1 is this much."""
 
     def error(self, magnitudes: Sequence[int], byte: int) -> Fraction:
         """Squared error of a block with these |q| under a scale."""
-        errors = self.errors[byte]
-        return sum((magnitudes.count(k) * errors[k] for k in set(magnitudes) - {0}), Fraction(0))
+        return self._error(magnitudes, byte) * self.unit
 
     def best(self, magnitudes: Sequence[int]) -> int:
         """The byte of the best scale, ties to the larger; 0x38 for a block of zeros."""
-        if not any(magnitudes) or (not any(self.errors[0x7E]) and not any(self.codes[0x7E])):
+        if not any(magnitudes):
             return 0x38
-        return min(NORMAL_BYTES, key=lambda byte: (self.error(magnitudes, byte), -byte))
+        return min(NORMAL_BYTES, key=lambda byte: (self._error(magnitudes, byte), -byte))
+
+    def _error(self, magnitudes: Sequence[int], byte: int) -> int:
+        errors = self.errors[byte]
+        return sum(errors[k] for k in magnitudes)
 
 
 @lru_cache(maxsize=512)
 def exact_search(scale: Fraction, global_scale: Fraction) -> ExactSearch:
     """Try every normal scale for the values k * scale, k = 0..8."""
+    levels = {byte: [v * e4m3_value(byte) * global_scale for v in E2M1] for byte in NORMAL_BYTES}
+    denominator = math.lcm(scale.denominator, *(level.denominator for row in levels.values() for level in row))
+    values = [int(k * scale * denominator) for k in range(9)]
     codes: dict[int, tuple[int, ...]] = {}
-    errors: dict[int, tuple[Fraction, ...]] = {}
-    for byte in NORMAL_BYTES:
-        step = e4m3_value(byte) * global_scale
-        pairs = [nearest(k * scale, step) for k in range(9)]
-        codes[byte] = tuple(code for code, _ in pairs)
-        errors[byte] = tuple(error for _, error in pairs)
-    return ExactSearch(codes=codes, errors=errors)
+    errors: dict[int, tuple[int, ...]] = {}
+    for byte, row in levels.items():
+        integers = [int(level * denominator) for level in row]
+        codes[byte] = tuple(nearest(value, integers) for value in values)
+        errors[byte] = tuple((value - integers[code]) ** 2 for value, code in zip(values, codes[byte], strict=True))
+    return ExactSearch(codes=codes, errors=errors, unit=Fraction(1, denominator**2))
