@@ -1,0 +1,156 @@
+"""What `validate` found, read out of its document: contract rules, weights decoded again, layers, another checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from k2convert.errors import CheckpointError
+
+VERDICTS = ("pass", "warn", "fail", "skipped")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule of the servable contract and its outcome; offenders are (name, problem)."""
+
+    number: int
+    title: str
+    verdict: str
+    count: int
+    note: str
+    offenders: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """How many rules came out how."""
+
+    total: int
+    held: int
+    warned: int
+    skipped: int
+    failed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """A validation ready to be shown; `layers` are table rows, `sentences` say what else was compared."""
+
+    rules: tuple[Rule, ...]
+    verdicts: Verdicts
+    layers: tuple[tuple[str, ...], ...]
+    hidden_states: str
+    sentences: tuple[str, ...]
+
+
+_VARIANTS = {
+    "converted": "converted weights",
+    "converted-w4a4": "converted weights, FP4 activations",
+    "plain": "plain weights",
+    "plain-w4a4": "plain weights, FP4 activations",
+    "activations-only": "INT4 weights, FP4 activations",
+}
+LAYER_COLUMNS = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
+
+
+def read_checks(document: Mapping[str, Any]) -> Checks:
+    """Take a validation document apart; CheckpointError where it is not one."""
+    try:
+        rules = tuple(_read_rule(rule) for rule in document["contract"]["rules"])
+        layers = document.get("layers") or {}
+        return Checks(
+            rules=rules,
+            verdicts=_tally(rules),
+            layers=tuple(row for layer in layers.get("layers", ()) for row in _layer_rows(layer)),
+            hidden_states=_last_part(layers.get("hidden_states", "")),
+            sentences=(*_weight_sentences(document), *_layer_sentences(layers), *_against_sentences(document)),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"the validation document is not what `k2convert validate --json` prints ({error!r}). Validate again."
+        ) from None
+
+
+def _read_rule(rule: Mapping[str, Any]) -> Rule:
+    verdict = str(rule["verdict"])
+    if verdict not in VERDICTS:
+        raise ValueError(f"verdict {verdict}")
+    return Rule(
+        number=int(rule["number"]),
+        title=str(rule["title"]),
+        verdict=verdict,
+        count=int(rule["count"]),
+        note=str(rule["note"]),
+        offenders=tuple((str(o["name"]), str(o["problem"])) for o in rule["offenders"]),
+    )
+
+
+def _last_part(path: Any) -> str:
+    """A report is made to be passed on: where things lay on somebody's disk is no part of it."""
+    return str(path).rstrip("/").rsplit("/", 1)[-1]
+
+
+def _tally(rules: tuple[Rule, ...]) -> Verdicts:
+    by_verdict = {verdict: [r.number for r in rules if r.verdict == verdict] for verdict in VERDICTS}
+    return Verdicts(
+        total=len(rules),
+        held=len(by_verdict["pass"]) + len(by_verdict["warn"]),
+        warned=len(by_verdict["warn"]),
+        skipped=len(by_verdict["skipped"]),
+        failed=tuple(by_verdict["fail"]),
+    )
+
+
+def _layer_rows(layer: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(int(layer["layer"])),
+            _VARIANTS.get(str(error["variant"]), str(error["variant"])),
+            _decibels(error["sqnr_db"]),
+            "" if error["cosine"] is None else f"{float(error['cosine']):.6f}",
+            f"{int(error['worst_expert'])}: {_decibels(error['worst_expert_sqnr_db'])}",
+        )
+        for error in layer["errors"]
+    ]
+
+
+def _decibels(value: Any) -> str:
+    return "not finite" if value is None else f"{float(value):.2f} dB"
+
+
+def _layer_sentences(layers: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for layer in layers.get("layers", ()):
+        number = int(layer["layer"])
+        if not layer["router_unchanged"]:
+            found.append(f"Layer {number}: the router is not the source's.")
+        found += [f"Layer {number}: {failure}" for failure in layer["failures"]]
+    return found
+
+
+def _weight_sentences(document: Mapping[str, Any]) -> list[str]:
+    weights = cast("Mapping[str, Any] | None", document.get("weights"))
+    if not weights:
+        return []
+    found: list[str] = []
+    for key, what in (("journal", "the journal's figures"), ("library_decoder", "the libraries' own decoders")):
+        compared, wrong = int(weights[key]["compared"]), len(weights[key]["mismatches"])
+        if compared:
+            outcome = f"{wrong:,} differ" if wrong else "all agree"
+            found.append(f"{compared:,} tensors decoded from the written bytes against {what}: {outcome}.")
+    return found
+
+
+def _against_sentences(document: Mapping[str, Any]) -> list[str]:
+    other = cast("Mapping[str, Any] | None", document.get("against"))
+    if not other:
+        return []
+    name = _last_part(other["folder"])
+    failed = ", ".join(str(int(n)) for n in other["contract"]["failed"]) or "none"
+    sqnr = _decibels(other["weights"]["totals"]["total"]["sqnr_db"])
+    return [
+        f"Beside {name} ({sqnr}): less error here in {int(other['better_here']):,} tensors, there in "
+        f"{int(other['better_there']):,}, equal in {int(other['equal']):,}; contract rules broken there: {failed}."
+    ]

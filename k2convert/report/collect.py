@@ -1,0 +1,214 @@
+"""Gathering a report's figures from a destination: the journal where it is, the ledger alone where it is not.
+
+A folder that was published and downloaded again has the ledger (k2convert.json) and no journal (.k2convert/): totals
+and provenance are there, figures of single tensors are not, unless the shards were measured against the source just
+now. A conversion under way has the journal and no ledger yet. What is missing is said, never filled in.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from k2convert.checkpoint.index import CONFIG_NAME, read_json_file
+from k2convert.checkpoint.sidecars import LEDGER_NAME
+from k2convert.errors import CheckpointError
+from k2convert.formats.metrics import WeightMetrics, total_metrics
+from k2convert.journal import WORK_FOLDER, Journal, ShardRecord
+from k2convert.report.figures import Provenance, Report, TensorFigures, figures_from_metrics, heat_maps, locate
+
+_MAY_BE_NONE = frozenset(
+    {
+        "num_codes", "max_error_steps", "recoverable_codes", "num_five_or_seven", "num_minus_eight",
+        "blocks_outside_normal", "scale_spread_exceeded", "min_scale_byte", "max_scale_byte",
+    }
+)  # fmt: skip
+_JOB_NAME = "job.json"
+
+
+class MeasuredError(Protocol):
+    """A tensor's error as measured from written bytes; see kernels.decode."""
+
+    @property
+    def num_weights(self) -> int: ...
+    @property
+    def num_nonzero(self) -> int: ...
+    @property
+    def equal_nonzero(self) -> int: ...
+    @property
+    def sqnr_db(self) -> float | None: ...
+    @property
+    def relative_mse(self) -> float: ...
+    @property
+    def max_error_steps(self) -> float | None: ...
+
+
+def collect_report(
+    *,
+    folder: Path,
+    validation: Mapping[str, Any] | None = None,
+    measured: Mapping[str, MeasuredError] | None = None,
+) -> Report:
+    """Gather everything about `folder`; `measured` stands in, by module, for a journal that is not there.
+
+    Raises CheckpointError where the folder holds no conversion of ours, a BF16 copy, or figures that are no numbers.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder. Give the folder of a conversion.")
+    ledger = read_json_file(folder / LEDGER_NAME) if (folder / LEDGER_NAME).exists() else {}
+    job = read_json_file(folder / WORK_FOLDER / _JOB_NAME) if (folder / WORK_FOLDER / _JOB_NAME).exists() else {}
+    if not ledger and not job:
+        raise CheckpointError(
+            f"{folder}: neither {LEDGER_NAME} nor {WORK_FOLDER} is here, so there is nothing to report on. Somebody "
+            "else's NVFP4 checkpoint is measured by `k2convert validate` with --source."
+        )
+    recipe = _mapping(ledger.get("recipe") or job.get("recipe"))
+    if recipe.get("target") == "bf16":
+        raise CheckpointError(f"{folder}: holds a BF16 copy (--to bf16): an exact dequantisation, with no error in it.")
+    records = Journal(folder).records()
+    missing: list[str] = []
+    planned = max(len(_mapping(ledger.get("shards"))), len(_mapping(job.get("shards"))), len(records))
+    finished = planned if ledger else len(records)
+    if len(records) == planned:
+        totals, tensors = _from_records(records, folder)
+    else:
+        totals, tensors = _from_partial(folder, ledger, records, measured, missing)
+    if finished < planned:
+        missing.append(f"The conversion is under way: {finished} of {planned} shards are finished, and only they count.")
+    maps = heat_maps(tensors)
+    if tensors and not maps:
+        missing.append("No map of layers and experts: the names recorded are not those of a Kimi K2 model's experts.")
+    if validation is None:
+        missing.append(_why_not_validated(folder))
+    return Report(
+        provenance=_provenance(ledger, job, records),
+        totals=totals,
+        tensors=tensors,
+        maps=maps,
+        finished_shards=finished,
+        num_shards=planned,
+        validation=validation,
+        missing=tuple(missing),
+    )
+
+
+def can_be_validated(folder: Path) -> bool:
+    """Whether the folder holds a finished conversion with its shards: one the contract can be checked on."""
+    return (folder / CONFIG_NAME).is_file() and next(folder.glob("*.safetensors"), None) is not None
+
+
+def _why_not_validated(folder: Path) -> str:
+    if not (folder / CONFIG_NAME).is_file():
+        return "The servable contract is not checked: it is a finished checkpoint's."
+    if not can_be_validated(folder):
+        return "The servable contract is not checked: the shards are not in this folder."
+    return "The servable contract was not checked for this report: `k2convert validate` does."
+
+
+def _from_records(
+    records: Mapping[str, ShardRecord], folder: Path
+) -> tuple[dict[str, WeightMetrics], tuple[TensorFigures, ...]]:
+    by_role: dict[str, list[WeightMetrics]] = defaultdict(list)
+    tensors: list[TensorFigures] = []
+    for shard, record in sorted(records.items()):
+        for projection in record.projections:
+            if projection.metrics is None:
+                continue
+            metrics = read_metrics(projection.metrics, where=f"{folder}: record of {shard}: {projection.module}")
+            by_role[projection.role].append(metrics)
+            tensors.append(figures_from_metrics(projection.module, projection.role, metrics))
+    if not tensors:
+        raise CheckpointError(f"{folder}: no converted tensor is recorded yet. Run the conversion first.")
+    totals = {role: total_metrics(found) for role, found in sorted(by_role.items())}
+    return totals | {"total": total_metrics([m for found in by_role.values() for m in found])}, tuple(tensors)
+
+
+def _from_partial(
+    folder: Path,
+    ledger: Mapping[str, Any],
+    records: Mapping[str, ShardRecord],
+    measured: Mapping[str, MeasuredError] | None,
+    missing: list[str],
+) -> tuple[dict[str, WeightMetrics], tuple[TensorFigures, ...]]:
+    if not ledger:
+        return _from_records(records, folder)
+    stated = _mapping(ledger.get("totals"))
+    totals = {role: read_metrics(_mapping(m), where=f"{folder / LEDGER_NAME}: totals") for role, m in stated.items()}
+    if "total" not in totals:
+        raise CheckpointError(f"{folder / LEDGER_NAME}: states no totals. Measure the folder: `k2convert validate`.")
+    if measured:
+        missing.append(
+            f"The journal ({WORK_FOLDER}) did not travel with this folder: tensors were measured again from the "
+            "written bytes, without the comparison with plain and the bound tensor by tensor."
+        )
+        return totals, tuple(_from_measured(module, error) for module, error in sorted(measured.items()))
+    missing.append(
+        f"Figures of single tensors are not here: the journal ({WORK_FOLDER}) did not travel with this folder, and the "
+        f"totals are the ledger's ({LEDGER_NAME}). With --source every tensor is measured again."
+    )
+    return totals, ()
+
+
+def _from_measured(module: str, error: MeasuredError) -> TensorFigures:
+    place = locate(module)
+    return TensorFigures(
+        module=module,
+        role=place.role if place else "unknown",
+        layer=place.layer if place else None,
+        expert=place.expert if place else None,
+        projection=place.projection if place else None,
+        num_weights=error.num_weights,
+        num_nonzero=error.num_nonzero,
+        equal_nonzero=error.equal_nonzero,
+        sqnr_db=math.inf if error.sqnr_db is None else error.sqnr_db,
+        relative_mse=error.relative_mse,
+        max_error_steps=error.max_error_steps,
+    )
+
+
+def read_metrics(document: Mapping[str, Any], *, where: str) -> WeightMetrics:
+    """Metrics out of a file that somebody else may have written; CheckpointError where they are not all numbers."""
+    try:
+        metrics = WeightMetrics.from_dict(document)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{where}: not figures of this version ({error}). Convert or download again.") from None
+    for name, value in document.items():
+        if name == "scale_histogram" or (value is None and name in _MAY_BE_NONE):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < 0:
+            raise CheckpointError(f"{where}: {name} is {value!r}, expected a count. Convert or download again.")
+    counts: Counter[Any] = Counter(dict(metrics.scale_histogram))
+    if any(not 0 <= byte <= 127 for byte in counts) or any(type(n) is not int or n < 0 for n in counts.values()):
+        raise CheckpointError(f"{where}: scale_histogram is not one of E4M3 bytes. Convert or download again.")
+    return metrics
+
+
+def _provenance(
+    ledger: Mapping[str, Any], job: Mapping[str, Any], records: Mapping[str, ShardRecord]
+) -> Provenance:
+    fingerprint = _mapping(ledger.get("fingerprint") or job.get("fingerprint"))
+    source = _mapping(ledger.get("source"))
+    recorded = {shard: digest for record in records.values() for shard, digest in record.source_headers.items()}
+    headers = _mapping(source.get("headers")) or dict(sorted(recorded.items()))
+    shards = {name: _mapping(entry).get("blake3") for name, entry in _mapping(ledger.get("shards")).items()}
+    version = ledger.get("k2convert") or fingerprint.get("k2convert")
+    return Provenance(
+        family=_text(source.get("family") or _mapping(job.get("recipe")).get("family")),
+        repo=_text(source.get("repo")),
+        revision=_text(source.get("revision") or fingerprint.get("source_revision")),
+        source_headers={str(name): str(digest) for name, digest in headers.items()},
+        recipe=_mapping(ledger.get("recipe") or job.get("recipe")),
+        fingerprint=fingerprint,
+        versions={"k2convert": version, **_mapping(ledger.get("versions"))},
+        shards={name: str(digest) for name, digest in shards.items()}
+        or {name: record.blake3 for name, record in sorted(records.items())},
+    )
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

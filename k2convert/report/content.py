@@ -1,0 +1,199 @@
+"""A report in words and figures, ready to be set: the same rows go into the page and into the Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from k2convert.formats.metrics import WeightMetrics
+from k2convert.report.checks import Checks, Verdicts
+from k2convert.report.figures import Report, TensorFigures, scale_value
+
+NOT_COUNTED = "not counted"
+_SMALLEST_NORMAL_BYTE, _LARGEST_BYTE = 0x08, 0x7E
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One headline figure; `tone` is "", "good" or "bad"."""
+
+    value: str
+    label: str
+    detail: str
+    tone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """One honest count: what, how many, their share, and what it means."""
+
+    label: str
+    value: str
+    share: str
+    meaning: str
+
+
+def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
+    """The figures people quote, first things first."""
+    total = report.total
+    tiles = [
+        Tile(
+            decibels(total.sqnr_db),
+            "SQNR",
+            f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}",
+        )
+    ]
+    if total.sampled_error_plain > 0 and report.rule != "plain":
+        tiles.append(
+            Tile(f"{total.achieved_to_plain:.3f} ×", "plain's error", "plain: max calibration, the usual recipe")
+        )
+    if total.sampled_error_bound > 0:
+        tiles.append(
+            Tile(f"{total.achieved_to_bound:.3f} ×", "the bound's error", "no NVFP4 weights, whatever their scales, have less")
+        )
+    if report.worst:
+        worst = report.worst[0]
+        tiles.append(Tile(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all that were converted"))
+    if total.num_codes and total.recoverable_codes is not None:
+        share = percent(total.recoverable_codes, total.num_codes)
+        tiles.append(Tile(share, "INT4 codes recoverable", "rounding to the INT4 grid gives the source's code back"))
+    if checks is not None:
+        tiles.append(_contract_tile(checks.verdicts))
+    return tuple(tiles)
+
+
+def _contract_tile(verdicts: Verdicts) -> Tile:
+    if verdicts.failed:
+        which = ", ".join(str(number) for number in verdicts.failed)
+        return Tile(f"{len(verdicts.failed)} broken", "contract rules", f"must not be served: rule {which}", "bad")
+    rest = [f"{verdicts.warned} with warnings"] if verdicts.warned else []
+    rest += [f"{verdicts.skipped} not checked"] if verdicts.skipped else []
+    detail = ", ".join(rest) or "vLLM, SGLang and TensorRT-LLM read it as meant"
+    return Tile(f"{verdicts.held} of {verdicts.total}", "contract rules hold", detail, "good")
+
+
+def counts(metrics: WeightMetrics) -> tuple[Count, ...]:
+    """What happened to the weights, counted: the bad with the good."""
+    changed = metrics.num_nonzero - metrics.equal_nonzero
+    histogram = dict(metrics.scale_histogram)
+    subnormal = sum(n for byte, n in histogram.items() if byte < _SMALLEST_NORMAL_BYTE)
+    blocks, codes = metrics.num_blocks, metrics.num_codes
+    steps = "" if metrics.max_error_steps is None else f"{metrics.max_error_steps:.2f} INT4 steps"
+    extremes = [scale_value(b) for b in (metrics.min_scale_byte, metrics.max_scale_byte) if b is not None]
+    return (
+        _count("non-zero weights changed", changed, metrics.num_nonzero, "the conversion is not lossless"),
+        _count("blocks reproduced exactly", metrics.equal_blocks, blocks, "all 16 values, blocks of zeros included"),
+        _count("INT4 codes recoverable", metrics.recoverable_codes, codes, "round(w'/s) is the source's code"),
+        _count("codes of magnitude 5 or 7", metrics.num_five_or_seven, codes, "E2M1 has neither beside other integers"),
+        _count("codes of -8", metrics.num_minus_eight, codes, "allowed by the format, never written by K2's training"),
+        _count(
+            "blocks clipped to the normal scales", metrics.blocks_outside_normal, blocks,
+            "a scale below 2^-6 or above 448 would have served them better",
+        ),
+        _count("blocks with a subnormal scale", subnormal, blocks, "Hopper's Marlin path makes them zero"),
+        _count("blocks at 448", histogram.get(_LARGEST_BYTE, 0), blocks, "the largest scale there is"),
+        _count("tensors of wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales more than 2^13 apart"),
+        Count("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its own INT4 grid"),
+        Count("block scales used", " to ".join(f"{v:g}" for v in extremes) or NOT_COUNTED, "", "smallest and largest"),
+    )  # fmt: skip
+
+
+def _count(label: str, value: int | None, of: int | None, meaning: str) -> Count:
+    if value is None:
+        return Count(label, NOT_COUNTED, "", meaning)
+    return Count(label, f"{value:,}", percent(value, of) if of else "", meaning)
+
+
+ROLE_COLUMNS = ("role", "weights", "SQNR", "relative error", "error / plain", "error / bound", "non-zero changed")
+
+
+def role_rows(report: Report) -> list[tuple[str, ...]]:
+    """One row a role, and the total where there is more than one."""
+    roles = [role for role in report.totals if role != "total"]
+    return [_role_row(role, report.totals[role]) for role in (roles if len(roles) == 1 else [*roles, "total"])]
+
+
+def _role_row(role: str, metrics: WeightMetrics) -> tuple[str, ...]:
+    return (
+        role.replace("_", " "),
+        f"{metrics.num_weights:,}",
+        decibels(metrics.sqnr_db),
+        f"{metrics.relative_mse:.5f}",
+        f"{metrics.achieved_to_plain:.3f}" if metrics.sampled_error_plain > 0 else "",
+        f"{metrics.achieved_to_bound:.3f}" if metrics.sampled_error_bound > 0 else "",
+        percent(metrics.num_nonzero - metrics.equal_nonzero, metrics.num_nonzero),
+    )
+
+
+WORST_COLUMNS = ("tensor", "SQNR", "plain", "bound", "largest error, steps", "non-zero changed")
+
+
+def worst_rows(tensors: Sequence[TensorFigures]) -> list[tuple[str, ...]]:
+    """One row a tensor, after its name; empty where a figure was not recorded."""
+    return [
+        (
+            decibels(t.sqnr_db),
+            "" if t.sqnr_plain_db is None else decibels(t.sqnr_plain_db),
+            "" if t.sqnr_bound_db is None else decibels(t.sqnr_bound_db),
+            "" if t.max_error_steps is None else f"{t.max_error_steps:.2f}",
+            f"{100 * t.changed_share:.1f} %",
+        )
+        for t in tensors
+    ]
+
+
+def made_by(report: Report) -> tuple[tuple[str, str], ...]:
+    """Provenance that identifies the result, as label and value; only what is known."""
+    source, recipe = report.provenance, report.provenance.recipe
+    header_digest = report.provenance.fingerprint.get("source_headers")
+    scales = recipe.get("input_scale")
+    rows = (
+        ("source", source.repo),
+        ("source revision", source.revision),
+        ("source headers (blake3)", header_digest),
+        ("source family", source.family),
+        ("recipe", recipe.get("name")),
+        ("rule", recipe.get("rule")),
+        ("roles", ", ".join(str(role) for role in recipe["roles"]) if isinstance(recipe.get("roles"), list) else None),
+        ("layout", recipe.get("layout")),
+        ("activations", recipe.get("activations")),
+        ("input scales", ", ".join(f"{k} {v}" for k, v in scales.items()) if isinstance(scales, dict) else None),  # type: ignore[reportUnknownVariableType]
+        ("KV cache", recipe.get("kv_cache")),
+        ("quantizer", recipe.get("quantizer")),
+        ("arithmetic version", report.provenance.fingerprint.get("arithmetic")),
+        *((name, version) for name, version in source.versions.items()),
+        ("shards", f"{report.finished_shards} of {report.num_shards}"),
+    )
+    return tuple((label, str(value)) for label, value in rows if value is not None)
+
+
+def caution(report: Report) -> str:
+    """What the figures do not say, in one paragraph."""
+    text = (
+        "These are errors of weights against the exact INT4 values q * s. The conversion is not lossless: E2M1 has no 5 "
+        "and no 7. The result is as large as its source."
+    )
+    if report.provenance.recipe.get("activations") == "w4a4":
+        text += " FP4 activations add an error of their own at run time, which no conversion of weights changes."
+    return text
+
+
+def decibels(value: float) -> str:
+    """22.62 dB, or what an infinite ratio means."""
+    if math.isfinite(value):
+        return f"{value:.2f} dB"
+    return "exact" if value > 0 else "broken"
+
+
+def percent(part: int, whole: int) -> str:
+    """A share that is only 0 or 100 % where it really is."""
+    if not whole:
+        return ""
+    share = 100 * part / whole
+    if 0 < part and share < 0.001:
+        return "< 0.001 %"
+    if part < whole and share > 99.999:
+        return "> 99.999 %"
+    digits = 1 if 1 <= share <= 99 else 3
+    return f"{share:.{digits}f} %" if 0 < part < whole else f"{share:.0f} %"

@@ -1,0 +1,174 @@
+"""What a report shows, as plain values: one entry a tensor, the heat maps made of them, and where all of it is from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from k2convert.errors import PlanError
+from k2convert.formats.metrics import WeightMetrics
+from k2convert.k2 import TEXT_PREFIX, WRAPPED_PREFIX, Role, TensorName, parse_tensor_name
+
+PROJECTIONS = ("gate", "up", "down")
+MAX_CELLS = 1 << 20  # of one map; K2 has 23,040. A made-up expert number must not ask for terabytes
+NUM_WORST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFigures:
+    """Error of one converted projection against its source.
+
+    `sqnr_plain_db` and `sqnr_bound_db` are what `plain` and the bound would have had: the tensor's own SQNR, shifted by
+    the ratio of squared errors on the sampled blocks; None where no sample was recorded or it holds no error.
+    """
+
+    module: str
+    role: str
+    layer: int | None
+    expert: int | None
+    projection: str | None
+    num_weights: int
+    num_nonzero: int
+    equal_nonzero: int
+    sqnr_db: float
+    relative_mse: float
+    max_error_steps: float | None
+    sqnr_plain_db: float | None = None
+    sqnr_bound_db: float | None = None
+
+    @property
+    def place(self) -> str:
+        """Layer, expert and projection in words; empty for a module no Kimi model has."""
+        if self.layer is None:
+            return ""
+        middle = self.role.replace("_", " ") if self.expert is None else f"expert {self.expert}"
+        return f"layer {self.layer}, {middle}, {self.projection}"
+
+    @property
+    def changed_share(self) -> float:
+        """Share of the non-zero weights whose value changed."""
+        return 1 - self.equal_nonzero / self.num_nonzero if self.num_nonzero else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeatMap:
+    """SQNR in dB of one projection, [layers, experts]; NaN where there is no such tensor, infinite where exact."""
+
+    projection: str
+    layers: tuple[int, ...]
+    values: NDArray[np.float64]
+
+    @property
+    def num_experts(self) -> int:
+        return self.values.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """From what, by which recipe and versions; `shards` and `source_headers` map names to blake3 digests."""
+
+    family: str | None
+    repo: str | None
+    revision: str | None
+    source_headers: Mapping[str, str]
+    recipe: Mapping[str, Any]
+    fingerprint: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    shards: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything a report says; `missing` are sentences on what could not be shown, and why.
+
+    `totals` are by role and under "total". `validation` is the document `validate --json` prints, or None.
+    """
+
+    provenance: Provenance
+    totals: Mapping[str, WeightMetrics]
+    tensors: tuple[TensorFigures, ...]
+    maps: tuple[HeatMap, ...]
+    finished_shards: int
+    num_shards: int
+    validation: Mapping[str, Any] | None
+    missing: tuple[str, ...]
+
+    @property
+    def total(self) -> WeightMetrics:
+        return self.totals["total"]
+
+    @property
+    def is_complete(self) -> bool:
+        return self.finished_shards == self.num_shards
+
+    @property
+    def rule(self) -> str:
+        return str(self.provenance.recipe.get("rule", "unknown"))
+
+    @property
+    def worst(self) -> tuple[TensorFigures, ...]:
+        """The tensors with the least SQNR, least first; ties by name."""
+        return tuple(sorted(self.tensors, key=lambda t: (t.sqnr_db, t.module))[:NUM_WORST])
+
+
+def figures_from_metrics(module: str, role: str, metrics: WeightMetrics) -> TensorFigures:
+    """One tensor of the journal."""
+    own = metrics.sqnr_db
+    place = locate(module)
+    return TensorFigures(
+        module=module,
+        role=role,
+        layer=place.layer if place else None,
+        expert=place.expert if place else None,
+        projection=place.projection if place else None,
+        num_weights=metrics.num_weights,
+        num_nonzero=metrics.num_nonzero,
+        equal_nonzero=metrics.equal_nonzero,
+        sqnr_db=own,
+        relative_mse=metrics.relative_mse,
+        max_error_steps=metrics.max_error_steps,
+        sqnr_plain_db=_shifted(own, metrics.sampled_error_achieved, metrics.sampled_error_plain),
+        sqnr_bound_db=_shifted(own, metrics.sampled_error_achieved, metrics.sampled_error_bound),
+    )
+
+
+def _shifted(sqnr_db: float, achieved: float, other: float) -> float | None:
+    if not math.isfinite(sqnr_db) or achieved <= 0.0 or other <= 0.0:
+        return None
+    return sqnr_db + 10.0 * math.log10(achieved / other)
+
+
+def locate(module: str) -> TensorName | None:
+    """Layer, expert and projection of a converted module; None for names that no Kimi model has."""
+    prefix = WRAPPED_PREFIX if module.startswith(WRAPPED_PREFIX) else TEXT_PREFIX
+    try:
+        found = parse_tensor_name(f"{module}.weight", prefix=prefix)
+    except (PlanError, ValueError):  # ValueError: a number with more digits than int() takes
+        return None
+    return found if found.projection is not None else None
+
+
+def heat_maps(tensors: Iterable[TensorFigures]) -> tuple[HeatMap, ...]:
+    """One map for gate, up and down of the routed experts; none where there are no such tensors."""
+    cells = [t for t in tensors if t.role == Role.EXPERTS and t.layer is not None and t.expert is not None]
+    layers = tuple(sorted({t.layer for t in cells if t.layer is not None}))
+    num_experts = 1 + max((t.expert for t in cells if t.expert is not None), default=-1)
+    if not cells or len(layers) * num_experts > MAX_CELLS:
+        return ()
+    rows = {layer: i for i, layer in enumerate(layers)}
+    maps = {name: np.full((len(layers), num_experts), np.nan) for name in PROJECTIONS}
+    for t in cells:
+        if t.layer is not None and t.expert is not None and t.projection in maps:
+            maps[t.projection][rows[t.layer], t.expert] = t.sqnr_db
+    return tuple(HeatMap(name, layers, values) for name, values in maps.items() if not np.isnan(values).all())
+
+
+def scale_value(byte: int) -> float:
+    """The number an E4M3 byte stands for; 0x7F as if it were one."""
+    exponent, mantissa = byte >> 3, byte & 7
+    return mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)

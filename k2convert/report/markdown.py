@@ -1,0 +1,81 @@
+"""report.md: the same figures for a model card, as headings of the second level and tables.
+
+The page's picture is referred to by its relative name, so it shows wherever both files lie in one folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from k2convert.report import content
+from k2convert.report.checks import LAYER_COLUMNS, Checks
+from k2convert.report.figures import Report
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&])")
+_NUM_WORST = 8
+
+
+def render_markdown(report: Report, checks: Checks | None, *, page: str, picture: str | None) -> str:
+    """The whole Markdown text; `page` and `picture` are file names beside it."""
+    parts = [
+        "## What the conversion changed",
+        "Against the exact INT4 weights q * s, over all of them; plain (max calibration, the usual recipe) and the "
+        "bound (no NVFP4 weights have less error, whatever their scales) on a sample of every tensor's blocks.",
+        _table(content.ROLE_COLUMNS, content.role_rows(report)),
+    ]
+    if picture is not None:
+        parts.append(f"![SQNR by tensor, layer and expert]({picture})")
+    parts.append(content.caution(report).replace("q * s", "`q * s`"))
+    parts += [f"> {escape(sentence)}" for sentence in report.missing]
+    rows = [(c.label, c.value, c.share, c.meaning) for c in content.counts(report.total)]
+    parts += ["### Counts", _table(("", "", "share", ""), rows)]
+    if report.worst:
+        worst = report.worst[:_NUM_WORST]
+        rows = [(t.place or t.module, *row) for t, row in zip(worst, content.worst_rows(worst), strict=True)]
+        parts += ["### Worst tensors", _table(content.WORST_COLUMNS, rows)]
+    if checks is not None:
+        parts += _contract(checks)
+    parts += ["### Provenance", _table(("", ""), content.made_by(report), code_from=1)]
+    parts.append(f"Every tensor, with charts: [{page}]({page}).")
+    return "\n\n".join(parts) + "\n"
+
+
+def _contract(checks: Checks) -> list[str]:
+    rows = [
+        (str(rule.number), rule.verdict, f"{rule.count:,}" if rule.count else "", rule.title) for rule in checks.rules
+    ]
+    parts = ["### Servable contract", _table(("rule", "verdict", "count", "what must hold"), rows)]
+    parts += [escape(sentence) for sentence in checks.sentences]
+    if checks.layers:
+        parts += [
+            "### Reference layers",
+            f"Output of whole MoE blocks against the INT4 weights in FP32. Hidden states: "
+            f"{escape(checks.hidden_states)}.",
+            _table(LAYER_COLUMNS, checks.layers),
+        ]
+    return parts
+
+
+def escape(text: str) -> str:
+    """Text out of a checkpoint or recipe as Markdown that shows it and does nothing else."""
+    return _SPECIAL.sub(r"\\\1", " ".join(text.split())).replace(r"\<", "&lt;").replace(r"\&", "&amp;")
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, code_from: int | None = None) -> str:
+    lines = [_line(columns), "|" + " --- |" * len(columns)]
+    for row in rows:
+        cells = [
+            _code(cell) if code_from is not None and i >= code_from else escape(cell) for i, cell in enumerate(row)
+        ]
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _code(text: str) -> str:
+    plain = " ".join(text.split())
+    return f"`{plain}`" if re.fullmatch(r"[^`|<&\\]+", plain) else escape(plain)

@@ -1,0 +1,142 @@
+"""report.html: one file with everything in it, for any screen, light or dark, without network.
+
+Jinja2 sets the page with escaping on for every name and figure; what is marked safe here is our own style, script, and
+charts, which hold numbers and no name out of a checkpoint. The page's policy allows this one script by its hash and
+nothing from anywhere else, so a name that got through could still not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from dataclasses import dataclass
+from importlib import resources
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from k2convert.report import content
+from k2convert.report.charts import draw_block_scales, draw_distribution, has_distribution
+from k2convert.report.checks import LAYER_COLUMNS, Checks
+from k2convert.report.figures import HeatMap, Report
+from k2convert.report.heat_map import colour_scale, draw_heat_maps
+from k2convert.report.palette import DARK, LIGHT, THEMED, css_variables
+from k2convert.report.sheet import to_svg
+
+_NO_CELL, _EXACT_CELL = 0, 0xFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """The same chart for a wide and for a narrow page."""
+
+    wide: Markup
+    narrow: Markup
+
+
+def render_page(report: Report, checks: Checks | None) -> str:
+    """The whole HTML document; the same report always gives the same text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    template = environment.from_string(_text("page.html.jinja"))
+    # Closing tags cannot occur in our own script; its digest is of exactly what stands between its tags.
+    script = _text("page.js")
+    return template.render(
+        name=page_name(report),
+        keywords=_keywords(report),
+        style=Markup(_style()),
+        script=Markup(script),
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        tiles=content.headline(report, checks),
+        caution=content.caution(report),
+        missing=report.missing,
+        num_tensors=f"{len(report.tensors):,}",
+        charts=_charts(report),
+        span=_span(report.maps),
+        counts=content.counts(report.total),
+        role_columns=content.ROLE_COLUMNS,
+        role_rows=content.role_rows(report),
+        worst=list(zip(report.worst, content.worst_rows(report.worst), strict=True)),
+        worst_columns=content.WORST_COLUMNS,
+        checks=checks,
+        layer_columns=LAYER_COLUMNS,
+        made_by=content.made_by(report),
+        digests=(
+            ("Shards, blake3", report.provenance.shards),
+            ("Source headers, blake3", report.provenance.source_headers),
+        ),
+        recipe=json.dumps(report.provenance.recipe, indent=2),
+        cells=Markup(_cells(report.maps)),
+    )
+
+
+def page_name(report: Report) -> str:
+    """What the report is about: the source's repository if known, else the recipe."""
+    return report.provenance.repo or str(report.provenance.recipe.get("name", "unnamed recipe"))
+
+
+def _keywords(report: Report) -> list[str]:
+    recipe = report.provenance.recipe
+    words = [recipe.get(key) for key in ("rule", "layout", "activations")]
+    return [str(word) for word in words if word]
+
+
+def _text(name: str) -> str:
+    return resources.files("k2convert.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _style() -> str:
+    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {css_variables(DARK)} }} }}"
+    return f":root {{ color-scheme: light dark; {css_variables(LIGHT)} }}\n{dark}\n{_text('page.css')}"
+
+
+def _charts(report: Report) -> dict[str, Chart | None]:
+    def both(name: str, label: str, wide: Figure, narrow: Figure) -> Chart:
+        return Chart(
+            wide=Markup(to_svg(wide, name=f"{name}-wide", label=label)),
+            narrow=Markup(to_svg(narrow, name=f"{name}-narrow", label=label)),
+        )
+
+    heat, distribution = (
+        [draw_heat_maps(report.maps, palette=THEMED, is_narrow=n) for n in (False, True)] if report.maps else None,
+        [draw_distribution(report, palette=THEMED, is_narrow=n) for n in (False, True)]
+        if has_distribution(report)
+        else None,
+    )
+    scales = [draw_block_scales(report.total.scale_histogram, palette=THEMED, is_narrow=n) for n in (False, True)]
+    return {
+        "heat_map": both("heat-map", "Heat maps of SQNR by layer and expert", *heat) if heat else None,
+        "distribution": both("distribution", "Histogram of SQNR over the tensors", *distribution)
+        if distribution
+        else None,
+        "block_scales": both("block-scales", "Histogram of block scales", *scales),
+    }
+
+
+def _span(maps: tuple[HeatMap, ...]) -> str:
+    if not maps:
+        return ""
+    scale = colour_scale(maps)
+    return f"{scale.high - scale.low:.2f} dB"
+
+
+def _cells(maps: tuple[HeatMap, ...]) -> str:
+    """The maps' values for the read-out: digits, base64 and the three projections' names, nothing else."""
+    document = {
+        found.projection: {
+            "layers": list(found.layers),
+            "experts": found.num_experts,
+            "values": base64.b64encode(_encode_values(found)).decode(),
+        }
+        for found in maps
+    }
+    return json.dumps(document, separators=(",", ":"))
+
+
+def _encode_values(found: HeatMap) -> bytes:
+    values = found.values
+    hundredths = np.clip(np.rint(100 * np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)), 1, _EXACT_CELL - 1)
+    cells = np.where(np.isposinf(values), _EXACT_CELL, hundredths)
+    return np.where(np.isnan(values), _NO_CELL, cells).astype("<u2").tobytes()

@@ -1,0 +1,62 @@
+"""Colours of the charts: by meaning, for a picture as they are, for a page as CSS variables the page defines."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+COLOUR_MAP = "viridis"  # perceptually even, safe for colour-blind eyes, and clear of both backgrounds
+
+
+@dataclass(frozen=True, slots=True)
+class Palette:
+    """One colour a meaning; `paper` is the background, `empty` a map's cell without a tensor."""
+
+    ink: str
+    muted: str
+    line: str
+    paper: str
+    empty: str
+    ours: str
+    plain: str
+    bound: str
+    warn: str
+
+
+LIGHT = Palette(
+    ink="#1b2430",
+    muted="#5c6773",
+    line="#d5dbe1",
+    paper="#ffffff",
+    empty="#e9edf0",
+    ours="#2563c9",
+    plain="#c2571a",
+    bound="#18835a",
+    warn="#b3261e",
+)
+DARK = Palette(
+    ink="#e8edf2",
+    muted="#9aa7b4",
+    line="#37424d",
+    paper="#12171c",
+    empty="#232b33",
+    ours="#6ea8ff",
+    plain="#f09a5b",
+    bound="#4ec795",
+    warn="#ff8a80",
+)
+# Colours nothing else uses, written by the SVG backend and then replaced by variables.
+THEMED = Palette(*(f"#0a0b{i:02x}" for i in range(len(fields(Palette)))))
+
+_VARIABLES = {getattr(THEMED, field.name): f"var(--{field.name})" for field in fields(Palette)}
+_THEMED_COLOUR = re.compile("|".join(_VARIABLES))
+
+
+def with_variables(svg: str) -> str:
+    """Replace the themed colours of an SVG by CSS variables, so that it follows the page from light to dark."""
+    return _THEMED_COLOUR.sub(lambda match: _VARIABLES[match[0]], svg)
+
+
+def css_variables(palette: Palette) -> str:
+    """Declarations of a palette's variables, for a CSS rule."""
+    return " ".join(f"--{field.name}: {getattr(palette, field.name)};" for field in fields(palette))
