@@ -1,4 +1,4 @@
-"""k2convert's own arithmetic, on the CPU or a CUDA device by the same code."""
+"""k2convert's own arithmetic: compiled kernels where there are any, `formats` on the device where there are none."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from k2convert.formats.optimal import optimal_global_scale, quantize_optimal
 from k2convert.formats.optimal_bf16 import quantize_optimal_bf16
 from k2convert.formats.plain import plain_global_scale, quantize_plain
 from k2convert.formats.rule import Rule
-from k2convert.formats.weight_error import measure_error
+from k2convert.formats.weight_error import finish_metrics, measure_error
+from k2convert.kernels.cpu import convert_int4, measure_int4, sample_int4_error
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class NativeQuantizer:
-    """Both rules in torch; holds no state, so threads may share it."""
+    """Both rules on one device; holds no state, so threads may share it."""
 
     rule: Rule
     device: torch.device
@@ -37,10 +38,12 @@ class NativeQuantizer:
     @property
     def backend(self) -> str:
         """What computes."""
-        return f"torch-{self.device}"
+        return "numba-cpu" if self.device.type == "cpu" else f"torch-{self.device}"
 
     def measure(self, source: Int4Weight | Tensor, *, name: str) -> Magnitude:
         """Measure one weight; FormatError where a value is not usable."""
+        if isinstance(source, Int4Weight):
+            return measure_int4(source, name=name)
         return measure(source, name=name)
 
     def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
@@ -53,11 +56,16 @@ class NativeQuantizer:
         self, source: Int4Weight | Tensor, *, name: str, magnitude: Magnitude, global_scale: float
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
         """Quantise and measure one weight; the result lies on the CPU."""
+        seed = zlib.crc32(name.encode())
+        if isinstance(source, Int4Weight) and self.device.type == "cpu":
+            result, counts = convert_int4(source, rule=self.rule, global_scale=global_scale)
+            sampled = sample_int4_error(source, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
+            return result, finish_metrics(
+                counts, rule=self.rule, global_scale=global_scale, magnitude=magnitude, sampled=sampled
+            )
         on_device = source.to(self.device)
         result = self._quantize(on_device, global_scale)
-        metrics = measure_error(
-            on_device, result, rule=self.rule, magnitude=magnitude, sample_seed=zlib.crc32(name.encode())
-        )
+        metrics = measure_error(on_device, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
         return result.to(CPU), metrics
 
     def _quantize(self, source: Int4Weight | Tensor, global_scale: float) -> Nvfp4Weight:

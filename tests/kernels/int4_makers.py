@@ -16,7 +16,7 @@ USABLE_BITS = 0x7E00
 
 
 def int4_weight(codes: NDArray[np.int64], scale_bits: NDArray[np.int64]) -> Int4Weight:
-    """Pack codes -8..7, any shape of N * K, with one scale's BF16 bits for every 32 of them, into [N, K] rows of 256."""
+    """Pack N * 256 codes -8..7, in order, with the BF16 bits of a scale for every 32 of them, into [N, 256]."""
     rows = codes.size // 256
     nibbles = (codes.reshape(rows, 256) + 8).astype(np.uint8)
     scales = torch.from_numpy(scale_bits.astype(np.uint16).reshape(rows, 8)).view(torch.bfloat16)

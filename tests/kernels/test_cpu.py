@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_row_splits_and_threads_do_not_matter(rule: Rule) -> None:
         return convert_int4(weight.rows(*rows), rule=rule, global_scale=scale, out=out)[1]
 
     with ThreadPoolExecutor(4) as pool:
-        parts = list(pool.map(convert, zip(cuts[:-1], cuts[1:], strict=True)))
+        parts = list(pool.map(convert, pairwise(cuts)))
     assert torch.equal(packed, whole.packed)
     assert torch.equal(scales, whole.block_scales)
     assert_same_counts(merge_counts(parts), whole_counts)
