@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.layers import LayerBudget, Variant, check_layers
 from k2convert.layers.mlp import Mlp
-from k2convert.layers.weights import Projection
+from k2convert.layers.weights import DenseWeight, Projection
 from scripts.evaluation import smollm2
 from scripts.evaluation.__main__ import FP4, FP32, INT4, SUBJECTS, convert, evaluate
 from scripts.evaluation.austen import paragraphs
@@ -73,8 +73,10 @@ def test_forward_equals_transformers_with_its_own_experts(tiny: Path) -> None:
             continue
         experts = [mlps[f"{stem}.experts.{expert}"] for expert in range(16)]
         state |= linear_weights(f"{stem}.shared_experts", mlps[f"{stem}.shared_experts"])
-        state[f"{stem}.experts.gate_up_proj"] = torch.stack([torch.cat([e.gate.weight, e.up.weight]) for e in experts])
-        state[f"{stem}.experts.down_proj"] = torch.stack([e.down.weight for e in experts])
+        state[f"{stem}.experts.gate_up_proj"] = torch.stack(
+            [torch.cat([e.gate.weight.decode(), e.up.weight.decode()]) for e in experts]
+        )
+        state[f"{stem}.experts.down_proj"] = torch.stack([e.down.weight.decode() for e in experts])
     theirs.load_state_dict(state, strict=True)
     with torch.inference_mode():
         ours, expected = model.logits(ids), theirs(ids).logits
@@ -83,7 +85,7 @@ def test_forward_equals_transformers_with_its_own_experts(tiny: Path) -> None:
 
 def linear_weights(stem: str, mlp: Mlp) -> dict[str, torch.Tensor]:
     parts = {"gate_proj": mlp.gate, "up_proj": mlp.up, "down_proj": mlp.down}
-    return {f"{stem}.{name}.weight": projection.weight for name, projection in parts.items()}
+    return {f"{stem}.{name}.weight": projection.weight.decode() for name, projection in parts.items()}
 
 
 def test_figures_of_the_tiny_checkpoint_are_the_known_ones(evaluation: Evaluation) -> None:
@@ -150,12 +152,12 @@ def test_slices_of_an_mlp_add_up_to_it() -> None:
     for name, weight in dense.items():
         pieces |= smollm2.as_moe(f"model.layers.1.mlp.{name}.weight", weight)
     hidden = torch.randn(8, 64, generator=generator)
-    whole = Mlp(*(Projection(weight.float()) for weight in dense.values()))(hidden)
+    whole = Mlp(*(Projection(DenseWeight(weight)) for weight in dense.values()))(hidden)
     parts = [f"model.layers.1.mlp.experts.{expert}" for expert in range(smollm2.NUM_EXPERTS)]
     shared = "model.layers.1.mlp.shared_experts"
-    total = Mlp(*(Projection(pieces[f"{shared}.{name}.weight"].float()) for name in shapes))(hidden)
+    total = Mlp(*(Projection(DenseWeight(pieces[f"{shared}.{name}.weight"])) for name in shapes))(hidden)
     for part in parts:
-        total += Mlp(*(Projection(unpack(pieces, f"{part}.{name}")) for name in shapes))(hidden)
+        total += Mlp(*(Projection(DenseWeight(unpack(pieces, f"{part}.{name}"))) for name in shapes))(hidden)
     error = float((total - whole).square().sum() / whole.square().sum())
     assert error < 0.05  # INT4's own error, -20 dB a projection
 

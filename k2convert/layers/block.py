@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from k2convert.layers.mlp import MlpVariants, read_mlp
-from k2convert.layers.result import Variant, VariantError
+from k2convert.layers.mlp import read_mlp
+from k2convert.layers.result import W4A4_VARIANTS, Variant, VariantError
 from k2convert.layers.router import RouterConfig, Routing, route
 from k2convert.layers.weights import WeightReader
 
@@ -57,11 +57,15 @@ def compute_block(
     *,
     source: WeightReader,
     converted: WeightReader,
-    variants: Sequence[Variant],
+    with_fp4_inputs: bool,
     progress: Callable[[int, int], None] | None = None,
 ) -> BlockError:
-    """Compute the block `stem` for f32 [T, hidden] from both checkpoints and compare every variant's output."""
+    """Compute the block `stem` for f32 [T, hidden] from both checkpoints and compare every variant's output.
+
+    `with_fp4_inputs` computes the W4A4 variants too; it needs a checkpoint with input scales.
+    """
     num_experts = routing.scores.shape[1]
+    variants = [variant for variant in Variant if with_fp4_inputs or variant not in W4A4_VARIANTS]
     outputs = _Outputs(
         torch.zeros_like(hidden_TK, dtype=torch.float64),
         {variant: torch.zeros_like(hidden_TK, dtype=torch.float64) for variant in variants},
@@ -74,7 +78,7 @@ def compute_block(
         is_reached = tokens.numel() > 0
         num_reached += is_reached
         probe = tokens if is_reached else routing.likeliest_tokens(expert, PROBE_TOKENS)
-        reference, results = _run(mlp, hidden_TK[probe], variants)
+        reference, results = mlp.run(hidden_TK[probe], with_fp4_inputs=with_fp4_inputs)
         for variant, result in results.items():
             outputs.expert_sqnr_db[variant].append(sqnr_db(reference, result))
         if is_reached:
@@ -83,15 +87,11 @@ def compute_block(
             progress(expert + 1, num_experts)
     if source.has(f"{stem}.shared_experts.gate_proj.weight"):
         mlp = read_mlp(f"{stem}.shared_experts", source=source, converted=converted)
-        reference, results = _run(mlp, hidden_TK, variants)
+        reference, results = mlp.run(hidden_TK, with_fp4_inputs=with_fp4_inputs)
         outputs.shared_sqnr_db.update({variant: sqnr_db(reference, result) for variant, result in results.items()})
         outputs.add(torch.arange(hidden_TK.shape[0]), reference, results, None)
     errors = tuple(_variant_error(variant, outputs) for variant in variants)
     return BlockError(errors, tuple(outputs.expert_sqnr_db[Variant.CONVERTED]), num_reached)
-
-
-def _run(mlp: MlpVariants, hidden_TK: Tensor, variants: Sequence[Variant]) -> tuple[Tensor, dict[Variant, Tensor]]:
-    return mlp.source(hidden_TK), {variant: mlp.variants[variant](hidden_TK) for variant in variants}
 
 
 def _variant_error(variant: Variant, outputs: _Outputs) -> VariantError:

@@ -25,7 +25,7 @@ from k2convert.errors import CheckpointError
 from k2convert.k2 import detect_family, read_architecture
 from k2convert.layers.block import BlockError, compute_block, route_block
 from k2convert.layers.hidden_states import draw_hidden_states, load_hidden_states
-from k2convert.layers.result import W4A4_VARIANTS, LayerBudget, LayerResult, LayersReport, Variant
+from k2convert.layers.result import LayerBudget, LayerResult, LayersReport, Variant
 from k2convert.layers.router import read_router_config
 from k2convert.layers.weights import WeightReader
 
@@ -87,9 +87,8 @@ def _check_layer(
     config = read_router_config(source.checkpoint.config, where=str(source.checkpoint.folder))
     routing = route_block(source, stem, states, config)
     has_scales = converted.read_converted(f"{stem}.experts.0.down_proj").input_scale is not None
-    variants = [variant for variant in Variant if has_scales or variant not in W4A4_VARIANTS]
     block = compute_block(
-        stem, states, routing, source=source, converted=converted, variants=variants, progress=progress
+        stem, states, routing, source=source, converted=converted, with_fp4_inputs=has_scales, progress=progress
     )
     unchanged = all(_same_bytes(f"{stem}.gate.{name}", source, converted) for name in ROUTER_PARAMETERS)
     return LayerResult(

@@ -1,6 +1,6 @@
 """One MLP of a MoE block, with the weights of every variant.
 
-Gate, up and down are read, converted by `plain` on the fly and decoded for one MLP at a time: 0.5 GB at K2's size.
+Gate, up and down are read and converted by `plain` on the fly for one MLP at a time; weights stay coded until used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from k2convert.formats.magnitude import measure
 from k2convert.formats.plain import plain_global_scale, quantize_plain
 from k2convert.layers.activations import quantize_activations
 from k2convert.layers.result import Variant
-from k2convert.layers.weights import Projection, WeightReader, decode_nvfp4, exact_values
+from k2convert.layers.weights import CodedWeight, DenseWeight, Projection, WeightReader, exact_weight, nvfp4_weight
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -31,54 +31,71 @@ class Mlp:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Map f32 [T, hidden] to f32 [T, hidden]."""
-        return _linear(torch.nn.functional.silu(_linear(x_TK, self.gate)) * _linear(x_TK, self.up), self.down)
+        return self._run(x_TK, 0)
+
+    def on_both_inputs(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The output on FP32 inputs and the output on quantised ones; each weight is decoded once."""
+        tokens = x_TK.shape[0]
+        outputs = self._run(torch.cat([x_TK, x_TK]), tokens)
+        return outputs[:tokens], outputs[tokens:]
+
+    def _run(self, x_TK: Tensor, first: int) -> Tensor:
+        """Quantise the inputs of the tokens from `first` on."""
+        hidden = torch.nn.functional.silu(_linear(x_TK, self.gate, first)) * _linear(x_TK, self.up, first)
+        return _linear(hidden, self.down, first)
 
 
-def _linear(x_TK: Tensor, projection: Projection) -> Tensor:
+def _linear(x_TK: Tensor, projection: Projection, first: int) -> Tensor:
     if projection.input_scale is not None:
-        x_TK = quantize_activations(x_TK, projection.input_scale)
-    return torch.nn.functional.linear(x_TK, projection.weight)
+        x_TK = torch.cat([x_TK[:first], quantize_activations(x_TK[first:], projection.input_scale)])
+    return projection.weight.linear(x_TK)
 
 
 @dataclass(frozen=True, slots=True)
-class MlpVariants:
-    """An MLP of the source in FP32, and the same MLP in each variant."""
+class MlpVersions:
+    """An MLP with the source's weights, the converted ones, and what `plain` makes of the source; same input scales."""
 
     source: Mlp
-    variants: Mapping[Variant, Mlp]
+    converted: Mlp
+    plain: Mlp
+
+    def run(self, x_TK: Tensor, *, with_fp4_inputs: bool) -> tuple[Tensor, dict[Variant, Tensor]]:
+        """The source's output f32 [T, hidden] for f32 [T, hidden], and every variant's."""
+        if not with_fp4_inputs:
+            return self.source(x_TK), {Variant.CONVERTED: self.converted(x_TK), Variant.PLAIN: self.plain(x_TK)}
+        reference, activations_only = self.source.on_both_inputs(x_TK)
+        converted, converted_w4a4 = self.converted.on_both_inputs(x_TK)
+        plain, plain_w4a4 = self.plain.on_both_inputs(x_TK)
+        return reference, {
+            Variant.CONVERTED: converted,
+            Variant.CONVERTED_W4A4: converted_w4a4,
+            Variant.PLAIN: plain,
+            Variant.PLAIN_W4A4: plain_w4a4,
+            Variant.ACTIVATIONS_ONLY: activations_only,
+        }
 
 
-def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> MlpVariants:
+def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> MlpVersions:
     """Read the MLP `stem` (a module name without its last part) from both checkpoints; CheckpointError if it cannot."""
     raw = {name: source.read_source(f"{stem}.{name}") for name in PROJECTIONS}
-    ours = {name: converted.read_converted(f"{stem}.{name}", shape=_shape(raw[name])) for name in PROJECTIONS}
-    exact = {name: exact_values(weight) for name, weight in raw.items()}
-    weights = {name: projection.weight for name, projection in ours.items()}
+    ours = [converted.read_converted(f"{stem}.{name}", shape=_shape(raw[name])) for name in PROJECTIONS]
+    exact = [exact_weight(weight) for weight in raw.values()]
     plain = _plain_weights(raw) if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}") else exact
-    scales = {name: projection.input_scale for name, projection in ours.items()}
-    return MlpVariants(
-        source=_mlp(exact),
-        variants={
-            Variant.CONVERTED: _mlp(weights),
-            Variant.CONVERTED_W4A4: _mlp(weights, scales),
-            Variant.PLAIN: _mlp(plain),
-            Variant.PLAIN_W4A4: _mlp(plain, scales),
-            Variant.ACTIVATIONS_ONLY: _mlp(exact, scales),
-        },
+    scales = [projection.input_scale for projection in ours]
+    return MlpVersions(
+        source=Mlp(*map(Projection, exact, scales)),
+        converted=Mlp(*ours),
+        plain=Mlp(*map(Projection, plain, scales)),
     )
 
 
-def _mlp(weights: Mapping[str, Tensor], scales: Mapping[str, float | None] | None = None) -> Mlp:
-    return Mlp(*(Projection(weights[name], scales[name] if scales else None) for name in PROJECTIONS))
-
-
-def _plain_weights(raw: Mapping[str, Int4Weight | Tensor]) -> dict[str, Tensor]:
+def _plain_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
     gate_up = measure(raw["gate_proj"]).merge(measure(raw["up_proj"]))
     magnitudes = {"gate_proj": gate_up, "up_proj": gate_up, "down_proj": measure(raw["down_proj"])}
-    weights: dict[str, Tensor] = {}
+    weights: list[DenseWeight | CodedWeight] = []
     for name, weight in raw.items():
         result = quantize_plain(weight, plain_global_scale(magnitudes[name]))
-        weights[name] = decode_nvfp4(result.packed, result.block_scales, result.global_scale)
+        weights.append(nvfp4_weight(result.packed, result.block_scales, result.global_scale))
     return weights
 
 

@@ -1,4 +1,4 @@
-"""Weights read from a checkpoint one projection at a time and decoded by tables of their own.
+"""Weights read from a checkpoint one projection at a time and decoded by tables of their own, some rows at a time.
 
 The decoders here share nothing with `formats`: what the converter wrote is read back from its bytes as the format
 documents describe them, so a mistake in the codecs shows as a wrong layer.
@@ -29,9 +29,13 @@ _DTYPES: Final = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.flo
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+CHUNK_ROWS: Final = 64
+"""Rows decoded at once: 1.8 MB at K2's size, which the allocator keeps, where a whole weight is 59 MB of new pages."""
+
+
 def _pairs(values: list[float]) -> Tensor:
-    """For 16 nibble values the f32 [256, 2] table from a byte to its two columns, low nibble first."""
-    return torch.tensor([(values[byte & 15], values[byte >> 4]) for byte in range(256)])
+    """For 16 nibble values the table from a byte to its two columns, low nibble first: f32 pairs as int64 [256]."""
+    return torch.tensor([(values[byte & 15], values[byte >> 4]) for byte in range(256)]).view(torch.int64).flatten()
 
 
 def _e4m3_values() -> Tensor:
@@ -51,10 +55,64 @@ _E4M3: Final = _e4m3_values()
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
-    """A linear layer's weight f32 [N, K]; `input_scale` is None where its input is not quantised."""
+class DenseWeight:
+    """A weight [N, K] in BF16 or FP32."""
 
-    weight: Tensor
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def linear(self, x_TK: Tensor) -> Tensor:
+        """x W^T in f32 [T, N]."""
+        return torch.nn.functional.linear(x_TK, self.values.float())
+
+    def decode(self) -> Tensor:
+        """The weight as f32 [N, K]."""
+        return self.values.float()
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """Codes uint8 [N, K/2], what each byte means (f32 pairs as int64 [256]), and f32 steps [N, K/block]."""
+
+    packed: Tensor
+    pairs: Tensor
+    steps: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.packed.shape[0], 2 * self.packed.shape[1]
+
+    def linear(self, x_TK: Tensor) -> Tensor:
+        """x W^T in f32 [T, N], the weight decoded a few rows at a time."""
+        rows = self.shape[0]
+        result = torch.empty(x_TK.shape[0], rows)
+        for start in range(0, rows, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, rows)
+            result[:, start:stop] = torch.nn.functional.linear(x_TK, self.rows(start, stop))
+        return result
+
+    def decode(self) -> Tensor:
+        """The weight as f32 [N, K]."""
+        return self.rows(0, self.shape[0])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Some rows of the weight as f32 [stop - start, K]."""
+        values = self.pairs.index_select(0, self.packed[start:stop].flatten().int()).view(torch.float32)
+        steps = self.steps[start:stop]
+        values.view(*steps.shape, -1).mul_(steps.unsqueeze(-1))
+        return values.view(stop - start, self.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear layer; `input_scale` is None where its input is not quantised."""
+
+    weight: DenseWeight | CodedWeight
     input_scale: float | None = None
 
 
@@ -109,8 +167,8 @@ class WeightReader:
     def read_converted(self, module: str, *, shape: tuple[int, int] | None = None) -> Projection:
         """A projection of a converted checkpoint, NVFP4 or left in BF16; CheckpointError where it is not of `shape`."""
         names = self._layout(module)
-        found = self._nvfp4(module, names) if names else Projection(self.read(f"{module}.{WEIGHT}").float())
-        if shape is not None and tuple(found.weight.shape) != shape:
+        found = self._nvfp4(module, names) if names else Projection(DenseWeight(self.read(f"{module}.{WEIGHT}")))
+        if shape is not None and found.weight.shape != shape:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: {module} is {list(found.weight.shape)}, in the source {list(shape)}. "
                 "The two are not checkpoints of the same model."
@@ -130,7 +188,7 @@ class WeightReader:
             )
         has_input_scale = self.has(f"{module}.{names.input_scale}")
         return Projection(
-            decode_nvfp4(packed, scales, self._scalar(module, names, names.global_scale)),
+            nvfp4_weight(packed, scales, self._scalar(module, names, names.global_scale)),
             self._scalar(module, names, names.input_scale) if has_input_scale else None,
         )
 
@@ -138,21 +196,14 @@ class WeightReader:
         return names.decode_scalar(self.raw(f"{module}.{parameter}").numpy().tobytes())
 
 
-def exact_values(weight: Int4Weight | Tensor) -> Tensor:
-    """The source's weight as f32 [N, K]: q * s is exact in FP32 (4 and 8 bits of significand)."""
+def exact_weight(weight: Int4Weight | Tensor) -> DenseWeight | CodedWeight:
+    """The source's weight: q * s is exact in FP32 (4 and 8 bits of significand); bf16 [N, K] is taken as it is."""
     if isinstance(weight, Tensor):
-        return weight.float()
-    return _decode(weight.packed, _INT4_PAIRS, weight.scales.float())
+        return DenseWeight(weight)
+    return CodedWeight(weight.packed, _INT4_PAIRS, weight.scales.float())
 
 
-def decode_nvfp4(packed: Tensor, block_scales: Tensor, global_scale: float) -> Tensor:
-    """Decode codes uint8 [N, K/2] and E4M3 bytes uint8 [N, K/16] to v * (b * g) in f32 [N, K]."""
+def nvfp4_weight(packed: Tensor, block_scales: Tensor, global_scale: float) -> CodedWeight:
+    """The weight v * (b * g) of codes uint8 [N, K/2] and E4M3 bytes uint8 [N, K/16]."""
     steps = _E4M3[block_scales.int()] * torch.tensor(global_scale, dtype=torch.float32)
-    return _decode(packed, _E2M1_PAIRS, steps)
-
-
-def _decode(packed: Tensor, pairs: Tensor, scales: Tensor) -> Tensor:
-    """Values by table [256, 2], times scales [N, K/block]."""
-    values = torch.nn.functional.embedding(packed.int(), pairs).flatten(-2)
-    values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
-    return values
+    return CodedWeight(packed, _E2M1_PAIRS, steps)

@@ -8,6 +8,7 @@ else is transformers' own code in FP32 with the source's BF16 values.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.k2 import Role, detect_family, parse_tensor_name
 from k2convert.layers.mlp import PROJECTIONS, Mlp
-from k2convert.layers.weights import Projection, WeightReader, exact_values
+from k2convert.layers.weights import DenseWeight, Projection, WeightReader, exact_weight
 
 Mlps = dict[str, Mlp]
 """Module name of an MLP (`model.layers.1.mlp.experts.0`) to its weights."""
@@ -122,20 +123,25 @@ def _load_rest(network: Any, source: Path) -> None:
 
 
 def source_mlps(source: Path) -> Mlps:
-    """Every MLP of the INT4 source, exactly."""
+    """Every MLP of the INT4 source, exactly, in FP32."""
     with closing(WeightReader(open_checkpoint(source))) as reader:
-        return {
-            stem: Mlp(*(Projection(exact_values(reader.read_source(f"{stem}.{name}"))) for name in PROJECTIONS))
-            for stem in _stems(reader)
-        }
+
+        def read(module: str) -> Projection:
+            return Projection(exact_weight(reader.read_source(module)))
+
+        return {stem: _decoded(read(f"{stem}.{name}") for name in PROJECTIONS) for stem in _stems(reader)}
 
 
 def converted_mlps(folder: Path) -> Mlps:
-    """Every MLP of a converted checkpoint, decoded, with its input scales."""
+    """Every MLP of a converted checkpoint in FP32, with its input scales."""
     with closing(WeightReader(open_checkpoint(folder))) as reader:
         return {
-            stem: Mlp(*(reader.read_converted(f"{stem}.{name}") for name in PROJECTIONS)) for stem in _stems(reader)
+            stem: _decoded(reader.read_converted(f"{stem}.{name}") for name in PROJECTIONS) for stem in _stems(reader)
         }
+
+
+def _decoded(projections: Iterable[Projection]) -> Mlp:
+    return Mlp(*(Projection(DenseWeight(p.weight.decode()), p.input_scale) for p in projections))
 
 
 def _stems(reader: WeightReader) -> list[str]:
@@ -168,7 +174,7 @@ def weight_sqnr_db(source: Mlps, converted: Mlps, folder: Path) -> float:
     for stem, mlp in source.items():
         for name, projection in zip(PROJECTIONS, ("gate", "up", "down"), strict=True):
             if f"{stem}.{name}" in int4:
-                exact = getattr(mlp, projection).weight.double()
+                exact = getattr(mlp, projection).weight.decode().double()
                 signal += float(exact.square().sum())
-                noise += float((getattr(converted[stem], projection).weight.double() - exact).square().sum())
+                noise += float((getattr(converted[stem], projection).weight.decode().double() - exact).square().sum())
     return 10 * math.log10(signal / noise)

@@ -16,7 +16,7 @@ from k2convert.layers.block import route_block
 from k2convert.layers.hidden_states import draw_hidden_states
 from k2convert.layers.mlp import PROJECTIONS, Mlp
 from k2convert.layers.router import read_router_config, route
-from k2convert.layers.weights import Projection, WeightReader, exact_values
+from k2convert.layers.weights import Projection, WeightReader, exact_weight
 
 deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
@@ -82,20 +82,20 @@ def test_moe_block_equals_transformers(tiny: Path, layer: int) -> None:
 
 
 def exact_mlp(reader: WeightReader, stem: str) -> Mlp:
-    return Mlp(*(Projection(exact_values(reader.read_source(f"{stem}.{name}"))) for name in PROJECTIONS))
+    return Mlp(*(Projection(exact_weight(reader.read_source(f"{stem}.{name}"))) for name in PROJECTIONS))
 
 
 def transformers_block(config: dict[str, Any], reader: WeightReader, stem: str, mlps: list[Mlp], shared: Mlp) -> Any:
     block = deepseek.DeepseekV3MoE(transformers_config(config)).float().eval()
-    gate_up: list[Tensor] = [torch.cat([mlp.gate.weight, mlp.up.weight]) for mlp in mlps]
+    gate_up: list[Tensor] = [torch.cat([mlp.gate.weight.decode(), mlp.up.weight.decode()]) for mlp in mlps]
     state = {
         "gate.weight": reader.read(f"{stem}.gate.weight").float(),
         "gate.e_score_correction_bias": reader.read(f"{stem}.gate.e_score_correction_bias"),
         "experts.gate_up_proj": torch.stack(gate_up),
-        "experts.down_proj": torch.stack([mlp.down.weight for mlp in mlps]),
-        "shared_experts.gate_proj.weight": shared.gate.weight,
-        "shared_experts.up_proj.weight": shared.up.weight,
-        "shared_experts.down_proj.weight": shared.down.weight,
+        "experts.down_proj": torch.stack([mlp.down.weight.decode() for mlp in mlps]),
+        "shared_experts.gate_proj.weight": shared.gate.weight.decode(),
+        "shared_experts.up_proj.weight": shared.up.weight.decode(),
+        "shared_experts.down_proj.weight": shared.down.weight.decode(),
     }
     block.load_state_dict(state, strict=True)
     return block
