@@ -14,7 +14,6 @@ from k2convert.formats.blocks import block_histograms, unpack_histograms
 from k2convert.formats.int4 import unpack_int4
 from k2convert.formats.weight_error_bf16 import bf16_block_bounds
 
-
 VALUES = [float(value) for value in E2M1]
 
 
