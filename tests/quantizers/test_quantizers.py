@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,8 +14,13 @@ from safetensors import safe_open
 
 from k2convert.errors import FormatError, MissingDependencyError, RecipeError
 from k2convert.formats.int4 import Int4Weight
+from k2convert.formats.magnitude import measure
 from k2convert.formats.metrics import WeightMetrics, total_metrics
 from k2convert.formats.nvfp4 import Nvfp4Weight
+from k2convert.formats.optimal import quantize_optimal
+from k2convert.formats.plain import quantize_plain
+from k2convert.formats.rule import RULES, Rule
+from k2convert.formats.weight_error import measure_error
 from k2convert.quantizers import Quantizer, create_quantizer
 
 Converted = dict[str, tuple[Nvfp4Weight, WeightMetrics]]
@@ -64,6 +70,23 @@ def test_the_tiny_checkpoint_has_its_known_error_under_both_rules(optimal: Conve
     assert len(optimal) == 144
     assert total(plain).sqnr_db == pytest.approx(19.655, abs=0.005)
     assert total(optimal).sqnr_db == pytest.approx(22.617, abs=0.005)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_defining_torch_code_gives_the_same_bytes_and_figures(
+    rule: Rule, optimal: Converted, plain: Converted, projections: dict[str, Int4Weight]
+) -> None:
+    quantize = quantize_optimal if rule == "optimal" else quantize_plain
+    converted = optimal if rule == "optimal" else plain
+    for name, weight in projections.items():
+        result, metrics = converted[name]
+        defined = quantize(weight, result.global_scale)
+        assert torch.equal(defined.packed, result.packed), name
+        assert torch.equal(defined.block_scales, result.block_scales), name
+        partner = name.replace("gate_proj", "up_proj") if "gate_proj" in name else name.replace("up_proj", "gate_proj")
+        magnitude = measure(weight).merge(measure(projections[partner]))
+        seed = zlib.crc32(name.encode())
+        assert measure_error(weight, defined, rule=rule, magnitude=magnitude, sample_seed=seed) == metrics, name
 
 
 def test_optimal_halves_the_error_of_plain_and_is_near_the_bound(optimal: Converted, plain: Converted) -> None:
