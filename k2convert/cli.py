@@ -5,14 +5,38 @@ Heavy libraries are imported inside the commands, so that `--help` answers at on
 
 import signal
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from k2convert import __version__
 from k2convert.errors import InvalidCheckpointError, K2ConvertError
+from k2convert.options import (
+    ActivationsOption,
+    DestinationArgument,
+    Device,
+    DeviceOption,
+    DownInputScaleOption,
+    DryRunOption,
+    InputScaleOption,
+    JsonOption,
+    KvCacheOption,
+    LayoutOption,
+    MaxDiskOption,
+    PublicOption,
+    QuantizerOption,
+    RecipeOption,
+    ResultArgument,
+    RuleOption,
+    SourceArgument,
+    TargetOption,
+    WorkersOption,
+    WorkFolderOption,
+    YesOption,
+    input_scales,
+    recipe_overrides,
+)
 
 app = typer.Typer(
     name="k2convert",
@@ -21,53 +45,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class RuleOption(StrEnum):
-    optimal = "optimal"
-    plain = "plain"
-
-
-class LayoutOption(StrEnum):
-    modelopt = "modelopt"
-    compressed_tensors = "compressed-tensors"
-
-
-class ActivationsOption(StrEnum):
-    w4a4 = "w4a4"
-    w4a16 = "w4a16"
-
-
-class QuantizerOption(StrEnum):
-    native = "native"
-    reference = "reference"
-
-
-class TargetOption(StrEnum):
-    nvfp4 = "nvfp4"
-    bf16 = "bf16"
-
-
-class DeviceOption(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class KvCacheOption(StrEnum):
-    fp8 = "fp8"
-
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
-SourceArgument = Annotated[
-    str, typer.Argument(help="Folder of the INT4 checkpoint, or hf://owner/name[@revision].", show_default=False)
-]
-DestinationArgument = Annotated[Path, typer.Argument(help="Folder of the converted checkpoint.", show_default=False)]
-ResultArgument = Annotated[
-    str, typer.Argument(help="Folder of the converted checkpoint, or hf://owner/name.", show_default=False)
-]
-PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]
-YesOption = Annotated[bool, typer.Option("--yes", help="Publish without asking.")]
 
 
 def _version(value: bool) -> None:
@@ -106,30 +83,22 @@ def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
 def run(
     source: SourceArgument,
     destination: ResultArgument,
-    recipe: Annotated[str | None, typer.Option(help="Recipe: a file, or a shipped name. Default: by family.")] = None,
-    rule: Annotated[RuleOption | None, typer.Option(help="How block scales are chosen.")] = None,
-    layout: Annotated[LayoutOption | None, typer.Option(help="Tensor names and config of the result.")] = None,
-    activations: Annotated[ActivationsOption | None, typer.Option(help="4-bit activations, or weight-only.")] = None,
-    quantizer: Annotated[QuantizerOption | None, typer.Option(help="Own code, or the two libraries' chain.")] = None,
-    to: Annotated[TargetOption | None, typer.Option(help="NVFP4, or only the dequantised BF16 copy.")] = None,
-    kv_cache: Annotated[KvCacheOption | None, typer.Option(help="Declare an FP8 KV cache in the config.")] = None,
-    input_scale: Annotated[
-        float | None, typer.Option(help="Constant activation scale of gate and up [default: 1.0].")
-    ] = None,
-    down_input_scale: Annotated[
-        float | None, typer.Option(help="Constant activation scale of down [default: as --input-scale].")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Shards at once [default: by cores and devices].")] = None,
-    device: Annotated[DeviceOption, typer.Option(help="Where to convert.")] = DeviceOption.auto,
-    max_disk: Annotated[
-        str | None, typer.Option(help="Disk to use at once, with the Hub: 200GB [default: free less 10 %].")
-    ] = None,
-    work_dir: Annotated[
-        Path | None, typer.Option(help="Folder for what is on its way to the Hub [default: k2convert-work/REPO].")
-    ] = None,
+    recipe: RecipeOption = None,
+    rule: RuleOption = None,
+    layout: LayoutOption = None,
+    activations: ActivationsOption = None,
+    quantizer: QuantizerOption = None,
+    to: TargetOption = None,
+    kv_cache: KvCacheOption = None,
+    input_scale: InputScaleOption = None,
+    down_input_scale: DownInputScaleOption = None,
+    workers: WorkersOption = None,
+    device: DeviceOption = Device.auto,
+    max_disk: MaxDiskOption = None,
+    work_dir: WorkFolderOption = None,
     public: PublicOption = False,
     yes: YesOption = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and touch nothing.")] = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Convert SOURCE into DESTINATION, each a folder or a repository of the Hub. Running it again resumes."""
@@ -138,16 +107,8 @@ def run(
     from k2convert.job import choose_recipe, prepare
     from k2convert.sources import open_source, read_destination
 
-    scales: dict[str, Any] | None = None
-    if input_scale is not None or down_input_scale is not None:
-        gate_up = 1.0 if input_scale is None else input_scale
-        scales = {"gate_up": gate_up, "down": gate_up if down_input_scale is None else down_input_scale}
-    overrides = {
-        "rule": _value(rule), "layout": _value(layout), "activations": _value(activations), "target": _value(to),
-        "quantizer": _value(quantizer), "kv_cache": _value(kv_cache), "input_scale": scales,
-    }  # fmt: skip
-    if quantizer is QuantizerOption.reference and rule is None:
-        overrides["rule"] = "plain"
+    scales = input_scales(input_scale, down_input_scale)
+    overrides = recipe_overrides(rule, layout, activations, quantizer, to, kv_cache, scales)
     place, hub = read_destination(destination, work_folder=work_dir), Hub(notify=console.print_note)
     with open_source(source, hub=hub) as opened:
         job = prepare(
@@ -171,10 +132,6 @@ def run(
                 show_local_plan(job, as_json)
             else:
                 run_local(job, source, as_json)
-
-
-def _value(option: StrEnum | None) -> str | None:
-    return None if option is None else option.value
 
 
 @app.command()
