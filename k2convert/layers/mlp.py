@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from k2convert.formats.int4 import Int4Weight
-from k2convert.formats.magnitude import measure
-from k2convert.formats.plain import plain_global_scale, quantize_plain
 from k2convert.layers.activations import quantize_activations
 from k2convert.layers.result import Variant
 from k2convert.layers.weights import CodedWeight, DenseWeight, Projection, WeightReader, exact_weight, nvfp4_weight
+from k2convert.quantizers.native import NativeQuantizer
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -90,11 +89,14 @@ def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> Mlp
 
 
 def _plain_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
-    gate_up = measure(raw["gate_proj"]).merge(measure(raw["up_proj"]))
-    magnitudes = {"gate_proj": gate_up, "up_proj": gate_up, "down_proj": measure(raw["down_proj"])}
+    plain = NativeQuantizer("plain", torch.device("cpu"))
+    measured = {name: plain.measure(weight, name=name) for name, weight in raw.items()}
+    gate_up = measured["gate_proj"].merge(measured["up_proj"])
     weights: list[DenseWeight | CodedWeight] = []
     for name, weight in raw.items():
-        result = quantize_plain(weight, plain_global_scale(magnitudes[name]))
+        magnitude = measured[name] if name == "down_proj" else gate_up
+        scale = plain.global_scale(magnitude, is_int4=isinstance(weight, Int4Weight))
+        result, _ = plain.quantize(weight, name=name, magnitude=magnitude, global_scale=scale)
         weights.append(nvfp4_weight(result.packed, result.block_scales, result.global_scale))
     return weights
 

