@@ -1,6 +1,7 @@
 """A running loopback Hub, the tiny checkpoint on it, and an environment in which the client library talks to it."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from hub_cli import HubCli, cli_environment, command, run_here
 from loopback import TOKEN, LoopbackHub
 
 from k2convert.hub.client import Hub, Retry
@@ -45,3 +47,52 @@ def hub() -> Hub:
 def without_xet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upload by plain LFS, as with HF_HUB_DISABLE_XET=1, so that the server's log shows every upload."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """The folder that commands of `hub_cli` run in."""
+    (tmp_path / "workplace").mkdir()
+    return tmp_path / "workplace"
+
+
+@pytest.fixture
+def hub_cli(workplace: Path, hub_environment: None, monkeypatch: pytest.MonkeyPatch) -> HubCli:
+    """The command in this process; whatever it prints is searched for the token."""
+    monkeypatch.chdir(workplace)
+
+    def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+        done = run_here(*args, **env)
+        assert TOKEN not in done.stdout + done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def hub_process(workplace: Path, hub_environment: None) -> HubCli:
+    """The command in a process of its own, which reads the environment as a user's does."""
+
+    def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            command(*args), capture_output=True, text=True, env=cli_environment() | env, cwd=workplace, check=False
+        )
+        assert TOKEN not in done.stdout + done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def tiny_on_hub(server: LoopbackHub, tiny: Path) -> LoopbackHub:
+    """The loopback Hub with the tiny checkpoint as moon/tiny."""
+    server.store.add_folder("moon/tiny", tiny)
+    return server
+
+
+@pytest.fixture(scope="session")
+def local_result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint converted from folder to folder."""
+    folder = tmp_path_factory.mktemp("local") / "out"
+    assert run_here("run", tiny, folder).returncode == 0
+    return folder

@@ -1,0 +1,17 @@
+"""What must hold of a repository that a job has published to."""
+
+from pathlib import Path
+
+from loopback import LoopbackHub
+
+
+def assert_published(server: LoopbackHub, local: Path, repo: str = "me/out") -> None:
+    """Main has one commit of ours with the bytes of a local run, and nothing is left of the work branch."""
+    stored = server.store.repos[repo]
+    assert stored.num_commits("main") == 2
+    assert list(stored.refs) == ["main"]
+    for path in sorted(p for p in local.rglob("*") if p.is_file()):
+        name = path.relative_to(local).as_posix()
+        if not name.startswith(".k2convert/") and name != "k2convert.json":  # the ledger names the source's commit
+            assert server.store.read(repo, name) == path.read_bytes(), name
+    assert not any(name.startswith(".k2convert") for name in stored.files())

@@ -1,0 +1,177 @@
+"""The whole job in one command: Hub to Hub, Hub to folder, folder to Hub, and what is refused before it starts."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from faults import Fault
+from hub_cli import HubCli
+from loopback import TOKEN, LoopbackHub
+from published import assert_published
+
+SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 6)]
+
+
+@pytest.mark.parametrize("disable_xet", ["0", "1"], ids=["Xet", "LFS"])
+def test_hub_to_hub_in_one_command(
+    tiny_on_hub: LoopbackHub, hub_process: HubCli, workplace: Path, local_result: Path, disable_xet: str
+) -> None:
+    done = hub_process("run", "moon/tiny", "hf://me/out", "--yes", HF_HUB_DISABLE_XET=disable_xet)
+    assert done.returncode == 0, done.stderr
+    assert_published(tiny_on_hub, local_result)
+    assert tiny_on_hub.store.repos["me/out"].private
+    assert bool(tiny_on_hub.traffic.matching("PUT", "/_lfs/")) == (disable_xet == "1")
+    assert list(workplace.rglob("*.safetensors")) == []
+    again = hub_process("run", "moon/tiny", "hf://me/out", "--yes", HF_HUB_DISABLE_XET=disable_xet)
+    assert again.returncode == 0, again.stderr
+    assert "holds this result already" in again.stderr
+    assert_published(tiny_on_hub, local_result)
+
+
+def test_published_result_downloads_and_validates(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, tiny: Path
+) -> None:
+    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    files = tiny_on_hub.store.repos["me/out"].files()
+    for name in files:
+        target = workplace / "fetched" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(tiny_on_hub.store.read("me/out", name))
+    done = hub_cli("validate", workplace / "fetched", "--source", tiny)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_hub_to_folder_gives_the_local_bytes(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+) -> None:
+    done = hub_cli("run", "hf://moon/tiny@main", "out", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["commit"] is None
+    for name in SHARDS:
+        assert (workplace / "out" / name).read_bytes() == (local_result / name).read_bytes()
+    commit = tiny_on_hub.store.repos["moon/tiny"].refs["main"]
+    assert json.loads((workplace / "out" / "k2convert.json").read_text())["source"]["revision"] == commit
+    assert hub_cli("validate", "out").returncode == 0
+
+
+def test_folder_to_hub_keeps_the_source(server: LoopbackHub, hub_cli: HubCli, tiny: Path, local_result: Path) -> None:
+    before = sorted((p.name, p.stat().st_mtime_ns) for p in tiny.iterdir())
+    done = hub_cli("run", tiny, "hf://team/out", "--yes", "--public")
+    assert done.returncode == 0, done.stderr
+    assert_published(server, local_result, "team/out")
+    assert not server.store.repos["team/out"].private
+    assert sorted((p.name, p.stat().st_mtime_ns) for p in tiny.iterdir()) == before
+
+
+def test_publish_sends_a_finished_folder_and_keeps_it(server: LoopbackHub, hub_cli: HubCli, local_result: Path) -> None:
+    done = hub_cli("publish", local_result, "--repo", "me/out", "--yes", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "repo": "me/out",
+        "commit": server.store.repos["me/out"].refs["main"],
+        "private": True,
+    }
+    assert_published(server, local_result)
+    assert server.store.read("me/out", "k2convert.json") == (local_result / "k2convert.json").read_bytes()
+    assert all((local_result / name).exists() for name in SHARDS)
+
+
+def test_publish_refuses_what_does_not_validate(
+    server: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+) -> None:
+    for path in local_result.iterdir():
+        if path.is_file():
+            (workplace / path.name).write_bytes(path.read_bytes())
+    shard = workplace / SHARDS[2]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    done = hub_cli("publish", workplace, "--repo", "me/out", "--yes")
+    assert done.returncode == 3
+    assert "does not validate" in done.stderr
+    assert server.store.repos == {}
+
+
+@pytest.mark.parametrize("verb", ["run", "publish"])
+def test_publishing_without_a_terminal_needs_yes(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, verb: str
+) -> None:
+    arguments = ("moon/tiny", "hf://me/out") if verb == "run" else (local_result, "--repo", "me/out")
+    done = hub_cli(verb, *arguments)
+    assert done.returncode == 1
+    assert "needs --yes" in done.stderr
+    assert list(tiny_on_hub.store.repos) == ["moon/tiny"]
+
+
+def test_planning_a_remote_source_downloads_no_shard_and_writes_nothing(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, tiny: Path
+) -> None:
+    inspected = hub_cli("inspect", "hf://moon/tiny", "--json")
+    assert json.loads(inspected.stdout)["int4_projections"] == 144
+    planned = hub_cli("run", "moon/tiny", "hf://me/out", "--dry-run", "--json")
+    plan = json.loads(planned.stdout)
+    assert plan["source_commit"] == tiny_on_hub.store.repos["moon/tiny"].refs["main"]
+    assert plan["branch"].startswith("k2convert-")
+    sent = tiny_on_hub.traffic.bytes_sent(r"\.safetensors$")
+    assert sent < 0.2 * sum((tiny / name).stat().st_size for name in SHARDS)
+    assert list(workplace.iterdir()) == []
+    assert list(tiny_on_hub.store.repos) == ["moon/tiny"]
+
+
+def test_offline_mode_fails_at_once_but_not_for_folders(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tiny: Path) -> None:
+    done = hub_cli("run", "hf://moon/tiny", "out", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    assert "HF_HUB_OFFLINE is set" in done.stderr
+    assert hub_cli("inspect", tiny, HF_HUB_OFFLINE="1").returncode == 0
+    assert tiny_on_hub.traffic.requests == []
+
+
+def test_too_little_disk_is_refused_at_the_plan(tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path) -> None:
+    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes", "--max-disk", "2MB")
+    assert done.returncode == 1
+    assert "--max-disk leaves" in done.stderr
+    assert list(workplace.iterdir()) == []
+
+
+def test_a_repository_with_other_weights_is_left_alone(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tiny: Path) -> None:
+    tiny_on_hub.store.add_folder("me/out", tiny, private=True)
+    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes")
+    assert done.returncode == 1
+    assert "already holds other weights" in done.stderr
+    assert tiny_on_hub.store.repos["me/out"].num_commits("main") == 2
+
+
+def test_a_failure_says_what_to_do_and_the_same_command_continues(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path
+) -> None:
+    tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=412))
+    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes")
+    assert done.returncode == 1
+    assert "run the same command again" in done.stderr
+    tiny_on_hub.traffic.clear()
+    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    assert_published(tiny_on_hub, local_result)
+    assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000  # headers alone
+
+
+def test_another_machine_continues_from_the_branch_alone(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+) -> None:
+    tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=403))
+    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 1
+    (workplace / "k2convert-work").rename(workplace / "elsewhere")
+    tiny_on_hub.traffic.clear()
+    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    assert_published(tiny_on_hub, local_result)
+    assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000
+    ours, theirs = (workplace / top / "me--out" / "k2convert.json" for top in ("k2convert-work", "elsewhere"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_the_token_is_in_no_file(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tmp_path: Path) -> None:
+    tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=500, times=2))
+    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    for path in (p for p in tmp_path.rglob("*") if p.is_file()):
+        assert TOKEN.encode() not in path.read_bytes(), path
+    assert os.environ["HF_TOKEN"] == TOKEN
