@@ -175,64 +175,46 @@ def validate(
     """Check a converted checkpoint: servable contract, weight error, reference layers. Exit code 3 if it fails."""
     if source is None and (layers or against or reference):
         raise typer.BadParameter("--layers, --against and --reference need --source")
-    _validate(destination, source, layers, hidden_states, tokens, reference, against, as_json)
+    from k2convert import check_commands
+
+    check_commands.validate(
+        destination,
+        source=source,
+        layers=_parse_layers(layers),
+        hidden_states=hidden_states,
+        tokens=tokens,
+        reference=reference,
+        against=against,
+        as_json=as_json,
+    )
 
 
-def _validate(
-    destination: Path,
-    source: Path | None,
-    layers: str | None,
-    hidden_states: Path | None,
-    tokens: int,
-    reference: bool,
-    against: Path | None,
-    as_json: bool,
-) -> None:
-    from k2convert import console
-    from k2convert.checkpoint.index import Checkpoint, open_checkpoint
-    from k2convert.layers import LayerBudget, LayersReport, check_layers, moe_layers
-    from k2convert.validate import report_document, validate_checkpoint
-    from k2convert.validation_view import folder_budget, folder_bytes, show_validation
-
-    opened = None if source is None else open_checkpoint(source)
-
-    def compute_layers(original: Checkpoint, converted: Checkpoint) -> LayersReport:
-        chosen = moe_layers(original) if layers == "all" else _parse_layers(str(layers))
-        budget = LayerBudget(layer_sqnr_db=folder_budget(destination).layer_sqnr_db)
-        return check_layers(
-            source=original,
-            converted=converted,
-            layers=chosen,
-            hidden_states=hidden_states,
-            tokens=tokens,
-            budget=budget,
-        )
-
-    total = folder_bytes(destination) + (folder_bytes(against) if against is not None else 0)
-    with console.PassDisplay(what="validate", total_bytes=total, quiet=as_json) as display:
-        report = validate_checkpoint(
-            folder=destination,
-            source=opened,
-            reference=reference,
-            against=against,
-            check_reference_layers=compute_layers if layers is not None else None,
-            progress=display.advance,
-        )
-    if as_json:
-        console.print_json(report_document(report))
-    else:
-        show_validation(report)
-    if not report.passed:
-        raise InvalidCheckpointError(f"{destination}: validation failed; see above. Do not publish or serve it.")
-    if not as_json:
-        console.print_next(f"vllm serve {destination} --trust-remote-code")
-
-
-def _parse_layers(text: str) -> tuple[int, ...]:
+def _parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """None for no layers, () for all."""
+    if text is None or text == "all":
+        return None if text is None else ()
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise typer.BadParameter(f"--layers {text}: expected numbers like 1,30,60, or all") from None
+
+
+@app.command()
+def report(
+    destination: DestinationArgument,
+    source: Annotated[Path | None, typer.Option(help="The INT4 source: measures every weight again.")] = None,
+    validation: Annotated[
+        Path | None, typer.Option(help="What `validate --json` printed, to show instead of reading the shards again.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write into [default: DESTINATION].")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write report.html, report.md and report.png: what the conversion changed, in figures and charts."""
+    if source is not None and validation is not None:
+        raise typer.BadParameter("--validation stands in for measuring: leave out --source")
+    from k2convert import check_commands
+
+    check_commands.report(destination, source=source, validation=validation, out=out, as_json=as_json)
 
 
 @app.command()

@@ -18,10 +18,20 @@ from typing import Any
 from k2convert.checkpoint.writer import write_atomically
 from k2convert.errors import DestinationError
 from k2convert.report.checks import read_checks
-from k2convert.report.collect import MeasuredError, can_be_validated, collect_report
+from k2convert.report.collect import MeasuredError, can_be_validated, check_folder, collect_report
+from k2convert.report.document import report_document
 from k2convert.report.figures import Report
 
-__all__ = ["MeasuredError", "Report", "ReportFiles", "can_be_validated", "collect_report", "write_report"]
+__all__ = [
+    "MeasuredError",
+    "Report",
+    "ReportFiles",
+    "can_be_validated",
+    "check_folder",
+    "collect_report",
+    "report_document",
+    "write_report",
+]
 
 PAGE_NAME = "report.html"
 MARKDOWN_NAME = "report.md"

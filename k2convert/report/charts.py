@@ -1,5 +1,8 @@
 """How the tensors' errors are distributed, and which block scales were used."""
 
+# matplotlib leaves its keyword arguments untyped, which makes every call of it "partially unknown".
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import statistics
@@ -19,7 +22,7 @@ from k2convert.report.sheet import FONT_SIZE, Sheet
 SMALLEST_NORMAL_LOG2 = -6
 LARGEST = 448.0
 _RANGE_LOG2 = (-9.6, 9.2)
-_TAIL_DB = 3.0  # tensors further below than this from the first percentile are counted into the first bin
+_TAIL_DB = 0.5
 
 Series = tuple[str, NDArray[np.float64], str]
 """Label, SQNR of every tensor, colour."""
@@ -32,14 +35,15 @@ def has_distribution(report: Report) -> bool:
 
 def draw_distribution(report: Report, *, palette: Palette, is_narrow: bool) -> Figure:
     """Histograms over the tensors: SQNR here, under `plain`, and at the bound."""
-    width, height, left = (3.6, 2.9, 0.48) if is_narrow else (9.5, 3.0, 0.5)
+    width, height, left = (3.6, 2.9, 0.66) if is_narrow else (9.5, 3.0, 0.66)
     rows = 3 if is_narrow else 1
     top = 0.22 * rows + 0.08
     sheet = Sheet(width, height, palette)
     axes = sheet.axes(left, top, width - left - 0.1, height - top - 0.48)
     series = _series(report.tensors, report.rule, palette)
     everything = np.concatenate([values for _, values, _ in series])
-    low = max(float(everything.min()), float(np.percentile(everything, 1)) - _TAIL_DB)
+    # A few broken tensors must not squeeze the rest: those further left are counted into the first bin, and named.
+    low = max(float(everything.min()), min(float(np.percentile(v, 1)) for _, v, _ in series) - _TAIL_DB)
     high = float(everything.max())
     pad = 0.03 * max(high - low, 0.2)
     edges = np.linspace(low - pad, high + pad, 71 if is_narrow else 161)
@@ -56,15 +60,15 @@ def draw_distribution(report: Report, *, palette: Palette, is_narrow: bool) -> F
     axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
     _mark_gaps(axes, series, palette, share=0.25 if is_narrow else 0.1)
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(_whole))
     axes.set_ylabel("tensors")
-    axes.set_xlabel("SQNR of a tensor, dB" if is_narrow else "SQNR of a tensor, dB: further right is less error")
+    beyond = sum(int((values < low).sum()) for _, values, _ in series)
+    note = f"; {beyond:,} further left" if beyond else "" if is_narrow else ": further right is less error"
+    axes.set_xlabel(f"SQNR of a tensor, dB{note}")
     return sheet.figure
 
 
-def _series(
-    tensors: Sequence[TensorFigures], rule: str, palette: Palette
-) -> list[Series]:
+def _series(tensors: Sequence[TensorFigures], rule: str, palette: Palette) -> list[Series]:
     ours = [t.sqnr_db for t in tensors]
     plain = [t.sqnr_plain_db for t in tensors if t.sqnr_plain_db is not None]
     bound = [t.sqnr_bound_db for t in tensors if t.sqnr_bound_db is not None]
@@ -91,7 +95,7 @@ def _mark_gaps(axes: Axes, series: Sequence[Series], palette: Palette, *, share:
 
 def draw_block_scales(histogram: Sequence[tuple[int, int]], *, palette: Palette, is_narrow: bool) -> Figure:
     """Number of blocks by E4M3 block scale, with the limits of what every engine reads."""
-    width, height, left = (3.6, 2.8, 0.52) if is_narrow else (9.5, 2.9, 0.6)
+    width, height, left = (3.6, 2.8, 0.66) if is_narrow else (9.5, 2.9, 0.66)
     sheet = Sheet(width, height, palette)
     axes = sheet.axes(left, 0.34, width - left - 0.1, height - 0.34 - 0.5)
     counts = dict(histogram)
@@ -127,6 +131,10 @@ def _power(exponent: int) -> str:
     if 0 <= exponent <= 9:
         return f"{2**exponent}"
     return "2" + "".join("⁻" if c == "-" else "⁰¹²³⁴⁵⁶⁷⁸⁹"[int(c)] for c in str(exponent))
+
+
+def _whole(value: float, _position: object = None) -> str:
+    return f"{value:,.0f}"
 
 
 def _short_count(value: float, _position: object = None) -> str:

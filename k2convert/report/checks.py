@@ -1,4 +1,4 @@
-"""What `validate` found, read out of its document: contract rules, weights decoded again, layers, another checkpoint."""
+"""What `validate` found, read out of its document: rules, weights decoded again, layers, another checkpoint."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
     """Take a validation document apart; CheckpointError where it is not one."""
     try:
         rules = tuple(_read_rule(rule) for rule in document["contract"]["rules"])
-        layers = document.get("layers") or {}
+        layers = cast("Mapping[str, Any]", document.get("layers") or {})
         return Checks(
             rules=rules,
             verdicts=_tally(rules),

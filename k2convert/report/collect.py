@@ -6,7 +6,7 @@ now. A conversion under way has the journal and no ledger yet. What is missing i
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -54,18 +54,7 @@ def collect_report(
 
     Raises CheckpointError where the folder holds no conversion of ours, a BF16 copy, or figures that are no numbers.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder. Give the folder of a conversion.")
-    ledger = read_json_file(folder / LEDGER_NAME) if (folder / LEDGER_NAME).exists() else {}
-    job = read_json_file(folder / WORK_FOLDER / _JOB_NAME) if (folder / WORK_FOLDER / _JOB_NAME).exists() else {}
-    if not ledger and not job:
-        raise CheckpointError(
-            f"{folder}: neither {LEDGER_NAME} nor {WORK_FOLDER} is here, so there is nothing to report on. Somebody "
-            "else's NVFP4 checkpoint is measured by `k2convert validate` with --source."
-        )
-    recipe = _mapping(ledger.get("recipe") or job.get("recipe"))
-    if recipe.get("target") == "bf16":
-        raise CheckpointError(f"{folder}: holds a BF16 copy (--to bf16): an exact dequantisation, with no error in it.")
+    ledger, job = _read_documents(folder)
     records = Journal(folder).records()
     missing: list[str] = []
     planned = max(len(_mapping(ledger.get("shards"))), len(_mapping(job.get("shards"))), len(records))
@@ -75,7 +64,9 @@ def collect_report(
     else:
         totals, tensors = _from_partial(folder, ledger, records, measured, missing)
     if finished < planned:
-        missing.append(f"The conversion is under way: {finished} of {planned} shards are finished, and only they count.")
+        missing.append(
+            f"The conversion is not finished: only {finished} of {planned} shards are done and counted here."
+        )
     maps = heat_maps(tensors)
     if tensors and not maps:
         missing.append("No map of layers and experts: the names recorded are not those of a Kimi K2 model's experts.")
@@ -91,6 +82,27 @@ def collect_report(
         validation=validation,
         missing=tuple(missing),
     )
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse what no report can be made of; raises CheckpointError. Cheap: called before hours of measuring."""
+    _read_documents(folder)
+
+
+def _read_documents(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Ledger and job, at least one of which is there."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder. Give the folder of a conversion.")
+    ledger = read_json_file(folder / LEDGER_NAME) if (folder / LEDGER_NAME).exists() else {}
+    job = read_json_file(folder / WORK_FOLDER / _JOB_NAME) if (folder / WORK_FOLDER / _JOB_NAME).exists() else {}
+    if not ledger and not job:
+        raise CheckpointError(
+            f"{folder}: neither {LEDGER_NAME} nor {WORK_FOLDER} is here, so there is nothing to report on. Somebody "
+            "else's NVFP4 checkpoint is measured by `k2convert validate` with --source."
+        )
+    if _mapping(ledger.get("recipe") or job.get("recipe")).get("target") == "bf16":
+        raise CheckpointError(f"{folder}: holds a BF16 copy (--to bf16): an exact dequantisation, with no error in it.")
+    return ledger, job
 
 
 def can_be_validated(folder: Path) -> bool:
@@ -115,13 +127,19 @@ def _from_records(
         for projection in record.projections:
             if projection.metrics is None:
                 continue
-            metrics = read_metrics(projection.metrics, where=f"{folder}: record of {shard}: {projection.module}")
+            try:
+                metrics = WeightMetrics.from_dict(projection.metrics)
+                tensors.append(figures_from_metrics(projection.module, projection.role, metrics))
+            except (ValueError, TypeError, AttributeError) as error:
+                where = f"{folder / WORK_FOLDER}: record of {shard}: {projection.module}"
+                raise CheckpointError(f"{where}: not figures of this version ({error}). Convert again.") from None
             by_role[projection.role].append(metrics)
-            tensors.append(figures_from_metrics(projection.module, projection.role, metrics))
     if not tensors:
         raise CheckpointError(f"{folder}: no converted tensor is recorded yet. Run the conversion first.")
     totals = {role: total_metrics(found) for role, found in sorted(by_role.items())}
-    return totals | {"total": total_metrics([m for found in by_role.values() for m in found])}, tuple(tensors)
+    if len(totals) > 1:
+        return totals | {"total": total_metrics([m for found in by_role.values() for m in found])}, tuple(tensors)
+    return totals | {"total": next(iter(totals.values()))}, tuple(tensors)
 
 
 def _from_partial(
@@ -178,15 +196,12 @@ def read_metrics(document: Mapping[str, Any], *, where: str) -> WeightMetrics:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < 0:
             raise CheckpointError(f"{where}: {name} is {value!r}, expected a count. Convert or download again.")
-    counts: Counter[Any] = Counter(dict(metrics.scale_histogram))
-    if any(not 0 <= byte <= 127 for byte in counts) or any(type(n) is not int or n < 0 for n in counts.values()):
+    if any(not 0 <= byte <= 127 or type(count) is not int or count < 0 for byte, count in metrics.scale_histogram):
         raise CheckpointError(f"{where}: scale_histogram is not one of E4M3 bytes. Convert or download again.")
     return metrics
 
 
-def _provenance(
-    ledger: Mapping[str, Any], job: Mapping[str, Any], records: Mapping[str, ShardRecord]
-) -> Provenance:
+def _provenance(ledger: Mapping[str, Any], job: Mapping[str, Any], records: Mapping[str, ShardRecord]) -> Provenance:
     fingerprint = _mapping(ledger.get("fingerprint") or job.get("fingerprint"))
     source = _mapping(ledger.get("source"))
     recorded = {shard: digest for record in records.values() for shard, digest in record.source_headers.items()}

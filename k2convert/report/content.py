@@ -11,6 +11,7 @@ from k2convert.report.checks import Checks, Verdicts
 from k2convert.report.figures import Report, TensorFigures, scale_value
 
 NOT_COUNTED = "not counted"
+TIMES = "\u00d7"
 _SMALLEST_NORMAL_BYTE, _LARGEST_BYTE = 0x08, 0x7E
 
 
@@ -46,11 +47,15 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     ]
     if total.sampled_error_plain > 0 and report.rule != "plain":
         tiles.append(
-            Tile(f"{total.achieved_to_plain:.3f} ×", "plain's error", "plain: max calibration, the usual recipe")
+            Tile(f"{total.achieved_to_plain:.3f} {TIMES}", "plain's error", "plain: max calibration, the usual recipe")
         )
     if total.sampled_error_bound > 0:
         tiles.append(
-            Tile(f"{total.achieved_to_bound:.3f} ×", "the bound's error", "no NVFP4 weights, whatever their scales, have less")
+            Tile(
+                f"{total.achieved_to_bound:.3f} {TIMES}",
+                "the bound's error",
+                "no NVFP4 weights, whatever their scales, have less",
+            )
         )
     if report.worst:
         worst = report.worst[0]
@@ -171,8 +176,8 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
 def caution(report: Report) -> str:
     """What the figures do not say, in one paragraph."""
     text = (
-        "These are errors of weights against the exact INT4 values q * s. The conversion is not lossless: E2M1 has no 5 "
-        "and no 7. The result is as large as its source."
+        "These are errors of weights against the exact INT4 values q * s. The conversion is not lossless: E2M1 has no "
+        "5 and no 7. The result is as large as its source."
     )
     if report.provenance.recipe.get("activations") == "w4a4":
         text += " FP4 activations add an error of their own at run time, which no conversion of weights changes."
@@ -191,7 +196,7 @@ def percent(part: int, whole: int) -> str:
     if not whole:
         return ""
     share = 100 * part / whole
-    if 0 < part and share < 0.001:
+    if part > 0 and share < 0.001:
         return "< 0.001 %"
     if part < whole and share > 99.999:
         return "> 99.999 %"

@@ -5,6 +5,9 @@ one above the other; on a narrow one they run downwards and the maps stand side 
 image of one pixel a cell and enlarged by the browser, which keeps 69,120 cells at some 100 kB.
 """
 
+# matplotlib leaves its keyword arguments untyped, which makes every call of it "partially unknown".
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -24,7 +27,8 @@ from k2convert.report.sheet import Sheet
 MIN_SPAN_DB = 0.2  # a narrower scale would paint noise in loud colours
 MAP_ID = "map-"
 _MAX_LABELLED_CELLS = 24 * 8
-_STEPS = (1, 2, 4, 5, 8, 10, 16, 20, 32, 64, 128, 256, 512, 1 << 12, 1 << 20)
+_LAYER_STEPS = (1, 2, 5, 10, 20, 50, 100, 1 << 20)
+_EXPERT_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1 << 20)
 
 SetTicks = Callable[[Sequence[int], Sequence[str]], object]
 
@@ -60,7 +64,7 @@ def draw_heat_maps(maps: tuple[HeatMap, ...], *, palette: Palette, is_narrow: bo
 
 
 def _draw_wide(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
-    width, left, right, title, bottom, bar = 9.5, 0.5, 0.05, 0.26, 0.42, 0.5
+    width, left, right, title, bottom, bar = 9.5, 0.66, 0.05, 0.26, 0.42, 0.5
     height = float(np.clip(0.042 * len(maps[0].layers), 0.6, 2.6))
     sheet = Sheet(width, bar + len(maps) * (title + height) + bottom, palette)
     scale = colour_scale(maps)
@@ -70,7 +74,7 @@ def _draw_wide(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
         _draw_map(axes, found.values, scale, palette, found.projection)
         sheet.text(left, top + title - 0.07, found.projection, weight="bold")
         _label_layers(axes.set_yticks, found, most=8)
-        _label_experts(axes.set_xticks, found, most=24)
+        _label_experts(axes.set_xticks, found, most=16)
         axes.set_ylabel("layer")
         if i < len(maps) - 1:
             axes.set_xticklabels([])
@@ -83,7 +87,7 @@ def _draw_wide(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
 
 
 def _draw_narrow(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
-    width, left, gap, title, bottom, bar = 3.6, 0.42, 0.1, 0.26, 0.42, 0.5
+    width, left, gap, title, bottom, bar = 3.6, 0.5, 0.1, 0.26, 0.42, 0.5
     height = float(np.clip(0.0145 * maps[0].num_experts, 1.8, 5.6))
     sheet = Sheet(width, bar + title + height + bottom, palette)
     scale = colour_scale(maps)
@@ -116,18 +120,18 @@ def _draw_map(axes: Axes, values: NDArray[np.float64], scale: ColourScale, palet
 
 
 def _label_layers(set_ticks: SetTicks, found: HeatMap, *, most: int) -> None:
-    rows = _spaced(found.layers, most)
+    rows = _spaced(found.layers, most, _LAYER_STEPS)
     set_ticks(rows, [str(found.layers[i]) for i in rows])
 
 
 def _label_experts(set_ticks: SetTicks, found: HeatMap, *, most: int) -> None:
-    rows = _spaced(tuple(range(found.num_experts)), most)
+    rows = _spaced(range(found.num_experts), most, _EXPERT_STEPS)
     set_ticks(rows, [str(i) for i in rows])
 
 
-def _spaced(numbers: tuple[int, ...], most: int) -> list[int]:
+def _spaced(numbers: Sequence[int], most: int, steps: Sequence[int]) -> list[int]:
     """Positions of the numbers to label: every one, or the multiples of a round step, at most `most`."""
-    step = next(s for s in _STEPS if len(numbers) <= most * s)
+    step = next(s for s in steps if len(numbers) <= most * s)
     return [i for i, number in enumerate(numbers) if number % step == 0]
 
 

@@ -6,6 +6,9 @@ page from light to dark, and the page needs no script to show them. plotly was t
 because one drawing scaled to a telephone cannot be read.
 """
 
+# matplotlib leaves its keyword arguments untyped, which makes every call of it "partially unknown".
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import re
