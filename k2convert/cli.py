@@ -206,7 +206,7 @@ def report(
     validation: Annotated[
         Path | None, typer.Option(help="What `validate --json` printed, to show instead of reading the shards again.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write into [default: DESTINATION].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write into; without it DESTINATION.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write report.html, report.md and report.png: what the conversion changed, in figures and charts."""
