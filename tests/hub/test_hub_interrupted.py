@@ -1,0 +1,199 @@
+"""Hub-to-Hub jobs that are killed, hit by faults, or short of disk still end with the local run's bytes."""
+
+import random
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from faults import Fault, Kind
+from hub_cli import HubCli, cli_environment, command
+from loopback import LoopbackHub
+from published import assert_published
+
+JOB = ("run", "moon/tiny", "hf://me/out", "--yes")
+NUM_KILLS, NUM_SLOW_KILLS, NUM_SLOW_FAULTS = 3, 20, 30
+
+
+def uploads_by_path(server: LoopbackHub) -> dict[str, int]:
+    """How often each object was uploaded as a whole."""
+    counts: dict[str, int] = {}
+    for request in server.traffic.matching("PUT", "/_lfs/"):
+        if request.status == 200:
+            counts[request.path] = counts.get(request.path, 0) + 1
+    return counts
+
+
+def kill_after(server: LoopbackHub, workplace: Path, num_requests: int, seconds: float) -> bool:
+    """Start the job and SIGKILL it some time after the server has seen so many requests; whether it was still alive."""
+    seen = len(server.traffic.requests)
+    with subprocess.Popen(
+        command(*JOB),
+        env=cli_environment(),
+        cwd=workplace,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        while len(server.traffic.requests) < seen + num_requests and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+        return process.wait() == -signal.SIGKILL
+
+
+def check_killed_job(server: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, seeds: range) -> None:
+    """Kill the job at random moments until all seeds are used up, then let it end."""
+    server.traffic.bytes_per_second = 400_000.0
+    for seed in seeds:
+        choice = random.Random(seed)
+        kill_after(server, workplace, choice.randrange(1, 90), choice.uniform(0, 0.6))
+    server.traffic.bytes_per_second = None
+    before = uploads_by_path(server)
+    repo = server.store.repos.get("me/out")
+    branches = [b for b in repo.refs if b != "main"] if repo is not None else []
+    committed = {e.sha256 for b in branches for e in repo.files(b).values() if e.sha256} if repo is not None else set()
+    done = hub_cli(*JOB)
+    assert done.returncode == 0, done.stderr
+    assert_published(server, local)
+    for path, count in uploads_by_path(server).items():
+        if path.removeprefix("/_lfs/") in committed:
+            assert count == before[path], f"{path} was on the branch and uploaded again"
+
+
+def test_killed_at_random_moments_it_ends_right_and_uploads_nothing_twice(
+    tiny_on_hub: LoopbackHub,
+    hub_cli: HubCli,
+    workplace: Path,
+    local_result: Path,
+    tiny: Path,
+    without_xet: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    check_killed_job(tiny_on_hub, hub_cli, workplace, local_result, range(NUM_KILLS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, NUM_SLOW_KILLS, 4))
+def test_killed_at_twenty_moments(
+    tiny_on_hub: LoopbackHub,
+    hub_cli: HubCli,
+    workplace: Path,
+    local_result: Path,
+    tiny: Path,
+    without_xet: None,
+    monkeypatch: pytest.MonkeyPatch,
+    first: int,
+) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    check_killed_job(tiny_on_hub, hub_cli, workplace, local_result, range(100 + first, 104 + first))
+
+
+def test_a_shard_half_downloaded_when_killed_is_continued(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, tiny: Path
+) -> None:
+    shard = "model-00001-of-000005.safetensors"
+    tiny_on_hub.traffic.bytes_per_second = 60_000.0
+    record = workplace / "k2convert-work" / "me--out" / ".k2convert" / "download" / f"{shard}.part.json"
+    with subprocess.Popen(
+        command(*JOB), env=cli_environment(), cwd=workplace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        while not record.exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    kept = record.read_text().split('"done": "')[1].count("1") * 65536
+    assert kept > 0
+    tiny_on_hub.traffic.bytes_per_second = None
+    tiny_on_hub.traffic.clear()
+    assert hub_cli(*JOB).returncode == 0
+    assert_published(tiny_on_hub, local_result)
+    header = 200_000
+    assert tiny_on_hub.traffic.bytes_sent(shard) <= (tiny / shard).stat().st_size - kept + header
+
+
+_PLACES = [
+    ("GET", r"\.safetensors$"),
+    ("GET", "/api/models/"),
+    ("GET", "/tree/"),
+    ("POST", "/preupload/"),
+    ("POST", "/commit/"),
+]
+
+
+def random_fault(choice: random.Random) -> Fault:
+    """One of the faults that networks and hubs have, somewhere in the job."""
+    kind = choice.choice(["503", "reset", "short", "wrong", "429", "412", "upload"])
+    after = choice.randrange(0, 1_000_000)
+    if kind in ("503", "429"):
+        place = choice.choice(_PLACES)
+        return Fault(*place, status=int(kind), retry_after=1 if kind == "429" else None)
+    if kind == "412":
+        return Fault("POST", "/commit/main", status=412)
+    if kind == "upload":
+        return Fault("PUT", "/_lfs/", Kind.RESET, after_bytes=after)
+    broken = {"reset": Kind.RESET, "short": Kind.SHORT, "wrong": Kind.CORRUPT}[kind]
+    return Fault("GET", r"\.safetensors$", broken, after_bytes=after)
+
+
+def check_faulty_job(server: LoopbackHub, hub_cli: HubCli, local: Path, *, seed: int, num_faults: int) -> None:
+    choice = random.Random(seed)
+    server.traffic.inject(*(random_fault(choice) for _ in range(num_faults)))
+    for _ in range(num_faults + 1):
+        done = hub_cli(*JOB)
+        if done.returncode == 0:
+            break
+        assert "error:" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert_published(server, local)
+
+
+def test_random_faults_are_survived(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, without_xet: None
+) -> None:
+    check_faulty_job(tiny_on_hub, hub_cli, local_result, seed=1, num_faults=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(NUM_SLOW_FAULTS // 5))
+def test_thirty_faults_are_survived(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, without_xet: None, seed: int
+) -> None:
+    check_faulty_job(tiny_on_hub, hub_cli, local_result, seed=50 + seed, num_faults=5)
+
+
+def used_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_blocks * 512 if path.is_file() else 0
+        except FileNotFoundError:
+            continue
+    return total
+
+
+@pytest.mark.parametrize("room", [4_000_000, 6_000_000])
+def test_disk_stays_under_its_limit(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, tiny: Path, room: int
+) -> None:
+    largest = max(p.stat().st_size for p in tiny.glob("*.safetensors"))
+    assert room < 2 * largest or room == 6_000_000
+    tiny_on_hub.traffic.bytes_per_second = 3_000_000.0
+    peak, over = 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not over.wait(0.002):
+            peak = max(peak, used_bytes(workplace))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        done = hub_cli(*JOB, "--max-disk", str(room))
+    finally:
+        over.set()
+        sampler.join()
+    assert done.returncode == 0, done.stderr
+    assert_published(tiny_on_hub, local_result)
+    assert largest < peak < room
