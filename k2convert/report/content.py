@@ -74,7 +74,7 @@ def _contract_tile(verdicts: Verdicts) -> Tile:
         return Tile(f"{len(verdicts.failed)} broken", "contract rules", f"must not be served: rule {which}", "bad")
     rest = [f"{verdicts.warned} with warnings"] if verdicts.warned else []
     rest += [f"{verdicts.skipped} not checked"] if verdicts.skipped else []
-    detail = ", ".join(rest) or "vLLM, SGLang and TensorRT-LLM read it as meant"
+    detail = ", ".join(rest) or "of vLLM, SGLang and TensorRT-LLM; no engine was run"
     return Tile(f"{verdicts.held} of {verdicts.total}", "contract rules hold", detail, "good")
 
 
