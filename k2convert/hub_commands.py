@@ -9,6 +9,7 @@ import typer
 
 from k2convert import console
 from k2convert.assemble import summarize
+from k2convert.contract.streamed import check_streamed
 from k2convert.convert import Progress
 from k2convert.disk import parse_size
 from k2convert.errors import InvalidCheckpointError
@@ -20,10 +21,12 @@ from k2convert.hub.source import read_file, resolve_source
 from k2convert.job import LocalJob
 from k2convert.plan import fingerprint_digest
 from k2convert.publish import publish_folder, read_ledger_document
+from k2convert.shipping import UploadRecord
 from k2convert.sources import Destination, OpenedSource
 from k2convert.streaming import card_files, check_job_target, confirm
-from k2convert.transfer import Arrival, TransferJob, execute_transfer, prepare_transfer
-from k2convert.validate import validate_checkpoint
+from k2convert.transfer import Arrival, Assembled, TransferJob, execute_transfer, output_headers, prepare_transfer
+from k2convert.validate import ValidationReport, validate_checkpoint
+from k2convert.validation_view import show_validation
 from k2convert.views import plan_document, run_document, show_plan, show_run
 
 
@@ -66,13 +69,23 @@ def run_transfer(
     _show_arrival(job, arrival, destination, seconds=time.monotonic() - start, as_json=options.as_json)
 
 
-def _assembler(job: TransferJob, opened: OpenedSource) -> Any:
+def _assembler(job: TransferJob, opened: OpenedSource) -> Assembled:
     card = opened.card if job.target is not None else SourceCard()
 
-    def assembled(folder: Path) -> dict[str, bytes]:
+    def assembled(folder: Path, uploads: dict[str, UploadRecord]) -> dict[str, bytes]:
         if job.target is None:
             return {}
-        return card_files(folder, repo=job.target.repo, base_model=opened.repo, source=card)
+        contract = check_streamed(
+            folder, headers=output_headers(job.local), scans=[upload.scan for upload in uploads.values()]
+        )
+        validation = ValidationReport(str(folder), contract, weights=None, layers=None, comparison=None)
+        if not validation.passed:
+            show_validation(validation)
+            raise InvalidCheckpointError(
+                f"{job.target.repo}: the result does not validate, see above, so main was left alone. The shards are "
+                f"on its branch {job.branch}."
+            )
+        return card_files(folder, repo=job.target.repo, base_model=opened.repo, source=card, validation=validation)
 
     return assembled
 
@@ -172,7 +185,7 @@ def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: st
         commit = publish_folder(
             folder=folder,
             publication=publication,
-            extra=card_files(folder, repo=ref.repo, base_model=base, source=card),
+            extra=card_files(folder, repo=ref.repo, base_model=base, source=card, validation=report),
             progress=lambda _, num_bytes: display.advance(num_bytes),
         )
     if as_json:

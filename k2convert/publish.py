@@ -35,13 +35,13 @@ def publish_folder(
     publication.open()
     hashes: dict[str, tuple[str, int]] = {}
     for name, shard in sorted(stated.items()):
-        digest = hash_file(folder / name, expected_blake3=str(shard["blake3"]))
-        hashes[name] = (digest.sha256, digest.file_bytes)
+        sha256 = hash_file(folder / name, expected_blake3=str(shard["blake3"]))
+        hashes[name] = (sha256, int(shard["bytes"]))
         if not publication.has(name, *hashes[name]):
             publication.upload(Upload(name, folder / name, *hashes[name]), records={})
         if publication.is_group_due():
             publication.commit_group()
-        progress(name, digest.file_bytes)
+        progress(name, hashes[name][1])
     publication.commit_group()
     files: dict[str, Path | bytes] = {str(path): folder / path for path in published_files(folder, set(stated))}
     name = publication.repo.partition("/")[2]

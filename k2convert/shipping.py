@@ -2,7 +2,7 @@
 
 A shard may leave the disk once the branch lists it with the sha256 computed here from the file. That hash is kept
 
-    DEST/.k2convert/uploads/SHARD.json    sha256, blake3 and size, written before the upload
+    DEST/.k2convert/uploads/SHARD.json    sha256, blake3, size and the contract's scan, written before the upload
 
 and travels to the branch together with the shard's record, so that another machine can continue the job.
 """
@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from k2convert.checkpoint.index import read_json_file
 from k2convert.checkpoint.writer import write_atomically
+from k2convert.contract.streamed import scan_shard
 from k2convert.errors import CheckpointError
 from k2convert.hub.publish import Publication, Upload
 from k2convert.journal import Journal, ShardRecord
@@ -29,11 +30,12 @@ _READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class UploadRecord:
-    """The hashes of one finished shard; `blake3` ties them to its record."""
+    """The hashes of one finished shard and what the contract's scan of it found; `blake3` ties them to its record."""
 
     sha256: str
     blake3: str
     file_bytes: int
+    scan: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -54,12 +56,13 @@ class Shipping:
         return self.publication.is_group_due() or len(self._arrived) > 0
 
     def upload(self, name: str) -> None:
-        """Hash a shard's file, hold it against its record, and send it unless the branch has it.
+        """Hash and scan a shard's file, hold it against its record, and send it unless the branch has it.
 
         Raises CheckpointError where the file is no longer what was written.
         """
         record, path = self.records[name], self.journal.destination / name
-        digest = hash_file(path, expected_blake3=record.blake3)
+        sha256 = hash_file(path, expected_blake3=record.blake3)
+        digest = UploadRecord(sha256, record.blake3, record.file_bytes, scan_shard(path.parent, name))
         write_atomically(self._upload_path(name), json.dumps(asdict(digest)).encode())
         self.uploads[name] = digest
         if self.publication.has(name, digest.sha256, digest.file_bytes):
@@ -116,17 +119,16 @@ class Shipping:
             return None
 
 
-def hash_file(path: Path, *, expected_blake3: str) -> UploadRecord:
-    """Both hashes of a file from one read; raises CheckpointError where it is no longer what was written."""
-    ours, hubs, num_bytes = blake3(), hashlib.sha256(), 0
+def hash_file(path: Path, *, expected_blake3: str) -> str:
+    """A file's sha256; raises CheckpointError where the same bytes do not have the recorded blake3."""
+    ours, hubs = blake3(), hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while data := file.read(_READ_BYTES):
             ours.update(data)
             hubs.update(data)
-            num_bytes += len(data)
     if ours.hexdigest() != expected_blake3:
         raise CheckpointError(
             f"{path}: is no longer what was written: its blake3 differs from its record. Delete it and run the "
             "same command again; if it happens twice, suspect disk or memory."
         )
-    return UploadRecord(hubs.hexdigest(), expected_blake3, num_bytes)
+    return hubs.hexdigest()

@@ -1,18 +1,21 @@
 """Jobs with the Hub on either side, as the command line needs them: pre-flight, consent, card."""
 
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from k2convert.checkpoint.index import CONFIG_NAME, read_json_file
 from k2convert.checkpoint.sidecars import LEDGER_NAME
-from k2convert.errors import HubError, PlanError
+from k2convert.errors import HubError, MissingDependencyError, PlanError
 from k2convert.hub.card import CARD_NAME, PICTURES, CardFacts, SourceCard, build_card
 from k2convert.hub.client import Hub
 from k2convert.hub.preflight import Target, check_target
 from k2convert.job import LocalJob
+from k2convert.report import write_report
 from k2convert.sources import OpenedSource
 from k2convert.transfer import output_items
+from k2convert.validate import ValidationReport, report_document
 
 
 def check_job_target(local: LocalJob, opened: OpenedSource, *, repo: str, private: bool, hub: Hub) -> Target:
@@ -36,9 +39,12 @@ def confirm(target: Target, *, total_bytes: int, yes: bool, ask: Callable[[str],
         raise HubError(f"{target.repo}: not published.")
 
 
-def card_files(folder: Path, *, repo: str, base_model: str | None, source: SourceCard) -> dict[str, bytes]:
-    """README.md for a finished folder, from its ledger and config."""
-    picture = next((name for name in PICTURES if (folder / name).is_file()), None)
+def card_files(
+    folder: Path, *, repo: str, base_model: str | None, source: SourceCard, validation: ValidationReport
+) -> dict[str, bytes]:
+    """README.md for a finished folder, from its ledger and config, and the report that it shows."""
+    made = report_files(folder, validation=validation)
+    picture = next((name for name in PICTURES if name in made or (folder / name).is_file()), None)
     facts = CardFacts(
         repo=repo,
         base_model=base_model,
@@ -47,4 +53,18 @@ def card_files(folder: Path, *, repo: str, base_model: str | None, source: Sourc
         source=source,
         picture=picture,
     )
-    return {CARD_NAME: build_card(facts).encode()}
+    return made | {CARD_NAME: build_card(facts).encode()}
+
+
+def report_files(folder: Path, *, validation: ValidationReport) -> dict[str, bytes]:
+    """report.html, report.md and report.png of a finished folder; those that are there already are kept.
+
+    Empty where the libraries that draw are not installed.
+    """
+    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
+        try:
+            files = write_report(folder=folder, out=Path(temporary), validation=report_document(validation))
+        except MissingDependencyError:
+            return {}
+        made = [path for path in (files.page, files.markdown, files.picture) if path is not None]
+        return {path.name: path.read_bytes() for path in made if not (folder / path.name).exists()}

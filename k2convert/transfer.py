@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any
 
 from k2convert.assemble import assemble
-from k2convert.checkpoint.header import encode_header, read_header
+from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header, read_header
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.sidecars import LEDGER_NAME, list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
@@ -33,7 +33,7 @@ from k2convert.journal import WORK_FOLDER, Journal, ShardRecord
 from k2convert.pipeline import Pipeline, Stages
 from k2convert.plan import ShardJob, fingerprint_digest
 from k2convert.quantizers import create_quantizer
-from k2convert.shipping import Shipping
+from k2convert.shipping import Shipping, UploadRecord
 
 RECORD_BYTES = 2048  # journal and upload record of one projection
 FREE_SHARE = 0.9  # of the free disk that a job may use unless told otherwise
@@ -71,18 +71,26 @@ class Arrival:
     commit: str | None
 
 
-Assembled = Callable[[Path], dict[str, bytes]]
-"""Called with the folder when all but the shards is in place; validates, and returns further files to publish."""
+Assembled = Callable[[Path, dict[str, UploadRecord]], dict[str, bytes]]
+"""Called with the folder and the upload records when all but the shards is in place, before main is touched.
+
+It checks what was made, and returns further files to publish."""
+
+
+def output_headers(local: LocalJob) -> dict[str, ShardHeader]:
+    """The output shards' headers as they are written."""
+    headers: dict[str, ShardHeader] = {}
+    for job in local.plan.jobs:
+        outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in job.outputs]
+        raw = encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
+        headers[job.name] = parse_header(raw, shard=job.name, file_bytes=len(raw) + job.data_bytes)
+    return headers
 
 
 def output_items(local: LocalJob) -> tuple[Item, ...]:
     """The output shards with their exact sizes."""
-    items: list[Item] = []
-    for job in local.plan.jobs:
-        outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in job.outputs]
-        header = encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
-        items.append(Item(job.name, tuple(job.source_shards), len(header) + job.data_bytes))
-    return tuple(items)
+    sizes = output_headers(local)
+    return tuple(Item(j.name, tuple(j.source_shards), sizes[j.name].file_bytes) for j in local.plan.jobs)
 
 
 def prepare_transfer(
@@ -139,7 +147,7 @@ def execute_transfer(job: TransferJob, *, report: Report, assembled: Assembled) 
             fingerprint=local.fingerprint,
             repo=local.repo,
         )
-        extra = assembled(local.destination)
+        extra = assembled(local.destination, shipping.uploads if shipping is not None else {})
         if shipping is None or job.target is None:
             return Arrival(records, None)
         shard_names = {item.name for item in job.items}

@@ -85,13 +85,15 @@ def check_subject(
     budget_sqnr_db: float | None = None,
     observe: Observe | None = None,
     progress: Advance | None = None,
+    scan: ScanResult | None = None,
 ) -> ContractReport:
-    """The same for a folder that is open already; see check_contract."""
+    """The same for a folder that is open already; see check_contract. `scan` is a pass over the shards made before."""
     found = [_check_whole(subject, number, check) for number, check in _NEED_ALL_SHARDS]
     found += [check(subject) for check in _FROM_CONFIGS]
     list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
     found.append(rules_config.check_hf_quant_config(subject, compare_lists=list_is_good))
-    scan = scan_shards(subject, observe=observe, advance=progress)
+    if scan is None:
+        scan = scan_shards(subject, observe=observe, advance=progress)
     found += _check_data(subject, scan)
     found.append(rules_data.check_errors(subject, tensor_errors, budget_sqnr_db))
     return ContractReport(

@@ -100,13 +100,18 @@ class Subject:
         return f"{next(iter(self.unreadable))} cannot be read, see rule 16"
 
 
-def open_subject(folder: Path, *, source: Checkpoint | None) -> Subject:
-    """Read everything but tensor bytes; raises CheckpointError only where there is no folder."""
+def open_subject(
+    folder: Path, *, source: Checkpoint | None, known_headers: dict[str, ShardHeader] | None = None
+) -> Subject:
+    """Read everything but tensor bytes; raises CheckpointError only where there is no folder.
+
+    `known_headers` stand in for the shards' own where these have left the folder, or when only some are meant.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Give the folder of a finished conversion.")
     config, config_problem = _read_json(folder / CONFIG_NAME)
     index, index_problem = _read_json(folder / INDEX_NAME)
-    headers, unreadable = _read_headers(folder, index)
+    headers, unreadable = _read_headers(folder, index) if known_headers is None else (known_headers, {})
     prefix = detect_family(source)[1] if source is not None else _expected_prefix(config, headers)
     tensors, renamed = _named_as_expected(headers, prefix)
     parsed, unknown = _parse(tensors, prefix)

@@ -1,0 +1,48 @@
+"""The contract for results whose shards leave the disk one by one: each is scanned before it goes.
+
+What a scan found is kept as plain data (with the upload record), and is held against the rules when config, index and
+ledger are there. Comparisons with the source's bytes are left out, as they are without `--source`.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from k2convert.checkpoint.header import ShardHeader, read_header
+from k2convert.contract import check_subject, open_subject
+from k2convert.contract.findings import ContractReport
+from k2convert.contract.scan import ScanResult, scan_shards
+
+
+def scan_shard(folder: Path, shard: str) -> dict[str, Any]:
+    """Look at every byte of one finished shard; returns what `check_streamed` needs of it, ready for JSON.
+
+    Raises CheckpointError where its header is damaged, SourceReadError where it cannot be read.
+    """
+    subject = open_subject(folder, source=None, known_headers={shard: read_header(folder / shard)})
+    found = scan_shards(subject, observe=None, advance=None)
+    return {
+        "digests": found.digests,
+        "invalid_scales": found.invalid_scales,
+        "subnormal_scales": found.subnormal_scales,
+        "zero_blocks_with_codes": found.zero_blocks_with_codes,
+        "scalars": {name: data.hex() for name, data in found.scalars.items()},
+    }
+
+
+def check_streamed(
+    folder: Path, *, headers: Mapping[str, ShardHeader], scans: Iterable[Mapping[str, Any]]
+) -> ContractReport:
+    """Check the contract on a folder that holds everything but the shards.
+
+    `headers` are those of all shards as planned: a shard's digest, held against the ledger, vouches for its header.
+    """
+    together = ScanResult()
+    for scan in scans:
+        together.digests.update(scan["digests"])
+        together.invalid_scales.update(scan["invalid_scales"])
+        together.subnormal_scales.update(scan["subnormal_scales"])
+        together.zero_blocks_with_codes.update(scan["zero_blocks_with_codes"])
+        together.scalars.update({name: bytes.fromhex(data) for name, data in scan["scalars"].items()})
+    subject = open_subject(folder, source=None, known_headers=dict(headers))
+    return check_subject(subject, scan=together)
