@@ -1,0 +1,56 @@
+"""The tiny checkpoint, converted and validated once; every report here is about it or about a copy of its records."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k2convert.report import ReportFiles, write_report
+
+
+@pytest.fixture(scope="session")
+def converted(tiny: Path, run_cli: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint converted by the command; read only."""
+    folder = tmp_path_factory.mktemp("report") / "converted"
+    done = run_cli("run", tiny, folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def validation(converted: Path, tiny: Path, run_cli: Any) -> dict[str, Any]:
+    """What `validate --json` prints of it, against the source and with one layer computed."""
+    done = run_cli("validate", converted, "--source", tiny, "--layers", "2", "--tokens", "32", "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="session")
+def reported(converted: Path, validation: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
+    """A full report, with everything there is to show."""
+    return write_report(folder=converted, out=tmp_path_factory.mktemp("reported"), validation=validation)
+
+
+@pytest.fixture
+def records_only(converted: Path, tmp_path: Path) -> Path:
+    """A copy of the conversion without its shards, to be damaged."""
+    folder = tmp_path / "copy"
+    shutil.copytree(converted, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+@pytest.fixture
+def edit_json() -> Callable[[Path, Callable[[dict[str, Any]], object]], None]:
+    """Change a JSON file in place."""
+
+    def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+        document = json.loads(path.read_text())
+        change(document)
+        path.write_text(json.dumps(document))
+
+    return edit

@@ -1,0 +1,163 @@
+"""A report's figures are the journal's; where the journal is missing they are the ledger's, and the report says so."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from k2convert.errors import CheckpointError, DestinationError
+from k2convert.formats.metrics import WeightMetrics
+from k2convert.journal import Journal
+from k2convert.report import collect_report, write_report
+from k2convert.report.figures import figures_from_metrics, heat_maps, locate
+
+EditJson = Callable[[Path, Callable[[dict[str, Any]], object]], None]
+
+
+def test_totals_are_the_ledgers(converted: Path) -> None:
+    report = collect_report(folder=converted)
+    ledger = json.loads((converted / "k2convert.json").read_text())
+    assert {role: metrics.to_dict() for role, metrics in report.totals.items()} == ledger["totals"]
+
+
+def test_every_cell_is_its_records_sqnr(converted: Path) -> None:
+    report = collect_report(folder=converted)
+    maps = {found.projection: found for found in report.maps}
+    assert list(maps) == ["gate", "up", "down"]
+    num_cells = 0
+    for record in Journal(converted).records().values():
+        for projection in record.projections:
+            assert projection.metrics is not None
+            name = locate(projection.module)
+            assert name is not None
+            found = maps[str(name.projection)]
+            sqnr = found.values[found.layers.index(int(name.layer or 0)), int(name.expert or 0)]
+            assert sqnr == WeightMetrics.from_dict(projection.metrics).sqnr_db
+            num_cells += 1
+    assert num_cells == sum(found.values.size for found in maps.values()) == 144
+
+
+def test_plain_and_bound_enclose_the_result(converted: Path) -> None:
+    for tensor in collect_report(folder=converted).tensors:
+        assert tensor.sqnr_plain_db is not None
+        assert tensor.sqnr_bound_db is not None
+        assert tensor.sqnr_plain_db < tensor.sqnr_db <= tensor.sqnr_bound_db
+
+
+def test_worst_tensors_come_first(converted: Path) -> None:
+    report = collect_report(folder=converted)
+    listed = [tensor.sqnr_db for tensor in report.worst]
+    assert listed == sorted(tensor.sqnr_db for tensor in report.tensors)[: len(listed)]
+
+
+def test_folder_without_journal_falls_back_on_the_ledger(records_only: Path, converted: Path, tmp_path: Path) -> None:
+    shutil.rmtree(records_only / ".k2convert")
+    files = write_report(folder=records_only, out=tmp_path / "out")
+    assert files.report.total == collect_report(folder=converted).total
+    assert files.report.tensors == ()
+    assert files.picture is None
+    assert any("did not travel" in sentence for sentence in files.report.missing)
+    page = files.page.read_text()
+    assert "did not travel" in page
+    assert "Block scales" in page
+    assert "by layer and expert" not in page
+    assert "report.png" not in files.markdown.read_text()
+
+
+def test_measured_errors_stand_in_for_the_journal(records_only: Path, tiny: Path, converted: Path) -> None:
+    from k2convert.checkpoint.index import open_checkpoint
+    from k2convert.validate import validate_checkpoint
+
+    validated = validate_checkpoint(folder=converted, source=open_checkpoint(tiny))
+    assert validated.weights is not None
+    shutil.rmtree(records_only / ".k2convert")
+    report = collect_report(folder=records_only, measured=validated.weights.errors)
+    recorded = {t.module: t.sqnr_db for t in collect_report(folder=converted).tensors}
+    assert {t.module for t in report.tensors} == set(recorded)
+    for tensor in report.tensors:
+        assert tensor.sqnr_db == pytest.approx(recorded[tensor.module], abs=1e-9)
+    assert len(report.maps) == 3
+
+
+def test_unfinished_conversion_is_reported_as_far_as_it_is(records_only: Path) -> None:
+    for name in ("k2convert.json", "config.json"):
+        (records_only / name).unlink()
+    (records_only / ".k2convert/shards/model-00003-of-000005.safetensors.json").unlink()
+    report = collect_report(folder=records_only)
+    assert (report.finished_shards, report.num_shards, report.is_complete) == (4, 5, False)
+    assert report.maps[0].layers == (1, 3)
+    assert any("4 of 5 shards" in sentence for sentence in report.missing)
+
+
+def test_shards_that_are_gone_are_no_failure(records_only: Path) -> None:
+    assert any("shards are not in this folder" in s for s in collect_report(folder=records_only).missing)
+
+
+def test_foreign_folder_is_refused(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither k2convert\.json nor"):
+        collect_report(folder=tiny)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        collect_report(folder=tmp_path / "nowhere")
+
+
+def test_bf16_copy_is_refused(records_only: Path, edit_json: EditJson) -> None:
+    edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(target="bf16"))
+    with pytest.raises(CheckpointError, match="BF16 copy"):
+        collect_report(folder=records_only)
+
+
+def test_file_in_the_way_is_named(records_only: Path) -> None:
+    with pytest.raises(DestinationError, match=r"config\.json: is a file"):
+        write_report(folder=records_only, out=records_only / "config.json")
+
+
+@pytest.mark.parametrize("value", ["<script>", None, -1, True, math.nan, [1]])
+def test_figures_that_are_no_numbers_are_refused(records_only: Path, edit_json: EditJson, value: object) -> None:
+    shutil.rmtree(records_only / ".k2convert")
+    edit_json(records_only / "k2convert.json", lambda ledger: ledger["totals"]["total"].update(num_weights=value))
+    with pytest.raises(CheckpointError, match="num_weights"):
+        collect_report(folder=records_only)
+
+
+@pytest.mark.parametrize("histogram", [{"999": 1}, {"100": "x"}, {"x": 1}, [], {"100": -1}])
+def test_histograms_that_are_none_are_refused(records_only: Path, edit_json: EditJson, histogram: object) -> None:
+    shutil.rmtree(records_only / ".k2convert")
+    edit_json(
+        records_only / "k2convert.json", lambda ledger: ledger["totals"]["total"].update(scale_histogram=histogram)
+    )
+    with pytest.raises(CheckpointError, match=r"k2convert\.json: totals"):
+        collect_report(folder=records_only)
+
+
+def test_damaged_record_is_named(records_only: Path, edit_json: EditJson) -> None:
+    record = records_only / ".k2convert/shards/model-00002-of-000005.safetensors.json"
+    edit_json(record, lambda document: document["projections"][0]["metrics"].update(energy="much"))
+    with pytest.raises(CheckpointError, match=r"model-00002.*experts\.0\.down_proj"):
+        collect_report(folder=records_only)
+
+
+def test_expert_number_out_of_all_bounds_makes_no_map(converted: Path) -> None:
+    metrics = collect_report(folder=converted).total
+    far = figures_from_metrics(f"model.layers.1.mlp.experts.{10**12}.gate_proj", "experts", metrics)
+    longer_than_int_reads = figures_from_metrics(f"model.layers.1.mlp.experts.{'9' * 5000}.up_proj", "experts", metrics)
+    assert heat_maps([far]) == ()
+    assert heat_maps([longer_than_int_reads]) == ()
+
+
+def test_exact_and_absent_cells_differ(converted: Path) -> None:
+    from dataclasses import replace
+
+    total = collect_report(folder=converted).total
+    exact = figures_from_metrics("model.layers.1.mlp.experts.0.gate_proj", "experts", replace(total, squared_error=0.0))
+    other = figures_from_metrics("model.layers.1.mlp.experts.2.gate_proj", "experts", total)
+    (found,) = heat_maps([exact, other])
+    assert np.isposinf(found.values[0, 0])
+    assert np.isnan(found.values[0, 1])
+    assert exact.sqnr_plain_db is None

@@ -1,0 +1,189 @@
+"""The page holds everything, needs nothing, runs nothing but its own script, and stays small at a trillion weights."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from k2convert.report import ReportFiles, collect_report, write_report
+from k2convert.report.charts import draw_block_scales
+from k2convert.report.figures import HeatMap
+from k2convert.report.heat_map import colour_scale, draw_heat_maps
+from k2convert.report.page import page_name
+from k2convert.report.palette import LIGHT, THEMED
+from k2convert.report.sheet import to_svg
+
+EditJson = Callable[[Path, Callable[[dict[str, Any]], object]], None]
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`|&{{ 7*7 }}"
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def parse(page: str) -> _Tags:
+    parser = _Tags()
+    parser.feed(page)
+    return parser
+
+
+def test_page_shows_every_part(reported: ReportFiles) -> None:
+    text = re.sub(r"<[^>]+>", "", reported.page.read_text())
+    for words in (
+        "22.62 dB", "0.506", "1.130", "19 of 19", "SQNR by layer and expert", "Worst tensors", "Block scales",
+        "INT4 codes recoverable", "codes of -8", "Servable contract", "Reference layers", "Provenance",
+        "kimi-k2-thinking-nvfp4", "arithmetic version", "model-00005-of-000005.safetensors",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_page_is_self_contained(reported: ReportFiles) -> None:
+    found = parse(reported.page.read_text())
+    loads = [value for name, value in found.attributes if name in ("src", "href", "xlink:href", "srcset", "data")]
+    assert all(value.startswith(("data:image/png;base64,", "#")) for value in loads)
+    assert not {"link", "iframe", "object", "embed", "base", "form"} & set(found.tags)
+    assert "@import" not in reported.page.read_text()
+    assert not re.search(r"url\((?!#)", reported.page.read_text())
+
+
+def test_policy_allows_exactly_the_pages_script(reported: ReportFiles) -> None:
+    page = reported.page.read_text()
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert policy.startswith("default-src 'none'")
+    assert "on" not in {name[:2] for name, _ in parse(page).attributes}
+
+
+def test_same_folder_gives_the_same_bytes(converted: Path, reported: ReportFiles, tmp_path: Path) -> None:
+    again = write_report(folder=converted, out=tmp_path, validation=reported.report.validation)
+    assert again.page.read_bytes() == reported.page.read_bytes()
+    assert again.markdown.read_bytes() == reported.markdown.read_bytes()
+    assert again.picture is not None
+    assert reported.picture is not None
+    assert again.picture.read_bytes() == reported.picture.read_bytes()
+
+
+def test_no_path_of_this_machine_is_passed_on(reported: ReportFiles, converted: Path) -> None:
+    for path in (reported.page, reported.markdown):
+        assert str(converted.parent) not in path.read_text()
+
+
+def test_hostile_names_are_shown_and_do_nothing(records_only: Path, edit_json: EditJson, tmp_path: Path) -> None:
+    record = records_only / ".k2convert/shards/model-00002-of-000005.safetensors.json"
+
+    def poison_record(document: dict[str, Any]) -> None:
+        worst = document["projections"][0]
+        worst["module"] = worst["role"] = HOSTILE
+        worst["metrics"]["squared_error"] *= 9
+        document["source_headers"] = {HOSTILE: HOSTILE}
+
+    def poison_ledger(document: dict[str, Any]) -> None:
+        document["recipe"].update(name=HOSTILE, rule=HOSTILE, roles=[HOSTILE])
+        document["source"].update(repo=HOSTILE, revision=HOSTILE)
+        document["versions"] = {HOSTILE: HOSTILE}
+        document["shards"] = {**document["shards"], HOSTILE: {"blake3": HOSTILE}}
+
+    edit_json(record, poison_record)
+    edit_json(records_only / "k2convert.json", poison_ledger)
+    (records_only / ".k2convert/shards/extra.json").write_text(
+        json.dumps(json.loads(record.read_text()) | {"shard": HOSTILE, "projections": []})
+    )
+    rule = {"number": 1, "title": HOSTILE, "verdict": "fail", "count": 1, "note": HOSTILE}
+    rule["offenders"] = [{"name": HOSTILE, "problem": HOSTILE}]
+    layer = {"layer": 1, "router_unchanged": False, "failures": [HOSTILE], "errors": []}
+    validation = {
+        "contract": {"rules": [rule]},
+        "layers": {"hidden_states": HOSTILE, "layers": [layer]},
+        "weights": None,
+        "against": None,
+    }
+    files = write_report(folder=records_only, out=tmp_path / "out", validation=validation)
+    found = parse(files.page.read_text())
+    assert found.tags.count("script") == 2
+    assert "img" not in found.tags
+    assert any(HOSTILE in text for text in found.text)
+    markdown = files.markdown.read_text()
+    assert not re.search(r"(?<!\\)<(?!/?br)", markdown)
+    for line in markdown.splitlines():
+        if line.startswith("|"):
+            assert len(re.findall(r"(?<!\\)\|", line)) in (3, 5, 6, 7, 8), line
+
+
+def test_charts_follow_the_pages_colours(converted: Path) -> None:
+    report = collect_report(folder=converted)
+    svg = to_svg(draw_block_scales(report.total.scale_histogram, palette=THEMED, is_narrow=True), name="x", label="y")
+    assert "var(--ours)" in svg
+    assert "var(--warn)" in svg
+    assert not re.search(r"#0a0b[0-9a-f]{2}", svg)
+    assert "var(--" not in to_svg(
+        draw_block_scales(report.total.scale_histogram, palette=LIGHT, is_narrow=True), name="x", label="y"
+    )
+
+
+def k2_sized_maps() -> tuple[HeatMap, ...]:
+    values = np.random.default_rng(0)
+    return tuple(
+        HeatMap(name, tuple(range(1, 61)), 22.6 + 0.05 * values.standard_normal((60, 384)))
+        for name in ("gate", "up", "down")
+    )
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_every_cell_of_k2_is_a_pixel(is_narrow: bool) -> None:
+    from io import BytesIO
+
+    from PIL import Image
+
+    maps = k2_sized_maps()
+    svg = to_svg(draw_heat_maps(maps, palette=THEMED, is_narrow=is_narrow), name="x", label="y")
+    assert len(svg) < 600_000
+    for found in maps:
+        (data,) = re.findall(rf'<image xlink:href="data:image/png;base64,([^"]*)"[^>]*?id="map-{found.projection}', svg)
+        picture = Image.open(BytesIO(base64.b64decode(data)))
+        assert picture.size == ((60, 384) if is_narrow else (384, 60))
+
+
+def test_one_outlier_does_not_grey_the_map() -> None:
+    maps = k2_sized_maps()
+    maps[0].values[3, 7] = 5.0
+    scale = colour_scale(maps)
+    assert scale.low > 22.4
+    assert scale.is_clipped_below
+    assert not np.isnan(scale.high)
+
+
+def test_values_for_the_read_out_are_those_of_the_map(reported: ReportFiles) -> None:
+    (data,) = re.findall(r'<script type="application/json" id="cells">(.*?)</script>', reported.page.read_text())
+    cells = json.loads(data)
+    for found in reported.report.maps:
+        values = np.frombuffer(base64.b64decode(cells[found.projection]["values"]), dtype="<u2")
+        assert np.array_equal(values.reshape(found.values.shape), np.rint(100 * found.values))
+        assert cells[found.projection]["layers"] == list(found.layers)
+
+
+def test_source_repository_names_the_report(records_only: Path, edit_json: EditJson) -> None:
+    assert page_name(collect_report(folder=records_only)) == "kimi-k2-thinking-nvfp4"
+    edit_json(records_only / "k2convert.json", lambda ledger: ledger["source"].update(repo="moonshotai/Kimi-K2"))
+    assert page_name(collect_report(folder=records_only)) == "moonshotai/Kimi-K2"
