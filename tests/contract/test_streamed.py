@@ -1,0 +1,58 @@
+"""A result whose shards have left the disk is held to the same rules as the whole folder."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from k2convert.checkpoint.header import read_header
+from k2convert.contract import check_contract
+from k2convert.contract.streamed import check_streamed, scan_shard
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from k2convert.cli import main
+
+    folder = tmp_path_factory.mktemp("streamed") / "out"
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", str(tiny), str(folder)])
+    assert stopped.value.code == 0
+    return folder
+
+
+def without_shards(folder: Path, target: Path) -> Path:
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors", ".k2convert"))
+    return target
+
+
+def test_scans_of_single_shards_give_the_whole_folders_verdict(whole: Path, tmp_path: Path) -> None:
+    shards = sorted(whole.glob("*.safetensors"))
+    scans = [json.loads(json.dumps(scan_shard(whole, shard.name))) for shard in shards]
+    headers = {shard.name: read_header(shard) for shard in shards}
+    streamed = check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans)
+    complete = check_contract(checkpoint_folder=whole)
+    assert streamed.passed
+    assert streamed.rules == complete.rules
+
+
+def test_a_shard_that_is_not_the_recorded_one_fails(whole: Path, tmp_path: Path) -> None:
+    shards = sorted(whole.glob("*.safetensors"))
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for shard in shards:
+        shutil.copyfile(shard, damaged / shard.name)
+    data = bytearray((damaged / shards[2].name).read_bytes())
+    data[-1] ^= 1
+    (damaged / shards[2].name).write_bytes(data)
+    scans = [scan_shard(damaged, shard.name) for shard in shards]
+    headers = {shard.name: read_header(shard) for shard in shards}
+    assert not check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans).passed
+
+
+def test_a_missing_scan_fails(whole: Path, tmp_path: Path) -> None:
+    shards = sorted(whole.glob("*.safetensors"))
+    scans = [scan_shard(whole, shard.name) for shard in shards[1:]]
+    headers = {shard.name: read_header(shard) for shard in shards}
+    assert not check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans).passed
