@@ -3,8 +3,10 @@
 Heavy libraries are imported inside the commands, so that `--help` answers at once.
 """
 
+import gc
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -66,11 +68,13 @@ def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
     from k2convert import console
     from k2convert.hub.client import Hub
     from k2convert.inspection import inspect_checkpoint
+    from k2convert.inspection_view import show_inspection
     from k2convert.sources import open_source
-    from k2convert.views import show_inspection
 
     with open_source(source, hub=Hub(notify=console.print_note)) as opened:
         found = inspect_checkpoint(opened.checkpoint)
+        if opened.remote is not None:
+            found = replace(found, folder=source)
     if as_json:
         console.print_json(found.to_dict())
         return
@@ -258,6 +262,7 @@ def _interrupt(_signal: int, _frame: object) -> NoReturn:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
+    gc.disable()  # plans are hundreds of thousands of small objects without cycles; scanning them doubles the time
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     try:

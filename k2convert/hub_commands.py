@@ -129,7 +129,7 @@ def _show_plan(job: TransferJob, options: TransferOptions, destination: Destinat
     if options.as_json:
         console.print_json(document)
         return
-    show_plan(job.local)
+    show_plan(job.local, source=options.source, destination=_name(destination))
     if job.remote is not None:
         console.print_line(f"source: {job.remote.repo} at commit {job.remote.commit}")
     if job.target is not None:

@@ -18,7 +18,7 @@ from k2convert.k2 import (
     read_architecture,
     text_config,
 )
-from k2convert.plan import plan_conversion
+from k2convert.plan import claim_projections
 from k2convert.recipe import default_recipe_name, load_recipe
 
 
@@ -67,7 +67,7 @@ def inspect_checkpoint(source: Checkpoint) -> Inspection:
     recipe = default_recipe_name(family)
     oddities = _oddities(source, names, architecture)
     try:
-        plan_conversion(source=source, recipe=load_recipe(recipe))
+        claim_projections(source=source, recipe=load_recipe(recipe), names=names)
     except PlanError as error:
         oddities.append(f"cannot be converted: {error}")
         recipe = None

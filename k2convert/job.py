@@ -1,5 +1,6 @@
 """One local job from start to end: plan, room, lock, journal, loop, assembly. What `run` calls."""
 
+import gc
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -108,9 +109,17 @@ def check_room(job: LocalJob) -> None:
         )
 
 
+def settle_runtime() -> None:
+    """Prepare the process for hours of work: torch must not add threads to ours, the plan needs no more scanning."""
+    torch.set_num_threads(1)
+    gc.freeze()
+    gc.enable()
+
+
 def execute(job: LocalJob, *, report: Report) -> dict[str, ShardRecord]:
     """Do what is left of the job; returns every shard's record. Interrupted or failed, it can be executed again."""
     check_room(job)
+    settle_runtime()
     journal, recipe = Journal(job.destination), job.plan.recipe
     try:
         job.destination.mkdir(parents=True, exist_ok=True)

@@ -146,10 +146,14 @@ class Journal:
             fingerprint=job["fingerprint"],
             recipe=job["recipe"],
             shards=job["shards"],
-            finished=self.finished(),
+            finished={n: r for n, r in self.records().items() if self.has_file(r) or self._was_shipped(n)},
             is_complete=(self.destination / config_name).exists(),
             is_running=self._is_running(),
         )
+
+    def _was_shipped(self, shard: str) -> bool:
+        """Whether an upload record says that a shard was hashed to be published, after which its file may go."""
+        return (self.folder / "uploads" / f"{shard}.json").exists()
 
     def _is_running(self) -> bool:
         path = self.folder / "lock"

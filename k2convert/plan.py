@@ -8,6 +8,7 @@ one global scale. The output bytes, shard by shard and tensor by tensor, are kno
 import json
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, projection_tensors
 from k2convert.errors import PlanError
-from k2convert.k2 import WEIGHT, Architecture, Family, detect_family, parse_tensor_names, read_architecture
+from k2convert.k2 import WEIGHT, Architecture, Family, TensorName, detect_family, parse_tensor_names, read_architecture
 from k2convert.projections import (
     Projection,
     check_expert_shapes,
@@ -117,8 +118,21 @@ def step_sources(step: ConvertStep | CopyStep) -> list[TensorInfo]:
     return [t for p in (*step.members, *step.partners) for t in p.sources]
 
 
-def plan_conversion(*, source: Checkpoint, recipe: Recipe) -> Plan:
-    """Decide the whole job from headers; raises PlanError for anything unclaimed, missing or contradictory."""
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a recipe claims of a source: its family and counts, and every projection to convert."""
+
+    family: Family
+    prefix: str
+    architecture: Architecture
+    projections: dict[str, Projection]
+
+
+def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str, TensorName] | None = None) -> Claim:
+    """Find what is to be converted and hold everything against config.json; raises PlanError for what does not fit.
+
+    `names` are the source's names taken apart, where the caller has them already.
+    """
     family, prefix = detect_family(source)
     if recipe.family is not None and recipe.family != family:
         raise PlanError(
@@ -126,13 +140,20 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe) -> Plan:
             "Name another recipe, or none: the right one is then picked."
         )
     architecture = read_architecture(source.config, where=str(source.folder))
-    names = parse_tensor_names(source, prefix=prefix)
+    names = parse_tensor_names(source, prefix=prefix) if names is None else names
     check_is_int4(source, names)
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
     check_experts(source, names, architecture, prefix)
     check_expert_shapes(projections, architecture)
+    return Claim(family, prefix, architecture, projections)
+
+
+def plan_conversion(*, source: Checkpoint, recipe: Recipe) -> Plan:
+    """Decide the whole job from headers; raises PlanError for anything unclaimed, missing or contradictory."""
+    claim = claim_projections(source=source, recipe=recipe)
+    family, prefix, architecture, projections = claim.family, claim.prefix, claim.architecture, claim.projections
     steps, dropped = _make_steps(source, projections, recipe)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     excludes = exclude_list(recipe, architecture, family) if recipe.target == "nvfp4" else []

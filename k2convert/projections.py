@@ -4,6 +4,7 @@ Also here: the checks that the source is the INT4 checkpoint it should be, and t
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from k2convert.checkpoint.header import TensorInfo
@@ -52,7 +53,7 @@ class Projection:
         return tensor
 
 
-def check_is_int4(source: Checkpoint, names: dict[str, TensorName]) -> None:
+def check_is_int4(source: Checkpoint, names: Mapping[str, TensorName]) -> None:
     """Refuse checkpoints that are not INT4: NVFP4, FP8 and BF16-only ones, each with its own message."""
     # NVFP4 first: its block scales are FP8 too.
     for name, parts in names.items():
@@ -75,7 +76,9 @@ def check_is_int4(source: Checkpoint, names: dict[str, TensorName]) -> None:
         )
 
 
-def find_projections(source: Checkpoint, names: dict[str, TensorName], roles: tuple[str, ...]) -> dict[str, Projection]:
+def find_projections(
+    source: Checkpoint, names: Mapping[str, TensorName], roles: tuple[str, ...]
+) -> dict[str, Projection]:
     modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, parts in names.items():
         modules[parts.module][parts.parameter] = source.tensors[name]
@@ -176,7 +179,7 @@ def check_roles_match(roles: tuple[str, ...], projections: dict[str, Projection]
             )
 
 
-def check_experts(source: Checkpoint, names: dict[str, TensorName], architecture: Architecture, prefix: str) -> None:
+def check_experts(source: Checkpoint, names: Mapping[str, TensorName], architecture: Architecture, prefix: str) -> None:
     """Hold experts, router rows and bias of every MoE layer against n_routed_experts (pruned models included)."""
     experts: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for parts in names.values():

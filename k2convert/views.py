@@ -7,38 +7,9 @@ from typing import Any
 
 from k2convert.console import format_bytes, format_seconds, print_line, print_table
 from k2convert.formats.metrics import WeightMetrics
-from k2convert.inspection import Inspection
 from k2convert.job import LocalJob
 from k2convert.journal import JobState
 from k2convert.plan import action_counts
-
-
-def show_inspection(found: Inspection) -> None:
-    """Print an inspection."""
-    layers = found.layers
-    print_line(f"{found.folder}: {found.family} ({', '.join(found.architectures)}, model_type {found.model_type})")
-    print_line(
-        f"{layers['total']} layers ({layers['dense']} dense, {layers['moe']} MoE), {found.experts_per_layer} experts a "
-        f"MoE layer, hidden {found.hidden_size}, expert width {found.moe_intermediate_size}"
-    )
-    print_line(
-        f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
-        f"({format_bytes(found.tensor_bytes)}), {found.int4_projections:,} INT4 projections"
-    )
-    quantization = found.quantization
-    if quantization is None:
-        print_line("quantization_config: none")
-    else:
-        rest = ", ".join(f"{key} {value}" for key, value in quantization.items() if key != "where")
-        print_line(f"quantization_config in {quantization['where']}: {rest}")
-    rows = [
-        (h.role, h.form, f"{h.num_tensors:,}", f"{h.num_weights:,}", format_bytes(h.num_bytes)) for h in found.holdings
-    ]
-    print_table("contents", ("role", "form", "tensors", "weights", "bytes"), rows)
-    for oddity in found.oddities:
-        print_line(f"note: {oddity}")
-    if found.recipe is not None:
-        print_line(f"recipe by default: {found.recipe}")
 
 
 def plan_document(job: LocalJob) -> dict[str, Any]:
@@ -72,11 +43,12 @@ def plan_document(job: LocalJob) -> dict[str, Any]:
     }
 
 
-def show_plan(job: LocalJob) -> None:
-    """Print a dry run."""
+def show_plan(job: LocalJob, *, source: str | None = None, destination: str | None = None) -> None:
+    """Print a dry run. With the Hub involved, `source` and `destination` name both ends, and the disk is not ours."""
     document, recipe = plan_document(job), job.plan.recipe
     print_line(
-        f"{job.source.folder} ({job.plan.family}) -> {job.destination}: {recipe.name}, {recipe.target}, rule "
+        f"{source or job.source.folder} ({job.plan.family}) -> {destination or job.destination}: "
+        f"{recipe.name}, {recipe.target}, rule "
         f"{recipe.rule}, layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}"
     )
     shards = document["shards"]
@@ -106,6 +78,8 @@ def show_plan(job: LocalJob) -> None:
     ]
     print_table("tensors", ("action", "source tensors", "in", "result tensors", "out"), rows)
     print_line("convert includes the tensors under drop: weight_shape becomes the result's shape")
+    if source is not None:
+        return
     print_line(f"disk: needs {format_bytes(job.disk_needed)}, free {format_bytes(job.disk_free)}")
     if job.disk_needed > job.disk_free:
         print_line("NOT ENOUGH ROOM: the run would be refused")

@@ -17,7 +17,7 @@ LEVELS = {
     "projections": 3, "weights": 4, "plan": 4, "journal": 4,
 }  # fmt: skip
 COMMAND_LINE = {
-    "cli", "__main__", "options", "views", "validation_view", "console", "local_commands", "hub_commands", "streaming",
+    "cli", "__main__", "options", "views", "validation_view", "inspection_view", "console", "local_commands", "hub_commands", "streaming",
 }  # fmt: skip
 OWNERS = {
     "rich": {"console"},

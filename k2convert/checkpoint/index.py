@@ -111,7 +111,10 @@ def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str]
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{where}: has no weight_map. Download the file again.")
+    checked: set[str] = set()
     for tensor, shard in cast(dict[str, Any], weight_map).items():
+        if isinstance(shard, str) and shard in checked:
+            continue
         if not isinstance(shard, str) or not shard.endswith(SHARD_SUFFIX):
             raise CheckpointError(
                 f"{where}: tensor {tensor} is mapped to {shard!r}, not to a {SHARD_SUFFIX} file. "
@@ -122,6 +125,7 @@ def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str]
                 f"{where}: tensor {tensor} is mapped to {shard!r}, a path outside the folder. Refused: "
                 "a shard is a plain file name. Download the index from its publisher again."
             )
+        checked.add(shard)
     return cast(dict[str, str], weight_map)
 
 
