@@ -98,6 +98,16 @@ def test_figures_of_the_tiny_checkpoint_are_the_known_ones(evaluation: Evaluatio
     assert divergence(evaluation, "optimal", FP32) == pytest.approx(0.00206, abs=1e-4)
 
 
+@pytest.mark.slow
+def test_figures_on_the_whole_text_are_those_of_an_independent_converter(work: Path) -> None:
+    whole = evaluate(SUBJECTS["tiny"](work), work)
+    assert whole.positions == 16_320
+    assert row(whole, INT4, FP32).score.perplexity == pytest.approx(19.21, abs=5e-3)
+    for rule, kl, top1 in (("plain", 0.00249, 0.964), ("optimal", 0.00156, 0.975)):
+        assert divergence(whole, rule, FP32) == pytest.approx(kl, abs=5e-6)
+        assert row(whole, rule, FP32).score.top1_agreement == pytest.approx(top1, abs=5e-4)
+
+
 def test_the_order_of_variants_is_as_expected(evaluation: Evaluation) -> None:
     for activations in (FP32, FP4):
         assert divergence(evaluation, "optimal", activations) < divergence(evaluation, "plain", activations)
