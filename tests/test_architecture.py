@@ -16,13 +16,13 @@ LEVELS = {
     "errors": 0, "formats": 1, "kernels": 2, "checkpoint": 1, "k2": 2, "recipe": 3, "quantizers": 3,
     "projections": 3, "weights": 4, "plan": 4, "journal": 4,
 }  # fmt: skip
-COMMAND_LINE = {
-    "cli", "__main__", "options", "views", "validation_view", "inspection_view", "console", "local_commands", "hub_commands", "streaming",
-}  # fmt: skip
+COMMAND_LINE = {"cli", "__main__", "options", "console", "streaming"} | {
+    stem for stem in (p.stem for p in PACKAGE.glob("*.py")) if stem.endswith(("_commands", "views", "_view"))
+}
 OWNERS = {
     "rich": {"console"},
     "huggingface_hub": {"hub"},
-    "typer": {"cli", "options", "hub_commands"},
+    "typer": {"cli", "options", "hub_commands", "check_commands"},
     "yaml": {"recipe"},
     "triton": {"kernels"},
 }
