@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
+
 from k2convert.formats.metrics import WeightMetrics
 from k2convert.hub.preflight import Licence
 
@@ -71,7 +73,10 @@ def read_source_card(text: str) -> SourceCard:
 
     if not text.startswith("---"):
         return SourceCard()
-    data: dict[str, Any] = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    try:
+        data: dict[str, Any] = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, yaml.YAMLError):  # somebody else's page is no reason to stop
+        return SourceCard()
     stated: Any = data.get("license")
     choices = cast(list[Any], stated) if isinstance(stated, list) else [stated]
     return SourceCard(
@@ -178,10 +183,12 @@ def _list(roles: list[str]) -> str:
 
 def _error(facts: CardFacts) -> str:
     rows = [
-        "| weights | number | SQNR | relative MSE | usual rule (`plain`) | best possible | INT4 codes recoverable |",
+        "| weights | number | SQNR | relative MSE | usual rule (`plain`) | bound | INT4 codes recoverable |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for role, metrics in facts.totals.items():
+        if role == "total" and len(facts.totals) == 2:
+            continue
         plain = _shifted(metrics.sqnr_db, metrics.achieved_to_plain)
         bound = _shifted(metrics.sqnr_db, metrics.achieved_to_bound)
         codes = (

@@ -6,6 +6,7 @@ import urllib.parse
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
 from loopback_store import XET_EXPIRY, Entry, Files, Repo, Store
 
 Json = dict[str, Any]
@@ -50,7 +51,8 @@ class Api:
             known = token is not None and (self.token is None or token == self.token)
             return Reply(self.account) if known else refused(401, "", "Invalid user token.")
         if path == "/api/validate-yaml":
-            return Reply({"warnings": [], "errors": []})
+            problems = _card_problems(json.loads(body)["content"])
+            return Reply({"warnings": [], "errors": problems}, 400 if problems else 200)
         if path == "/api/agent-harnesses":
             return Reply({"harnesses": []})
         with self.store.lock:
@@ -207,6 +209,19 @@ _HANDLERS = {
     ("GET", "xet-read-token"): Api._xet_token,
     ("POST", "commit"): Api._commit,
 }
+
+
+def _card_problems(card: str) -> list[Json]:
+    """What the Hub would refuse in a card's front matter, as far as we use it."""
+    data = yaml.safe_load(card.split("---")[1])
+    rules = {
+        "license": data.get("license") in ("mit", "apache-2.0", "other", "unknown"),
+        "license_name": data.get("license") != "other" or bool(data.get("license_name")),
+        "base_model_relation": data.get("base_model_relation") in (None, "quantized", "finetune", "adapter", "merge"),
+        "pipeline_tag": data.get("pipeline_tag") in (None, "text-generation", "image-text-to-text"),
+        "tags": all(isinstance(tag, str) for tag in data.get("tags", [])),
+    }
+    return [{"message": f'"{field}" is not valid'} for field, holds in rules.items() if not holds]
 
 
 def describe(path: str, entry: Entry) -> Json:

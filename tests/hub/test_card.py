@@ -1,0 +1,148 @@
+"""The model card: metadata the Hub accepts, figures from the ledger, commands that engines have."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hub_cli import cli_environment
+from loopback import LoopbackHub
+
+from k2convert.checkpoint.index import read_json_file
+from k2convert.hub.card import CardFacts, SourceCard, build_card, read_source_card
+from k2convert.hub.preflight import Licence
+
+# As documented for vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.2.
+KNOWN_OPTIONS = {
+    "vllm": {
+        "--tensor-parallel-size",
+        "--trust-remote-code",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser",
+        "--reasoning-parser",
+    },
+    "python3": {"--model-path", "--tp", "--trust-remote-code", "--tool-call-parser", "--reasoning-parser"},
+    "trtllm-serve": {"--tp_size", "--trust_remote_code"},
+}
+K2_CARD = """---
+license: other
+license_name: modified-mit
+license_link: LICENSE
+library_name: transformers
+pipeline_tag: text-generation
+---
+# Kimi
+"""
+
+
+@pytest.fixture
+def facts(local_result: Path) -> CardFacts:
+    return CardFacts(
+        repo="me/Kimi-K2-Thinking-NVFP4",
+        base_model="moonshotai/Kimi-K2-Thinking",
+        ledger=read_json_file(local_result / "k2convert.json"),
+        config=read_json_file(local_result / "config.json"),
+        source=read_source_card(K2_CARD),
+        picture="report.png",
+    )
+
+
+def changed(facts: CardFacts, **recipe: Any) -> CardFacts:
+    ledger = facts.ledger | {"recipe": facts.ledger["recipe"] | recipe}
+    return CardFacts(facts.repo, facts.base_model, ledger, facts.config, facts.source)
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    return yaml.safe_load(card.split("---")[1])
+
+
+def test_front_matter_carries_over_the_sources_licence_and_names_the_base(facts: CardFacts) -> None:
+    assert front_matter(build_card(facts)) == {
+        "base_model": "moonshotai/Kimi-K2-Thinking",
+        "base_model_relation": "quantized",
+        "library_name": "transformers",
+        "license": "other",
+        "license_link": "LICENSE",
+        "license_name": "modified-mit",
+        "pipeline_tag": "text-generation",
+        "tags": ["nvfp4", "fp4", "kimi-k2", "modelopt", "vllm", "sglang", "tensorrt-llm", "k2convert"],
+    }
+
+
+VALIDATE = """
+import sys
+from huggingface_hub import ModelCard, get_session, set_client_factory
+
+def to_loopback(request):  # client 1.x asks huggingface.co whatever HF_ENDPOINT says
+    request.url = request.url.copy_with(scheme="http", host="127.0.0.1", port=int(sys.argv[2]))
+
+client = type(get_session())
+set_client_factory(lambda: client(event_hooks={"request": [to_loopback]}))
+ModelCard.load(sys.argv[1]).validate()
+"""
+
+
+def test_card_passes_the_librarys_own_validation(facts: CardFacts, server: LoopbackHub, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(build_card(facts))
+    arguments = [sys.executable, "-c", VALIDATE, str(tmp_path / "README.md"), server.url.rpartition(":")[2]]
+    subprocess.run(arguments, env=cli_environment(), check=True)
+    assert len(server.traffic.matching("POST", "validate-yaml")) == 1
+    (tmp_path / "README.md").write_text(build_card(facts).replace("license: other", "license: mine"))
+    assert subprocess.run(arguments, env=cli_environment(), capture_output=True, check=False).returncode != 0
+
+
+def test_figures_are_the_ledgers(facts: CardFacts) -> None:
+    card = build_card(facts)
+    assert "22.62 dB" in card
+    assert "19.65 dB" in card  # what `plain` would have
+    assert "0.506 times that of `plain`" in card
+    assert "1.130 times the bound" in card
+    assert "not lossless" in card
+    assert "not smaller than the INT4 source" in card
+    assert "![Error of the converted weights](report.png)" in card
+
+
+@pytest.mark.parametrize(
+    ("recipe", "engines"),
+    [
+        ({}, ["vllm", "python3", "trtllm-serve"]),
+        ({"activations": "w4a16"}, ["vllm", "python3"]),
+        ({"layout": "compressed-tensors"}, ["vllm", "python3"]),
+    ],
+)
+def test_commands_name_only_options_that_exist(facts: CardFacts, recipe: dict[str, str], engines: list[str]) -> None:
+    card = build_card(changed(facts, **recipe))
+    blocks = re.findall(r"```bash\n(.*?)```", card, flags=re.DOTALL)
+    assert [block.split()[0] for block in blocks] == engines
+    for block in blocks:
+        assert facts.repo in block
+        assert {word for word in block.split() if word.startswith("--")} <= KNOWN_OPTIONS[block.split()[0]]
+    assert ("trtllm-serve" in card) == ("trtllm-serve" in engines)
+
+
+@pytest.mark.parametrize(("width", "size"), [(2048, 8), (256, 4), (128, 2), (100, 1)])
+def test_tensor_parallel_size_suits_the_experts_width(facts: CardFacts, width: int, size: int) -> None:
+    config = facts.config | {"moe_intermediate_size": width}
+    card = build_card(CardFacts(facts.repo, None, facts.ledger, config, facts.source))
+    assert f"--tensor-parallel-size {size} " in card
+
+
+def test_weight_only_cards_do_not_promise_4_bit_activations(facts: CardFacts) -> None:
+    card = build_card(changed(facts, activations="w4a16"))
+    assert "W4A16" in card
+    assert "multiplies NVFP4 weights and activations" not in card
+    assert "Rounding activations" not in card
+
+
+def test_unknown_licence_and_base_are_said_to_be_unknown(facts: CardFacts) -> None:
+    card = build_card(CardFacts(facts.repo, None, facts.ledger, facts.config, SourceCard()))
+    assert front_matter(card)["license"] == "unknown"
+    assert "base_model" not in front_matter(card)
+
+
+@pytest.mark.parametrize("text", ["", "# no front matter", "---\nlicense: [mit]\n---\n", "---\n: bad\n---\n"])
+def test_strange_source_cards_do_not_stop_a_job(text: str) -> None:
+    assert read_source_card(text).licence in (Licence(), Licence("mit"))
