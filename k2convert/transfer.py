@@ -28,7 +28,7 @@ from k2convert.hub.preflight import Target, is_published
 from k2convert.hub.publish import Publication
 from k2convert.hub.segments import part_path
 from k2convert.hub.source import RemoteRepo
-from k2convert.job import LocalJob
+from k2convert.job import LocalJob, settle_runtime
 from k2convert.journal import WORK_FOLDER, Journal, ShardRecord
 from k2convert.pipeline import Pipeline, Stages
 from k2convert.plan import ShardJob, fingerprint_digest
@@ -127,6 +127,7 @@ def execute_transfer(job: TransferJob, *, report: Report, assembled: Assembled) 
 
     Raises HubError, DiskFullError, CheckpointError; whatever `assembled` raises stops the job before main is touched.
     """
+    settle_runtime()
     local = job.local
     local.destination.mkdir(parents=True, exist_ok=True)
     journal = Journal(local.destination)

@@ -23,7 +23,7 @@ OWNERS = {
     "rich": {"console"},
     "huggingface_hub": {"hub"},
     "typer": {"cli", "options", "hub_commands", "check_commands"},
-    "yaml": {"recipe"},
+    "yaml": {"recipe", "hub"},
     "triton": {"kernels"},
 }
 # What `job`, `validate` and the command line put together, and what never knows of one another.
