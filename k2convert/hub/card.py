@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from k2convert.formats.metrics import WeightMetrics
 from k2convert.hub.preflight import Licence
 
@@ -75,7 +73,7 @@ def read_source_card(text: str) -> SourceCard:
         return SourceCard()
     try:
         data: dict[str, Any] = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
-    except (ValueError, yaml.YAMLError):  # somebody else's page is no reason to stop
+    except Exception:  # the parser's errors are not the library's; and somebody else's page is no reason to stop
         return SourceCard()
     stated: Any = data.get("license")
     choices = cast(list[Any], stated) if isinstance(stated, list) else [stated]
