@@ -1,0 +1,55 @@
+"""Headless Chromium: what a person would see of a page, what its script did, and what it complained of."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+    "--disable-default-apps", "--disable-sync", "--no-first-run", "--hide-scrollbars", "--enable-logging=stderr",
+    # Nothing resolves: a page that wanted something from elsewhere would say so in its log.
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+)  # fmt: skip
+DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
+
+
+@dataclass(frozen=True, slots=True)
+class Complaints:
+    """Lines of the browser's log that come from a page."""
+
+    lines: tuple[str, ...]
+
+
+def _run(page: Path, work: Path, *flags: str) -> tuple[str, Complaints]:
+    assert EXECUTABLE is not None
+    profile = work / "profile"
+    command = [EXECUTABLE, *_FLAGS, f"--user-data-dir={profile}", *flags, page.absolute().as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    shutil.rmtree(profile, ignore_errors=True)
+    return done.stdout, Complaints(tuple(line for line in done.stderr.splitlines() if "CONSOLE" in line))
+
+
+def dump_dom(page: Path, work: Path) -> tuple[str, Complaints]:
+    """The document after its script ran."""
+    return _run(page, work, "--dump-dom")
+
+
+def dump_dom_from_files(page: Path, work: Path) -> tuple[str, Complaints]:
+    """The same for a page that reads into frames of other files."""
+    return _run(page, work, "--dump-dom", "--allow-file-access-from-files")
+
+
+def screenshot(page: Path, work: Path, *, width: int, height: int, dark: bool = False) -> NDArray[np.uint8]:
+    """The page as pixels, [height, width, 3]."""
+    target = work / "shot.png"
+    _run(page, work, f"--screenshot={target}", f"--window-size={width},{height}", *(DARK if dark else ()))
+    with Image.open(target) as image:
+        return np.asarray(image.convert("RGB"))

@@ -1,0 +1,128 @@
+"""The page in a real browser: charts are painted in every dress, the script runs, nothing is complained of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import browser
+import numpy as np
+import pytest
+from matplotlib import colormaps
+from numpy.typing import NDArray
+
+from k2convert.report import ReportFiles
+from k2convert.report.palette import COLOUR_MAP, DARK, LIGHT, Palette
+
+pytestmark = pytest.mark.skipif(browser.EXECUTABLE is None, reason="no Chromium is installed")
+
+SIZES = {"wide": (1200, 2400), "telephone": (400, 3000)}
+ALPHA = 0.3  # of the histograms' areas
+
+
+def rgb(colour: str) -> NDArray[np.float64]:
+    return np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)], dtype=np.float64)
+
+
+def count(pixels: NDArray[np.uint8], colour: NDArray[np.float64]) -> int:
+    """Pixels of a colour, give or take what rounding does to it."""
+    return int((np.abs(pixels.astype(np.float64) - colour) <= 2.0).all(axis=2).sum())
+
+
+def count_mapped(pixels: NDArray[np.uint8]) -> int:
+    """Pixels of the heat map's colours, each channel rounded either way."""
+    colours = np.array([colormaps[COLOUR_MAP](i)[:3] for i in range(256)]) * 255
+    nearby = (np.floor(colours)[:, None, :] + np.indices((2, 2, 2)).reshape(3, -1).T).reshape(-1, 3)
+    weights = np.array([1 << 16, 1 << 8, 1])
+    return int(np.isin(pixels.astype(np.int64) @ weights, nearby.astype(np.int64) @ weights).sum())
+
+
+def blank_charts(pixels: NDArray[np.uint8], palette: Palette) -> list[str]:
+    """Names of the charts that are not to be seen: their areas have colours that nothing else on the page has."""
+    blank: list[str] = []
+    for name in ("plain", "ours", "bound"):
+        area = ALPHA * rgb(getattr(palette, name)) + (1 - ALPHA) * rgb(palette.paper)
+        if count(pixels, area) < 250:
+            blank.append(f"distribution: {name}")
+    if count(pixels, rgb(palette.ours)) < 2000:
+        blank.append("block scales")
+    if count_mapped(pixels) < 20_000:  # the scale beside the maps has a tenth of that
+        blank.append("heat map")
+    return blank
+
+
+@pytest.mark.parametrize(
+    ("size", "dark"), [("wide", False), ("wide", True), ("telephone", False)], ids=["wide", "dark", "telephone"]
+)
+def test_charts_are_painted(reported: ReportFiles, tmp_path: Path, size: str, dark: bool) -> None:
+    width, height = SIZES[size]
+    palette = DARK if dark else LIGHT
+    pixels = browser.screenshot(reported.page, tmp_path, width=width, height=height, dark=dark)
+    assert count(pixels, rgb(palette.paper)) > 0.3 * pixels.shape[0] * pixels.shape[1]
+    assert not blank_charts(pixels, palette)
+
+
+def test_a_blank_chart_would_be_noticed(reported: ReportFiles, tmp_path: Path) -> None:
+    page = tmp_path / "blank.html"
+    text = reported.page.read_text()
+    text = re.sub(r"<image [^>]*>", "", text)
+    text = re.sub(r'<path [^>]*style="fill: var\(--(plain|ours|bound)\)[^>]*>', "", text)
+    page.write_text(text)
+    pixels = browser.screenshot(page, tmp_path, width=1200, height=2400)
+    expected = ["distribution: plain", "distribution: ours", "distribution: bound", "block scales", "heat map"]
+    assert blank_charts(pixels, LIGHT) == expected
+
+
+def test_script_runs_and_nothing_is_complained_of(reported: ReportFiles, tmp_path: Path) -> None:
+    document, complaints = browser.dump_dom(reported.page, tmp_path)
+    assert 'data-ready="yes"' in document
+    assert "Point at a cell" in document
+    assert complaints.lines == ()
+
+
+def test_a_script_error_would_be_noticed(reported: ReportFiles, tmp_path: Path) -> None:
+    page = tmp_path / "broken.html"
+    page.write_text(reported.page.read_text().replace('id="readout"', 'id="elsewhere"'))
+    document, complaints = browser.dump_dom(page, tmp_path)
+    assert 'data-ready="yes"' not in document
+    assert "TypeError" in complaints.lines[0]
+
+
+def test_only_the_pages_own_script_may_run(reported: ReportFiles, tmp_path: Path) -> None:
+    page = tmp_path / "injected.html"
+    injected = '<script>document.title = "taken"</script><img src="x" onerror="document.title = \'taken\'"></body>'
+    page.write_text(reported.page.read_text().replace("</body>", injected))
+    document, complaints = browser.dump_dom(page, tmp_path)
+    assert "<title>taken" not in document
+    assert any("Content Security Policy" in line for line in complaints.lines)
+
+
+@pytest.mark.parametrize(("image", "turned"), [("map-up", False), ("map-up-turned", True)])
+def test_cell_under_the_pointer_is_read_out(reported: ReportFiles, tmp_path: Path, image: str, turned: bool) -> None:
+    layer, expert = 1, 13
+    found = next(m for m in reported.report.maps if m.projection == "up")
+    rows, columns = found.values.shape
+    down, across = (layer + 0.5) / rows, (expert + 0.5) / columns
+    x, y = (down, across) if turned else (across, down)
+    point = f"""<style>.wide, .narrow {{ display: block !important; }}</style><script>
+        const image = document.getElementById("{image}");
+        const box = image.getBoundingClientRect();
+        const place = {{ clientX: box.left + {x} * box.width, clientY: box.top + {y} * box.height }};
+        image.dispatchEvent(new PointerEvent("pointermove", place));
+    </script></body>"""
+    page = tmp_path / "pointed.html"
+    page.write_text(re.sub(r"<meta http-equiv=[^>]*>", "", reported.page.read_text()).replace("</body>", point))
+    document, complaints = browser.dump_dom(page, tmp_path)
+    assert complaints.lines == ()
+    assert f"layer {found.layers[layer]}, expert {expert}, up: {found.values[layer, expert]:.2f} dB" in document
+
+
+def test_nothing_is_wider_than_a_telephone(reported: ReportFiles, tmp_path: Path) -> None:
+    measure = "<script>document.title = document.documentElement.scrollWidth</script></body>"
+    page = tmp_path / "measured.html"
+    framed = tmp_path / "frame.html"
+    page.write_text(re.sub(r"<meta http-equiv=[^>]*>", "", reported.page.read_text()).replace("</body>", measure))
+    listen = "onload=\"document.title = 'width ' + this.contentDocument.title\""
+    framed.write_text(f'<iframe width="360" height="800" src="{page.name}" {listen}></iframe>')
+    document, _ = browser.dump_dom_from_files(framed, tmp_path)
+    assert "<title>width 360</title>" in document

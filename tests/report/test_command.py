@@ -1,0 +1,98 @@
+"""`k2convert report` as users run it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k2convert.errors import CheckpointError
+from k2convert.report.checks import read_checks
+
+
+@pytest.fixture(scope="module")
+def folder(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole conversion of this module's own, to write a report into."""
+    target = tmp_path_factory.mktemp("command") / "converted"
+    shutil.copytree(converted, target)
+    return target
+
+
+def test_report_with_source_shows_all_rules(folder: Path, tiny: Path, run_cli: Any) -> None:
+    done = run_cli("report", folder, "--source", tiny)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(folder / name) for name in ("report.html", "report.md", "report.png")]
+    assert "next: k2convert publish" in done.stderr
+    page = (folder / "report.html").read_text()
+    assert "19 of 19" in page
+    assert "144 tensors decoded" in page
+
+
+def test_folder_with_its_report_still_holds_the_contract(folder: Path, tiny: Path, run_cli: Any) -> None:
+    assert (folder / "report.html").is_file()
+    assert run_cli("validate", folder, "--source", tiny).returncode == 0
+
+
+def test_report_without_source_skips_what_needs_it(folder: Path, run_cli: Any, tmp_path: Path) -> None:
+    done = run_cli("report", folder, "--out", tmp_path / "new" / "folder", "--json")
+    document = json.loads(done.stdout)
+    assert document["contract"]["skipped"] > 0
+    assert document["contract"]["failed"] == []
+    assert document["totals"]["total"]["sqnr_db"] == pytest.approx(22.6166, abs=1e-4)
+    assert document["complete"]
+    assert Path(document["files"]["html"]).parent == tmp_path / "new" / "folder"
+    assert "skipped" in Path(document["files"]["html"]).read_text()
+
+
+def test_broken_contract_is_shown_and_said(folder: Path, run_cli: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    shard = broken / "model-00003-of-000005.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    done = run_cli("report", broken)
+    assert done.returncode == 0, done.stderr
+    assert "contract rules broken: 19" in done.stderr
+    page = (broken / "report.html").read_text()
+    assert "1 broken" in page
+    assert '<span class="verdict fail">fail</span>' in page
+
+
+def test_validation_is_taken_from_a_file(
+    folder: Path, validation: dict[str, Any], run_cli: Any, tmp_path: Path, tiny: Path
+) -> None:
+    saved = tmp_path / "validation.json"
+    saved.write_text(json.dumps(validation))
+    done = run_cli("report", folder, "--validation", saved, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Reference layers" in (tmp_path / "report.html").read_text()
+    assert run_cli("report", folder, "--validation", saved, "--source", tiny).returncode == 2
+
+
+def test_file_that_is_no_validation_is_refused(folder: Path, run_cli: Any, tmp_path: Path) -> None:
+    saved = tmp_path / "validation.json"
+    saved.write_text('{"contract": {"rules": [{"number": "x"}]}}')
+    done = run_cli("report", folder, "--validation", saved, "--out", tmp_path / "out")
+    assert done.returncode == 1
+    assert "validate --json" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [{}, {"contract": 1}, {"contract": {"rules": [{"number": 1, "verdict": "perhaps"}]}}, {"contract": {"rules": [7]}}],
+)
+def test_documents_that_are_no_validation_are_refused(document: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="Validate again"):
+        read_checks(document)
+
+
+def test_folder_of_something_else_is_refused_at_once(tiny: Path, run_cli: Any) -> None:
+    done = run_cli("report", tiny)
+    assert done.returncode == 1
+    assert "nothing to report on" in done.stderr
