@@ -5,6 +5,7 @@
     simd           the few vector operations they are made of
     search_tables  which scales can be best for a block: formats.scale_tables, cut to 16 candidates
     tally          counting pairs of source and block scale while blocks pass
+    cuda           the same on a CUDA device, where triton is installed; it launches cuda_kernel
 
 INT4 weights go from packed bytes and BF16 scale bits to packed bytes and E4M3 bytes, with the pair counts that all
 metrics are computed from. Nothing is unpacked, and the only state is each thread's buffers.

@@ -17,8 +17,6 @@ import numpy as np
 from k2convert.formats.e4m3 import MAX_BYTE, MIN_NORMAL_BYTE, ONE_BYTE
 from k2convert.formats.scale_tables import HIGHEST_OFFSET, LOWEST_OFFSET, NUM_CANDIDATES
 from k2convert.kernels.search_tables import (
-    ALL_WINDOWS,
-    COVERING_WINDOWS,
     LANES,
     LAST_GRID_RANK,
     LOWEST_STEP,
@@ -74,32 +72,20 @@ def split_scale(bits: int) -> Any:
 
 
 @compiled
-def best_in_all_windows(errors: Any, starts: Any, table: Any, floats: Any, at: Any) -> Any:
-    """Return the pick of a block whose set of magnitudes fits into no window."""
-    least = _u64(1 << 60)
-    position = _u64(0)
-    for covering in COVERING_WINDOWS:
-        key = least_of_sixteen(errors, table + _u64(covering * WINDOW_SIZE), floats, at)
-        if key >> _u64(LANE_BITS) <= least:
-            least = key >> _u64(LANE_BITS)
-            position = _u64(starts[covering]) + _u64(LANES - 1) - (key & _u64(LANES - 1))
-    return position | (_u64(least == _u64(0)) << _u64(EXACT_BIT))
-
-
-@compiled
 def search_blocks(num_groups: Any, masks: Any, tables_at: Any, floats: Any, tables: Any, picks: Any) -> None:
     """Find the best candidate of the first blocks of a batch: its position, and EXACT_BIT where the error is zero."""
-    windows, starts, errors = tables.windows, tables.starts, tables.errors
+    windows, more, starts, errors = tables.windows, tables.more, tables.starts, tables.errors
     for i in range(_u64(2) * num_groups):
         present = (_u64(masks[i >> _u64(1)]) >> (_u64(8) * (i & _u64(1)))) & _u64(0xFF)
-        window = _u64(windows[present])
+        window, second = _u64(windows[present]), _u64(more[present])
         table = _u64(tables_at[i >> _u64(1)])
-        if window < _u64(ALL_WINDOWS):
-            key = least_of_sixteen(errors, table + window * _u64(WINDOW_SIZE), floats, i * _u64(8))
-            position = _u64(starts[window]) + _u64(LANES - 1) - (key & _u64(LANES - 1))
-            picks[i] = position | (_u64(key < _u64(LANES)) << _u64(EXACT_BIT))
-        else:
-            picks[i] = best_in_all_windows(errors, starts, table, floats, i * _u64(8))
+        key = least_of_sixteen(errors, table + window * _u64(WINDOW_SIZE), floats, i * _u64(8))
+        if second != window:
+            other = least_of_sixteen(errors, table + second * _u64(WINDOW_SIZE), floats, i * _u64(8))
+            if other >> _u64(LANE_BITS) <= key >> _u64(LANE_BITS):
+                key, window = other, second
+        position = _u64(starts[window]) + _u64(LANES - 1) - (key & _u64(LANES - 1))
+        picks[i] = position | (_u64(key < _u64(LANES)) << _u64(EXACT_BIT))
 
 
 @compiled

@@ -3,7 +3,7 @@
 The definition of `optimal` compares 82 candidates. Which of them can win depends on which magnitudes occur in the
 block: a block with 1, 2, 3, 5 and 7 in it is never served best by t = 4. So the 255 sets of magnitudes fall into
 `NUM_WINDOWS` windows of 16 neighbouring candidates that hold every winner, for every mantissa of s; 31 sets, which
-hold few and even magnitudes and hardly ever occur, need a look at three windows. That this loses nothing is proven by
+hold few and even magnitudes and hardly ever occur, need a look at two windows. That this loses nothing is proven by
 exhaustion: tests/kernels/test_windows.py compares all 735,470 histograms under all 128 mantissas with the full search.
 
 A position p counts candidates upwards (larger scale, larger t): position 6 is the first with t >= 1. Errors are
@@ -30,19 +30,19 @@ from k2convert.formats.scale_tables import (
 
 LANES: Final = 16
 NUM_COUNTED: Final = 8
-WINDOW_STARTS: Final = (0, 7, 11, 13, 15, 19, 21, 23)
+WINDOW_STARTS: Final = (0, 7, 11, 13, 15, 16, 19, 21, 23)
 NUM_WINDOWS: Final = len(WINDOW_STARTS)
 NUM_POSITIONS: Final = WINDOW_STARTS[-1] + LANES
-COVERING_WINDOWS: Final = (0, 1, 7)
-"""Windows that hold every position between them, for the sets that fit into none."""
-ALL_WINDOWS: Final = NUM_WINDOWS
-"""Stands for "look at all covering windows" in the table of windows."""
+LOW_PAIR: Final = NUM_WINDOWS
+HIGH_PAIR: Final = NUM_WINDOWS + 1
+"""Stand for two windows that join, positions 0 to 31 and 7 to 38, in the table of windows."""
+PAIRS: Final = ((0, 5), (1, 8))
 
 WINDOW_OF_SET: Final = (
-    "0010300040101000511028104810181060103000111010008110211011101110"
-    "7181811141818111218021102180111081818111318181112180211021801110"
-    "7110210041101100411021004110110021102100111011002110211011101100"
-    "8181811141818111418021104180111081818111318081102180211021801110"
+    "001030004010100061102910491019107010300011101000a110211011101110"
+    "81919111419191112190211021901110a1919111319191112190211021901110"
+    "8110210041101100411021004110110021102100111011002110211011101100"
+    "a1919111419191114190211041901110a1919111319091102190211021901110"
 )
 """The window of each set of magnitudes, one hexadecimal digit; bit k - 1 of the place says that |q| = k occurs."""
 
@@ -68,9 +68,10 @@ SHIFT_OF_ONE: Final = 4
 class SearchTables(NamedTuple):
     """What the CPU kernels read; flat arrays, because that is what they index.
 
-    windows      uint8 [256]             window of a set of magnitudes, ALL_WINDOWS where it fits into none
-    starts       int64 [8]               first position of each window
-    errors       float32 [128 * 8 * 8 * 16]  (ms, window, |q| - 1, lane)
+    windows      uint8 [256]             first window of a set of magnitudes
+    more         uint8 [256]             second window, the first again where one is enough
+    starts       int64 [9]               first position of each window
+    errors       float32 [128 * 9 * 8 * 16]  (ms, window, |q| - 1, lane)
     map_ids      uint8 [128 * 82]        (ms, rank): which map gives the codes
     maps         uint8 [maps * 16]       output nibble of each source nibble
     full_errors  float64 [128 * 9 * 82]  (ms, |q|, rank), as in ScaleTables
@@ -78,6 +79,7 @@ class SearchTables(NamedTuple):
     """
 
     windows: NDArray[np.uint8]
+    more: NDArray[np.uint8]
     starts: NDArray[np.int64]
     errors: NDArray[np.float32]
     map_ids: NDArray[np.uint8]
@@ -99,8 +101,10 @@ def search_tables() -> SearchTables:
     maps, map_ids = np.unique(tables.nibble_maps.numpy(), return_inverse=True)
     nibbles = (maps.view(np.uint64)[:, None] >> (4 * np.arange(16, dtype=np.uint64))) & np.uint64(15)
     assert len(maps) <= 256
+    windows = set_windows()
     return SearchTables(
-        windows=np.array([int(digit, 16) for digit in WINDOW_OF_SET], dtype=np.uint8),
+        windows=windows[:, 0].copy(),
+        more=windows[:, 1].copy(),
         starts=np.array(WINDOW_STARTS, dtype=np.int64),
         errors=window_errors().reshape(-1),
         map_ids=map_ids.astype(np.uint8).reshape(-1),
@@ -110,8 +114,14 @@ def search_tables() -> SearchTables:
     )
 
 
+def set_windows() -> NDArray[np.uint8]:
+    """Return uint8 [256, 2]: the windows to look at for each set of magnitudes, one twice where it is enough."""
+    entries = [int(digit, 16) for digit in WINDOW_OF_SET]
+    return np.array([PAIRS[e - LOW_PAIR] if e >= LOW_PAIR else (e, e) for e in entries], dtype=np.uint8)
+
+
 def window_errors() -> NDArray[np.float32]:
-    """Return float32 [128, 8, 8, 16]: error of |q| = 1..8 under each candidate of each window, for every ms."""
+    """Return float32 [128, 9, 8, 16]: error of |q| = 1..8 under each candidate of each window, for every ms."""
     errors_SkC = scale_tables(torch.device("cpu")).errors.numpy()
     mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS, dtype=np.int64)
     ranks_SP = lowest_rank(mantissas_S)[:, None] - np.arange(NUM_POSITIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -15,10 +16,11 @@ from k2convert.formats.metrics import WeightMetrics
 from k2convert.formats.nvfp4 import Nvfp4Weight
 from k2convert.formats.optimal import optimal_global_scale, quantize_optimal
 from k2convert.formats.optimal_bf16 import quantize_optimal_bf16
+from k2convert.formats.pair_counts import PairCounts, count_pairs
 from k2convert.formats.plain import plain_global_scale, quantize_plain
 from k2convert.formats.rule import Rule
 from k2convert.formats.weight_error import finish_metrics, measure_error
-from k2convert.kernels.cpu import convert_int4, measure_int4, sample_int4_error
+from k2convert.kernels import cpu
 
 CPU = torch.device("cpu")
 
@@ -38,12 +40,14 @@ class NativeQuantizer:
     @property
     def backend(self) -> str:
         """What computes."""
-        return "numba-cpu" if self.device.type == "cpu" else f"torch-{self.device}"
+        if self.device.type == "cpu":
+            return "numba-cpu"
+        return f"triton-{self.device}" if self._has_triton else f"torch-{self.device}"
 
     def measure(self, source: Int4Weight | Tensor, *, name: str) -> Magnitude:
         """Measure one weight; FormatError where a value is not usable."""
         if isinstance(source, Int4Weight):
-            return measure_int4(source, name=name)
+            return cpu.measure_int4(source, name=name)
         return measure(source, name=name)
 
     def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
@@ -57,20 +61,32 @@ class NativeQuantizer:
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
         """Quantise and measure one weight; the result lies on the CPU."""
         seed = zlib.crc32(name.encode())
-        if isinstance(source, Int4Weight) and self.device.type == "cpu":
-            result, counts = convert_int4(source, rule=self.rule, global_scale=global_scale)
-            sampled = sample_int4_error(source, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
-            return result, finish_metrics(
+        if isinstance(source, Int4Weight):
+            result, counts = self._convert_int4(source, global_scale)
+            sampled = cpu.sample_int4_error(source, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
+            metrics = finish_metrics(
                 counts, rule=self.rule, global_scale=global_scale, magnitude=magnitude, sampled=sampled
             )
+            return result, metrics
         on_device = source.to(self.device)
-        result = self._quantize(on_device, global_scale)
+        quantize = quantize_plain if self.rule == "plain" else quantize_optimal_bf16
+        result = quantize(on_device, global_scale)
         metrics = measure_error(on_device, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
         return result.to(CPU), metrics
 
-    def _quantize(self, source: Int4Weight | Tensor, global_scale: float) -> Nvfp4Weight:
-        if self.rule == "plain":
-            return quantize_plain(source, global_scale)
-        if isinstance(source, Int4Weight):
-            return quantize_optimal(source, global_scale)
-        return quantize_optimal_bf16(source, global_scale)
+    @property
+    def _has_triton(self) -> bool:
+        return self.device.type == "cuda" and find_spec("triton") is not None
+
+    def _convert_int4(self, source: Int4Weight, global_scale: float) -> tuple[Nvfp4Weight, PairCounts]:
+        if self.device.type == "cpu":
+            return cpu.convert_int4(source, rule=self.rule, global_scale=global_scale)
+        on_device = source.to(self.device)
+        if self._has_triton:
+            from k2convert.kernels import cuda
+
+            result, counts = cuda.convert_int4(on_device, rule=self.rule, global_scale=global_scale)
+            return result.to(CPU), counts
+        quantize = quantize_plain if self.rule == "plain" else quantize_optimal
+        result = quantize(on_device, global_scale)
+        return result.to(CPU), count_pairs(on_device, result, rule=self.rule)

@@ -1,0 +1,21 @@
+"""Tests here need a CUDA device: they carry the marker `gpu` and are skipped where there is none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+# The weights are those of the CPU kernels' tests.
+sys.path.insert(0, str(HERE.parent / "kernels"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
