@@ -5,9 +5,10 @@ bytes are fetched here, over the library's own HTTP session, as ranges of the pi
 tied to an ETag: the address contains the commit, its content cannot change, and behind the Hub's redirect the storage
 answers with ETags of its own.
 
-Why not Xet for downloads: hf_xet reassembles a file from chunks on the CPU, and has no way to resume inside a file
-after the process has ended. The Hub serves every Xet file over plain ranges too. Uploads do use Xet where the library
-does.
+Why not Xet for downloads: hf_xet puts a file together from chunks on the CPU, and cannot resume inside a file after its
+process has ended. Measured on loopback with 1 GB of random bytes on two shared cores: ranges 200 MB/s and 3.4 s of CPU
+with the sha256 checked, hf_xet 105 MB/s and 4.9 s without. The Hub serves every Xet file over plain ranges too. Uploads
+use Xet where the library does: it finds there what the Hub already has.
 """
 
 import hashlib
