@@ -66,8 +66,8 @@ def report(destination: Path, *, source: Path | None, validation: Path | None, o
         files = write_report(folder=destination, out=out, validation=report_document(found), measured=measured)
     else:
         files = write_report(folder=destination, out=out)
-    _show_report(files, as_json)
-    if not as_json and files.report.is_complete:
+    is_sound = _show_report(files, as_json)
+    if not as_json and is_sound:
         console.print_next(f"k2convert publish {destination} --repo owner/name")
 
 
@@ -81,18 +81,22 @@ def _validate_for_report(destination: Path, source: Path | None, *, quiet: bool)
         return validate_checkpoint(folder=destination, source=opened, progress=display.advance)
 
 
-def _show_report(files: ReportFiles, as_json: bool) -> None:
+def _show_report(files: ReportFiles, as_json: bool) -> bool:
+    """Print what was written; returns whether the conversion is complete and no rule known to be broken."""
     written = {"html": files.page, "markdown": files.markdown, "picture": files.picture}
     document = figures_document(files.report)
+    failed: list[int] = document["contract"]["failed"] if document["contract"] else []
+    is_sound = files.report.is_complete and not failed
     if as_json:
         paths = {kind: None if path is None else str(path) for kind, path in written.items()}
         console.print_json({"files": paths, **document})
-        return
+        return is_sound
     for path in written.values():
         if path is not None:
             console.print_line(str(path))
     for sentence in document["missing"]:
         console.print_note(sentence)
-    if document["contract"] is not None and document["contract"]["failed"]:
-        rules = ", ".join(map(str, document["contract"]["failed"]))
+    if failed:
+        rules = ", ".join(map(str, failed))
         console.print_note(f"contract rules broken: {rules}. Do not publish or serve it; see {files.page}")
+    return is_sound

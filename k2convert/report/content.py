@@ -75,7 +75,8 @@ def _contract_tile(verdicts: Verdicts) -> Tile:
     rest = [f"{verdicts.warned} with warnings"] if verdicts.warned else []
     rest += [f"{verdicts.skipped} not checked"] if verdicts.skipped else []
     detail = ", ".join(rest) or "of vLLM, SGLang and TensorRT-LLM; no engine was run"
-    return Tile(f"{verdicts.held} of {verdicts.total}", "contract rules hold", detail, "good")
+    tone = "good" if verdicts.held == verdicts.total else ""
+    return Tile(f"{verdicts.held} of {verdicts.total}", "contract rules hold", detail, tone)
 
 
 def counts(metrics: WeightMetrics) -> tuple[Count, ...]:
@@ -175,9 +176,13 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
 
 def caution(report: Report) -> str:
     """What the figures do not say, in one paragraph."""
+    total = report.total
+    exact = "the exact INT4 values q * s"
+    if total.num_codes != total.num_weights:
+        exact += " (the BF16 values, where the source was BF16)"
     text = (
-        "These are errors of weights against the exact INT4 values q * s. The conversion is not lossless: E2M1 has no "
-        "5 and no 7. The result is as large as its source."
+        f"These are errors of weights against {exact}. The conversion is not lossless: E2M1 has no 5 and no 7. It "
+        "does not save space either: INT4 and NVFP4 both take 4.5 bits a weight."
     )
     if report.provenance.recipe.get("activations") == "w4a4":
         text += " FP4 activations add an error of their own at run time, which no conversion of weights changes."

@@ -20,7 +20,7 @@ def render_markdown(report: Report, checks: Checks | None, *, page: str, picture
     """The whole Markdown text; `page` and `picture` are file names beside it."""
     parts = [
         "## What the conversion changed",
-        "Against the exact INT4 weights q * s, over all of them; plain (max calibration, the usual recipe) and the "
+        "Over all converted weights; plain (max calibration, the usual recipe) and the "
         "bound (no NVFP4 weights have less error, whatever their scales) on a sample of every tensor's blocks.",
         _table(content.ROLE_COLUMNS, content.role_rows(report)),
     ]

@@ -45,6 +45,7 @@ def render_page(report: Report, checks: Checks | None) -> str:
     script = _text("page.js")
     return template.render(
         name=page_name(report),
+        rule=report.rule,
         keywords=_keywords(report),
         style=Markup(_style()),
         script=Markup(script),

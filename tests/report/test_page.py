@@ -16,6 +16,8 @@ import pytest
 
 from k2convert.report import ReportFiles, collect_report, write_report
 from k2convert.report.charts import draw_block_scales
+from k2convert.report.checks import read_checks
+from k2convert.report.content import headline
 from k2convert.report.figures import HeatMap
 from k2convert.report.heat_map import colour_scale, draw_heat_maps
 from k2convert.report.page import page_name
@@ -187,3 +189,24 @@ def test_source_repository_names_the_report(records_only: Path, edit_json: EditJ
     assert page_name(collect_report(folder=records_only)) == "kimi-k2-thinking-nvfp4"
     edit_json(records_only / "k2convert.json", lambda ledger: ledger["source"].update(repo="moonshotai/Kimi-K2"))
     assert page_name(collect_report(folder=records_only)) == "moonshotai/Kimi-K2"
+
+
+def test_rule_plain_is_not_compared_with_itself(records_only: Path, edit_json: EditJson, tmp_path: Path) -> None:
+    edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(rule="plain"))
+    files = write_report(folder=records_only, out=tmp_path / "out")
+    page = files.page.read_text()
+    assert "plain&#39;s error" not in page
+    assert "Every tensor, beside the bound" in page
+    assert "this: plain: median" in page
+
+
+def test_rules_that_were_not_checked_are_no_success(reported: ReportFiles, validation: dict[str, Any]) -> None:
+    rules = [dict(rule) for rule in validation["contract"]["rules"]]
+    full = headline(reported.report, read_checks(validation))[-1]
+    rules[6]["verdict"] = "skipped"
+    skipped = headline(reported.report, read_checks({**validation, "contract": {"rules": rules}}))[-1]
+    rules[3]["verdict"] = "fail"
+    broken = headline(reported.report, read_checks({**validation, "contract": {"rules": rules}}))[-1]
+    assert (full.value, full.tone) == ("19 of 19", "good")
+    assert (skipped.value, skipped.tone) == ("18 of 19", "")
+    assert (broken.value, broken.tone) == ("1 broken", "bad")
