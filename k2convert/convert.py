@@ -1,7 +1,7 @@
 """The loop: read, convert, write, record; shard after shard, tensor after tensor, in bounded memory.
 
 Within a shard, steps (an expert's gate and up, a down projection, a piece of a copied tensor) are read and converted
-by a pool of threads, at most `INFLIGHT_BYTES` ahead, and written in file order by the shard's own thread, which also
+by a pool of threads, a bounded number of bytes ahead, and written in file order by the shard's own thread, which also
 hashes. Reads, arithmetic and writes release the interpreter's lock, so they overlap. A shard is done when its record
 is written; until then nothing stands under its name.
 """
@@ -60,6 +60,7 @@ class _Piece:
     num_bytes: int
     bytes_in: int
     tensors: int
+    reads: tuple[tuple[TensorInfo, int, int], ...]
     call: Callable[[], tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]]
 
 
@@ -76,6 +77,7 @@ class ShardConverter:
     header_digests: Mapping[str, str]
     stop: Event
     preallocate: bool = True
+    inflight_bytes: int = INFLIGHT_BYTES
 
     def convert(self, job: ShardJob, *, report: Report) -> ShardRecord:
         """Write one shard under its final name and return its record (not yet journalled)."""
@@ -104,13 +106,15 @@ class ShardConverter:
     def _ahead(
         self, pieces: Iterator[_Piece]
     ) -> Iterator[tuple[_Piece, tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]]]:
-        """Run pieces in the pool ahead of the writer, at most INFLIGHT_BYTES of them (or one larger piece)."""
+        """Run pieces in the pool ahead of the writer, at most `inflight_bytes` of them (or one larger piece)."""
         waiting: deque[tuple[_Piece, Future[tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]]]] = deque()
         inflight = 0
         following = next(pieces, None)
         try:
             while waiting or following is not None:
-                while following is not None and (not waiting or inflight + following.num_bytes <= INFLIGHT_BYTES):
+                while following is not None and (not waiting or inflight + following.num_bytes <= self.inflight_bytes):
+                    for tensor, begin, end in following.reads:
+                        self.reader.prefetch(tensor, begin=begin, end=end)
                     waiting.append((following, self.pool.submit(following.call)))
                     inflight += following.num_bytes
                     following = next(pieces, None)
@@ -131,11 +135,13 @@ class ShardConverter:
                 for begin in range(0, max(size, 1), COPY_BYTES):
                     end = min(begin + COPY_BYTES, size)
                     last = 1 if end == size else 0
-                    yield _Piece(end - begin, end - begin, last, partial(self._copy, step.tensor, begin, end))
+                    reads = ((step.tensor, begin, end),)
+                    yield _Piece(end - begin, end - begin, last, reads, partial(self._copy, step.tensor, begin, end))
             else:
-                bytes_in = sum(t.num_bytes for t in step_sources(step))
+                reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
+                bytes_in = sum(end for _, _, end in reads)
                 bytes_out = sum(o.num_bytes for o in step.outputs)
-                yield _Piece(bytes_in + bytes_out, bytes_in, len(step.outputs), partial(self._convert, step))
+                yield _Piece(bytes_in + bytes_out, bytes_in, len(step.outputs), reads, partial(self._convert, step))
 
     def _copy(self, tensor: TensorInfo, begin: int, end: int) -> tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]:
         return [self.reader.read(tensor, begin=begin, end=end)], []

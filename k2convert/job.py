@@ -15,7 +15,7 @@ from k2convert.assemble import assemble
 from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME, Checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.sidecars import list_sidecars
-from k2convert.convert import Report, ShardConverter, run_conversion
+from k2convert.convert import INFLIGHT_BYTES, Report, ShardConverter, run_conversion
 from k2convert.errors import DestinationWriteError, DiskFullError, PlanError
 from k2convert.journal import Journal, ShardRecord, check_destination
 from k2convert.k2 import detect_family
@@ -27,6 +27,8 @@ HEADER_BYTES_ESTIMATE = 1 << 20  # a K2 shard's header is 450 kB
 DISK_RESERVE_BYTES = 64 << 20  # journal, index, ledger
 CORES_PER_WORKER = 8  # one shard's writer keeps up with about this many converting threads
 MAX_WORKERS = 8
+WORKER_BYTES = 1 << 30  # what one shard in work may take with CORES_PER_WORKER threads, and some
+CORE_INFLIGHT_BYTES = 64 << 20  # an expert's gate and up, in and out, being converted and waiting to be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,20 @@ class LocalJob:
         """Whether every shard is recorded and the result assembled."""
         files = (CONFIG_NAME, INDEX_NAME)
         return len(self.finished) == len(self.plan.jobs) and all((self.destination / f).exists() for f in files)
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be had without swapping; by the kernel's estimate where it gives one."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def inflight_bytes(workers: int) -> int:
+    """Bytes that one of `workers` shards may have in work, so that every core finds something to do."""
+    cores = os.cpu_count() or 1
+    return max(INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES) // workers
 
 
 def choose_recipe(source: Checkpoint, recipe: str | None, overrides: dict[str, Any]) -> Recipe:
@@ -82,7 +98,8 @@ def prepare(
     finished = Journal(destination).finished()
     pending = [job for job in plan.jobs if job.name not in finished]
     cores = os.cpu_count() or 1
-    chosen = workers or max(len(devices), min(cores // CORES_PER_WORKER, MAX_WORKERS), 1)
+    roomy = available_memory() // WORKER_BYTES
+    chosen = workers or max(len(devices), min(cores // CORES_PER_WORKER, MAX_WORKERS, roomy), 1)
     sidecars = sum((source.folder / path).stat().st_size for path in list_sidecars(source.folder))
     needed = sum(job.data_bytes + HEADER_BYTES_ESTIMATE for job in pending) + sidecars + DISK_RESERVE_BYTES
     existing = next(p for p in (destination.absolute(), *destination.absolute().parents) if p.exists())
@@ -142,6 +159,7 @@ def execute(job: LocalJob, *, report: Report) -> dict[str, ShardRecord]:
                     fingerprint=fingerprint_digest(job.fingerprint),
                     header_digests={name: header.digest for name, header in job.source.headers.items()},
                     stop=stop,
+                    inflight_bytes=inflight_bytes(job.workers),
                 )
                 for device in job.devices
             ]

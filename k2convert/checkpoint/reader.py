@@ -4,6 +4,7 @@
 pages count as its memory. Readers are thread-safe; every read names file and tensor when it fails.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,12 @@ class ShardReader:
                 f"{self._locate(tensor.shard)}: tensor {tensor.name}: reading failed ({error.strerror}). "
                 "Check the disk and run again: finished shards stay finished."
             ) from error
+
+    def prefetch(self, tensor: TensorInfo, *, begin: int = 0, end: int | None = None) -> None:
+        """Ask the system to have these bytes in memory soon; returns at once, and a refusal does not matter."""
+        end = tensor.num_bytes if end is None else end
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._descriptor(tensor.shard), tensor.begin + begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def _descriptor(self, shard: str) -> int:
         with self._lock:
