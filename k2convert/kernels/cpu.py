@@ -20,7 +20,7 @@ from k2convert.formats.int4 import Int4Weight, check_int4_scales
 from k2convert.formats.magnitude import Magnitude
 from k2convert.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, check_global_scale
 from k2convert.formats.optimal import global_exponent
-from k2convert.formats.pair_counts import PairCounts, merge_counts, sum_squared_error
+from k2convert.formats.pair_counts import PairCounts, merge_counts
 from k2convert.formats.plain import plain_global_scale
 from k2convert.formats.rule import Rule
 from k2convert.formats.sampled_error import SampledError
@@ -39,7 +39,10 @@ _BOUND_ASSIGNMENTS = np.array(BOUND_ASSIGNMENTS, dtype=np.float64)
 _convert_optimal = cast(Callable[..., int], cpu_optimal.convert_groups)
 _convert_plain = cast(Callable[..., int], cpu_plain.convert_groups)
 _measure_groups = cast(Callable[..., tuple[int, float, bool]], cpu_measure.measure_groups)
-_sample_pairs = cast(Callable[..., int], cpu_measure.sample_pairs)
+_gather_sample = cast(Callable[..., None], cpu_measure.gather_sample)
+_use_plain_scales = cast(Callable[..., None], cpu_measure.use_plain_scales)
+_count_sample = cast(Callable[..., int], cpu_measure.count_sample)
+_pair_errors = cast(Callable[..., None], cpu_measure.pair_errors)
 _sample_bounds = cast(Callable[..., None], cpu_measure.sample_bounds)
 
 
@@ -83,26 +86,19 @@ def sample_int4_error(
     source: Int4Weight, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
 ) -> SampledError:
     """Compare with plain and with the bound on sampled blocks, as `formats.sampled_error.sample_error` does."""
-    packed, scale_bits = _int4_arrays(source)
     scale_bytes = _flat(result.block_scales)
     chosen = sampled_blocks(scale_bytes.size, sample_seed=sample_seed, device=source.packed.device).numpy()
+    words, keys = np.empty(chosen.size, dtype=np.uint64), np.empty(chosen.size, dtype=np.int64)
+    _gather_sample(*_int4_arrays(source), scale_bytes, chosen, words, keys)
     bounds = np.empty(chosen.size, dtype=np.float64)
-    _sample_bounds(packed, scale_bits, chosen, _BOUND_ASSIGNMENTS, bounds)
+    _sample_bounds(words, keys, _BOUND_ASSIGNMENTS, bounds)
+    achieved = _sample_error(words, keys, rule=rule, global_scale=result.global_scale)
     plain_scale = plain_global_scale(magnitude)
-
-    def squared_error(rule: Rule, global_scale: float, *, use_plain: bool) -> float:
-        blocks = (packed, scale_bits, scale_bytes, chosen)
-        counts = _count_sample(blocks, plain_scale=np.float32(plain_scale), use_plain=use_plain)
-        return sum_squared_error(counts, rule=rule, global_scale=global_scale)
-
-    achieved = squared_error(rule, result.global_scale, use_plain=False)
-    same = rule == "plain" and plain_scale == result.global_scale
-    return SampledError(
-        num_blocks=chosen.size,
-        achieved=achieved,
-        plain=achieved if same else squared_error("plain", plain_scale, use_plain=True),
-        bound=math.fsum(bounds.tolist()),
-    )
+    plain = achieved
+    if rule != "plain" or plain_scale != result.global_scale:
+        _use_plain_scales(words, keys, np.float32(plain_scale))
+        plain = _sample_error(words, keys, rule="plain", global_scale=plain_scale)
+    return SampledError(num_blocks=chosen.size, achieved=achieved, plain=plain, bound=math.fsum(bounds.tolist()))
 
 
 def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Weight:
@@ -114,15 +110,18 @@ def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Weig
     )
 
 
-def _count_sample(blocks: tuple[NDArray[Any], ...], *, plain_scale: np.float32, use_plain: bool) -> PairCounts:
+def _sample_error(words: NDArray[np.uint64], keys: NDArray[np.int64], *, rule: Rule, global_scale: float) -> float:
+    """Return the squared error of blocks with these histograms and keys, summed by pair as `formats` sums it."""
     tally = thread_tally()
-    num_blocks = blocks[-1].size
     parts: list[PairCounts] = []
     done = 0
-    while done < num_blocks or not parts:
-        done = _sample_pairs(*blocks, done, plain_scale, use_plain, LARGEST_OF_SET, tally)
-        parts.append(take_counts(tally, rule="plain"))
-    return parts[0] if len(parts) == 1 else merge_counts(parts)
+    while done < words.size or not parts:
+        done = _count_sample(words, keys, done, tally)
+        parts.append(take_counts(tally, rule=rule))
+    counts = parts[0] if len(parts) == 1 else merge_counts(parts)
+    errors = np.empty(counts.keys.size, dtype=np.float64)
+    _pair_errors(counts.keys, counts.magnitude_counts, rule == "plain", global_scale, errors)
+    return math.fsum(errors.tolist())
 
 
 def _int4_arrays(weight: Int4Weight) -> tuple[NDArray[Any], NDArray[Any]]:
