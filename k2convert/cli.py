@@ -45,6 +45,7 @@ app = typer.Typer(
     help="Convert Kimi K2 INT4 checkpoints to NVFP4: streamed, resumable, measured.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
