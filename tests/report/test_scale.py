@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +62,8 @@ def k2_records(converted: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_all_of_k2_is_reported_in_seconds_and_megabytes(k2_records: Path, tmp_path: Path) -> None:
-    start = time.process_time()
+def test_all_of_k2_is_reported_in_less_than_two_megabytes(k2_records: Path, tmp_path: Path) -> None:
     files = write_report(folder=k2_records, out=tmp_path / "out")
-    assert time.process_time() - start < 20
     assert files.picture is not None
     assert [found.values.shape for found in files.report.maps] == [(60, 384)] * 3
     assert len(files.report.tensors) == 69_120
