@@ -1,7 +1,8 @@
 """The functions of `formats`, fast: one pass over the bytes of a checkpoint, equal to them byte for byte.
 
     cpu            what callers use on the CPU: measure, convert, sample; one thread a call, any number of callers
-    cpu_optimal, cpu_plain, cpu_measure    compiled by numba, kept on disk
+    bf16           the same for BF16 weights
+    cpu_optimal, cpu_plain, cpu_measure, cpu_bf16    compiled by numba, kept on disk
     simd           the few vector operations they are made of
     search_tables  which scales can be best for a block: formats.scale_tables, cut to 16 candidates
     tally          counting pairs of source and block scale while blocks pass

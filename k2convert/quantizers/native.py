@@ -20,7 +20,7 @@ from k2convert.formats.pair_counts import PairCounts, count_pairs
 from k2convert.formats.plain import plain_global_scale, quantize_plain
 from k2convert.formats.rule import Rule
 from k2convert.formats.weight_error import finish_metrics, measure_error
-from k2convert.kernels import cpu
+from k2convert.kernels import bf16, cpu
 
 CPU = torch.device("cpu")
 
@@ -67,6 +67,10 @@ class NativeQuantizer:
             metrics = finish_metrics(
                 counts, rule=self.rule, global_scale=global_scale, magnitude=magnitude, sampled=sampled
             )
+            return result, metrics
+        if self.device.type == "cpu":
+            result = bf16.quantize_bf16(source, rule=self.rule, global_scale=global_scale)
+            metrics = bf16.measure_bf16_error(source, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
             return result, metrics
         on_device = source.to(self.device)
         quantize = quantize_plain if self.rule == "plain" else quantize_optimal_bf16

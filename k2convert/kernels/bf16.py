@@ -1,0 +1,136 @@
+"""The BF16 kernels of the CPU as functions over tensors; see `kernels.cpu` for threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.errors import FormatError
+from k2convert.formats.blocks import sampled_blocks
+from k2convert.formats.e4m3 import MAX_BYTE, MIN_NORMAL_BYTE, decode_e4m3
+from k2convert.formats.magnitude import Magnitude
+from k2convert.formats.metrics import WeightMetrics
+from k2convert.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, check_global_scale
+from k2convert.formats.optimal import global_exponent
+from k2convert.formats.optimal_bf16 import quantize_optimal_bf16
+from k2convert.formats.plain import plain_global_scale
+from k2convert.formats.rule import Rule
+from k2convert.formats.sampled_error import SampledError
+from k2convert.kernels import cpu_bf16
+from k2convert.kernels.cpu import allocate_nvfp4
+
+LARGEST_SCALE: Final = 2.0**118
+"""With a global scale above this, steps exceed FP32; no weight leads to one."""
+
+_optimal_blocks = cast(Callable[..., None], cpu_bf16.optimal_blocks)
+_plain_blocks = cast(Callable[..., None], cpu_bf16.plain_blocks)
+_measure_rows = cast(Callable[..., None], cpu_bf16.measure_rows)
+_block_errors = cast(Callable[..., None], cpu_bf16.block_errors)
+_block_bounds = cast(Callable[..., None], cpu_bf16.block_bounds)
+
+
+def quantize_bf16(weight_NK: Tensor, *, rule: Rule, global_scale: float) -> Nvfp4Weight:
+    """Quantise a bf16 [N, K] weight; byte for byte what `formats` makes of it."""
+    check_global_scale(global_scale)
+    if rule == "optimal":
+        global_exponent(global_scale)
+        if global_scale > LARGEST_SCALE:
+            return quantize_optimal_bf16(weight_NK, global_scale)
+    rows, columns = weight_NK.shape
+    result = allocate_nvfp4(rows, columns, global_scale=global_scale)
+    packed, scale_bytes = result.packed.view(-1).numpy(), result.block_scales.view(-1).numpy()
+    _quantize(_bits(weight_NK), packed, scale_bytes, rule=rule, global_scale=global_scale)
+    return result
+
+
+def measure_bf16_error(
+    source_NK: Tensor, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
+) -> WeightMetrics:
+    """Measure `result` against its source as `formats.weight_error_bf16` does."""
+    rows, columns = result.shape
+    source, packed = _bits(source_NK), result.packed.contiguous().view(-1).numpy()
+    scale_bytes = result.block_scales.contiguous().view(-1).numpy()
+    energies, errors = np.zeros(rows), np.zeros(rows)
+    totals = np.zeros(3, dtype=np.int64)
+    _measure_rows(source, packed, scale_bytes, result.global_scale, energies, errors, totals)
+    histogram = np.bincount(scale_bytes, minlength=1)
+    used = tuple((byte, int(count)) for byte, count in enumerate(histogram) if count)
+    sampled = _sample_error(source, packed, scale_bytes, result.global_scale, rule, magnitude, sample_seed)
+    return WeightMetrics(
+        num_weights=rows * columns,
+        num_blocks=scale_bytes.size,
+        energy=math.fsum(energies.tolist()),
+        squared_error=math.fsum(errors.tolist()),
+        num_nonzero=int(totals[0]),
+        equal_nonzero=int(totals[1]),
+        equal_blocks=int(totals[2]),
+        num_codes=None,
+        max_error_steps=None,
+        recoverable_codes=None,
+        num_five_or_seven=None,
+        num_minus_eight=None,
+        blocks_outside_normal=None,
+        scale_spread_exceeded=None,
+        min_scale_byte=used[0][0] if used else None,
+        max_scale_byte=used[-1][0] if used else None,
+        scale_histogram=used,
+        sampled_blocks=sampled.num_blocks,
+        sampled_error_achieved=sampled.achieved,
+        sampled_error_plain=sampled.plain,
+        sampled_error_bound=sampled.bound,
+    )
+
+
+def _sample_error(
+    source: NDArray[Any],
+    packed: NDArray[Any],
+    scale_bytes: NDArray[Any],
+    global_scale: float,
+    rule: Rule,
+    magnitude: Magnitude,
+    sample_seed: int,
+) -> SampledError:
+    chosen = sampled_blocks(scale_bytes.size, sample_seed=sample_seed, device=torch.device("cpu")).numpy()
+    blocks = source.reshape(-1, BLOCK_SIZE)[chosen].reshape(-1)
+    codes = packed.reshape(-1, BLOCK_SIZE // 2)[chosen].reshape(-1)
+    achieved = _squared_error(blocks, codes, scale_bytes[chosen], global_scale)
+    plain_scale = plain_global_scale(magnitude)
+    plain = achieved
+    if rule != "plain" or plain_scale != global_scale:
+        plain_codes, plain_bytes = np.empty_like(codes), np.empty(chosen.size, dtype=np.uint8)
+        _quantize(blocks, plain_codes, plain_bytes, rule="plain", global_scale=plain_scale)
+        plain = _squared_error(blocks, plain_codes, plain_bytes, plain_scale)
+    bounds = np.empty(chosen.size)
+    _block_bounds(blocks, np.empty(BLOCK_SIZE, dtype=np.float32), np.empty(7 * BLOCK_SIZE), bounds)
+    return SampledError(num_blocks=chosen.size, achieved=achieved, plain=plain, bound=math.fsum(bounds.tolist()))
+
+
+def _quantize(
+    source: NDArray[Any], packed: NDArray[Any], scale_bytes: NDArray[Any], *, rule: Rule, global_scale: float
+) -> None:
+    weights = np.empty(BLOCK_SIZE, dtype=np.float32)
+    if rule == "plain":
+        _plain_blocks(source, np.float32(global_scale), packed, scale_bytes, weights)
+        return
+    all_bytes = torch.arange(MIN_NORMAL_BYTE, MAX_BYTE + 1, dtype=torch.uint8)
+    steps = np.full(cpu_bf16.SCRATCH, np.inf)
+    steps[: cpu_bf16.NUM_SCALES] = (decode_e4m3(all_bytes) * global_scale).numpy()
+    _optimal_blocks(source, steps, packed, scale_bytes, weights, np.empty(cpu_bf16.SCRATCH))
+
+
+def _squared_error(source: NDArray[Any], packed: NDArray[Any], scale_bytes: NDArray[Any], global_scale: float) -> float:
+    errors = np.empty(scale_bytes.size)
+    _block_errors(source, packed, scale_bytes, global_scale, errors)
+    return math.fsum(errors.tolist())
+
+
+def _bits(weight_NK: Tensor) -> NDArray[Any]:
+    if weight_NK.dtype != torch.bfloat16:
+        raise FormatError(f"a weight to quantise must be bfloat16, not {weight_NK.dtype}")
+    return weight_NK.contiguous().view(torch.uint16).view(-1).numpy()
