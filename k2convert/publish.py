@@ -28,15 +28,14 @@ def publish_folder(
 ) -> str:
     """Upload what the branch does not have, then commit everything to main; returns the commit's id.
 
-    Local files stay. `progress` is called with each shard's name and bytes once it is on its way or was there already.
-    Raises CheckpointError where a shard is not the one in the ledger, HubError where the Hub refuses.
+    The folder must just have been validated, and its files stay. `progress` is called with each shard's name and bytes
+    once it is on its way or was there already. Raises HubError where the Hub refuses.
     """
     stated = cast(dict[str, dict[str, Any]], read_ledger_document(folder)["shards"])
     publication.open()
     hashes: dict[str, tuple[str, int]] = {}
     for name, shard in sorted(stated.items()):
-        sha256 = hash_file(folder / name, expected_blake3=str(shard["blake3"]))
-        hashes[name] = (sha256, int(shard["bytes"]))
+        hashes[name] = (hash_file(folder / name), int(shard["bytes"]))
         if not publication.has(name, *hashes[name]):
             publication.upload(Upload(name, folder / name, *hashes[name]), records={})
         if publication.is_group_due():

@@ -10,11 +10,10 @@ and travels to the branch together with the shard's record, so that another mach
 import hashlib
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-from blake3 import blake3
 
 from k2convert.checkpoint.index import read_json_file
 from k2convert.checkpoint.writer import write_atomically
@@ -58,21 +57,38 @@ class Shipping:
     def upload(self, name: str) -> None:
         """Hash and scan a shard's file, hold it against its record, and send it unless the branch has it.
 
-        Raises CheckpointError where the file is no longer what was written.
+        Hashing and sending run side by side: the library hashes what it sends by itself, and the two must agree before
+        the shard counts as published. Raises CheckpointError where the file is no longer what was written.
         """
-        record, path = self.records[name], self.journal.destination / name
-        sha256 = hash_file(path, expected_blake3=record.blake3)
-        digest = UploadRecord(sha256, record.blake3, record.file_bytes, scan_shard(path.parent, name))
-        write_atomically(self._upload_path(name), json.dumps(asdict(digest)).encode())
-        self.uploads[name] = digest
-        if self.publication.has(name, digest.sha256, digest.file_bytes):
-            self._arrived.append(name)
-            return
+        path = self.journal.destination / name
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="examine") as aside:
+            examined = aside.submit(self._examine, name)
+            if name in self.publication.on_branch:
+                found = examined.result()
+                if self.publication.has(name, found.sha256, found.file_bytes):
+                    self._arrived.append(name)
+                    return
+            operation = self.publication.send(name, path)
+            found = examined.result()
         documents = {
-            f"{_RECORDS}/{name}.json": json.dumps(asdict(record)).encode(),
-            f"{UPLOADS}/{name}.json": json.dumps(asdict(digest)).encode(),
+            f"{_RECORDS}/{name}.json": json.dumps(asdict(self.records[name])).encode(),
+            f"{UPLOADS}/{name}.json": json.dumps(asdict(found)).encode(),
         }
-        self.publication.upload(Upload(name, path, digest.sha256, digest.file_bytes), records=documents)
+        self.publication.add(Upload(name, path, found.sha256, found.file_bytes), operation, records=documents)
+
+    def _examine(self, name: str) -> UploadRecord:
+        """Look at a shard's bytes and keep what was found."""
+        record, path = self.records[name], self.journal.destination / name
+        sha256, scan = hash_file(path), scan_shard(path.parent, name)
+        if scan["digests"][name] != record.blake3:
+            raise CheckpointError(
+                f"{path}: is no longer what was written: its blake3 differs from its record. Delete it and run the "
+                "same command again; if it happens twice, suspect disk or memory."
+            )
+        found = UploadRecord(sha256, record.blake3, record.file_bytes, scan)
+        write_atomically(self._upload_path(name), json.dumps(asdict(found)).encode())
+        self.uploads[name] = found
+        return found
 
     def commit(self) -> list[str]:
         """Commit what was sent; returns the shards whose files are no longer needed here."""
@@ -119,16 +135,10 @@ class Shipping:
             return None
 
 
-def hash_file(path: Path, *, expected_blake3: str) -> str:
-    """A file's sha256; raises CheckpointError where the same bytes do not have the recorded blake3."""
-    ours, hubs = blake3(), hashlib.sha256()
+def hash_file(path: Path) -> str:
+    """A file's sha256, read past Python's buffers."""
+    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while data := file.read(_READ_BYTES):
-            ours.update(data)
-            hubs.update(data)
-    if ours.hexdigest() != expected_blake3:
-        raise CheckpointError(
-            f"{path}: is no longer what was written: its blake3 differs from its record. Delete it and run the "
-            "same command again; if it happens twice, suspect disk or memory."
-        )
-    return hubs.hexdigest()
+            digest.update(data)
+    return digest.hexdigest()

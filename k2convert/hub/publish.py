@@ -100,17 +100,24 @@ class Publication:
 
     def upload(self, upload: Upload, *, records: Mapping[str, bytes]) -> None:
         """Send one shard's bytes; `records` are small files to commit with it, by path below .k2convert/."""
+        self.add(upload, self.send(upload.name, upload.path), records=records)
+
+    def send(self, name: str, path: Path) -> "CommitOperationAdd":
+        """Send one shard's bytes; the returned operation is to be handed to `add`."""
         from huggingface_hub import CommitOperationAdd
 
         api = self.hub.api()
 
-        def send() -> CommitOperationAdd:
-            operation = CommitOperationAdd(upload.name, upload.path)
-            with _transfer_errors(upload.name):
+        def attempt() -> CommitOperationAdd:
+            operation = CommitOperationAdd(name, path)
+            with _transfer_errors(name):
                 api.preupload_lfs_files(self.repo, additions=[operation], revision=self.branch)
             return operation
 
-        operation = self.hub.call(f"upload {upload.name} to {self.repo}", send)
+        return self.hub.call(f"upload {name} to {self.repo}", attempt)
+
+    def add(self, upload: Upload, operation: "CommitOperationAdd", *, records: Mapping[str, bytes]) -> None:
+        """Put a shard that was sent into the group to be committed next."""
         if not self._pending:
             self._since = time.monotonic()
         self._pending.append(_Pending(upload, operation, dict(records)))

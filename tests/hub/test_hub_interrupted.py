@@ -1,5 +1,7 @@
 """Hub-to-Hub jobs that are killed, hit by faults, or short of disk still end with the local run's bytes."""
 
+import contextlib
+import os
 import random
 import signal
 import subprocess
@@ -122,6 +124,31 @@ _PLACES = [
 ]
 
 
+def test_an_interrupt_leaves_at_once_and_the_same_command_continues(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+) -> None:
+    tiny_on_hub.traffic.bytes_per_second = 60_000.0
+    with subprocess.Popen(
+        command(*JOB),
+        env=cli_environment(),
+        cwd=workplace,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while not tiny_on_hub.traffic.matching("GET", r"00001-of.*\.safetensors$")[3:] and process.poll() is None:
+            time.sleep(0.01)
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 130
+        assert time.monotonic() - start < 15
+        assert process.stderr is not None
+        assert "the same command resumes" in process.stderr.read()
+    tiny_on_hub.traffic.bytes_per_second = None
+    assert hub_cli(*JOB).returncode == 0
+    assert_published(tiny_on_hub, local_result)
+
+
 def random_fault(choice: random.Random) -> Fault:
     """One of the faults that networks and hubs have, somewhere in the job."""
     kind = choice.choice(["503", "reset", "short", "wrong", "429", "412", "upload"])
@@ -164,12 +191,12 @@ def test_thirty_faults_are_survived(
 
 
 def used_bytes(folder: Path) -> int:
+    """Blocks taken by all files; whatever disappears while it is looked at is left out."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_blocks * 512 if path.is_file() else 0
-        except FileNotFoundError:
-            continue
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(parent) / name).stat().st_blocks * 512
     return total
 
 
