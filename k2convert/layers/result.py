@@ -24,7 +24,11 @@ W4A4_VARIANTS = (Variant.CONVERTED_W4A4, Variant.PLAIN_W4A4, Variant.ACTIVATIONS
 
 @dataclass(frozen=True, slots=True)
 class LayerBudget:
-    """The least SQNR in dB, weight-only: of a layer's output, and of any single expert's own output."""
+    """The least SQNR in dB, weight-only: of a layer's output, and of any single expert's own output.
+
+    Measured on synthetic states, routed experts converted: layers 19.2 to 20.6 `optimal`, 16.2 to 17.7 `plain`; worst
+    expert 16.9 to 17.9 and 13.9 to 14.8. Shared experts converted too: layers 18.5 and 16.0.
+    """
 
     layer_sqnr_db: float = 15.0
     expert_sqnr_db: float = 12.0
