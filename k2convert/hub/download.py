@@ -81,7 +81,12 @@ def _fill(
     failures: list[BaseException] = []
     halt = threading.Event()
     threads = [
-        threading.Thread(target=_fetch_runs, args=(hub, partial, url, halt, failures), name=f"range-{i}", daemon=True)
+        threading.Thread(
+            target=_fetch_runs,
+            args=(hub, partial, url, num_connections, halt, failures),
+            name=f"range-{i}",
+            daemon=True,
+        )
         for i in range(min(num_connections, len(partial.done)))
     ]
     digest = hashlib.sha256()
@@ -111,12 +116,14 @@ def _fill(
     return digest.hexdigest()
 
 
-def _fetch_runs(hub: Hub, partial: PartialFile, url: str, halt: threading.Event, failures: list[BaseException]) -> None:
+def _fetch_runs(
+    hub: Hub, partial: PartialFile, url: str, num_connections: int, halt: threading.Event, failures: list[BaseException]
+) -> None:
     """One connection's work: claim a run of segments, stream it to its place, again until nothing is left."""
     num_failures = 0
     try:
         while not halt.is_set() and not partial.is_complete():
-            run = partial.claim()
+            run = partial.claim(num_connections=num_connections)
             if run is None:
                 partial.wait(0.2)  # another connection may yet give a run back
                 continue

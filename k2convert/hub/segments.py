@@ -53,13 +53,14 @@ class PartialFile:
     def end_of(self, segment: int) -> int:
         return min((segment + 1) * self.segment_bytes, self.file.num_bytes)
 
-    def claim(self) -> range | None:
-        """Take the first run of segments that nobody has; None when all are done or taken."""
+    def claim(self, *, num_connections: int) -> range | None:
+        """Take the first run of segments that nobody has, at most one connection's share; None when all are taken."""
+        run_bytes = min(RUN_BYTES, -(-self.file.num_bytes // num_connections))
         with self._lock:
             first = self._taken.find(0)
             if first < 0:
                 return None
-            limit = min(len(self._taken), first + max(1, RUN_BYTES // self.segment_bytes))
+            limit = min(len(self._taken), first + -(-run_bytes // self.segment_bytes))
             after = self._taken.find(1, first, limit)
             run = range(first, limit if after < 0 else after)
             self._taken[run.start : run.stop] = b"\x01" * len(run)
