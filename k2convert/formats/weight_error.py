@@ -7,6 +7,7 @@ equal tables give equal metrics to the last bit, on every backend and at any num
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -24,6 +25,18 @@ from k2convert.formats.weight_error_bf16 import measure_bf16_error
 MAX_SCALE_SPREAD: Final = 2.0**13
 
 
+@dataclass(frozen=True, slots=True)
+class PairFigures:
+    """What a table of pairs says under a rule and a global scale; the fields are those of WeightMetrics."""
+
+    energy: float
+    squared_error: float
+    num_nonzero: int
+    equal_nonzero: int
+    recoverable_codes: int
+    max_error_steps: float
+
+
 def measure_error(
     source: Int4Weight | Tensor, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
 ) -> WeightMetrics:
@@ -39,17 +52,21 @@ def measure_error(
 
 
 def finish_metrics(
-    counts: PairCounts, *, rule: Rule, global_scale: float, magnitude: Magnitude, sampled: SampledError
+    counts: PairCounts,
+    *,
+    rule: Rule,
+    global_scale: float,
+    magnitude: Magnitude,
+    sampled: SampledError,
+    figures: PairFigures | None = None,
 ) -> WeightMetrics:
-    """Compute the metrics of a weight from its pair counts: the one place where they are computed."""
-    wanted_Pk, written_Pk = pair_values(counts.keys, rule=rule, global_scale=global_scale)
+    """Put the metrics of a weight together from its pair counts: the one place where it is done.
+
+    `figures` are those of the counts, where a kernel has computed them already.
+    """
+    figures = figures or pair_figures(counts, rule=rule, global_scale=global_scale)
     n_Pk = counts.magnitude_counts
     scales_P = counts.scales
-    k = np.arange(NUM_MAGNITUDES)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        steps_Pk = np.where(scales_P[:, None] > 0, written_Pk / scales_P[:, None], 0.0)
-        error_steps_Pk = np.where(scales_P[:, None] > 0, np.abs(wanted_Pk - written_Pk) / scales_P[:, None], 0.0)
-    nonzero_Pk = wanted_Pk != 0
     histogram = np.bincount(counts.scale_bytes, weights=counts.num_blocks, minlength=1).astype(np.int64)
     used_bytes = [int(byte) for byte in np.flatnonzero(histogram)]
     live_P = (n_Pk[:, 1:].sum(axis=1) > 0) & (scales_P > 0)
@@ -57,14 +74,14 @@ def finish_metrics(
     return WeightMetrics(
         num_weights=int(n_Pk.sum()),
         num_blocks=int(counts.num_blocks.sum()),
-        energy=sum_by_pair(n_Pk * (wanted_Pk * wanted_Pk)),
-        squared_error=sum_by_pair(n_Pk * (wanted_Pk - written_Pk) ** 2),
-        num_nonzero=int(n_Pk[nonzero_Pk].sum()),
-        equal_nonzero=int(n_Pk[nonzero_Pk & (wanted_Pk == written_Pk)].sum()),
+        energy=figures.energy,
+        squared_error=figures.squared_error,
+        num_nonzero=figures.num_nonzero,
+        equal_nonzero=figures.equal_nonzero,
         equal_blocks=counts.equal_blocks,
         num_codes=int(n_Pk.sum()),
-        max_error_steps=float(error_steps_Pk[n_Pk > 0].max(initial=0.0)),
-        recoverable_codes=int(n_Pk[np.rint(steps_Pk) == k].sum()),
+        max_error_steps=figures.max_error_steps,
+        recoverable_codes=figures.recoverable_codes,
         num_five_or_seven=int(n_Pk[:, 5].sum() + n_Pk[:, 7].sum()),
         num_minus_eight=int(n_Pk[:, 8].sum()),
         blocks_outside_normal=counts.outside_normal if rule == "optimal" else None,
@@ -76,4 +93,23 @@ def finish_metrics(
         sampled_error_achieved=sampled.achieved,
         sampled_error_plain=sampled.plain,
         sampled_error_bound=sampled.bound,
+    )
+
+
+def pair_figures(counts: PairCounts, *, rule: Rule, global_scale: float) -> PairFigures:
+    """Evaluate a table of pairs in float64, pairs in ascending order of the key."""
+    wanted_Pk, written_Pk = pair_values(counts.keys, rule=rule, global_scale=global_scale)
+    n_Pk = counts.magnitude_counts
+    scales_P = counts.scales
+    with np.errstate(invalid="ignore", divide="ignore"):
+        steps_Pk = np.where(scales_P[:, None] > 0, written_Pk / scales_P[:, None], 0.0)
+        error_steps_Pk = np.where(scales_P[:, None] > 0, np.abs(wanted_Pk - written_Pk) / scales_P[:, None], 0.0)
+    nonzero_Pk = wanted_Pk != 0
+    return PairFigures(
+        energy=sum_by_pair(n_Pk * (wanted_Pk * wanted_Pk)),
+        squared_error=sum_by_pair(n_Pk * (wanted_Pk - written_Pk) ** 2),
+        num_nonzero=int(n_Pk[nonzero_Pk].sum()),
+        equal_nonzero=int(n_Pk[nonzero_Pk & (wanted_Pk == written_Pk)].sum()),
+        recoverable_codes=int(n_Pk[np.rint(steps_Pk) == np.arange(NUM_MAGNITUDES)].sum()),
+        max_error_steps=float(error_steps_Pk[n_Pk > 0].max(initial=0.0)),
     )

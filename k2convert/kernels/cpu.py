@@ -6,7 +6,6 @@ like, with a tensor or a range of rows each. Results do not depend on the split.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.formats.blocks import sampled_blocks
-from k2convert.formats.int4 import Int4Weight, check_int4_scales
+from k2convert.formats.int4 import NUM_MAGNITUDES, Int4Weight, check_int4_scales
 from k2convert.formats.magnitude import Magnitude
 from k2convert.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, check_global_scale
 from k2convert.formats.optimal import global_exponent
@@ -24,6 +23,7 @@ from k2convert.formats.pair_counts import PairCounts, merge_counts
 from k2convert.formats.plain import plain_global_scale
 from k2convert.formats.rule import Rule
 from k2convert.formats.sampled_error import SampledError
+from k2convert.formats.weight_error import PairFigures
 from k2convert.kernels import cpu_measure, cpu_optimal, cpu_plain
 from k2convert.kernels.search_tables import BOUND_ASSIGNMENTS, search_tables
 from k2convert.kernels.tally import take_counts, thread_tally
@@ -31,10 +31,16 @@ from k2convert.kernels.tally import take_counts, thread_tally
 MAX_GROUPS: Final = 1 << 26
 """Groups counted before the 32-bit counters are emptied: each can hold 2**27 blocks of 16."""
 
+NUM_EXPONENTS: Final = 2047
+"""Exponents of finite float64 numbers."""
+
 LARGEST_OF_SET: Final = np.array([members.bit_length() for members in range(256)], dtype=np.uint8)
 """The largest |q| of a set of magnitudes, which bit k - 1 says to hold k."""
 
-_BOUND_ASSIGNMENTS = np.array(BOUND_ASSIGNMENTS, dtype=np.float64)
+_DOUBLED = np.array(BOUND_ASSIGNMENTS, dtype=np.float64)[:, 1:].T
+_BOUND_ASSIGNMENTS = np.ascontiguousarray(
+    np.concatenate([np.arange(1.0, NUM_MAGNITUDES)[:, None] * _DOUBLED, _DOUBLED * _DOUBLED], axis=1)
+)
 
 _convert_optimal = cast(Callable[..., int], cpu_optimal.convert_groups)
 _convert_plain = cast(Callable[..., int], cpu_plain.convert_groups)
@@ -42,7 +48,8 @@ _measure_groups = cast(Callable[..., tuple[int, float, bool]], cpu_measure.measu
 _gather_sample = cast(Callable[..., None], cpu_measure.gather_sample)
 _use_plain_scales = cast(Callable[..., None], cpu_measure.use_plain_scales)
 _count_sample = cast(Callable[..., int], cpu_measure.count_sample)
-_pair_errors = cast(Callable[..., None], cpu_measure.pair_errors)
+_figures_of_pairs = cast(Callable[..., tuple[int, int, int, float]], cpu_measure.figures_of_pairs)
+_add_exactly = cast(Callable[..., None], cpu_measure.add_exactly)
 _sample_bounds = cast(Callable[..., None], cpu_measure.sample_bounds)
 
 
@@ -98,7 +105,32 @@ def sample_int4_error(
     if rule != "plain" or plain_scale != result.global_scale:
         _use_plain_scales(words, keys, np.float32(plain_scale))
         plain = _sample_error(words, keys, rule="plain", global_scale=plain_scale)
-    return SampledError(num_blocks=chosen.size, achieved=achieved, plain=plain, bound=math.fsum(bounds.tolist()))
+    return SampledError(num_blocks=chosen.size, achieved=achieved, plain=plain, bound=exact_sum(bounds))
+
+
+def figures_of_counts(counts: PairCounts, *, rule: Rule, global_scale: float) -> PairFigures:
+    """Evaluate a table of pairs, as `formats.weight_error.pair_figures` does."""
+    energies, errors = np.empty(counts.keys.size), np.empty(counts.keys.size)
+    nonzero, equal, recoverable, most = _figures_of_pairs(
+        counts.keys, counts.magnitude_counts, rule == "plain", global_scale, energies, errors
+    )
+    return PairFigures(
+        energy=exact_sum(energies),
+        squared_error=exact_sum(errors),
+        num_nonzero=nonzero,
+        equal_nonzero=equal,
+        recoverable_codes=recoverable,
+        max_error_steps=most,
+    )
+
+
+def exact_sum(values: NDArray[np.float64]) -> float:
+    """Return the sum of finite, non-negative values rounded once, which is what math.fsum returns."""
+    low, high = np.zeros(NUM_EXPONENTS, dtype=np.int64), np.zeros(NUM_EXPONENTS, dtype=np.int64)
+    _add_exactly(values, low, high)
+    # A value of exponent e counts units of 2**(e - 1075); division of integers is rounded once.
+    total = sum(((int(high[e]) << 26) + int(low[e])) << int(e) for e in np.flatnonzero(low | high))
+    return total / (1 << 1075)
 
 
 def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Weight:
@@ -119,9 +151,7 @@ def _sample_error(words: NDArray[np.uint64], keys: NDArray[np.int64], *, rule: R
         done = _count_sample(words, keys, done, tally)
         parts.append(take_counts(tally, rule=rule))
     counts = parts[0] if len(parts) == 1 else merge_counts(parts)
-    errors = np.empty(counts.keys.size, dtype=np.float64)
-    _pair_errors(counts.keys, counts.magnitude_counts, rule == "plain", global_scale, errors)
-    return math.fsum(errors.tolist())
+    return figures_of_counts(counts, rule=rule, global_scale=global_scale).squared_error
 
 
 def _int4_arrays(weight: Int4Weight) -> tuple[NDArray[Any], NDArray[Any]]:

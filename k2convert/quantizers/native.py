@@ -64,8 +64,14 @@ class NativeQuantizer:
         if isinstance(source, Int4Weight):
             result, counts = self._convert_int4(source, global_scale)
             sampled = cpu.sample_int4_error(source, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
+            figures = cpu.figures_of_counts(counts, rule=self.rule, global_scale=global_scale)
             metrics = finish_metrics(
-                counts, rule=self.rule, global_scale=global_scale, magnitude=magnitude, sampled=sampled
+                counts,
+                rule=self.rule,
+                global_scale=global_scale,
+                magnitude=magnitude,
+                sampled=sampled,
+                figures=figures,
             )
             return result, metrics
         if self.device.type == "cpu":

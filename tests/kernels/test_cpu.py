@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,8 @@ from k2convert.formats.pair_counts import PairCounts, count_pairs, merge_counts
 from k2convert.formats.plain import plain_global_scale, quantize_plain
 from k2convert.formats.rule import RULES, Rule
 from k2convert.formats.sampled_error import sample_error
-from k2convert.kernels.cpu import convert_int4, measure_int4, sample_int4_error
+from k2convert.formats.weight_error import pair_figures
+from k2convert.kernels.cpu import convert_int4, exact_sum, figures_of_counts, measure_int4, sample_int4_error
 
 
 def own_scale(weight: Int4Weight, rule: Rule) -> float:
@@ -154,3 +156,24 @@ def test_large_tensor_of_every_rule() -> None:
     weight = trained_like(2048, seed=10)
     for rule in RULES:
         assert_equals_formats(weight, rule, own_scale(weight, rule))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_figures_of_pairs_equal_formats(maker: str, rule: Rule) -> None:
+    weight = MAKERS[maker]()
+    scale = own_scale(weight, rule)
+    _, counts = convert_int4(weight, rule=rule, global_scale=scale)
+    assert figures_of_counts(counts, rule=rule, global_scale=scale) == pair_figures(
+        counts, rule=rule, global_scale=scale
+    )
+
+
+def test_exact_sum_is_that_of_fsum() -> None:
+    rng = np.random.default_rng(13)
+    for spread in (1, 30, 900):
+        values = np.abs(rng.standard_normal(5000)) * 2.0 ** rng.integers(-spread, spread, 5000)
+        assert exact_sum(values) == math.fsum(values)
+    halves = np.array([2.0**53, 1.0, 2.0**-1074, 5e-324, 0.0])
+    assert exact_sum(halves) == math.fsum(halves)
+    assert exact_sum(np.zeros(0)) == 0.0
