@@ -118,7 +118,9 @@ def test_a_stopped_download_is_continued_inside_the_shard(
             stop.set()
 
     with pytest.raises(HubError, match="continues"):
-        download_shard(hub, source, SHARD, target=tmp_path / SHARD, progress=stop_in_the_middle, stop=stop)
+        download_shard(
+            hub, source, SHARD, target=tmp_path / SHARD, num_connections=1, progress=stop_in_the_middle, stop=stop
+        )
     kept = recorded_bytes(tmp_path)
     server.traffic.bytes_per_second = None
     server.traffic.clear()
