@@ -72,6 +72,8 @@ def convert_int4(
     """
     check_global_scale(global_scale)
     result = allocate_nvfp4(*weight.shape, global_scale=global_scale) if out is None else out
+    assert result.packed.is_contiguous()
+    assert result.block_scales.is_contiguous()
     packed, scale_bits = _int4_arrays(weight)
     target, target_scales = _flat(result.packed), _flat(result.block_scales)
     tally = thread_tally()

@@ -21,10 +21,19 @@ import numba
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
-HAS_AVX2: Final = bool(binding.get_host_cpu_features().get("avx2", False))
+
+def _has_avx2() -> bool:
+    """Whether the CPU that numba compiles for has AVX2: the host's own, unless its environment names another."""
+    named = cast(Any, config)
+    if named.CPU_NAME or named.CPU_FEATURES:
+        return "+avx2" in (named.CPU_FEATURES or "")
+    return bool(binding.get_host_cpu_features().get("avx2", False))
+
+
+HAS_AVX2: Final = _has_avx2()
 
 LANES: Final = 16
 """Candidates compared at once."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -51,6 +55,24 @@ def test_counts_are_those_of_the_codes(packed: np.ndarray, portable: bool) -> No
         assert np.array_equal(words >> np.uint64(8 * k - 8) & np.uint64(0xFF), expected)
         present = np.stack([masks >> np.uint64(k - 1), masks >> np.uint64(k + 7)], axis=1) & np.uint64(1)
         assert np.array_equal(present, expected > 0)
+
+
+@pytest.mark.slow
+def test_kernels_equal_formats_on_a_cpu_without_avx2(tmp_path: Path) -> None:
+    """The whole of the comparison with `formats` again, compiled for the least x86-64 there is."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        Path(__file__).parent / "test_cpu.py",
+    ]
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert finished.returncode == 0, finished.stdout
 
 
 @pytest.mark.parametrize("portable", [False, True])
