@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from k2convert import __version__
-from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME, Checkpoint, dump_json
+from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME, Checkpoint, dump_json, read_json_file
 from k2convert.checkpoint.layouts import (
     HF_QUANT_CONFIG_NAME,
     MODELOPT,
@@ -39,6 +39,12 @@ def summarize(records: Mapping[str, ShardRecord]) -> dict[str, WeightMetrics]:
     if totals:
         totals["total"] = total_metrics([m for found in by_role.values() for m in found])
     return totals
+
+
+def read_totals(destination: Path) -> dict[str, WeightMetrics]:
+    """The totals that the ledger of a finished conversion holds, as `summarize` made them."""
+    found: dict[str, dict[str, Any]] = read_json_file(destination / LEDGER_NAME).get("totals", {})
+    return {role: WeightMetrics.from_dict(metrics) for role, metrics in found.items()}
 
 
 def index_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:

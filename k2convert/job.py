@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ DISK_RESERVE_BYTES = 64 << 20  # journal, index, ledger
 CORES_PER_WORKER = 8  # one shard's writer keeps up with about this many converting threads
 MAX_WORKERS = 8
 WORKER_BYTES = 1 << 30  # what one shard in work may take with CORES_PER_WORKER threads, and some
+SWITCH_SECONDS = 0.0005  # a kernel that comes back waits this long for the lock, not Python's 5 ms
 CORE_INFLIGHT_BYTES = 64 << 20  # an expert's gate and up, in and out, being converted and waiting to be written
 
 
@@ -129,6 +131,7 @@ def check_room(job: LocalJob) -> None:
 def settle_runtime() -> None:
     """Prepare the process for hours of work: torch must not add threads to ours, the plan needs no more scanning."""
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()
     gc.enable()
 

@@ -3,7 +3,7 @@
 import time
 
 from k2convert import console
-from k2convert.assemble import summarize
+from k2convert.assemble import read_totals
 from k2convert.convert import Progress
 from k2convert.job import LocalJob, execute
 from k2convert.views import plan_document, run_document, show_plan, show_run
@@ -43,11 +43,11 @@ def run_local(job: LocalJob, source: str, as_json: bool) -> None:
         console.print_note(f"{job.destination}: {state}: {len(job.finished)} of {len(job.plan.jobs)} shards are done")
     start = time.monotonic()
     with display:
-        records = execute(job, report=report)
+        execute(job, report=report)
     seconds = time.monotonic() - start
     if as_json:
-        console.print_json(run_document(job, summarize(records), seconds))
+        console.print_json(run_document(job, read_totals(job.destination), seconds))
         return
-    show_run(job, summarize(records), seconds)
+    show_run(job, read_totals(job.destination), seconds)
     if job.plan.recipe.target == "nvfp4":
         console.print_next(f"k2convert validate {job.destination} --source {source}")

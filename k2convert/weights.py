@@ -9,6 +9,8 @@ from k2convert.errors import CheckpointError, FormatError
 from k2convert.formats.int4 import Int4Weight, check_int4_scales
 from k2convert.projections import Projection
 
+SUSPICIOUS_SCALE_BITS = 0x7E00  # BF16 from 2**125 up, infinities, NaNs and everything negative
+
 
 def load_projection(reader: ShardReader, projection: Projection) -> Int4Weight | torch.Tensor:
     """Read one projection: Int4Weight, or BF16 [N, K]. Refuses a weight_shape that disagrees and senseless scales."""
@@ -25,11 +27,13 @@ def load_projection(reader: ShardReader, projection: Projection) -> Int4Weight |
             f"{shape.shard}: {shape.name}: says {stored}, but {packed.name} holds {[rows, columns]}. "
             "Download the shard again."
         )
-    scales = as_tensor(reader.read(scale)).view(torch.bfloat16).reshape(rows, columns // 32)
-    try:
-        check_int4_scales(scales, name=f"{scale.shard}: {scale.name}")
-    except FormatError as error:
-        raise CheckpointError(f"{error} Download the shard again.") from None
+    stored_scales = reader.read(scale)
+    scales = as_tensor(stored_scales).view(torch.bfloat16).reshape(rows, columns // 32)
+    if stored_scales.view("<u2").max(initial=0) >= SUSPICIOUS_SCALE_BITS:
+        try:
+            check_int4_scales(scales, name=f"{scale.shard}: {scale.name}")
+        except FormatError as error:
+            raise CheckpointError(f"{error} Download the shard again.") from None
     return Int4Weight(packed=as_tensor(reader.read(packed)).reshape(rows, columns // 2), scales=scales)
 
 

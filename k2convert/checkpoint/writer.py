@@ -12,14 +12,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from k2convert.errors import DestinationWriteError, DiskFullError, K2ConvertError
 
 TEMPORARY_SUFFIX = ".tmp"
 ALIGNMENT = 4096
 STAGING_BYTES = 16 << 20
-NUM_STAGING = 3
+NUM_STAGING = 4
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -51,10 +53,12 @@ class ShardWriter:
         self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         self._num_bytes = num_bytes
         self._hash = blake3()
-        self._staging = [mmap.mmap(-1, STAGING_BYTES) for _ in range(NUM_STAGING)]
+        # Anonymous maps are page-aligned, as O_DIRECT wants; NumPy copies into them without the interpreter's lock.
+        self._staging = [np.frombuffer(mmap.mmap(-1, STAGING_BYTES), dtype=np.uint8) for _ in range(NUM_STAGING)]
         self._current, self._filled, self._position = 0, 0, 0
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[tuple[Future[None], Future[object]]] = deque()
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="write")
+        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash")  # one: the order matters
         self._direct: int | None = None
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -70,6 +74,7 @@ class ShardWriter:
                 raise
         except OSError as error:
             self._pool.shutdown()
+            self._hasher.shutdown()
             raise _write_error(path, error) from error
 
     @property
@@ -79,7 +84,7 @@ class ShardWriter:
 
     def write(self, data: "bytes | memoryview") -> None:
         """Append bytes; they may be reused by the caller when this returns. Raises DiskFullError, OSError."""
-        view = memoryview(data).cast("B")
+        view = np.frombuffer(data, dtype=np.uint8)
         while len(view):
             take = min(len(view), STAGING_BYTES - self._filled)
             self._staging[self._current][self._filled : self._filled + take] = view[:take]
@@ -93,7 +98,7 @@ class ShardWriter:
         try:
             self._flush()
             while self._pending:
-                self._pending.popleft().result()
+                self._settle()
             if self._position != self._num_bytes:
                 raise RuntimeError(f"{self._path}: planned {self._num_bytes} bytes, wrote {self._position}")
             os.fsync(self._descriptor)
@@ -104,27 +109,31 @@ class ShardWriter:
         return self._hash.hexdigest()
 
     def _flush(self) -> None:
-        staging, filled, position = self._staging[self._current], self._filled, self._position
-        with memoryview(staging) as whole, whole[:filled] as used:
-            self._hash.update(used)
-        self._pending.append(self._pool.submit(self._store, staging, filled, position))
+        filled, position = self._filled, self._position
+        used = self._staging[self._current][:filled]
+        stored = self._pool.submit(self._store, used, position)
+        self._pending.append((stored, self._hasher.submit(self._hash.update, used.data)))
         self._position, self._filled = position + filled, 0
         self._current = (self._current + 1) % NUM_STAGING
         while len(self._pending) >= NUM_STAGING:
             try:
-                self._pending.popleft().result()
+                self._settle()
             except OSError as error:
                 raise _write_error(self._path, error) from error
 
-    def _store(self, staging: mmap.mmap, filled: int, position: int) -> None:
-        with memoryview(staging) as whole:
-            aligned = filled - filled % ALIGNMENT if self._direct is not None else 0
-            if self._direct is not None:
-                _write_all(self._direct, whole[:aligned], position)
-            _write_all(self._descriptor, whole[aligned:filled], position + aligned)
+    def _settle(self) -> None:
+        for done in self._pending.popleft():
+            done.result()
+
+    def _store(self, used: NDArray[np.uint8], position: int) -> None:
+        aligned = len(used) - len(used) % ALIGNMENT if self._direct is not None else 0
+        if self._direct is not None:
+            _write_all(self._direct, used[:aligned].data, position)
+        _write_all(self._descriptor, used[aligned:].data, position + aligned)
 
     def _close(self) -> None:
         self._pool.shutdown(wait=True)
+        self._hasher.shutdown(wait=True)
         for descriptor in (self._direct, self._descriptor):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
