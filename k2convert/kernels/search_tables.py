@@ -28,6 +28,7 @@ from k2convert.formats.scale_tables import (
     scale_tables,
 )
 
+CACHE_LINE: Final = 64
 LANES: Final = 16
 NUM_COUNTED: Final = 8
 WINDOW_STARTS: Final = (0, 7, 11, 13, 15, 16, 19, 21, 23)
@@ -106,12 +107,21 @@ def search_tables() -> SearchTables:
         windows=windows[:, 0].copy(),
         more=windows[:, 1].copy(),
         starts=np.array(WINDOW_STARTS, dtype=np.int64),
-        errors=window_errors().reshape(-1),
+        errors=_on_cache_line(window_errors().reshape(-1)),
         map_ids=map_ids.astype(np.uint8).reshape(-1),
         maps=nibbles.astype(np.uint8).reshape(-1),
         full_errors=tables.errors.numpy().reshape(-1),
         scale_bytes=tables.scale_bytes.numpy().reshape(-1),
     )
+
+
+def _on_cache_line(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Copy the values to where a cache line begins, so that no vector of a window lies across two."""
+    memory = np.empty(values.size + CACHE_LINE // values.itemsize, dtype=values.dtype)
+    skipped = -memory.ctypes.data % CACHE_LINE // values.itemsize
+    aligned = memory[skipped : skipped + values.size]
+    aligned[:] = values
+    return aligned
 
 
 def set_windows() -> NDArray[np.uint8]:

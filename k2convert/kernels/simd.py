@@ -4,6 +4,8 @@ Each works on a group: 32 INT4 codes in 16 bytes, that is two NVFP4 blocks of 8 
 shuffles `vpshufb` (a 16-entry table lookup on 32 bytes at once) and `vpsadbw` (byte sums) do the work; elsewhere the
 same functions are plain numba loops over tables, with equal results. Arithmetic is on integers throughout; those in
 float32 stay below 2**24, where every sum and product is exact and fused or not makes no difference.
+
+numba's cache on disk knows the time stamp of a kernel's own file alone: after editing this one, touch its users.
 """
 
 # numba and llvmlite ship no types: builder, context and signature are theirs, and the tests check what is generated.
@@ -15,6 +17,7 @@ float32 stay below 2**24, where every sum and product is exact and fused or not 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, cast
 
 import numba
@@ -228,38 +231,43 @@ def store_floats(typing_context, out, start, word):
     return signature, generate
 
 
+def _contract(terms: int, context, builder, signature, arguments):
+    floats, integers = _vector(_F32, LANES), _vector(_I32, LANES)
+    sums: list[Any] = [None, None]
+    for k in range(terms):
+        offset = builder.add(arguments[3], ir.Constant(_I64, k))
+        count = _load(builder, _pointer(context, builder, signature, arguments, 2, offset, _F32), 4)
+        one = builder.insert_element(ir.Constant(floats, ir.Undefined), count, ir.Constant(_I32, 0))
+        count = _shuffle(builder, one, one, [0] * LANES)
+        offset = builder.add(arguments[1], ir.Constant(_I64, k * LANES))
+        error = _load(builder, _pointer(context, builder, signature, arguments, 0, offset, floats), 4)
+        before = sums[k % 2]
+        if before is None:
+            sums[k % 2] = builder.fmul(count, error)
+        else:
+            sums[k % 2] = _call(builder, f"llvm.fmuladd.v{LANES}f32", floats, count, error, before)
+    total = builder.fptosi(builder.fadd(*sums), integers)
+    lanes = _constants(_I32, [LANES - 1 - lane for lane in range(LANES)])
+    keys = builder.or_(builder.shl(total, _splat(_I32, LANES, LANE_BITS)), lanes)
+    width = LANES
+    while width > 1:
+        width //= 2
+        other = _shuffle(builder, keys, keys, list(range(width, 2 * width)))
+        keys = _shuffle(builder, keys, keys, list(range(width)))
+        keys = builder.select(builder.icmp_signed("<", keys, other), keys, other)
+    return builder.zext(builder.extract_element(keys, ir.Constant(_I32, 0)), _I64)
+
+
 @_operation
 def least_of_sixteen(typing_context, errors, table_start, counts, counts_start):
     """Contract 8 counts with a float32 table [8, 16]; return (least sum) << 4 | (15 - its lane), the last lane on ties.
 
     All sums must be integers below 2**24. Two accumulators halve the chain of dependent additions.
     """
-    signature = types.uint64(errors, types.uint64, counts, types.uint64)
+    return types.uint64(errors, types.uint64, counts, types.uint64), partial(_contract, NUM_COUNTED)
 
-    def generate(context, builder, signature, arguments):
-        floats, integers = _vector(_F32, LANES), _vector(_I32, LANES)
-        sums: list[Any] = [None, None]
-        for k in range(NUM_COUNTED):
-            offset = builder.add(arguments[3], ir.Constant(_I64, k))
-            count = _load(builder, _pointer(context, builder, signature, arguments, 2, offset, _F32), 4)
-            one = builder.insert_element(ir.Constant(floats, ir.Undefined), count, ir.Constant(_I32, 0))
-            count = _shuffle(builder, one, one, [0] * LANES)
-            offset = builder.add(arguments[1], ir.Constant(_I64, k * LANES))
-            error = _load(builder, _pointer(context, builder, signature, arguments, 0, offset, floats), 4)
-            before = sums[k % 2]
-            if before is None:
-                sums[k % 2] = builder.fmul(count, error)
-            else:
-                sums[k % 2] = _call(builder, f"llvm.fmuladd.v{LANES}f32", floats, count, error, before)
-        total = builder.fptosi(builder.fadd(*sums), integers)
-        lanes = _constants(_I32, [LANES - 1 - lane for lane in range(LANES)])
-        keys = builder.or_(builder.shl(total, _splat(_I32, LANES, LANE_BITS)), lanes)
-        width = LANES
-        while width > 1:
-            width //= 2
-            other = _shuffle(builder, keys, keys, list(range(width, 2 * width)))
-            keys = _shuffle(builder, keys, keys, list(range(width)))
-            keys = builder.select(builder.icmp_signed("<", keys, other), keys, other)
-        return builder.zext(builder.extract_element(keys, ir.Constant(_I32, 0)), _I64)
 
-    return signature, generate
+@_operation
+def least_of_sixteen_without_eight(typing_context, errors, table_start, counts, counts_start):
+    """The same where the count of |q| = 8 is zero."""
+    return types.uint64(errors, types.uint64, counts, types.uint64), partial(_contract, NUM_COUNTED - 1)

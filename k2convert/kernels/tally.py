@@ -140,6 +140,8 @@ def _allocate() -> Tally:
     memory = np.zeros((MAX_SLOTS * ROWS_PER_SLOT + 1) * ROW_LANES, dtype=np.uint32)
     skipped = -memory.ctypes.data % ROW_BYTES // memory.itemsize
     rows = memory[skipped : skipped + MAX_SLOTS * ROWS_PER_SLOT * ROW_LANES]
+    counts = np.zeros(16 * (BATCH_GROUPS + 1), dtype=np.float32)
+    skipped = -counts.ctypes.data % ROW_BYTES // counts.itemsize
     return Tally(
         slot_of=np.full(NUM_SCALE_BITS, -1, dtype=np.int32),
         slot_bits=np.zeros(MAX_SLOTS, dtype=np.int32),
@@ -155,7 +157,7 @@ def _allocate() -> Tally:
         masks=np.zeros(BATCH_GROUPS, dtype=np.uint16),
         slots=np.zeros(BATCH_GROUPS, dtype=np.int32),
         tables_at=np.zeros(BATCH_GROUPS, dtype=np.int32),
-        floats=np.zeros(16 * BATCH_GROUPS, dtype=np.float32),
+        floats=counts[skipped : skipped + 16 * BATCH_GROUPS],
         picks=np.zeros(2 * BATCH_GROUPS, dtype=np.uint32),
         block_maps=np.zeros(2 * BATCH_GROUPS, dtype=np.uint8),
     )
