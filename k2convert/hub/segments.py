@@ -20,6 +20,8 @@ MAX_SEGMENT_BYTES = 8 << 20
 MIN_SEGMENT_BYTES = 64 << 10
 RUN_BYTES = 256 << 20  # one request fetches at most this much, so a 10 GB shard takes about 40 requests
 RECORD_SECONDS = 0.5
+RECORD_SECONDS_LARGE = 3.0  # every record waits for the disk; of a large file that is not worth having twice a second
+LARGE_BYTES = 256 << 20
 
 
 def segment_bytes_for(num_bytes: int) -> int:
@@ -105,10 +107,11 @@ class PartialFile:
         return self.file.num_bytes - missing * self.segment_bytes + (self.segment_bytes - last if last_missing else 0)
 
     def record(self, *, force: bool = False) -> None:
-        """Sync the data, then write down which segments are there; at most twice a second unless forced."""
+        """Sync the data, then write down which segments are there; unless forced, only every now and then."""
+        interval = RECORD_SECONDS_LARGE if self.file.num_bytes >= LARGE_BYTES else RECORD_SECONDS
         with self._lock:
             state = bytes(self.done)
-        due = force or time.monotonic() - self._recorded_at >= RECORD_SECONDS
+        due = force or time.monotonic() - self._recorded_at >= interval
         if not due or state == self._recorded:
             return
         os.fdatasync(self.descriptor)
