@@ -5,6 +5,7 @@
     cpu_optimal, cpu_plain, cpu_measure, cpu_bf16    compiled by numba, kept on disk
     simd           the few vector operations they are made of
     search_tables  which scales can be best for a block: formats.scale_tables, cut to 16 candidates
+    buffers        memory for results that is used again
     tally          counting pairs of source and block scale while blocks pass
     cuda           the same on a CUDA device, where triton is installed; it launches cuda_kernel
 

@@ -25,6 +25,7 @@ from k2convert.formats.rule import Rule
 from k2convert.formats.sampled_error import SampledError
 from k2convert.formats.weight_error import PairFigures
 from k2convert.kernels import cpu_measure, cpu_optimal, cpu_plain
+from k2convert.kernels.buffers import RESULTS
 from k2convert.kernels.search_tables import BOUND_ASSIGNMENTS, search_tables
 from k2convert.kernels.tally import take_counts, thread_tally
 
@@ -136,10 +137,10 @@ def exact_sum(values: NDArray[np.float64]) -> float:
 
 
 def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Weight:
-    """Return an NVFP4 weight [rows, columns] whose bytes are yet to be written."""
+    """Return an NVFP4 weight [rows, columns] whose bytes are yet to be written; large ones in memory used before."""
     return Nvfp4Weight(
-        packed=torch.empty(rows, columns // 2, dtype=torch.uint8),
-        block_scales=torch.empty(rows, columns // BLOCK_SIZE, dtype=torch.uint8),
+        packed=RESULTS.empty(rows, columns // 2),
+        block_scales=RESULTS.empty(rows, columns // BLOCK_SIZE),
         global_scale=global_scale,
     )
 
