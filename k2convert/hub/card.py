@@ -135,7 +135,7 @@ def _base(facts: CardFacts) -> str:
 def _title(facts: CardFacts) -> str:
     name = facts.repo.partition("/")[2]
     width = "W4A4: 4-bit weights and activations" if facts.is_w4a4 else "W4A16: 4-bit weights, 16-bit activations"
-    lines = [f"# {name}", f"{_base(facts)} with its INT4 experts converted to NVFP4 ({width})."]
+    lines = [f"# {name}", f"{_base(facts)} with its {_list(facts.recipe['roles'])} converted to NVFP4 ({width})."]
     if facts.picture is not None:
         lines.append(f"![Error of the converted weights]({facts.picture})")
     return "\n\n".join(lines)
@@ -148,8 +148,8 @@ def _conversion(facts: CardFacts) -> str:
     kept += [_ROLE_NAMES[role] for role in ("shared_experts", "dense_mlp") if role not in roles]
     kept += ["vision tower and projector"] if _has_vision(facts) else []
     rule = (
-        "`optimal`: for every block of 16 weights the E4M3 scale with the least squared error against the exact INT4 "
-        "values, found by search in integers, with no BF16 step between"
+        "`optimal`: for every block of 16 weights the E4M3 scale with the least squared error against the "
+        "source's exact values, found by search, with no BF16 step between"
         if recipe["rule"] == "optimal"
         else "`plain`: dequantised to BF16, then quantised by amax, bit for bit as ModelOpt does by default"
     )
@@ -208,7 +208,7 @@ def _error(facts: CardFacts) -> str:
     return f"""
 ## What it lost
 
-Error of the stored weights against the exact INT4 values of the source:
+Error of the stored weights against the exact values of the source:
 
 {chr(10).join(rows)}
 
