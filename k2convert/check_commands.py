@@ -27,13 +27,15 @@ def validate(
     opened = None if source is None else open_checkpoint(source)
 
     def compute_layers(original: Checkpoint, converted: Checkpoint) -> LayersReport:
+        budget = folder_budget(destination)
         return check_layers(
             source=original,
             converted=converted,
             layers=layers or moe_layers(original),
             hidden_states=hidden_states,
             tokens=tokens,
-            budget=LayerBudget(layer_sqnr_db=folder_budget(destination).layer_sqnr_db),
+            budget=LayerBudget(layer_sqnr_db=budget.layer_sqnr_db, expert_sqnr_db=budget.expert_sqnr_db),
+            progress=None if as_json else console.LayerNotes().advance,
         )
 
     total = folder_bytes(destination) + (folder_bytes(against) if against is not None else 0)

@@ -194,3 +194,16 @@ class PassDisplay:
                 eta = format_seconds(max(self._total - self._done, 0) / rate) if rate else "unknown"
                 done, total = format_bytes(self._done), format_bytes(self._total)
                 print_note(f"{self._what}: {done} of {total}, {rate / 1e9:.2f} GB/s, ETA {eta}")
+
+
+class LayerNotes:
+    """Progress of reference layers: a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def advance(self, layer: int, done: int, experts: int) -> None:
+        """Say which expert of which layer has been computed, if the last word was a while ago."""
+        if time.monotonic() - self._last >= PLAIN_LINE_SECONDS:
+            self._last = time.monotonic()
+            print_note(f"layer {layer}: {done}/{experts} experts computed")

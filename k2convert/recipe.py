@@ -33,11 +33,12 @@ class InputScale(BaseModel):
 
 
 class Budget(BaseModel):
-    """What `validate` accepts: the least SQNR in dB of any converted tensor and of any reference layer's output."""
+    """What `validate` accepts: the least SQNR in dB of a converted tensor, a reference layer, a single expert in it."""
 
     model_config = _FORBID
     tensor_sqnr_db: float = 17.0
     layer_sqnr_db: float = 15.0
+    expert_sqnr_db: float = 12.0
 
 
 class Recipe(BaseModel):
