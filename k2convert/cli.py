@@ -110,12 +110,13 @@ def run(
     from k2convert import console
     from k2convert.hub.client import Hub
     from k2convert.job import choose_recipe, prepare
+    from k2convert.journal import Journal
     from k2convert.sources import open_source, read_destination
 
     scales = input_scales(input_scale, down_input_scale)
     overrides = recipe_overrides(rule, layout, activations, quantizer, to, kv_cache, scales)
     place, hub = read_destination(destination, work_folder=work_dir), Hub(notify=console.print_note)
-    with open_source(source, hub=hub) as opened:
+    with open_source(source, hub=hub, pinned=Journal(place.folder).pinned_revision()) as opened:
         job = prepare(
             source=opened.checkpoint,
             destination=place.folder,

@@ -57,6 +57,7 @@ def run_transfer(
         _show_plan(job, options, destination)
         return
     if target is not None and job.is_published:
+        Publication(hub, target, job.branch).delete_branch()  # killed between the commit and this, it may be there
         console.print_note(f"{target.repo}: main holds this result already")
         if options.as_json:
             console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})

@@ -115,6 +115,13 @@ class Journal:
         self._records.mkdir(parents=True, exist_ok=True)
         write_atomically(path, dump_json({"fingerprint": fingerprint, "recipe": recipe, "shards": shards}))
 
+    def pinned_revision(self) -> str | None:
+        """The commit of the Hub that the job here was begun with, if there is one."""
+        path = self.folder / "job.json"
+        fingerprint: Any = read_json_file(path).get("fingerprint") if path.is_file() else None
+        revision: Any = cast(dict[str, Any], fingerprint).get("source_revision") if fingerprint else None
+        return revision if isinstance(revision, str) else None
+
     def record(self, record: ShardRecord) -> None:
         """Declare a shard finished; its file must be in place and synced."""
         write_atomically(self._records / f"{record.shard}.json", json.dumps(record.to_dict()).encode())

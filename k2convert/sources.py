@@ -14,7 +14,7 @@ from pathlib import Path
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.errors import HubError
 from k2convert.hub.card import CARD_NAME, SourceCard, read_source_card_file
-from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
+from k2convert.hub.client import SCHEME, Hub, HubRequestError, RepoRef, parse_repo
 from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
 
 WORK_ROOT = Path("k2convert-work")
@@ -42,8 +42,11 @@ class OpenedSource:
 
 
 @contextmanager
-def open_source(text: str, *, hub: Hub) -> Generator[OpenedSource]:
-    """Open a folder, or a repository's headers and small files in a temporary folder that lasts for the block."""
+def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[OpenedSource]:
+    """Open a folder, or a repository's headers and small files in a temporary folder that lasts for the block.
+
+    `pinned` is the commit that an unfinished job began with: it goes on there, even if main has moved since.
+    """
     ref = parse_repo(text)
     if ref is None:
         yield OpenedSource(open_checkpoint(Path(text)), None)
@@ -52,7 +55,7 @@ def open_source(text: str, *, hub: Hub) -> Generator[OpenedSource]:
         folder = Path(temporary) / ref.repo
         folder.mkdir(parents=True)
         try:
-            remote = resolve_source(hub, ref)
+            remote = _resolve(hub, ref, pinned)
         except HubError as error:
             if text.startswith(SCHEME):
                 raise
@@ -66,6 +69,17 @@ class Destination:
 
     folder: Path
     repo: str | None
+
+
+def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> RemoteRepo:
+    if ref.revision is not None or pinned is None:
+        return resolve_source(hub, ref)
+    try:
+        return resolve_source(hub, RepoRef(ref.repo, pinned))
+    except HubRequestError as error:
+        if error.status != 404:
+            raise
+        return resolve_source(hub, ref)  # another repository than the job's: the journal will say so
 
 
 def read_destination(text: str, *, work_folder: Path | None) -> Destination:

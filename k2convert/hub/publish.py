@@ -212,7 +212,7 @@ class Publication:
                 raise
         if not self._is_on_main(shards, files):
             raise HubError(f"{self.repo}: main does not list what was committed. Look at its history, then run again.")
-        self._delete_branch()
+        self.delete_branch()
         info = self.hub.call(f"look up {self.repo}", lambda: api.model_info(self.repo, revision="main"))
         return info.sha or ""
 
@@ -226,7 +226,8 @@ class Publication:
             for path, content in files.items()
         )
 
-    def _delete_branch(self) -> None:
+    def delete_branch(self) -> None:
+        """Delete the work branch, if it is there."""
         api = self.hub.api()
         try:
             self.hub.call(

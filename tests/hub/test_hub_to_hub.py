@@ -155,6 +155,29 @@ def test_a_failure_says_what_to_do_and_the_same_command_continues(
     assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000  # headers alone
 
 
+def test_an_unfinished_job_goes_on_with_the_commit_it_began_with(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+) -> None:
+    repo = tiny_on_hub.store.repos["moon/tiny"]
+    first = repo.refs["main"]
+    tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=403))
+    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 1
+    repo.commit("main", dict(repo.files()) | {"news.md": repo.files()["README.md"]})
+    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    assert_published(tiny_on_hub, local_result)
+    assert json.loads(tiny_on_hub.store.read("me/out", "k2convert.json"))["source"]["revision"] == first
+
+
+def test_killed_between_commit_and_clean_up_it_cleans_up(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path
+) -> None:
+    tiny_on_hub.traffic.inject(Fault("DELETE", "/branch/", status=403))
+    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 1
+    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert_published(tiny_on_hub, local_result)
+
+
 def test_another_machine_continues_from_the_branch_alone(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
 ) -> None:
