@@ -166,9 +166,12 @@ class _Measurer(Mapping[str, DecodedError]):
     def observe(self, module: str, parameter: str, data: Bytes) -> None:
         """Take one tensor of a converted module; decodes when codes, block scales and global scale are there."""
         names = self.subject.names
+        needed = (names.weight, names.block_scale, names.global_scale)
+        if parameter not in needed:  # kept, its view would keep the whole batch it lies in
+            return
         parts = self._parts.setdefault(module, {})
         parts[parameter] = data
-        if all(name in parts for name in (names.weight, names.block_scale, names.global_scale)):
+        if len(parts) == len(needed):
             del self._parts[module]
             if not shape_problems(self.subject, self.subject.modules[module]):
                 self._room.acquire()
