@@ -112,6 +112,8 @@ def can_punch_holes(folder: Path) -> bool:
     try:
         probe.write_bytes(b"\1" * (4 * _BLOCK))
         return punch_hole(probe, _BLOCK, 3 * _BLOCK) and probe.stat().st_blocks * 512 < 4 * _BLOCK
+    except OSError:  # a folder that cannot be written to
+        return False
     finally:
         probe.unlink(missing_ok=True)
 
