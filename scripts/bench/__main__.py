@@ -124,8 +124,10 @@ def peers(bench: Bench) -> None:
         weights = int4_weights(source)
         peer = "llm-compressor" if label.startswith("llm") else "k2convert"
         # What a process needs before its first weight would drown a slice; it is measured and taken off.
-        working = max(result.seconds - empty[peer], 1e-3)
-        bench.results[label] |= {"weights_per_second": weights / working, **bench.error(source)}
+        working = result.seconds - empty[peer]
+        bench.results[label] |= bench.error(source)
+        if working > result.seconds / 4:  # else the slice is too small to tell a rate from it
+            bench.results[label]["weights_per_second"] = weights / working
 
 
 def start_up_seconds(bench: Bench) -> dict[str, float]:
@@ -175,7 +177,7 @@ def markdown(bench: Bench) -> str:
             f"{r['seconds']:.2f} ({r['fastest']:.2f}..{r['slowest']:.2f})" if timed else "",
             f"{r['gigabytes_per_second']:.2f}" if timed else "",
             f"{copy['seconds'] / r['seconds']:.2f}" if same and copy else "",  # type: ignore[operator]
-            f"{r['weights_per_second'] / 1e6:.1f} M" if "weights_per_second" in r else "",  # type: ignore[operator]
+            f"{r['weights_per_second'] / 1e6:.3g} M" if "weights_per_second" in r else "",  # type: ignore[operator]
             f"{r['peak_rss'] / 1e9:.2f} GB" if timed else "",  # type: ignore[operator]
             f"{r['sqnr_db']:.2f} dB" if r.get("sqnr_db") else "",
         )
