@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,11 +34,15 @@ def run_here(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     from k2convert.cli import main
 
     out, err, code = io.StringIO(), io.StringIO(), 0
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with _environment(env), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main([str(argument) for argument in args])
         except SystemExit as stopped:
             code = int(stopped.code or 0)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return subprocess.CompletedProcess(list(map(str, args)), code, out.getvalue(), err.getvalue())
 
 
