@@ -1,5 +1,6 @@
 """A run may die at any moment; running it again ends in the same bytes, without doing finished shards again."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -43,6 +44,13 @@ def finish(*arguments: object) -> int | None:
     return process.exitcode
 
 
+def send(process: BaseProcess, number: signal.Signals) -> None:
+    """Signal a run, which may just have ended by itself."""
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a result but the lock, whose content is the last owner's business."""
     files = (p for p in folder.rglob("*") if p.is_file() and p.name != "lock")
@@ -66,8 +74,7 @@ def test_killed_run_resumes_to_identical_bytes(
     result, seconds = whole
     process = start("run", tiny, tmp_path / "out")
     time.sleep(random.Random(seed).uniform(0, seconds))
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
+    send(process, signal.SIGKILL)
     process.join()
     destination = tmp_path / "out"
     if process.exitcode == -signal.SIGKILL and destination.exists() and not (destination / CONFIG_NAME).exists():
@@ -91,8 +98,7 @@ def test_interrupted_destination_has_neither_config_nor_index(tiny: Path, tmp_pa
     records = destination / ".k2convert" / "shards"
     while process.is_alive() and not any(records.glob("*.json")):
         time.sleep(0.001)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
+    send(process, signal.SIGKILL)
     process.join()
     if process.exitcode == -signal.SIGKILL and len(list(records.glob("*.json"))) < 5:
         assert not (destination / CONFIG_NAME).exists()
@@ -107,8 +113,7 @@ def test_ctrl_c_ends_with_130_and_resumes(tiny: Path, whole: tuple[Path, float],
     process = start("run", tiny, destination)
     while process.is_alive() and not (destination / ".k2convert" / "job.json").exists():
         time.sleep(0.001)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGINT)
+    send(process, signal.SIGINT)
     process.join(60)
     assert process.exitcode == 130
     assert not list(destination.glob("*.tmp"))
