@@ -1,9 +1,9 @@
 """The loop: read, convert, write, record; shard after shard, tensor after tensor, in bounded memory.
 
-Within a shard, steps (an expert's gate and up, a down projection, a piece of a copied tensor) are read and converted
-by a pool of threads, a bounded number of bytes ahead, and written in file order by the shard's own thread, which also
-hashes. Reads, arithmetic and writes release the interpreter's lock, so they overlap. A shard is done when its record
-is written; until then nothing stands under its name.
+Within a shard, steps (an expert's gate and up, a down projection, a piece of a copied tensor) are read by one pool of
+threads, converted by another, a bounded number of bytes ahead, and written in file order by the shard's own thread.
+Reads, arithmetic and writes release the interpreter's lock, so they overlap. A shard is done when its record is
+written; until then nothing stands under its name.
 """
 
 from collections import deque
@@ -17,11 +17,10 @@ from threading import Event
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from k2convert.checkpoint.header import TensorInfo, encode_header
 from k2convert.checkpoint.layouts import LAYOUTS
-from k2convert.checkpoint.reader import ShardReader
+from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.formats.magnitude import Magnitude
@@ -53,15 +52,28 @@ class InterruptedRun(Exception):  # noqa: N818 - not an error: somebody asked to
     """The run was asked to stop between two steps."""
 
 
+_Result = tuple[list[Bytes], list[ProjectionRecord]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """The bytes of one piece, read beforehand."""
+
+    parts: dict[str, Bytes]
+
+    def read(self, tensor: TensorInfo) -> Bytes:
+        return self.parts[tensor.name]
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One unit of work: what it reads, and the call that returns buffers in file order and records."""
+    """One unit of work: what it reads, and the call that makes of it buffers in file order and records."""
 
     num_bytes: int
     bytes_in: int
     tensors: int
     reads: tuple[tuple[TensorInfo, int, int], ...]
-    call: Callable[[], tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]]
+    call: Callable[["_Loaded"], _Result]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,7 @@ class ShardConverter:
     quantizer: Quantizer
     destination: Path
     pool: ThreadPoolExecutor
+    reading: ThreadPoolExecutor
     fingerprint: str
     header_digests: Mapping[str, str]
     stop: Event
@@ -103,19 +116,16 @@ class ShardConverter:
             projections=tuple(records),
         )
 
-    def _ahead(
-        self, pieces: Iterator[_Piece]
-    ) -> Iterator[tuple[_Piece, tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]]]:
-        """Run pieces in the pool ahead of the writer, at most `inflight_bytes` of them (or one larger piece)."""
-        waiting: deque[tuple[_Piece, Future[tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]]]] = deque()
+    def _ahead(self, pieces: Iterator[_Piece]) -> Iterator[tuple[_Piece, _Result]]:
+        """Run pieces in the pools ahead of the writer, at most `inflight_bytes` of them (or one larger piece)."""
+        waiting: deque[tuple[_Piece, Future[_Result]]] = deque()
         inflight = 0
         following = next(pieces, None)
         try:
             while waiting or following is not None:
                 while following is not None and (not waiting or inflight + following.num_bytes <= self.inflight_bytes):
-                    for tensor, begin, end in following.reads:
-                        self.reader.prefetch(tensor, begin=begin, end=end)
-                    waiting.append((following, self.pool.submit(following.call)))
+                    loading = self.reading.submit(self._load, following)
+                    waiting.append((following, self.pool.submit(self._make, following, loading)))
                     inflight += following.num_bytes
                     following = next(pieces, None)
                 if self.stop.is_set():
@@ -128,6 +138,14 @@ class ShardConverter:
             for _, future in waiting:
                 future.cancel()
 
+    def _load(self, piece: _Piece) -> _Loaded:
+        if self.stop.is_set():
+            raise InterruptedRun
+        return _Loaded({t.name: self.reader.read(t, begin=begin, end=end) for t, begin, end in piece.reads})
+
+    def _make(self, piece: _Piece, loading: Future[_Loaded]) -> _Result:
+        return piece.call(loading.result())
+
     def _pieces(self, job: ShardJob) -> Iterator[_Piece]:
         for step in job.steps:
             if isinstance(step, CopyStep):
@@ -136,27 +154,27 @@ class ShardConverter:
                     end = min(begin + COPY_BYTES, size)
                     last = 1 if end == size else 0
                     reads = ((step.tensor, begin, end),)
-                    yield _Piece(end - begin, end - begin, last, reads, partial(self._copy, step.tensor, begin, end))
+                    yield _Piece(end - begin, end - begin, last, reads, partial(self._copy, step))
             else:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
                 bytes_out = sum(o.num_bytes for o in step.outputs)
                 yield _Piece(bytes_in + bytes_out, bytes_in, len(step.outputs), reads, partial(self._convert, step))
 
-    def _copy(self, tensor: TensorInfo, begin: int, end: int) -> tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]:
-        return [self.reader.read(tensor, begin=begin, end=end)], []
+    def _copy(self, step: CopyStep, loaded: _Loaded) -> _Result:
+        return [loaded.read(step.tensor)], []
 
-    def _convert(self, step: ConvertStep) -> tuple[list[NDArray[np.uint8]], list[ProjectionRecord]]:
+    def _convert(self, step: ConvertStep, loaded: _Loaded) -> _Result:
         if self.plan.recipe.target == "bf16":
-            return [self._dequantize(p) for p in step.members], []
-        sources = [(p, load_projection(self.reader, p)) for p in step.members]
+            return [_dequantize(load_projection(loaded, p)) for p in step.members], []
+        sources = [(p, load_projection(loaded, p)) for p in step.members]
         magnitudes = [self.quantizer.measure(source, name=_where(p)) for p, source in sources]
         for partner in step.partners:
-            magnitudes.append(self.quantizer.measure(load_projection(self.reader, partner), name=_where(partner)))
+            magnitudes.append(self.quantizer.measure(load_projection(loaded, partner), name=_where(partner)))
         shared = magnitudes[0]
         for magnitude in magnitudes[1:]:
             shared = shared.merge(magnitude)
-        buffers: list[NDArray[np.uint8]] = []
+        buffers: list[Bytes] = []
         records: list[ProjectionRecord] = []
         for projection, source in sources:
             tensors, record = self._quantize(projection, source, shared)
@@ -166,7 +184,7 @@ class ShardConverter:
 
     def _quantize(
         self, projection: Projection, source: Int4Weight | torch.Tensor, shared: Magnitude
-    ) -> tuple[list[NDArray[np.uint8]], ProjectionRecord]:
+    ) -> tuple[list[Bytes], ProjectionRecord]:
         global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Weight))
         result, metrics = self.quantizer.quantize(
             source, name=projection.module, magnitude=shared, global_scale=global_scale
@@ -175,11 +193,6 @@ class ShardConverter:
         scalars = scalar_bytes(self.plan.recipe, projection, global_scale)
         buffers += [np.frombuffer(raw, dtype=np.uint8) for raw in scalars]
         return buffers, ProjectionRecord(projection.module, projection.role, global_scale, metrics.to_dict())
-
-    def _dequantize(self, projection: Projection) -> NDArray[np.uint8]:
-        source = load_projection(self.reader, projection)
-        weight = dequantize_int4(source) if isinstance(source, Int4Weight) else source
-        return _bytes_of(weight.view(torch.uint8))
 
 
 def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) -> list[bytes]:
@@ -236,5 +249,10 @@ def _where(projection: Projection) -> str:
     return f"{projection.home.shard}: {projection.module}"
 
 
-def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+def _dequantize(source: Int4Weight | torch.Tensor) -> Bytes:
+    weight = dequantize_int4(source) if isinstance(source, Int4Weight) else source
+    return _bytes_of(weight.view(torch.uint8))
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
     return tensor.cpu().contiguous().view(torch.uint8).reshape(-1).numpy()

@@ -28,6 +28,7 @@ HEADER_BYTES_ESTIMATE = 1 << 20  # a K2 shard's header is 450 kB
 DISK_RESERVE_BYTES = 64 << 20  # journal, index, ledger
 CORES_PER_WORKER = 8  # one shard's writer keeps up with about this many converting threads
 MAX_WORKERS = 8
+READERS_PER_WORKER = 2
 WORKER_BYTES = 1 << 30  # what one shard in work may take with CORES_PER_WORKER threads, and some
 SWITCH_SECONDS = 0.0005  # a kernel that comes back waits this long for the lock, not Python's 5 ms
 CORE_INFLIGHT_BYTES = 64 << 20  # an expert's gate and up, in and out, being converted and waiting to be written
@@ -67,6 +68,16 @@ def inflight_bytes(workers: int) -> int:
     """Bytes that one of `workers` shards may have in work, so that every core finds something to do."""
     cores = os.cpu_count() or 1
     return max(INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES) // workers
+
+
+def conversion_pool() -> ThreadPoolExecutor:
+    """Threads that convert: one a core, shared by all shards in work."""
+    return ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="convert")
+
+
+def reading_pool(workers: int) -> ThreadPoolExecutor:
+    """Threads that read: enough of them that a disk always has a request to work on."""
+    return ThreadPoolExecutor(max_workers=READERS_PER_WORKER * workers, thread_name_prefix="read")
 
 
 def choose_recipe(source: Checkpoint, recipe: str | None, overrides: dict[str, Any]) -> Recipe:
@@ -151,7 +162,7 @@ def execute(job: LocalJob, *, report: Report) -> dict[str, ShardRecord]:
         shards = {shard.name: shard.data_bytes for shard in job.plan.jobs}
         journal.begin(fingerprint=job.fingerprint, recipe=recipe.document(), shards=shards)
         stop = Event()
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="convert") as pool:
+        with conversion_pool() as pool, reading_pool(job.workers) as reading:
             converters = [
                 ShardConverter(
                     plan=job.plan,
@@ -159,6 +170,7 @@ def execute(job: LocalJob, *, report: Report) -> dict[str, ShardRecord]:
                     quantizer=create_quantizer(recipe.quantizer, rule=recipe.rule, device=device),
                     destination=job.destination,
                     pool=pool,
+                    reading=reading,
                     fingerprint=fingerprint_digest(job.fingerprint),
                     header_digests={name: header.digest for name, header in job.source.headers.items()},
                     stop=stop,

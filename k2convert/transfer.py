@@ -5,10 +5,8 @@ the same. Local state lies under DEST/.k2convert; for a destination on the Hub, 
 is on the work branch too.
 """
 
-import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -28,7 +26,7 @@ from k2convert.hub.preflight import Target, is_published
 from k2convert.hub.publish import Publication
 from k2convert.hub.segments import part_path
 from k2convert.hub.source import RemoteRepo
-from k2convert.job import LocalJob, settle_runtime
+from k2convert.job import LocalJob, conversion_pool, inflight_bytes, reading_pool, settle_runtime
 from k2convert.journal import WORK_FOLDER, Journal, ShardRecord
 from k2convert.pipeline import Pipeline, Stages
 from k2convert.plan import ShardJob, fingerprint_digest
@@ -193,7 +191,8 @@ def _run_pipeline(
     _sweep_downloads(job, items)
     jobs = {shard.name: shard for shard in local.plan.jobs}
     with (
-        ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="convert") as pool,
+        conversion_pool() as pool,
+        reading_pool(len(local.devices)) as reading,
         ShardReader(local.source.path) as reader,
     ):
         converters = [
@@ -203,9 +202,11 @@ def _run_pipeline(
                 quantizer=create_quantizer(local.plan.recipe.quantizer, rule=local.plan.recipe.rule, device=device),
                 destination=local.destination,
                 pool=pool,
+                reading=reading,
                 fingerprint=fingerprint_digest(local.fingerprint),
                 header_digests={name: header.digest for name, header in local.source.headers.items()},
                 stop=stop,
+                inflight_bytes=inflight_bytes(len(local.devices)),
             )
             for device in local.devices
         ]

@@ -1,10 +1,12 @@
 """Source weights as tensors: one projection at a time, checked as far as its bytes can be."""
 
+from typing import Protocol
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from k2convert.checkpoint.reader import ShardReader
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import CheckpointError, FormatError
 from k2convert.formats.int4 import Int4Weight, check_int4_scales
 from k2convert.projections import Projection
@@ -12,7 +14,15 @@ from k2convert.projections import Projection
 SUSPICIOUS_SCALE_BITS = 0x7E00  # BF16 from 2**125 up, infinities, NaNs and everything negative
 
 
-def load_projection(reader: ShardReader, projection: Projection) -> Int4Weight | torch.Tensor:
+class TensorSource(Protocol):
+    """Where a tensor's bytes come from: a ShardReader, or what one has read before."""
+
+    def read(self, tensor: TensorInfo) -> Bytes:
+        """All bytes of a tensor; SourceReadError where they cannot be had."""
+        ...
+
+
+def load_projection(reader: TensorSource, projection: Projection) -> Int4Weight | torch.Tensor:
     """Read one projection: Int4Weight, or BF16 [N, K]. Refuses a weight_shape that disagrees and senseless scales."""
     rows, columns = projection.num_rows, projection.num_columns
     if projection.weight is not None:
@@ -37,6 +47,6 @@ def load_projection(reader: ShardReader, projection: Projection) -> Int4Weight |
     return Int4Weight(packed=as_tensor(reader.read(packed)).reshape(rows, columns // 2), scales=scales)
 
 
-def as_tensor(buffer: NDArray[np.uint8]) -> torch.Tensor:
+def as_tensor(buffer: Bytes) -> torch.Tensor:
     """The same bytes as a uint8 tensor."""
     return torch.from_numpy(buffer)  # pyright: ignore[reportUnknownMemberType]

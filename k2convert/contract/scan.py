@@ -161,9 +161,7 @@ class _Scan:
         return self._read(first.tensor.shard, first.tensor.begin + first.begin, last.tensor.begin + last.end)
 
     def _read(self, shard: str, begin: int, end: int) -> Bytes:
-        buffer = np.empty(end - begin, dtype=np.uint8)
-        self.reader.read_into(TensorInfo("(all)", "U8", (end - begin,), begin, end, shard), buffer)
-        return buffer
+        return self.reader.read(TensorInfo("(all)", "U8", (end - begin,), begin, end, shard))
 
     def _look_at(self, piece: Piece, data: Bytes) -> None:
         target = self.targets.get((piece.tensor.shard, piece.tensor.name))

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from k2convert.buffers import BUFFERS
 from k2convert.formats.blocks import sampled_blocks
 from k2convert.formats.int4 import NUM_MAGNITUDES, Int4Weight, check_int4_scales
 from k2convert.formats.magnitude import Magnitude
@@ -25,7 +26,6 @@ from k2convert.formats.rule import Rule
 from k2convert.formats.sampled_error import SampledError
 from k2convert.formats.weight_error import PairFigures
 from k2convert.kernels import cpu_measure, cpu_optimal, cpu_plain
-from k2convert.kernels.buffers import RESULTS
 from k2convert.kernels.search_tables import BOUND_ASSIGNMENTS, search_tables
 from k2convert.kernels.tally import take_counts, thread_tally
 
@@ -139,10 +139,14 @@ def exact_sum(values: NDArray[np.float64]) -> float:
 def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Weight:
     """Return an NVFP4 weight [rows, columns] whose bytes are yet to be written; large ones in memory used before."""
     return Nvfp4Weight(
-        packed=RESULTS.empty(rows, columns // 2),
-        block_scales=RESULTS.empty(rows, columns // BLOCK_SIZE),
+        packed=_empty_bytes(rows, columns // 2),
+        block_scales=_empty_bytes(rows, columns // BLOCK_SIZE),
         global_scale=global_scale,
     )
+
+
+def _empty_bytes(rows: int, columns: int) -> Tensor:
+    return torch.as_tensor(BUFFERS.empty(rows * columns)).view(rows, columns)
 
 
 def _sample_error(words: NDArray[np.uint64], keys: NDArray[np.int64], *, rule: Rule, global_scale: float) -> float:

@@ -1,8 +1,8 @@
-"""Memory for results that is used again: tensor after tensor of one checkpoint has the same size.
+"""Memory for tensor bytes that is used again: tensor after tensor of one checkpoint has the same size.
 
 A fresh buffer of 8 MB costs 2,000 page faults, as long as `plain` takes to fill it, and in a worker thread the
 allocator gives memory back to the system each time. So buffers stay here, and one is free again when nothing but the
-pool refers to it: a tensor made from an array keeps the array alive as long as its storage lives.
+pool refers to it: a tensor, view or memoryview made from an array keeps the array alive as long as it lives itself.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from threading import Lock
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 SMALLEST_POOLED: Final = 1 << 16
+PAGE_BYTES: Final = 4096
 POOL_BYTES: Final = 256 << 20
 
 
@@ -31,20 +30,27 @@ _FREE: Final = _free_references()
 
 
 class BufferPool:
-    """Hands out uint8 tensors with arbitrary contents; safe to use from several threads."""
+    """Hands out uint8 arrays with arbitrary contents; safe to use from several threads."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
         self._arrays: list[NDArray[np.uint8]] = []
         self._lock = Lock()
 
-    def empty(self, rows: int, columns: int) -> Tensor:
-        """Return a uint8 tensor [rows, columns], in memory that was used before where some of that size is free."""
-        num_bytes = rows * columns
-        if not SMALLEST_POOLED <= num_bytes <= self._capacity_bytes // 4:
-            return torch.empty(rows, columns, dtype=torch.uint8)
-        with self._lock:
-            return torch.as_tensor(self._take(num_bytes)).view(rows, columns)
+    def empty(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return a uint8 array [num_bytes], in memory that was used before where some of that size is free."""
+        return self.empty_pages(num_bytes)[:num_bytes]
+
+    def empty_pages(self, num_bytes: int) -> NDArray[np.uint8]:
+        """The same as whole pages, one more than these bytes need: room for them wherever in a page they begin."""
+        held = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
+        if SMALLEST_POOLED <= num_bytes <= self._capacity_bytes // 4:
+            with self._lock:
+                memory = self._take(held + PAGE_BYTES)
+        else:
+            memory = np.empty(held + PAGE_BYTES, dtype=np.uint8)
+        skipped = -memory.ctypes.data % PAGE_BYTES
+        return memory[skipped : skipped + held]
 
     def _take(self, num_bytes: int) -> NDArray[np.uint8]:
         for array in self._arrays:
@@ -59,4 +65,5 @@ class BufferPool:
         return array
 
 
-RESULTS: Final = BufferPool(POOL_BYTES)
+BUFFERS: Final = BufferPool(POOL_BYTES)
+"""What is read and what is converted lies here: an INT4 weight and its NVFP4 form have parts of the same sizes."""

@@ -1,0 +1,56 @@
+"""Buffers are used again, but never while anybody can still see what is in them."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from k2convert.buffers import BufferPool
+
+MEGABYTE = 1 << 20
+
+
+def test_released_memory_is_used_again() -> None:
+    pool = BufferPool(64 * MEGABYTE)
+    first = pool.empty(MEGABYTE)
+    address = first.ctypes.data
+    del first
+    assert pool.empty(MEGABYTE).ctypes.data == address
+
+
+def test_memory_in_use_is_left_alone() -> None:
+    """A slice, a tensor, an array of a tensor and a memoryview each keep a buffer, long after the array is gone."""
+    pool = BufferPool(64 * MEGABYTE)
+    kept = [pool.empty(MEGABYTE) for _ in range(4)]
+    for mark, array in enumerate(kept):
+        array.fill(mark)
+    tensor = torch.as_tensor(kept[1]).view(1024, 1024)
+    views = [kept[0][5:6], tensor[3], torch.as_tensor(kept[2]).view(-1).numpy()[7:8], kept[3].data]
+    del kept, array, tensor
+    gc.collect()
+    for _ in range(5):
+        pool.empty(MEGABYTE).fill(99)
+    assert [int(view[0]) for view in views] == [0, 1, 2, 3]
+
+
+def test_pool_holds_no_more_than_its_capacity() -> None:
+    pool = BufferPool(8 * MEGABYTE)
+    for eighths in range(1, 20):
+        assert pool.empty(eighths * MEGABYTE // 8).size == eighths * MEGABYTE // 8
+        assert sum(array.nbytes for array in pool._arrays) <= 8 * MEGABYTE
+    assert pool.empty(16 * MEGABYTE).size == 16 * MEGABYTE
+    assert sum(array.nbytes for array in pool._arrays) <= 8 * MEGABYTE
+
+
+def test_threads_never_share_a_buffer() -> None:
+    pool = BufferPool(64 * MEGABYTE)
+
+    def fill(mark: int) -> bool:
+        array = pool.empty(MEGABYTE // 4)
+        array.fill(mark)
+        return bool((array == mark).all())
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(fill, [number % 251 for number in range(2000)]))

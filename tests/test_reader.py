@@ -1,0 +1,105 @@
+"""Reads give the file's bytes wherever they lie and however they get there, and leave the system's cache as it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from k2convert.buffers import PAGE_BYTES
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.page_cache import PageCache
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.errors import SourceReadError
+
+NUM_BYTES = 3_000_017
+SPANS = [(0, 1), (0, 8), (4095, 4098), (4096, 8192), (1, NUM_BYTES), (100_003, 2_000_001), (NUM_BYTES - 5, NUM_BYTES)]
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    path = tmp_path / "shard"
+    path.write_bytes(np.random.default_rng(0).integers(0, 256, NUM_BYTES, dtype=np.uint8).tobytes())
+    return path
+
+
+def drop_from_cache(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def keep_in_cache(path: Path) -> None:
+    path.read_bytes()
+
+
+def is_cached(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return PageCache(descriptor).holds_most(0, path.stat().st_size)
+    finally:
+        os.close(descriptor)
+
+
+def can_be_read_past_the_cache(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    drop_from_cache(path)
+    return not is_cached(path)
+
+
+@pytest.mark.parametrize("prepare", [drop_from_cache, keep_in_cache])
+@pytest.mark.parametrize(("begin", "end"), SPANS)
+def test_any_span_is_read_exactly(prepare: Callable[[Path], None], begin: int, end: int, shard: Path) -> None:
+    content = shard.read_bytes()
+    prepare(shard)
+    tensor = TensorInfo("t", "U8", (end - begin,), begin, end, "shard")
+    half = (end - begin) // 2
+    with ShardReader(lambda _: shard) as reader:
+        assert reader.read(tensor).tobytes() == content[begin:end]
+        assert reader.read(tensor, begin=half).tobytes() == content[begin + half : end]
+        assert reader.read(tensor, end=half).tobytes() == content[begin : begin + half]
+
+
+@pytest.mark.parametrize("begin", [0, 1, 2, 4, 7, 8, 4093, 4104])
+def test_tensor_at_an_odd_place_of_a_file_lies_where_its_dtype_may(begin: int, shard: Path) -> None:
+    with ShardReader(lambda _: shard) as reader:
+        data = reader.read(TensorInfo("t", "BF16", (50_000,), begin, begin + 100_000, "shard"))
+    assert data.ctypes.data % 8 == 0
+
+
+def test_what_was_not_cached_is_not_cached_afterwards(shard: Path) -> None:
+    if not can_be_read_past_the_cache(shard):
+        pytest.skip("this filesystem keeps files in memory")
+    drop_from_cache(shard)
+    with ShardReader(lambda _: shard) as reader:
+        reader.read(TensorInfo("t", "U8", (NUM_BYTES,), 0, NUM_BYTES, "shard"))
+        assert not is_cached(shard)
+        keep_in_cache(shard)
+        assert is_cached(shard)
+        reader.read(TensorInfo("t", "U8", (NUM_BYTES,), 0, NUM_BYTES, "shard"))
+        assert is_cached(shard)
+
+
+@pytest.mark.parametrize("prepare", [drop_from_cache, keep_in_cache])
+@pytest.mark.parametrize("left", [0, 5 * PAGE_BYTES, 5 * PAGE_BYTES + 77])
+def test_file_cut_short_is_an_error(prepare: Callable[[Path], None], left: int, shard: Path) -> None:
+    with ShardReader(lambda _: shard) as reader:
+        reader.read(TensorInfo("t", "U8", (8,), 0, 8, "shard"))
+        os.truncate(shard, left)
+        prepare(shard)
+        with pytest.raises(SourceReadError, match=f"tensor t: the file ends at byte {left}"):
+            reader.read(TensorInfo("t", "U8", (NUM_BYTES,), 0, NUM_BYTES, "shard"))
+
+
+def test_consumed_names_exactly_what_was_read(shard: Path) -> None:
+    spans: list[tuple[str, int, int]] = []
+    with ShardReader(lambda _: shard, consumed=lambda *span: spans.append(span)) as reader:
+        reader.read(TensorInfo("t", "U8", (1000,), 5000, 6000, "shard"), begin=10, end=20)
+    assert spans == [("shard", 5010, 5020)]
