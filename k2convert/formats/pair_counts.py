@@ -104,11 +104,14 @@ def count_blocks(
 def merge_counts(parts: Sequence[PairCounts]) -> PairCounts:
     """Add up the counts of disjoint sets of blocks of one tensor."""
     all_keys = np.concatenate([part.keys for part in parts])
-    keys, inverse = np.unique(all_keys, return_inverse=True)
-    num_blocks = np.zeros(len(keys), dtype=np.int64)
-    counts = np.zeros((len(keys), NUM_MAGNITUDES), dtype=np.int64)
-    np.add.at(num_blocks, inverse, np.concatenate([part.num_blocks for part in parts]))
-    np.add.at(counts, inverse, np.concatenate([part.magnitude_counts for part in parts]))
+    order = np.argsort(all_keys, kind="stable")
+    keys = all_keys[order]
+    num_blocks = np.concatenate([part.num_blocks for part in parts])[order]
+    counts = np.concatenate([part.magnitude_counts for part in parts])[order]
+    begins = np.flatnonzero(np.diff(keys, prepend=-1))
+    if begins.size < keys.size:
+        keys = keys[begins]
+        num_blocks, counts = np.add.reduceat(num_blocks, begins), np.add.reduceat(counts, begins, axis=0)
     return PairCounts(
         keys=keys,
         num_blocks=num_blocks,
