@@ -1,4 +1,7 @@
-"""`scripts/bench/run`: limits, k2convert, peers and growth on K2-shaped shards; Markdown on stdout, JSON in a file."""
+"""`scripts/bench/run`: limits, k2convert, peers and growth on K2-shaped shards; Markdown on stdout, JSON in a file.
+
+Commands that are compared run in turns, not one after the other's last: a shared machine's speed drifts.
+"""
 
 import argparse
 import json
@@ -6,16 +9,30 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.validate import measure_folder
-from scripts.bench.measure import Sample, describe_machine, evict, sample, warm
+from scripts.bench.measure import Run, describe_machine, evict, run_once, summarize, warm
 
 PYTHON = sys.executable
-K2_WEIGHTS = 1_014_686_023_680
-K2_BYTES = 594_205_904_896
+LIMITS = "scripts.bench.limits"
+PEERS = "scripts.bench.peers"
+FOUR = 4  # gigabytes of the shard that one core converts: long enough to tell, short enough to repeat
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command to time: its label, the checkpoint it reads and whether that is in the page cache before."""
+
+    label: str
+    source: Path
+    command: Sequence[str | Path]
+    cold: bool = False
+    cores: int | None = None
+    measures_error: bool = False
 
 
 class Bench:
@@ -24,7 +41,7 @@ class Bench:
     def __init__(self, work: Path, runs: int, device: str) -> None:
         self.work, self.runs, self.device = work, runs, device
         self.out = work / "out"
-        self.results: dict[str, dict[str, object]] = {}
+        self.results: dict[str, dict[str, Any]] = {}
 
     def source(self, name: str, *options: object) -> Path:
         """A K2-shaped checkpoint, made once."""
@@ -36,37 +53,30 @@ class Bench:
             subprocess.run([PYTHON, "-m", "scripts.fixture_maker", "k2-shaped", *map(str, shape)], check=True)
         return folder
 
-    def time(
-        self,
-        label: str,
-        source: Path,
-        command: Sequence[str | Path],
-        *,
-        cold: bool,
-        runs: int = 0,
-        cores: int | None = None,
-    ) -> Sample:
-        """Time one command on one source, result folder removed before each run; keeps and returns the sample."""
+    def sized(self, gigabytes: float) -> Path:
+        return self.source(f"main-{gigabytes:g}", "--gigabytes", gigabytes)
 
-        def before() -> None:
-            shutil.rmtree(self.out, ignore_errors=True)
-            (evict if cold else warm)(source)
-
-        note(label)
-        result = sample([PYTHON, "-m", *command], runs=runs or self.runs, before=before, cores=cores)
-        size = sum(t.num_bytes for t in open_checkpoint(source).tensors.values())
-        self.results[label] = {
-            **asdict(result),
-            "source_bytes": size,
-            "gigabytes_per_second": size / result.seconds / 1e9,
-        }
-        return result
+    def time(self, *jobs: Job) -> None:
+        """Run the jobs in turns, `runs` turns; medians and spreads go to the results under their labels."""
+        runs: dict[str, list[Run]] = {job.label: [] for job in jobs}
+        for turn in range(self.runs):
+            for job in jobs:
+                note(f"{job.label} ({turn + 1} of {self.runs})")
+                shutil.rmtree(self.out, ignore_errors=True)
+                (evict if job.cold else warm)(job.source)
+                runs[job.label].append(run_once([PYTHON, "-m", *job.command], cores=job.cores))
+                if job.measures_error and turn == 0:
+                    self.results[job.label] = self._error(job.source)
+        for job in jobs:
+            sample = summarize(runs[job.label])
+            size, weights = source_bytes(job.source), int4_weights(job.source)
+            self.results[job.label] = asdict(sample) | self.results.get(job.label, {})
+            self.results[job.label] |= {"source_bytes": size, "source_weights": weights, "cold": job.cold}
 
     def convert(self, source: Path, *options: str) -> list[str | Path]:
-        device = ["--device", self.device]
-        return ["k2convert", "run", source, self.out, "--json", *device, *options]
+        return ["k2convert", "run", source, self.out, "--json", "--device", self.device, *options]
 
-    def error(self, source: Path) -> dict[str, float | None]:
+    def _error(self, source: Path) -> dict[str, Any]:
         """Weight error of what stands in the result folder, by the independent decoder."""
         _, weights = measure_folder(folder=self.out, source=open_checkpoint(source), reference=False, progress=None)
         assert weights is not None
@@ -78,66 +88,8 @@ def note(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-def whole_command(bench: Bench, gigabytes: float) -> None:
-    """Copying, reading, writing and converting the same folder, cold and warm."""
-    source = bench.source(f"main-{gigabytes:g}", "--gigabytes", gigabytes)
-    limits = "scripts.bench.limits"
-    # The first run compiles what is compiled once a machine; it is not counted.
-    bench.time("warm-up", source, bench.convert(source), cold=False, runs=1)
-    bench.results.pop("warm-up")
-    for cold in (True, False):
-        state = "cold" if cold else "warm"
-        bench.time(f"cp + fsync, {state}", source, [limits, "copy", source, bench.out], cold=cold)
-        for rule in ("plain", "optimal"):
-            bench.time(f"run {rule}, {state}", source, bench.convert(source, "--rule", rule), cold=cold)
-    bench.time("read alone, cold", source, [limits, "read", source], cold=True)
-    bench.time("durable write alone", source, [limits, "write", source, bench.out], cold=False)
-    for rule in ("plain", "optimal"):
-        label = f"run {rule}, one core, warm"
-        bench.time(label, source, bench.convert(source, "--rule", rule), cold=False, cores=1)
-    bench.time("validate against the source, warm", source, validate_command(bench, source), cold=False, runs=1)
-
-
-def validate_command(bench: Bench, source: Path) -> list[str | Path]:
-    """`validate` of a fresh conversion that is kept apart from the result folder."""
-    kept = bench.work / "validated"
-    shutil.rmtree(kept, ignore_errors=True)
-    subprocess.run([PYTHON, "-m", "k2convert", "run", source, kept, "--json"], check=True, stdout=subprocess.DEVNULL)
-    return ["k2convert", "validate", kept, "--source", source, "--json"]
-
-
-def peers(bench: Bench) -> None:
-    """The published pipelines on slices they can finish, each beside k2convert on the same slice."""
-    slice_ = bench.source("slice", "--experts", 2)
-    small = bench.source("slice-small", "--experts", 1, "--hidden", 1024, "--intermediate", 1024)
-    module = "scripts.bench.peers"
-    jobs: list[tuple[str, Path, Sequence[str | Path]]] = [
-        ("reference chain", slice_, bench.convert(slice_, "--quantizer", "reference")),
-        ("llm-compressor NVFP4A16", slice_, [module, "chain", slice_, bench.out]),
-        ("llm-compressor expanded MSE", small, [module, "expanded", small, bench.out]),
-        ("run plain, slice", slice_, bench.convert(slice_, "--rule", "plain")),
-        ("run optimal, slice", slice_, bench.convert(slice_)),
-    ]
-    empty = start_up_seconds(bench)
-    for label, source, command in jobs:
-        result = bench.time(label, source, command, cold=False)
-        weights = int4_weights(source)
-        peer = "llm-compressor" if label.startswith("llm") else "k2convert"
-        # What a process needs before its first weight would drown a slice; it is measured and taken off.
-        working = result.seconds - empty[peer]
-        bench.results[label] |= bench.error(source)
-        if working > result.seconds / 4:  # else the slice is too small to tell a rate from it
-            bench.results[label]["weights_per_second"] = weights / working
-
-
-def start_up_seconds(bench: Bench) -> dict[str, float]:
-    """Wall time of a run on a checkpoint with almost nothing to convert."""
-    nearly_empty = bench.source("nearly-empty", "--experts", 1, "--hidden", 256, "--intermediate", 64)
-    commands = {
-        "llm-compressor": ["scripts.bench.peers", "chain", nearly_empty, bench.out],
-        "k2convert": bench.convert(nearly_empty),
-    }
-    return {name: bench.time(f"start-up, {name}", nearly_empty, c, cold=False).seconds for name, c in commands.items()}
+def source_bytes(source: Path) -> int:
+    return sum(t.num_bytes for t in open_checkpoint(source).tensors.values())
 
 
 def int4_weights(source: Path) -> int:
@@ -145,54 +97,123 @@ def int4_weights(source: Path) -> int:
     return sum(t.num_bytes * 2 for name, t in tensors.items() if name.endswith(".weight_packed"))
 
 
+def whole_command(bench: Bench, gigabytes: float) -> None:
+    """Copying, reading, writing, converting and validating the same folder, cold and warm."""
+    source, smaller = bench.sized(gigabytes), bench.sized(min(FOUR, gigabytes))
+    # The first run compiles what is compiled once a machine. What it writes is validated below.
+    validated = bench.work / "validated"
+    shutil.rmtree(validated, ignore_errors=True)
+    subprocess.run([PYTHON, "-m", "k2convert", "run", smaller, validated, "--json"], check=True, capture_output=True)
+    rules = ("plain", "optimal")
+    for cold in (True, False):
+        state = "cold" if cold else "warm"
+        bench.time(
+            Job(f"cp + fsync, {state}", source, [LIMITS, "copy", source, bench.out], cold),
+            *(Job(f"run {rule}, {state}", source, bench.convert(source, "--rule", rule), cold) for rule in rules),
+        )
+    bench.time(
+        Job("read alone, cold", source, [LIMITS, "read", source], cold=True),
+        Job("durable write alone", source, [LIMITS, "write", source, bench.out]),
+    )
+    bench.time(
+        *(Job(f"run {r}, one core, warm", smaller, bench.convert(smaller, "--rule", r), cores=1) for r in rules),
+        Job("run optimal, smaller, warm", smaller, bench.convert(smaller)),
+        Job("validate --source, smaller, warm", smaller, ["k2convert", "validate", validated, "--source", smaller]),
+    )
+    bench.results["run optimal, warm"]["gigabytes"] = gigabytes
+    bench.results["run optimal, smaller, warm"]["gigabytes"] = min(FOUR, gigabytes)
+    shutil.rmtree(validated)
+
+
+def peers(bench: Bench) -> None:
+    """The published pipelines on slices they can finish, each beside k2convert on the same slice."""
+    slice_, short = bench.source("slice-8", "--experts", 8), bench.source("slice-1", "--experts", 1)
+    small = bench.source("slice-small", "--experts", 1, "--hidden", 2048, "--intermediate", 1024)
+    nearly_empty = bench.source("nearly-empty", "--experts", 1, "--hidden", 256, "--intermediate", 64)
+    reference = bench.convert(short, "--quantizer", "reference")
+    bench.time(
+        Job("start-up, k2convert", nearly_empty, bench.convert(nearly_empty)),
+        Job("start-up, llm-compressor", nearly_empty, [PEERS, "chain", nearly_empty, bench.out]),
+        Job("reference chain", short, reference, measures_error=True),
+        Job("llm-compressor NVFP4A16", slice_, [PEERS, "chain", slice_, bench.out], measures_error=True),
+        Job("llm-compressor expanded MSE", small, [PEERS, "expanded", small, bench.out], measures_error=True),
+        Job("run plain, slice", slice_, bench.convert(slice_, "--rule", "plain"), measures_error=True),
+        Job("run optimal, slice", slice_, bench.convert(slice_), measures_error=True),
+    )
+    for label, start_up in (
+        ("reference chain", "start-up, k2convert"),
+        ("llm-compressor NVFP4A16", "start-up, llm-compressor"),
+        ("llm-compressor expanded MSE", "start-up, llm-compressor"),
+    ):
+        # What a process needs before its first weight would drown a slice: it is measured and taken off.
+        result = bench.results[label]
+        working = result["seconds"] - bench.results[start_up]["seconds"]
+        if working > result["seconds"] / 4:  # else the slice is too small to tell a rate from it
+            result["weights_per_second"] = result["source_weights"] / working
+
+
 def growth(bench: Bench, sizes: Sequence[int]) -> None:
     """Whole-command time and memory as the shard grows."""
-    for gigabytes in sizes:
-        source = bench.source(f"main-{gigabytes:g}", "--gigabytes", gigabytes)
-        bench.time(f"growth {gigabytes} GB, optimal, warm", source, bench.convert(source), cold=False, runs=1)
+    labels = {size: f"growth {size} GB, optimal, warm" for size in sizes}
+    measured = {r["gigabytes"]: r for r in bench.results.values() if "gigabytes" in r}
+    folders = [(label, bench.sized(size)) for size, label in labels.items() if size not in measured]
+    bench.time(*(Job(label, folder, bench.convert(folder)) for label, folder in folders))
+    for size in [size for size in sizes if size in measured]:
+        bench.results[labels[size]] = measured[size]
 
 
 def kernels(bench: Bench) -> None:
     """Conversion alone, in memory."""
     note("kernels")
-    done = subprocess.run(
-        [PYTHON, "-m", "scripts.bench.kernels", bench.device], check=True, capture_output=True, text=True
-    )
-    document = json.loads(done.stdout)
-    for label, rate in document["rates"].items():
-        bench.results[f"kernel {label}"] = {"weights_per_second": rate, "backend": document["backend"]}
+    command = [PYTHON, "-m", "scripts.bench.kernels", bench.device]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    for label, figures in json.loads(done.stdout).items():
+        bench.results[f"kernel {label}"] = figures
 
 
 def markdown(bench: Bench) -> str:
     """The results as a table; ratios against the copy in the same cache state."""
-    lines = [describe_machine(), "", "| what | seconds (min..max) | GB/s in | of cp | weights/s | peak RSS | SQNR |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    columns = ("what", "seconds (min..max)", "GB/s in", "of cp", "weights/s", "peak RSS", "SQNR", "of copy bandwidth")
+    lines = [describe_machine(), "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for label, r in bench.results.items():
-        state = "cold" if "cold" in label else "warm"
-        copy = bench.results.get(f"cp + fsync, {state}")
-        timed = isinstance(r.get("seconds"), float)
-        same = copy is not None and timed and r["source_bytes"] == copy["source_bytes"]
+        copy = bench.results.get(f"cp + fsync, {'cold' if r.get('cold') else 'warm'}", {})
+        same = "seconds" in r and r["source_bytes"] == copy.get("source_bytes")
         cells = (
             label,
-            f"{r['seconds']:.2f} ({r['fastest']:.2f}..{r['slowest']:.2f})" if timed else "",
-            f"{r['gigabytes_per_second']:.2f}" if timed else "",
-            f"{copy['seconds'] / r['seconds']:.2f}" if same and copy else "",  # type: ignore[operator]
-            f"{r['weights_per_second'] / 1e6:.3g} M" if "weights_per_second" in r else "",  # type: ignore[operator]
-            f"{r['peak_rss'] / 1e9:.2f} GB" if timed else "",  # type: ignore[operator]
+            f"{r['seconds']:.2f} ({r['fastest']:.2f}..{r['slowest']:.2f})" if "seconds" in r else "",
+            f"{r['source_bytes'] / r['seconds'] / 1e9:.2f}" if "seconds" in r else "",
+            f"{copy['seconds'] / r['seconds']:.2f}" if same else "",
+            f"{r['weights_per_second'] / 1e6:.3g} M" if "weights_per_second" in r else "",
+            f"{r['peak_rss'] / 1e9:.2f} GB" if "peak_rss" in r else "",
             f"{r['sqnr_db']:.2f} dB" if r.get("sqnr_db") else "",
+            f"{r['of_copy_bandwidth']:.2f}" if "of_copy_bandwidth" in r else "",
         )
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *conclusions(bench)])
+
+
+def conclusions(bench: Bench) -> list[str]:
+    """What compares two rows; the whole command, start-up and disk included, with peers' bare rates."""
+    results, lines = bench.results, []
+    ours, chain = results.get("run optimal, warm"), results.get("llm-compressor NVFP4A16", {})
+    if ours is not None and "weights_per_second" in chain:
+        times = ours["source_weights"] / ours["seconds"] / chain["weights_per_second"]
+        lines += ["", f"`run` (optimal, warm) is {times:.0f} times llm-compressor's chain without its start-up."]
+    checked, run = results.get("validate --source, smaller, warm"), results.get("run optimal, smaller, warm")
+    if checked is not None and run is not None:
+        share = run["seconds"] / checked["seconds"]
+        lines += ["", f"`validate --source` runs at {share:.2f} of `run`'s speed on the same folder."]
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the main shard")
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the main shard; K2's have 9.8")
     parser.add_argument("--runs", type=int, default=3, help="counted runs of each command")
     parser.add_argument("--growth", default="1,2,4,8", help="shard sizes in GB for the growth series; empty for none")
     parser.add_argument("--only", default="kernels,whole,peers,growth", help="parts to run")
-    parser.add_argument("--work", type=Path, default=Path("bench-work"), help="where shards are made (about 25 GB)")
+    parser.add_argument("--work", type=Path, default=Path("bench-work"), help="where shards are made (about 30 GB)")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(arguments.work.absolute(), arguments.runs, arguments.device)

@@ -1,4 +1,4 @@
-"""Conversion alone, in memory: weights per second of one thread and of all, and on CUDA bytes per second too."""
+"""Conversion alone, in memory: weights per second of one thread and of all, or of a CUDA device beside its copies."""
 
 import json
 import os
@@ -7,18 +7,24 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
-from k2convert.formats.int4 import Int4Weight
+from k2convert.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantizers import Quantizer, create_quantizer
 
 ROWS, COLUMNS = 2048, 7168
 NUM_TENSORS = 12
-REPEATS = 3
+NUM_WEIGHTS = NUM_TENSORS * ROWS * COLUMNS
+BYTES_PER_WEIGHT = 2 * (4 + 0.5) / 8
+"""Read and written: 4 bits of code and half a bit of scale each way."""
+REPEATS = 5
+
+Figures = dict[str, dict[str, Any]]
 
 
-def make_weights(device: str) -> list[Int4Weight]:
+def make_weights() -> list[Int4Weight]:
     """K2-shaped projections as quantisation-aware training leaves them: codes -7..7, scale = bf16(amax / 7)."""
     generator = torch.Generator().manual_seed(0)
     weights = []
@@ -28,7 +34,7 @@ def make_weights(device: str) -> list[Int4Weight]:
         scales = (groups.abs().amax(-1) / 7).bfloat16()
         codes = (groups / scales.float()[..., None]).round().clamp(-7, 7).to(torch.int16).view(ROWS, -1) + 8
         packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
-        weights.append(Int4Weight(packed.to(device), scales.to(device)))
+        weights.append(Int4Weight(packed, scales))
     return weights
 
 
@@ -39,31 +45,78 @@ def convert(quantizer: Quantizer, weight: Int4Weight) -> None:
     quantizer.quantize(weight, name="bench", magnitude=magnitude, global_scale=scale)
 
 
-def rate(work: Callable[[], None]) -> float:
-    """Weights per second, the median of REPEATS passes after a warm-up."""
+def median_seconds(work: Callable[[], object]) -> float:
+    """The median of REPEATS passes after a warm-up."""
     work()
     seconds = []
     for _ in range(REPEATS):
         begin = time.monotonic()
         work()
         seconds.append(time.monotonic() - begin)
-    return NUM_TENSORS * ROWS * COLUMNS / statistics.median(seconds)
+    return statistics.median(seconds)
 
 
-def main(device: str) -> None:
-    torch.set_num_threads(1)
-    weights, result = make_weights("cpu"), {}
-    cores = os.cpu_count() or 1
+def cpu_figures(weights: list[Int4Weight]) -> Figures:
+    """Both rules on one thread and on all cores."""
+    cores, figures = os.cpu_count() or 1, Figures()
     for rule in ("plain", "optimal"):
-        quantizer = create_quantizer("native", rule=rule, device=device)
-        result[f"{rule}, one thread"] = rate(lambda q=quantizer: [convert(q, w) for w in weights] and None)
-        if device == "cpu":
-            with ThreadPoolExecutor(cores) as pool:
-                result[f"{rule}, {cores} threads"] = rate(
-                    lambda q=quantizer, p=pool: list(p.map(lambda w: convert(q, w), weights)) and None
-                )
-    print(json.dumps({"backend": create_quantizer("native", rule="plain", device=device).backend, "rates": result}))
+        quantizer = create_quantizer("native", rule=rule, device="cpu")
+        one = median_seconds(lambda q=quantizer: [convert(q, w) for w in weights])
+        with ThreadPoolExecutor(cores) as pool:
+            every = median_seconds(lambda q=quantizer, p=pool: list(p.map(lambda w: convert(q, w), weights)))
+        for label, seconds in (("one thread", one), (f"{cores} threads", every)):
+            figures[f"{rule}, {label}"] = {"weights_per_second": NUM_WEIGHTS / seconds, "backend": quantizer.backend}
+    return figures
+
+
+def cuda_figures(weights: list[Int4Weight]) -> Figures:
+    """Both rules with their counts on the device, its own copies, and ModelOpt's sweep over all E4M3 scales."""
+    from modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep import nvfp4_fp8_scale_sweep
+
+    from k2convert.kernels import cuda
+
+    device = torch.device("cuda")
+    on_device = [weight.to(device) for weight in weights]
+    blank = torch.zeros(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(blank)
+    bandwidth = 2 * blank.numel() / synchronized(lambda: target.copy_(blank))
+    figures: Figures = {"copy": {"bytes_per_second": bandwidth, "of_copy_bandwidth": 1.0}}
+    for rule in ("plain", "optimal"):
+        quantizer = create_quantizer("native", rule=rule, device="cuda")
+        scales = [quantizer.global_scale(quantizer.measure(w, name="w"), is_int4=True) for w in weights]
+        jobs = list(zip(on_device, scales, strict=True))
+        seconds = synchronized(lambda r=rule, j=jobs: [cuda.convert_int4(w, rule=r, global_scale=g) for w, g in j])
+        figures[rule] = {"weights_per_second": NUM_WEIGHTS / seconds, "backend": quantizer.backend}
+        figures[rule]["of_copy_bandwidth"] = NUM_WEIGHTS * BYTES_PER_WEIGHT / seconds / bandwidth
+        energy = error = 0.0
+        for weight, (_, scale) in zip(weights, jobs, strict=True):
+            magnitude = quantizer.measure(weight, name="w")
+            _, metrics = quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
+            energy, error = energy + metrics.energy, error + metrics.squared_error
+        figures[rule]["relative_mse"] = error / energy
+    dense = [dequantize_int4(weight) for weight in on_device]
+    largest = [weight.abs().amax().float() for weight in dense]
+    pairs = list(zip(dense, largest, strict=True))
+    seconds = synchronized(lambda: [nvfp4_fp8_scale_sweep(weight, most) for weight, most in pairs])
+    figures["ModelOpt scale sweep"] = {"weights_per_second": NUM_WEIGHTS / seconds}
+    energy = error = 0.0
+    for weight, most in pairs:
+        blocks = weight.double().view(-1, 16)
+        steps = nvfp4_fp8_scale_sweep(weight, most).double()[:, None] / 6
+        midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64, device=device)
+        values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64, device=device)
+        nearest = values[torch.bucketize(blocks.abs() / steps.clamp(min=1e-300), midpoints)] * steps
+        energy, error = energy + float(blocks.square().sum()), error + float((blocks.abs() - nearest).square().sum())
+    figures["ModelOpt scale sweep"]["relative_mse"] = error / energy
+    return figures
+
+
+def synchronized(work: Callable[[], object]) -> float:
+    """Median seconds of work on the device, waited for."""
+    return median_seconds(lambda: (work(), torch.cuda.synchronize()))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    torch.set_num_threads(1)
+    made = make_weights()
+    print(json.dumps(cuda_figures(made) if sys.argv[1] == "cuda" else cpu_figures(made)))

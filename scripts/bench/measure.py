@@ -5,14 +5,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
+class Run:
+    """One run of one command: wall and CPU seconds, peak RSS in bytes."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_rss: int
+
+
+@dataclass(frozen=True)
 class Sample:
-    """Medians over several runs of one command, and the spread of the wall time."""
+    """Medians over several runs of one command, the spread of the wall time, the largest peak."""
 
     seconds: float
     fastest: float
@@ -21,12 +30,9 @@ class Sample:
     peak_rss: int
     runs: int
 
-    def rate(self, amount: float) -> float:
-        return amount / self.seconds
 
-
-def run_once(command: Sequence[str | Path], *, cores: int | None) -> tuple[float, float, int]:
-    """Run a command to its end; returns wall seconds, CPU seconds, peak RSS in bytes. Raises where it fails.
+def run_once(command: Sequence[str | Path], *, cores: int | None) -> Run:
+    """Run a command to its end, on one core if `cores` is 1. Raises where it fails.
 
     The child is forked from a small process: a child's peak RSS otherwise starts at its parent's.
     """
@@ -40,23 +46,19 @@ def run_once(command: Sequence[str | Path], *, cores: int | None) -> tuple[float
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise RuntimeError(f"{command[0]} ended with {process.returncode}: {errors.decode()[-2000:]}")
-    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
-def sample(command: Sequence[str | Path], *, runs: int, before: Callable[[], None], cores: int | None = None) -> Sample:
-    """Run a command `runs` times, `before` in front of each; returns medians."""
-    results = []
-    for _ in range(runs):
-        before()
-        results.append(run_once(command, cores=cores))
-    seconds = sorted(r[0] for r in results)
+def summarize(runs: Sequence[Run]) -> Sample:
+    """Medians of runs of one command."""
+    seconds = [run.seconds for run in runs]
     return Sample(
         seconds=statistics.median(seconds),
-        fastest=seconds[0],
-        slowest=seconds[-1],
-        cpu_seconds=statistics.median(r[1] for r in results),
-        peak_rss=max(r[2] for r in results),
-        runs=runs,
+        fastest=min(seconds),
+        slowest=max(seconds),
+        cpu_seconds=statistics.median(run.cpu_seconds for run in runs),
+        peak_rss=max(run.peak_rss for run in runs),
+        runs=len(runs),
     )
 
 
