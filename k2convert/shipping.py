@@ -79,7 +79,7 @@ class Shipping:
     def _examine(self, name: str) -> UploadRecord:
         """Look at a shard's bytes and keep what was found."""
         record, path = self.records[name], self.journal.destination / name
-        sha256, scan = hash_file(path), scan_shard(path.parent, name)
+        scan, sha256 = scan_shard(path.parent, name)
         if scan["digests"][name] != record.blake3:
             raise CheckpointError(
                 f"{path}: is no longer what was written: its blake3 differs from its record. Delete it and run the "

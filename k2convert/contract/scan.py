@@ -27,6 +27,7 @@ _CODE_BYTES_A_BLOCK = 8
 Observe = Callable[[str, str, Bytes], None]
 """Called as observe(module, parameter, bytes) with every tensor of every converted module, whole, in file order."""
 Advance = Callable[[int], None]
+Passing = Callable[[Bytes], None]
 """Called with the number of bytes just dealt with."""
 
 
@@ -63,8 +64,13 @@ class _Target:
     source: TensorInfo | None
 
 
-def scan_shards(subject: Subject, *, observe: Observe | None, advance: Advance | None) -> ScanResult:
-    """Read every readable shard once; raises SourceReadError where the system cannot read one."""
+def scan_shards(
+    subject: Subject, *, observe: Observe | None, advance: Advance | None, passing: Passing | None = None
+) -> ScanResult:
+    """Read every readable shard once; raises SourceReadError where the system cannot read one.
+
+    `passing` is called with all bytes of all shards in order, most of them from another thread than the caller's.
+    """
     result = ScanResult()
     targets = _targets(subject)
     source = subject.source
@@ -75,7 +81,7 @@ def scan_shards(subject: Subject, *, observe: Observe | None, advance: Advance |
         ) as source_reader,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan") as ahead,
     ):
-        scan = _Scan(subject, targets, reader, source_reader, result, observe, ahead)
+        scan = _Scan(subject, targets, reader, source_reader, result, observe, ahead, passing)
         for shard, header in subject.headers.items():
             result.digests[shard] = scan.shard(header, advance)
             reader.close()
@@ -119,6 +125,7 @@ class _Scan:
     result: ScanResult
     observe: Observe | None
     ahead: ThreadPoolExecutor
+    passing: Passing | None
 
     def shard(self, header: ShardHeader, advance: Advance | None) -> str:
         """Go through one shard; returns the blake3 of the whole file."""
@@ -161,7 +168,10 @@ class _Scan:
         return self._read(first.tensor.shard, first.tensor.begin + first.begin, last.tensor.begin + last.end)
 
     def _read(self, shard: str, begin: int, end: int) -> Bytes:
-        return self.reader.read(TensorInfo("(all)", "U8", (end - begin,), begin, end, shard))
+        data = self.reader.read(TensorInfo("(all)", "U8", (end - begin,), begin, end, shard))
+        if self.passing is not None:
+            self.passing(data)
+        return data
 
     def _look_at(self, piece: Piece, data: Bytes) -> None:
         target = self.targets.get((piece.tensor.shard, piece.tensor.name))

@@ -4,6 +4,7 @@ What a scan found is kept as plain data (with the upload record), and is held ag
 ledger are there. Comparisons with the source's bytes are left out, as they are without `--source`.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,22 @@ from k2convert.contract.findings import ContractReport
 from k2convert.contract.scan import ScanResult, scan_shards
 
 
-def scan_shard(folder: Path, shard: str) -> dict[str, Any]:
-    """Look at every byte of one finished shard; returns what `check_streamed` needs of it, ready for JSON.
+def scan_shard(folder: Path, shard: str) -> tuple[dict[str, Any], str]:
+    """Look at every byte of one finished shard; returns what `check_streamed` needs, ready for JSON, and the sha256.
 
     Raises CheckpointError where its header is damaged, SourceReadError where it cannot be read.
     """
     subject = open_subject(folder, source=None, known_headers={shard: read_header(folder / shard)})
-    found = scan_shards(subject, observe=None, advance=None)
-    return {
+    sha256 = hashlib.sha256()
+    found = scan_shards(subject, observe=None, advance=None, passing=lambda data: sha256.update(data.data))
+    document = {
         "digests": found.digests,
         "invalid_scales": found.invalid_scales,
         "subnormal_scales": found.subnormal_scales,
         "zero_blocks_with_codes": found.zero_blocks_with_codes,
         "scalars": {name: data.hex() for name, data in found.scalars.items()},
     }
+    return document, sha256.hexdigest()
 
 
 def check_streamed(

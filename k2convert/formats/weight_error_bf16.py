@@ -7,6 +7,7 @@ so that the figures are the same on every device.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import chain
 from typing import Final
 
@@ -46,14 +47,35 @@ def measure_bf16_error(
         num_nonzero += int(torch.count_nonzero(wanted))
         equal_nonzero += int(((wanted != 0) & (difference == 0)).sum())
         equal_blocks += int((difference == 0).all(dim=0).sum())
-    histogram = np.bincount(result.block_scales.cpu().numpy().ravel(), minlength=1)
+    return finish_bf16_metrics(
+        energies=chain.from_iterable(energies),
+        errors=chain.from_iterable(errors),
+        num_nonzero=num_nonzero,
+        equal_nonzero=equal_nonzero,
+        equal_blocks=equal_blocks,
+        scale_bytes=result.block_scales.cpu().numpy().ravel(),
+        sampled=sample_bf16_error(source_NK, result, magnitude=magnitude, sample_seed=sample_seed),
+    )
+
+
+def finish_bf16_metrics(
+    *,
+    energies: Iterable[float],
+    errors: Iterable[float],
+    num_nonzero: int,
+    equal_nonzero: int,
+    equal_blocks: int,
+    scale_bytes: NDArray[np.uint8],
+    sampled: SampledError,
+) -> WeightMetrics:
+    """Put a BF16 weight's figures together: sums of squares by row, counts of weights and blocks, all block scales."""
+    histogram = np.bincount(scale_bytes, minlength=1)
     used = tuple((byte, int(count)) for byte, count in enumerate(histogram) if count)
-    sampled = sample_bf16_error(source_NK, result, magnitude=magnitude, sample_seed=sample_seed)
     return WeightMetrics(
-        num_weights=rows * columns,
-        num_blocks=result.block_scales.numel(),
-        energy=math.fsum(chain.from_iterable(energies)),
-        squared_error=math.fsum(chain.from_iterable(errors)),
+        num_weights=scale_bytes.size * BLOCK_SIZE,
+        num_blocks=scale_bytes.size,
+        energy=math.fsum(energies),
+        squared_error=math.fsum(errors),
         num_nonzero=num_nonzero,
         equal_nonzero=equal_nonzero,
         equal_blocks=equal_blocks,

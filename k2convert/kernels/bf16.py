@@ -22,6 +22,7 @@ from k2convert.formats.optimal_bf16 import quantize_optimal_bf16
 from k2convert.formats.plain import plain_global_scale
 from k2convert.formats.rule import Rule
 from k2convert.formats.sampled_error import SampledError
+from k2convert.formats.weight_error_bf16 import finish_bf16_metrics
 from k2convert.kernels import cpu_bf16
 from k2convert.kernels.cpu import allocate_nvfp4
 
@@ -53,37 +54,20 @@ def measure_bf16_error(
     source_NK: Tensor, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
 ) -> WeightMetrics:
     """Measure `result` against its source as `formats.weight_error_bf16` does."""
-    rows, columns = result.shape
+    rows, _ = result.shape
     source, packed = _bits(source_NK), result.packed.contiguous().view(-1).numpy()
     scale_bytes = result.block_scales.contiguous().view(-1).numpy()
     energies, errors = np.zeros(rows), np.zeros(rows)
     totals = np.zeros(3, dtype=np.int64)
     _measure_rows(source, packed, scale_bytes, result.global_scale, energies, errors, totals)
-    histogram = np.bincount(scale_bytes, minlength=1)
-    used = tuple((byte, int(count)) for byte, count in enumerate(histogram) if count)
-    sampled = _sample_error(source, packed, scale_bytes, result.global_scale, rule, magnitude, sample_seed)
-    return WeightMetrics(
-        num_weights=rows * columns,
-        num_blocks=scale_bytes.size,
-        energy=math.fsum(energies.tolist()),
-        squared_error=math.fsum(errors.tolist()),
+    return finish_bf16_metrics(
+        energies=energies.tolist(),
+        errors=errors.tolist(),
         num_nonzero=int(totals[0]),
         equal_nonzero=int(totals[1]),
         equal_blocks=int(totals[2]),
-        num_codes=None,
-        max_error_steps=None,
-        recoverable_codes=None,
-        num_five_or_seven=None,
-        num_minus_eight=None,
-        blocks_outside_normal=None,
-        scale_spread_exceeded=None,
-        min_scale_byte=used[0][0] if used else None,
-        max_scale_byte=used[-1][0] if used else None,
-        scale_histogram=used,
-        sampled_blocks=sampled.num_blocks,
-        sampled_error_achieved=sampled.achieved,
-        sampled_error_plain=sampled.plain,
-        sampled_error_bound=sampled.bound,
+        scale_bytes=scale_bytes,
+        sampled=_sample_error(source, packed, scale_bytes, result.global_scale, rule, magnitude, sample_seed),
     )
 
 

@@ -1,5 +1,6 @@
 """A result whose shards have left the disk is held to the same rules as the whole folder."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -29,7 +30,7 @@ def without_shards(folder: Path, target: Path) -> Path:
 
 def test_scans_of_single_shards_give_the_whole_folders_verdict(whole: Path, tmp_path: Path) -> None:
     shards = sorted(whole.glob("*.safetensors"))
-    scans = [json.loads(json.dumps(scan_shard(whole, shard.name))) for shard in shards]
+    scans = [json.loads(json.dumps(scan_shard(whole, shard.name)[0])) for shard in shards]
     headers = {shard.name: read_header(shard) for shard in shards}
     streamed = check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans)
     complete = check_contract(checkpoint_folder=whole)
@@ -46,13 +47,18 @@ def test_a_shard_that_is_not_the_recorded_one_fails(whole: Path, tmp_path: Path)
     data = bytearray((damaged / shards[2].name).read_bytes())
     data[-1] ^= 1
     (damaged / shards[2].name).write_bytes(data)
-    scans = [scan_shard(damaged, shard.name) for shard in shards]
+    scans = [scan_shard(damaged, shard.name)[0] for shard in shards]
     headers = {shard.name: read_header(shard) for shard in shards}
     assert not check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans).passed
 
 
 def test_a_missing_scan_fails(whole: Path, tmp_path: Path) -> None:
     shards = sorted(whole.glob("*.safetensors"))
-    scans = [scan_shard(whole, shard.name) for shard in shards[1:]]
+    scans = [scan_shard(whole, shard.name)[0] for shard in shards[1:]]
     headers = {shard.name: read_header(shard) for shard in shards}
     assert not check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans).passed
+
+
+def test_a_scan_states_the_files_sha256(whole: Path) -> None:
+    for shard in whole.glob("*.safetensors"):
+        assert scan_shard(whole, shard.name)[1] == hashlib.sha256(shard.read_bytes()).hexdigest()

@@ -1,0 +1,111 @@
+"""Hub to Hub beside its stages alone, over loopback: `.venv/bin/python -m scripts.bench.hub`; Markdown on stdout.
+
+A loopback Hub (the one of tests/hub, a process of its own) holds a K2-shaped set of shards. Measured are fetching them,
+converting them from a folder, uploading the result, and the whole job in one command; how many times the slowest stage
+that takes says how well the stages overlap. Client, server and conversion share this machine's cores.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from scripts.bench.measure import Run, describe_machine, run_once
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = sys.executable
+REPO = "moon/set"
+
+
+def serve(root: Path, source: Path) -> None:
+    """Run the loopback Hub until killed; prints its address."""
+    sys.path.insert(0, str(ROOT / "tests" / "hub"))
+    from loopback import TOKEN, LoopbackHub
+
+    with LoopbackHub(root) as hub:
+        hub.api.token = TOKEN
+        hub.store.add_folder(REPO, source)
+        print(hub.url, TOKEN, flush=True)
+        sys.stdin.read()
+
+
+def fetch(target: Path) -> None:
+    """Fetch every shard of the set as a job does, one after the other."""
+    from k2convert.hub.client import Hub, RepoRef
+    from k2convert.hub.download import download_shard
+    from k2convert.hub.source import open_remote, resolve_source
+
+    hub = Hub()
+    remote = resolve_source(hub, RepoRef(REPO))
+    with tempfile.TemporaryDirectory() as folder:
+        for shard in open_remote(hub, remote, folder=Path(folder)).headers:
+            download_shard(hub, remote, shard, target=target / shard)
+            (target / shard).unlink()
+
+
+def measure(work: Path, *, gigabytes: float, shards: int, xet: bool) -> dict[str, Run]:
+    """Run the stages and the whole once each."""
+    source, converted, out = work / f"set-{gigabytes:g}-{shards}", work / "converted", work / "job"
+    if not (source / "config.json").exists():
+        shape = ["--dense-layers", "0", "--layers", "1", "--gigabytes", str(gigabytes), "--shards", str(shards)]
+        subprocess.run([PYTHON, "-m", "scripts.fixture_maker", "k2-shaped", str(source), *shape], check=True)
+    for folder in (converted, out, work / "home", work / "hub"):
+        shutil.rmtree(folder, ignore_errors=True)
+    server = subprocess.Popen(
+        [PYTHON, "-m", "scripts.bench.hub", "--serve", work / "hub", source],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert server.stdout is not None
+    url, token = server.stdout.readline().split()
+    os.environ |= {"HF_ENDPOINT": url, "HF_TOKEN": token, "HF_HOME": str(work / "home")}
+    os.environ["HF_HUB_DISABLE_XET"] = "0" if xet else "1"
+    run = [PYTHON, "-m", "k2convert", "run"]
+    commands: dict[str, list[str | Path]] = {
+        "fetch alone": [PYTHON, "-m", "scripts.bench.hub", "--fetch", work / "fetched"],
+        "convert alone": [*run, source, converted, "--json"],
+        "upload alone": [*run, source, "hf://me/upload", "--work-dir", converted, "--yes", "--json"],
+        "Hub to Hub": [*run, f"hf://{REPO}", "hf://me/whole", "--work-dir", out, "--yes", "--json"],
+    }
+    results: dict[str, Run] = {}
+    try:
+        for label, command in commands.items():
+            print(f"bench: {label}", file=sys.stderr, flush=True)
+            results[label] = run_once(command, cores=None)
+    finally:
+        server.kill()
+        server.wait()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=5.0)
+    parser.add_argument("--shards", type=int, default=10)
+    parser.add_argument("--no-xet", action="store_true", help="upload by plain LFS")
+    parser.add_argument("--work", type=Path, default=Path("bench-work"))
+    parser.add_argument("--serve", type=Path, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--fetch", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        return serve(*arguments.serve)
+    if arguments.fetch:
+        return fetch(arguments.fetch)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    xet = not arguments.no_xet
+    results = measure(arguments.work.absolute(), gigabytes=arguments.gigabytes, shards=arguments.shards, xet=xet)
+    slowest = max(run.seconds for label, run in results.items() if label != "Hub to Hub")
+    print(
+        f"{describe_machine()}; {arguments.gigabytes:g} GB in {arguments.shards} shards, Xet {'on' if xet else 'off'}\n"
+    )
+    print("| stage | seconds | CPU seconds | peak RSS | of the slowest stage |\n|---|---|---|---|---|")
+    for label, run in results.items():
+        share = f"{run.seconds / slowest:.2f}"
+        print(f"| {label} | {run.seconds:.1f} | {run.cpu_seconds:.1f} | {run.peak_rss / 1e9:.2f} GB | {share} |")
+    return None
+
+
+if __name__ == "__main__":
+    main()
