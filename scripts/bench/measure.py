@@ -1,10 +1,10 @@
 """Timing whole processes: wall and CPU seconds and peak memory by the operating system's own account."""
 
+import json
 import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,21 +32,13 @@ class Sample:
 
 
 def run_once(command: Sequence[str | Path], *, cores: int | None) -> Run:
-    """Run a command to its end, on one core if `cores` is 1. Raises where it fails.
-
-    The child is forked from a small process: a child's peak RSS otherwise starts at its parent's.
-    """
+    """Run a command to its end, on one core if `cores` is 1. Raises where it fails."""
     prefix = ["taskset", "-c", "0"] if cores == 1 else []
-    begin = time.monotonic()
-    process = subprocess.Popen([*prefix, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.monotonic() - begin
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise RuntimeError(f"{command[0]} ended with {process.returncode}: {errors.decode()[-2000:]}")
-    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    launcher = [sys.executable, "-S", str(Path(__file__).with_name("launch.py"))]
+    done = subprocess.run([*launcher, *prefix, *map(str, command)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return Run(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def summarize(runs: Sequence[Run]) -> Sample:
