@@ -64,10 +64,16 @@ def presence_field_mask() -> int:
     return sum(16 << (FIELD_BITS * k) for k in range(NUM_MAGNITUDES))
 
 
-def sampled_blocks(num_blocks: int, *, sample_seed: int, device: torch.device) -> Tensor:
-    """Return the row-major indices (int64) of the sampled blocks: one in 64, or about 4,096 of a smaller tensor."""
+def sampled_range(num_blocks: int, *, sample_seed: int) -> range:
+    """Return the row-major indices of the sampled blocks: one in 64, or about 4,096 of a smaller tensor."""
     stride = min(SAMPLE_STRIDE, max(1, num_blocks // MIN_SAMPLED_BLOCKS))
-    return torch.arange(sample_seed % stride, num_blocks, stride, device=device)
+    return range(sample_seed % stride, num_blocks, stride)
+
+
+def sampled_blocks(num_blocks: int, *, sample_seed: int, device: torch.device) -> Tensor:
+    """Return `sampled_range` as int64 on a device."""
+    chosen = sampled_range(num_blocks, sample_seed=sample_seed)
+    return torch.arange(chosen.start, chosen.stop, chosen.step, device=device)
 
 
 def equal_runs(sorted_M: Tensor) -> tuple[Tensor, Tensor]:

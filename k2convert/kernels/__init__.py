@@ -2,11 +2,9 @@
 
     cpu            what callers use on the CPU: measure, convert, sample; one thread a call, any number of callers
     bf16           the same for BF16 weights
-    cpu_optimal, cpu_plain, cpu_measure, cpu_bf16    compiled by numba, kept on disk
-    simd           the few vector operations they are made of
+    _cpu           what they call: the extension module made of cpp/, with AVX2 where the CPU has it
     search_tables  which scales can be best for a block: formats.scale_tables, cut to 16 candidates
-    buffers        memory for results that is used again
-    tally          counting pairs of source and block scale while blocks pass
+    decode         measuring anybody's NVFP4 bytes against their source
     cuda           the same on a CUDA device, where triton is installed; it launches cuda_kernel
 
 INT4 weights go from packed bytes and BF16 scale bits to packed bytes and E4M3 bytes, with the pair counts that all

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from k2convert.errors import FormatError
 from k2convert.formats.blocks import sampled_blocks
-from k2convert.formats.e4m3 import MAX_BYTE, MIN_NORMAL_BYTE, decode_e4m3
 from k2convert.formats.magnitude import Magnitude
 from k2convert.formats.metrics import WeightMetrics
 from k2convert.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, check_global_scale
@@ -23,17 +21,11 @@ from k2convert.formats.plain import plain_global_scale
 from k2convert.formats.rule import Rule
 from k2convert.formats.sampled_error import SampledError
 from k2convert.formats.weight_error_bf16 import finish_bf16_metrics
-from k2convert.kernels import cpu_bf16
+from k2convert.kernels import _cpu
 from k2convert.kernels.cpu import allocate_nvfp4
 
 LARGEST_SCALE: Final = 2.0**118
 """With a global scale above this, steps exceed FP32; no weight leads to one."""
-
-_optimal_blocks = cast(Callable[..., None], cpu_bf16.optimal_blocks)
-_plain_blocks = cast(Callable[..., None], cpu_bf16.plain_blocks)
-_measure_rows = cast(Callable[..., None], cpu_bf16.measure_rows)
-_block_errors = cast(Callable[..., None], cpu_bf16.block_errors)
-_block_bounds = cast(Callable[..., None], cpu_bf16.block_bounds)
 
 
 def quantize_bf16(weight_NK: Tensor, *, rule: Rule, global_scale: float) -> Nvfp4Weight:
@@ -58,14 +50,15 @@ def measure_bf16_error(
     source, packed = _bits(source_NK), result.packed.contiguous().view(-1).numpy()
     scale_bytes = result.block_scales.contiguous().view(-1).numpy()
     energies, errors = np.zeros(rows), np.zeros(rows)
-    totals = np.zeros(3, dtype=np.int64)
-    _measure_rows(source, packed, scale_bytes, result.global_scale, energies, errors, totals)
+    num_nonzero, equal_nonzero, equal_blocks = _cpu.measure_rows_bf16(
+        source, packed, scale_bytes, result.global_scale, energies, errors
+    )
     return finish_bf16_metrics(
         energies=energies.tolist(),
         errors=errors.tolist(),
-        num_nonzero=int(totals[0]),
-        equal_nonzero=int(totals[1]),
-        equal_blocks=int(totals[2]),
+        num_nonzero=num_nonzero,
+        equal_nonzero=equal_nonzero,
+        equal_blocks=equal_blocks,
         scale_bytes=scale_bytes,
         sampled=_sample_error(source, packed, scale_bytes, result.global_scale, rule, magnitude, sample_seed),
     )
@@ -91,26 +84,20 @@ def _sample_error(
         _quantize(blocks, plain_codes, plain_bytes, rule="plain", global_scale=plain_scale)
         plain = _squared_error(blocks, plain_codes, plain_bytes, plain_scale)
     bounds = np.empty(chosen.size)
-    _block_bounds(blocks, np.empty(BLOCK_SIZE, dtype=np.float32), np.empty(7 * BLOCK_SIZE), bounds)
+    _cpu.block_bounds_bf16(blocks, bounds)
     return SampledError(num_blocks=chosen.size, achieved=achieved, plain=plain, bound=math.fsum(bounds.tolist()))
 
 
 def _quantize(
     source: NDArray[Any], packed: NDArray[Any], scale_bytes: NDArray[Any], *, rule: Rule, global_scale: float
 ) -> None:
-    weights = np.empty(BLOCK_SIZE, dtype=np.float32)
-    if rule == "plain":
-        _plain_blocks(source, np.float32(global_scale), packed, scale_bytes, weights)
-        return
-    all_bytes = torch.arange(MIN_NORMAL_BYTE, MAX_BYTE + 1, dtype=torch.uint8)
-    steps = np.full(cpu_bf16.SCRATCH, np.inf)
-    steps[: cpu_bf16.NUM_SCALES] = (decode_e4m3(all_bytes) * global_scale).numpy()
-    _optimal_blocks(source, steps, packed, scale_bytes, weights, np.empty(cpu_bf16.SCRATCH))
+    quantize = _cpu.quantize_plain_bf16 if rule == "plain" else _cpu.quantize_optimal_bf16
+    quantize(source, global_scale, packed, scale_bytes)
 
 
 def _squared_error(source: NDArray[Any], packed: NDArray[Any], scale_bytes: NDArray[Any], global_scale: float) -> float:
     errors = np.empty(scale_bytes.size)
-    _block_errors(source, packed, scale_bytes, global_scale, errors)
+    _cpu.block_errors_bf16(source, packed, scale_bytes, global_scale, errors)
     return math.fsum(errors.tolist())
 
 

@@ -1,25 +1,23 @@
 """Measuring written NVFP4 bytes against their source: a decoder that shares nothing with the code that wrote them.
 
 One pass over source and result, element by element in float64: w' = v * b * g against w = q * s, both exact. Sums run
-along each row in order and are added over rows with math.fsum, so the figures do not depend on threads. It assumes
-nothing about a rule, so it measures anybody's checkpoint and sees a single flipped bit.
+along each row in a fixed order and are added over rows with math.fsum, so the figures do not depend on threads. It
+assumes nothing about a rule, so it measures anybody's checkpoint and sees a single flipped bit.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import numba  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.formats.e2m1 import E2M1_VALUES
 from k2convert.formats.int4 import Int4Weight
+from k2convert.kernels import _cpu
 
 F64 = NDArray[np.float64]
 
-_E2M1: F64 = np.array([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=np.float64)
 with np.errstate(invalid="ignore"):  # the table holds every BF16 pattern, NaNs included
     _BF16: F64 = (np.arange(65536, dtype=np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
 
@@ -70,16 +68,16 @@ def measure_decoded(
 ) -> DecodedError:
     """Decode NVFP4 bytes (packed [N * K/2], block_scales [N * K/16], any shape) and measure them against the source."""
     rows, columns = source.shape
-    packed_NB, scales_NB = packed.reshape(rows, columns // 2), block_scales.reshape(rows, columns // 16)
+    written = packed.reshape(-1), block_scales.reshape(-1), _E4M3 * global_scale
     sums = np.zeros((rows, 3))
     counts = np.zeros((rows, 2), dtype=np.int64)
-    block_values = _E4M3 * global_scale
+    results = sums.reshape(-1), counts.reshape(-1)
     if isinstance(source, Int4Weight):
-        scales = _BF16[source.scales.view(_int16()).numpy().view(np.uint16)]
-        _measure_int4(source.packed.numpy(), scales, packed_NB, scales_NB, block_values, _E2M1, sums, counts)
+        scales = _BF16[source.scales.contiguous().view(_int16()).numpy().view(np.uint16).reshape(-1)]
+        _cpu.measure_decoded_int4(source.packed.contiguous().numpy().reshape(-1), scales, *written, *results)
     else:
-        bits = source.contiguous().view(_int16()).numpy().view(np.uint16)
-        _measure_bf16(bits, _BF16, packed_NB, scales_NB, block_values, _E2M1, sums, counts)
+        bits = source.contiguous().view(_int16()).numpy().view(np.uint16).reshape(-1)
+        _cpu.measure_decoded_bf16(bits, *written, *results)
     return DecodedError(
         num_weights=rows * columns,
         num_nonzero=int(counts[:, 0].sum()),
@@ -98,53 +96,3 @@ def _int16() -> Any:
     import torch
 
     return torch.int16
-
-
-def _jit(function: Any) -> Any:
-    compiled = numba.njit(nogil=True, cache=True)(function)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return cast(Any, compiled)
-
-
-@_jit
-def _measure_int4(
-    codes: Any, scales: Any, packed: Any, block_scales: Any, block_values: Any, e2m1: Any, sums: Any, counts: Any
-) -> None:
-    for row in range(codes.shape[0]):
-        energy, error, largest, nonzero, equal = 0.0, 0.0, 0.0, 0, 0
-        for block in range(block_scales.shape[1]):
-            scale = scales[row, block >> 1]
-            step = block_values[block_scales[row, block]]
-            worst = 0.0
-            for i in range(block * 8, block * 8 + 8):
-                source, result = codes[row, i], packed[row, i]
-                for shift in (0, 4):
-                    q = np.int64((source >> shift) & 15) - 8
-                    w = q * scale
-                    d = w - e2m1[(result >> shift) & 15] * step
-                    energy += w * w
-                    error += d * d
-                    worst = max(worst, abs(d))
-                    nonzero += w != 0.0
-                    equal += (w != 0.0) & (d == 0.0)
-            if scale > 0.0:
-                largest = max(largest, worst / scale)
-        sums[row, 0], sums[row, 1], sums[row, 2] = energy, error, largest
-        counts[row, 0], counts[row, 1] = nonzero, equal
-
-
-@_jit
-def _measure_bf16(
-    bits: Any, bf16: Any, packed: Any, block_scales: Any, block_values: Any, e2m1: Any, sums: Any, counts: Any
-) -> None:
-    for row in range(bits.shape[0]):
-        energy, error, nonzero, equal = 0.0, 0.0, 0, 0
-        for column in range(bits.shape[1]):
-            w = bf16[bits[row, column]]
-            nibble = (packed[row, column >> 1] >> ((column & 1) * 4)) & 15
-            d = w - e2m1[nibble] * block_values[block_scales[row, column >> 4]]
-            energy += w * w
-            error += d * d
-            nonzero += w != 0.0
-            equal += (w != 0.0) & (d == 0.0)
-        sums[row, 0], sums[row, 1] = energy, error
-        counts[row, 0], counts[row, 1] = nonzero, equal

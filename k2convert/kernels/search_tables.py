@@ -7,13 +7,15 @@ hold few and even magnitudes and hardly ever occur, need a look at two windows. 
 exhaustion: tests/kernels/test_windows.py compares all 735,470 histograms under all 128 mantissas with the full search.
 
 A position p counts candidates upwards (larger scale, larger t): position 6 is the first with t >= 1. Errors are
-integers in units of (s / ms)**2, capped at 2**20 - 1 so that sums of 16 stay exact in float32; no winner is near it.
+integers in units of (s / ms)**2, capped at 2**16 - 1; less 2**15 they are 16-bit numbers. A sum without a capped error
+is exact and others are at most too small, so the least sum is the winner's wherever it has none. Where it has one,
+which hardly ever happens, the kernel searches again among all candidates. (A CUDA device has room for larger numbers.)
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -27,25 +29,21 @@ from k2convert.formats.scale_tables import (
     ZERO_CANDIDATE,
     scale_tables,
 )
+from k2convert.kernels._cpu import SearchTables
 
-CACHE_LINE: Final = 64
 LANES: Final = 16
-NUM_COUNTED: Final = 8
 WINDOW_STARTS: Final = (0, 7, 11, 13, 15, 16, 19, 21, 23)
 NUM_WINDOWS: Final = len(WINDOW_STARTS)
-NUM_POSITIONS: Final = WINDOW_STARTS[-1] + LANES
-LOW_PAIR: Final = NUM_WINDOWS
-HIGH_PAIR: Final = NUM_WINDOWS + 1
-"""Stand for two windows that join, positions 0 to 31 and 7 to 38, in the table of windows."""
 PAIRS: Final = ((0, 5), (1, 8))
-
+NUM_POSITIONS: Final = WINDOW_STARTS[-1] + LANES
 WINDOW_OF_SET: Final = (
     "001030004010100061102910491019107010300011101000a110211011101110"
     "81919111419191112190211021901110a1919111319191112190211021901110"
     "8110210041101100411021004110110021102100111011002110211011101100"
     "a1919111419191114190211041901110a1919111319091102190211021901110"
 )
-"""The window of each set of magnitudes, one hexadecimal digit; bit k - 1 of the place says that |q| = k occurs."""
+"""The window of each set of magnitudes, one hexadecimal digit; bit k - 1 of the place says that |q| = k occurs. 9 and a
+stand for two windows that join: the first and the sixth (positions 0 to 31), the second and the last (7 to 38)."""
 
 BOUND_ASSIGNMENTS: Final = (
     (0, 1, 2, 3, 4, 6, 6, 8, 8),
@@ -58,7 +56,12 @@ BOUND_ASSIGNMENTS: Final = (
 """Of the assignments in formats.block_bound those that some histogram needs, as doubled values: for all 735,471 of them
 the greatest quotient is the same without the others (tests/kernels/test_windows.py)."""
 
-ERROR_CAP: Final = (1 << 20) - 1
+FLOAT_ERROR_CAP: Final = (1 << 20) - 1
+"""Sums of 16 errors up to this are exact in float32; no winner is near it."""
+ERROR_CAP: Final = (1 << 16) - 1
+ERROR_SHIFT: Final = 1 << 15
+LARGEST_KEY: Final = 255
+"""A key is error << 8 | LARGEST_KEY - position: the least has the least error, and of equal ones the larger scale."""
 LOWEST_STEP: Final = 6
 """Positions below the first candidate with t >= 1."""
 LAST_GRID_RANK: Final = NUM_CANDIDATES - 2
@@ -66,27 +69,29 @@ SHIFT_OF_ONE: Final = 4
 """mb * 2**4 reaches every ms: the first candidate with t >= 1 has this shift, or mb = 8 and one more."""
 
 
-class SearchTables(NamedTuple):
-    """What the CPU kernels read; flat arrays, because that is what they index.
+@lru_cache(maxsize=1)
+def search_tables() -> SearchTables:
+    """Build the tables for the CPU kernels; cpp/groups.hpp says what each one is."""
+    tables = scale_tables(torch.device("cpu"))
+    maps, map_ids = np.unique(tables.nibble_maps.numpy(), return_inverse=True)
+    nibbles = (maps.view(np.uint64)[:, None] >> (4 * np.arange(16, dtype=np.uint64))) & np.uint64(15)
+    positions = np.array(WINDOW_STARTS)[:, None] + np.arange(LANES)
+    return SearchTables(
+        windows=np.array([int(digit, 16) for digit in WINDOW_OF_SET], dtype=np.uint8),
+        errors=_paired_errors().reshape(-1),
+        keys=(LARGEST_KEY - positions).astype(np.int32).reshape(-1),
+        choices=(map_ids.reshape(-1) | _capped_magnitudes().reshape(-1) << 8).astype(np.uint16),
+        maps=nibbles.astype(np.uint8).reshape(-1),
+        full_errors=tables.errors.numpy().reshape(-1),
+        scale_bytes=tables.scale_bytes.numpy().reshape(-1),
+    )
 
-    windows      uint8 [256]             first window of a set of magnitudes
-    more         uint8 [256]             second window, the first again where one is enough
-    starts       int64 [9]               first position of each window
-    errors       float32 [128 * 9 * 8 * 16]  (ms, window, |q| - 1, lane)
-    map_ids      uint8 [128 * 82]        (ms, rank): which map gives the codes
-    maps         uint8 [maps * 16]       output nibble of each source nibble
-    full_errors  float64 [128 * 9 * 82]  (ms, |q|, rank), as in ScaleTables
-    scale_bytes  uint8 [26 * 82]         (kg - es, rank), as in ScaleTables
-    """
 
-    windows: NDArray[np.uint8]
-    more: NDArray[np.uint8]
-    starts: NDArray[np.int64]
-    errors: NDArray[np.float32]
-    map_ids: NDArray[np.uint8]
-    maps: NDArray[np.uint8]
-    full_errors: NDArray[np.float64]
-    scale_bytes: NDArray[np.uint8]
+def _capped_magnitudes() -> NDArray[np.uint16]:
+    """Return uint16 [128, 82]: bit k - 1 is set where the error of |q| = k is above the cap."""
+    errors_SkC = scale_tables(torch.device("cpu")).errors.numpy()[:, 1:, :]
+    bits_k1 = (1 << np.arange(8, dtype=np.uint16))[:, None]
+    return ((errors_SkC / 4 > ERROR_CAP) * bits_k1).sum(axis=1).astype(np.uint16)
 
 
 def lowest_rank(mantissas: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -95,39 +100,10 @@ def lowest_rank(mantissas: NDArray[np.int64]) -> NDArray[np.int64]:
     return LAST_GRID_RANK - grid_index
 
 
-@lru_cache(maxsize=1)
-def search_tables() -> SearchTables:
-    """Build the tables for the CPU kernels."""
-    tables = scale_tables(torch.device("cpu"))
-    maps, map_ids = np.unique(tables.nibble_maps.numpy(), return_inverse=True)
-    nibbles = (maps.view(np.uint64)[:, None] >> (4 * np.arange(16, dtype=np.uint64))) & np.uint64(15)
-    assert len(maps) <= 256
-    windows = set_windows()
-    return SearchTables(
-        windows=windows[:, 0].copy(),
-        more=windows[:, 1].copy(),
-        starts=np.array(WINDOW_STARTS, dtype=np.int64),
-        errors=_on_cache_line(window_errors().reshape(-1)),
-        map_ids=map_ids.astype(np.uint8).reshape(-1),
-        maps=nibbles.astype(np.uint8).reshape(-1),
-        full_errors=tables.errors.numpy().reshape(-1),
-        scale_bytes=tables.scale_bytes.numpy().reshape(-1),
-    )
-
-
-def _on_cache_line(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Copy the values to where a cache line begins, so that no vector of a window lies across two."""
-    memory = np.empty(values.size + CACHE_LINE // values.itemsize, dtype=values.dtype)
-    skipped = -memory.ctypes.data % CACHE_LINE // values.itemsize
-    aligned = memory[skipped : skipped + values.size]
-    aligned[:] = values
-    return aligned
-
-
 def set_windows() -> NDArray[np.uint8]:
     """Return uint8 [256, 2]: the windows to look at for each set of magnitudes, one twice where it is enough."""
     entries = [int(digit, 16) for digit in WINDOW_OF_SET]
-    return np.array([PAIRS[e - LOW_PAIR] if e >= LOW_PAIR else (e, e) for e in entries], dtype=np.uint8)
+    return np.array([PAIRS[e - NUM_WINDOWS] if e >= NUM_WINDOWS else (e, e) for e in entries], dtype=np.uint8)
 
 
 def window_errors() -> NDArray[np.float32]:
@@ -138,6 +114,13 @@ def window_errors() -> NDArray[np.float32]:
     assert ranks_SP.min() >= FIRST_CANDIDATE > ZERO_CANDIDATE
     by_position = np.take_along_axis(errors_SkC[:, 1:, :], ranks_SP[:, None, :], axis=2)
     # Every candidate here has a shift of at least one, so errors in units of (s / 2ms)**2 are multiples of four.
-    capped = np.minimum(by_position / 4, ERROR_CAP).astype(np.float32)
+    capped = np.minimum(by_position / 4, FLOAT_ERROR_CAP).astype(np.float32)
     windows = [capped[:, :, start : start + LANES] for start in WINDOW_STARTS]
     return np.ascontiguousarray(np.stack(windows, axis=1))
+
+
+def _paired_errors() -> NDArray[np.int16]:
+    """Return int16 [128, 9, 4, 16, 2]: the same by pairs of |q|, less ERROR_SHIFT."""
+    shifted = (np.minimum(window_errors(), ERROR_CAP) - ERROR_SHIFT).astype(np.int16)
+    pairs = shifted.reshape(NUM_MANTISSAS, NUM_WINDOWS, -1, 2, LANES)
+    return np.ascontiguousarray(pairs.swapaxes(-1, -2))

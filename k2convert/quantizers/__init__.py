@@ -38,7 +38,7 @@ class Quantizer(Protocol):
 
     @property
     def backend(self) -> str:
-        """What computes: "numba-cpu", "triton-cuda:0", "torch-cuda:0", "modelopt"."""
+        """What computes: "native-cpu", "triton-cuda:0", "torch-cuda:0", "modelopt"."""
         ...
 
     def measure(self, source: Int4Weight | Tensor, *, name: str) -> Magnitude:

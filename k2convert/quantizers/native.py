@@ -41,7 +41,7 @@ class NativeQuantizer:
     def backend(self) -> str:
         """What computes."""
         if self.device.type == "cpu":
-            return "numba-cpu"
+            return "native-cpu"
         return f"triton-{self.device}" if self._has_triton else f"torch-{self.device}"
 
     def measure(self, source: Int4Weight | Tensor, *, name: str) -> Magnitude:

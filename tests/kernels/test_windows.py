@@ -6,20 +6,21 @@ here ranges over every shift from 0 to 11, so it also covers candidates beyond t
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from k2convert.formats.block_bound import int4_block_bounds
 from k2convert.formats.e2m1 import DOUBLED_VALUES
-from k2convert.kernels.cpu_optimal import EXACT_BIT, WINDOW_SIZE, search_blocks
-from k2convert.kernels.search_tables import BOUND_ASSIGNMENTS, LOWEST_STEP, NUM_WINDOWS, search_tables
-from k2convert.kernels.simd import store_floats
+from k2convert.formats.int4 import Int4Weight
+from k2convert.kernels.cpu import convert_int4
+from k2convert.kernels.search_tables import BOUND_ASSIGNMENTS
 
 NUM_CANDIDATES = 96
+ONE_BF16 = 0x3F80
+FIRST_BYTE = 32
+"""The E4M3 byte of 8 * 2**-6, the block scale of the first candidate."""
 
 
 def all_histograms() -> NDArray[np.uint8]:
@@ -42,45 +43,34 @@ def full_errors(mantissa: int) -> NDArray[np.float64]:
     return ((wanted[:, None, None] - steps[:, None] * np.array(DOUBLED_VALUES)) ** 2).min(axis=2).astype(np.float64)
 
 
-@numba.njit(nogil=True)
-def _count_wrong(histograms: Any, errors: Any, first: Any, mantissa_index: Any, tables: Any, buffers: Any) -> Any:
-    """Count histograms whose pick is not the best candidate, last on ties, or whose exactness is wrong."""
-    masks, tables_at, floats, picks = buffers
-    sums = np.empty(NUM_CANDIDATES)
-    wrong = 0
-    for number in range(histograms.shape[0]):
-        word, present = np.uint64(0), 0
-        sums[:] = 0.0
-        for k in range(8):
-            count = histograms[number, k]
-            if count > 0:
-                word |= np.uint64(count) << np.uint64(8 * k)
-                present |= 1 << k
-                for candidate in range(NUM_CANDIDATES):
-                    sums[candidate] += count * errors[k, candidate]
-        masks[0], masks[1] = present | present << 8, 0
-        tables_at[0] = mantissa_index * NUM_WINDOWS * WINDOW_SIZE
-        store_floats(floats, np.uint64(0), word)
-        store_floats(floats, np.uint64(8), word)
-        search_blocks(np.uint64(1), masks, tables_at, floats, tables, picks)
-        best = 0
-        for candidate in range(NUM_CANDIDATES):
-            if sums[candidate] <= sums[best]:
-                best = candidate
-        pick = best - first | (1 << EXACT_BIT if sums[best] == 0.0 else 0)
-        wrong += present > 0 and (np.int64(picks[0]) != pick or picks[1] != picks[0])
-    return wrong
+def packed_blocks(histograms: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Blocks of 16 INT4 codes with these histograms, half of them negative: uint8 [M, 8]."""
+    at_least = np.cumsum(histograms[:, ::-1], axis=1, dtype=np.int64)
+    magnitudes = np.zeros((len(histograms), 16), dtype=np.int64)
+    for k in range(8):
+        magnitudes += np.arange(16) < at_least[:, k, None]
+    negative = (magnitudes == 8) | (np.arange(16) % 2 == 1)
+    nibbles = (8 + np.where(negative, -magnitudes, magnitudes)).astype(np.uint8)
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
 def count_wrong(histograms: NDArray[np.uint8], mantissa: int) -> int:
-    buffers = (
-        np.zeros(2, dtype=np.uint16),
-        np.zeros(2, dtype=np.int32),
-        np.zeros(16, dtype=np.float32),
-        np.zeros(2, dtype=np.uint32),
-    )
-    first = 32 + -(-mantissa // 16) - 8 - LOWEST_STEP
-    return _count_wrong(histograms, full_errors(mantissa), first, mantissa - 128, search_tables(), buffers)
+    """Count histograms whose scale is not the best candidate, last on ties, and blocks wrongly found exact."""
+    blocks = packed_blocks(np.concatenate([histograms, histograms[: -len(histograms) % 8]]))
+    # s = ms / 128, g = 1/2: candidate c, t = mb * 2**(c // 8) / ms with mb = 8 + c % 8, has b = mb * 2**(c // 8 - 6).
+    scales = torch.full((1, len(blocks) // 2), mantissa - 128 + ONE_BF16, dtype=torch.int16).view(torch.bfloat16)
+    weight = Int4Weight(torch.from_numpy(blocks.reshape(1, -1)), scales)
+    result, counts = convert_int4(weight, rule="optimal", global_scale=0.5)
+    errors, sums_M = full_errors(mantissa), []
+    for start in range(0, len(histograms), 1 << 15):
+        sums = histograms[start : start + (1 << 15)].astype(np.float64) @ errors
+        sums_M.append(np.stack([NUM_CANDIDATES - 1 - sums[:, ::-1].argmin(axis=1), sums.min(axis=1)]))
+    best, least = np.concatenate(sums_M, axis=1)
+    expected = best.astype(np.int64) + FIRST_BYTE
+    found = result.block_scales.numpy()[0].astype(np.int64)[: len(histograms)]
+    some = histograms.any(axis=1)
+    padded_equal = int((np.concatenate([least, least[: -len(histograms) % 8]]) == 0).sum())
+    return int((found != expected)[some].sum()) + abs(counts.equal_blocks - padded_equal)
 
 
 def test_every_histogram_under_some_mantissas() -> None:

@@ -1,0 +1,32 @@
+// BF16 -> NVFP4 under both rules, and what it cost: the element-by-element code of formats/, block by block.
+//
+// Quotients may be FP32 where formats/ has float64: a BF16 weight over a step of four significant bits is never closer
+// to a midpoint than 2**-13 of it unless it is one, so rounding to E2M1 comes out the same. Errors are float64, with
+// terms and sums in the order formats/ gives them.
+//
+// Weights are BF16 bits, 16 a block; `packed` has 8 bytes a block, `scale_bytes` one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace k2 {
+
+void quantize_optimal_bf16(const uint16_t* source, size_t num_blocks, double global_scale, uint8_t* packed,
+                           uint8_t* scale_bytes);
+void quantize_plain_bf16(const uint16_t* source, size_t num_blocks, float global_scale, uint8_t* packed,
+                         uint8_t* scale_bytes);
+
+struct Bf16Totals {
+    int64_t num_nonzero = 0, equal_nonzero = 0, equal_blocks = 0;
+};
+// Sums of w**2 and (w - w')**2 of each row.
+Bf16Totals measure_rows_bf16(const uint16_t* source, const uint8_t* packed, const uint8_t* scale_bytes,
+                             double global_scale, size_t num_rows, size_t blocks_per_row, double* energies,
+                             double* errors);
+// The squared error of each block, and the bound on it (see formats.weight_error_bf16).
+void block_errors_bf16(const uint16_t* source, const uint8_t* packed, const uint8_t* scale_bytes, size_t num_blocks,
+                       double global_scale, double* errors);
+void block_bounds_bf16(const uint16_t* source, size_t num_blocks, double* bounds);
+
+}  // namespace k2

@@ -1,0 +1,26 @@
+// Measuring written NVFP4 bytes against their source: a decoder that shares nothing with the code that wrote them.
+//
+// Element by element in float64: w' = v * b * g against w = q * s, both exact. It assumes nothing about a rule, so it
+// measures anybody's checkpoint and sees a single flipped bit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace k2 {
+
+// Of one row: sum w**2, sum (w - w')**2, the largest |w - w'| / s (INT4 alone), non-zero weights, and those unchanged.
+struct RowError {
+    double energy, error, max_error_steps;
+    int64_t num_nonzero, equal_nonzero;
+};
+
+// `source` and `packed` have 8 bytes a block, `scales` one number for two blocks; `block_values` is b * g of each of the
+// 256 bytes that `block_scales` may have.
+RowError measure_row_int4(const uint8_t* source, const double* scales, const uint8_t* packed,
+                          const uint8_t* block_scales, size_t num_blocks, const double* block_values);
+// `weights` are BF16 bits, 16 a block.
+RowError measure_row_bf16(const uint16_t* weights, const uint8_t* packed, const uint8_t* block_scales,
+                          size_t num_blocks, const double* block_values);
+
+}  // namespace k2

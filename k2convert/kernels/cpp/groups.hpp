@@ -1,0 +1,119 @@
+// Converting a batch of groups: 32 INT4 codes in 16 bytes each, that is two NVFP4 blocks of 8 bytes.
+//
+// `optimal` goes in three phases of short dependency chains:
+//
+//     count     16 bytes -> two histograms of |q|, one byte a magnitude, and the set of magnitudes that occur
+//     search    histogram x error table [8, 16] -> the best of 16 candidates (see search_tables.py)
+//     encode    byte shuffle by the candidate's map, block scale, tally
+//
+// Blocks that the search cannot settle (all zero, a zero scale, a best scale outside the normal range, a capped error in
+// the least sum: all other sums are then at most too small) are settled one by one with the full table, exactly as
+// formats.optimal defines it. Under `plain` the block scale depends on the
+// source scale and the block's largest |q| alone (rounding to BF16 is monotone), and so does every code: both are
+// computed once for each pair met, as formats.plain defines them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "tally.hpp"
+
+namespace k2 {
+
+constexpr int kLanes = 16;
+constexpr int kNumWindows = 9;
+constexpr int kNumMantissas = 128;
+constexpr int kNumCandidates = 82;
+constexpr int kNumOffsets = 26;
+constexpr int kWindowBytes = 8 * kLanes * static_cast<int>(sizeof(int16_t));
+constexpr int kMantissaBytes = kNumWindows * kWindowBytes;
+constexpr int kNumBases = kNumWindows * kLanes;
+// Windows from here on stand for two that join.
+constexpr int kFirstPair = kNumWindows;
+constexpr int kPairs[2][2] = {{0, 5}, {1, 8}};
+constexpr int kLowestStep = 6;
+constexpr int kLastGridRank = kNumCandidates - 2;
+constexpr int kLowestOffset = -6, kHighestOffset = 19;
+
+// What search_tables.py builds, on cache lines.
+//
+//     windows      [256]             window of each set of magnitudes
+//     errors       [128, 9, 4, 16, 2]  (ms, window, pair of magnitudes, lane, one of the pair), less 32768
+//     keys         [9, 16]           255 - position of each lane
+//     choices      [128, 82]         (ms, rank): which map gives the codes; from bit 8 on, which |q| have capped errors
+//     maps         [maps, 16]        output nibble of each source nibble
+//     full_errors  [128, 9, 82]      (ms, |q|, rank)
+//     scale_bytes  [26, 82]          (kg - es, rank)
+struct SearchTables {
+    alignas(64) int16_t errors[kNumMantissas * kNumWindows * 8 * kLanes];
+    alignas(64) int32_t keys[kNumBases];
+    alignas(64) uint8_t maps[256 * 16];
+    uint8_t windows[256];
+    uint16_t choices[kNumMantissas * kNumCandidates];
+    uint8_t scale_bytes[kNumOffsets * kNumCandidates];
+    double full_errors[kNumMantissas * 9 * kNumCandidates];
+};
+
+// Groups in a row, with the slot of each one's scale.
+struct Batch {
+    const uint8_t* packed;   // 16 bytes a group
+    const int16_t* slots;    // one a group
+    size_t num_groups;
+    uint8_t* out;            // 16 bytes a group
+    uint8_t* scale_bytes;    // 2 a group
+};
+
+struct Totals {
+    int64_t equal_blocks = 0, outside_normal = 0;
+};
+
+// The scale and the place in choices of one block that the search cannot settle; counts it, and adds to the totals.
+struct Settled {
+    int scale_byte, place;
+};
+Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTables& tables, Tally& tally,
+                     Totals& totals);
+
+// The same functions in plain C++ and with AVX2; the latter take whole multiples of four groups. They return in the
+// tally and the totals what they counted; g = 2**exponent.
+namespace portable {
+void convert_optimal(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
+void convert_plain(const Batch& batch, Tally& tally, Totals& totals);
+}  // namespace portable
+
+namespace avx2 {
+void convert_optimal(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
+void convert_plain(const Batch& batch, Tally& tally, Totals& totals);
+}  // namespace avx2
+
+// The histogram of one block of 8 bytes: the number of |q| = k in byte k - 1.
+inline uint64_t block_word(const uint8_t* packed) {
+    // Sixteen equal codes fill no byte; zeros are counted below the lowest and shifted out.
+    uint64_t word = 0, minus_eight = 0;
+    for (int i = 0; i < 8; ++i) {
+        for (const int nibble : {packed[i] & 15, packed[i] >> 4}) {
+            const int magnitude = nibble < 8 ? 8 - nibble : nibble - 8;
+            if (magnitude == 8) ++minus_eight;
+            else if (magnitude > 0) word += uint64_t{1} << (8 * magnitude - 8);
+        }
+    }
+    return word | minus_eight << 56;
+}
+
+// The output nibbles of a choice.
+inline const uint8_t* map_of(const SearchTables& tables, int place) {
+    return tables.maps + 16 * (tables.choices[place] & 0xFF);
+}
+
+// Which of the magnitudes of a block have capped errors in a choice.
+inline int capped_magnitudes(const SearchTables& tables, int place, uint8_t present) {
+    return tables.choices[place] >> 8 & present;
+}
+
+// Bit k - 1 where the histogram has |q| = k.
+inline uint8_t present_magnitudes(uint64_t word) {
+    uint64_t bits = ((word & 0x7F7F7F7F7F7F7F7Full) + 0x7F7F7F7F7F7F7F7Full) & 0x8080808080808080ull;
+    return static_cast<uint8_t>((bits >> 7) * 0x0102040810204080ull >> 56);
+}
+
+}  // namespace k2

@@ -1,0 +1,194 @@
+#include "int4.hpp"
+
+#include <cstring>
+#include <limits>
+
+#include "numbers.hpp"
+
+namespace k2 {
+
+namespace {
+
+bool has_avx2() {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx2");
+#else
+    return false;
+#endif
+}
+
+bool chosen_avx2 = has_avx2();
+
+// What of a slot follows from its scale, under `optimal`.
+void place_in_tables(Slot& slot, uint32_t bits, int exponent) {
+    const SplitScale scale = split_scale(bits);
+    const int grid_index = 32 + (scale.mantissa + 15) / 16 - 8 - kLowestStep;
+    // A zero scale has no tables, and no position gives a valid byte: its blocks are settled one by one.
+    const bool is_zero = scale.mantissa == 0;
+    slot.table = is_zero ? 0 : (scale.mantissa - kNumMantissas) * kMantissaBytes;
+    slot.first = is_zero ? -(1 << 12) : 8 * (10 - (exponent - scale.exponent)) + grid_index;
+    slot.rank = is_zero ? 0 : (scale.mantissa - kNumMantissas) * kNumCandidates + kLastGridRank - grid_index;
+}
+
+// The rows of a scale under `plain`, one for each largest |q|: block scale, codes, and which of them are inexact.
+void fill_plain_rows(uint8_t* row, uint32_t bits, float global_scale) {
+    const float scale = bf16_value(bits & 0x7FFF);
+    for (int largest = 0; largest < kPlainRows; ++largest, row += kRowBytes) {
+        const int byte = plain_scale_byte(round_to_bf16(static_cast<float>(largest) * scale), global_scale);
+        const float step = e4m3_value(byte) * global_scale;
+        row[kScaleByte] = static_cast<uint8_t>(byte);
+        for (int k = 1; k < 9; ++k) {
+            const float scaled = round_to_bf16(static_cast<float>(k) * scale) / step;
+            const int code = nearest_code(scaled);
+            row[kMapByte + 8 - k] = static_cast<uint8_t>(code | (scaled > 0.0f ? 8 : 0));
+            if (k < 8) row[kMapByte + 8 + k] = static_cast<uint8_t>(code);
+            const double exact_step = static_cast<double>(e4m3_value(byte)) * static_cast<double>(global_scale);
+            const bool is_exact = static_cast<double>(k) * static_cast<double>(scale) == kCodeValues[code] * exact_step;
+            row[kInexactByte] = static_cast<uint8_t>(row[kInexactByte] | !is_exact << (k - 1));
+        }
+    }
+}
+
+// Convert in batches; `open` prepares a new slot for a scale, `convert` and `convert_rest` a batch each.
+template <class Open, class Convert, class ConvertRest>
+Counted convert_batches(const Int4& source, uint8_t* out, uint8_t* scale_bytes, Rule rule, const Open& open,
+                        const Convert& convert, const ConvertRest& convert_rest) {
+    Tally& tally = thread_tally();
+    Totals totals;
+    Counted counted;
+    int16_t slots[kBatchGroups];
+    int64_t since_drained = 0;
+    for (size_t first = 0; first < source.num_groups; first += kBatchGroups) {
+        if (tally.is_full() || since_drained >= kMaxGroups) {
+            tally.drain(rule, counted.pairs);
+            since_drained = 0;
+        }
+        const size_t size = std::min<size_t>(kBatchGroups, source.num_groups - first);
+        for (size_t i = 0; i < size; ++i) {
+            const uint16_t bits = source.scale_bits[first + i];
+            const int slot = tally.slot_of(bits);
+            slots[i] = static_cast<int16_t>(slot >= 0 ? slot : open(tally, bits));
+        }
+        const size_t whole = chosen_avx2 ? size / 4 * 4 : 0;
+        const Batch batch{source.packed + 16 * first, slots, whole, out + 16 * first, scale_bytes + 2 * first};
+        if (whole > 0) convert(batch, tally, totals);
+        if (whole < size) {
+            const Batch rest{batch.packed + 16 * whole, slots + whole, size - whole, batch.out + 16 * whole,
+                             batch.scale_bytes + 2 * whole};
+            convert_rest(rest, tally, totals);
+        }
+        since_drained += static_cast<int64_t>(size);
+    }
+    tally.drain(rule, counted.pairs);
+    merge_pairs(counted.pairs);
+    counted.equal_blocks = totals.equal_blocks;
+    counted.outside_normal = totals.outside_normal;
+    return counted;
+}
+
+}  // namespace
+
+const char* instructions() { return chosen_avx2 ? "avx2" : "portable"; }
+
+bool use_instructions(const char* name) {
+    const bool wants_avx2 = std::strcmp(name, "avx2") == 0;
+    if ((wants_avx2 && !has_avx2()) || (!wants_avx2 && std::strcmp(name, "portable") != 0)) return false;
+    chosen_avx2 = wants_avx2;
+    return true;
+}
+
+Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTables& tables, Tally& tally,
+                     Totals& totals) {
+    const SplitScale scale = split_scale(bits);
+    Settled settled{kOneByte, 0};
+    if (scale.mantissa == 0 || word == 0) {
+        ++totals.equal_blocks;
+    } else {
+        const int offset = std::min(std::max(exponent - scale.exponent, kLowestOffset), kHighestOffset) - kLowestOffset;
+        const double* errors = tables.full_errors + (scale.mantissa - kNumMantissas) * 9 * kNumCandidates;
+        double best = std::numeric_limits<double>::infinity(), least = best;
+        int best_rank = 0;
+        for (int rank = 0; rank < kNumCandidates; ++rank) {
+            double error = 0.0;
+            for (int k = 1; k < 9; ++k) {
+                error += static_cast<double>(word >> (8 * k - 8) & 0xFF) * errors[k * kNumCandidates + rank];
+            }
+            least = std::min(least, error);
+            if (error < best && tables.scale_bytes[offset * kNumCandidates + rank] > 0) best = error, best_rank = rank;
+        }
+        totals.outside_normal += least < best;
+        totals.equal_blocks += best == 0.0;
+        settled.scale_byte = tables.scale_bytes[offset * kNumCandidates + best_rank];
+        settled.place = (scale.mantissa - kNumMantissas) * kNumCandidates + best_rank;
+    }
+    tally.count_odd(static_cast<int64_t>(bits & 0x7FFF) << 8 | settled.scale_byte, word);
+    return settled;
+}
+
+Counted convert_optimal(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out,
+                        uint8_t* scale_bytes) {
+    const auto open = [&](Tally& tally, uint16_t bits) {
+        const int slot = tally.open_slot(bits, Rule::optimal);
+        place_in_tables(tally.slot(slot), bits, exponent);
+        return slot;
+    };
+    return convert_batches(
+        source, out, scale_bytes, Rule::optimal, open,
+        [&](const Batch& batch, Tally& tally, Totals& totals) {
+            avx2::convert_optimal(batch, exponent, tables, tally, totals);
+        },
+        [&](const Batch& batch, Tally& tally, Totals& totals) {
+            portable::convert_optimal(batch, exponent, tables, tally, totals);
+        });
+}
+
+Counted convert_plain(const Int4& source, float global_scale, uint8_t* out, uint8_t* scale_bytes) {
+    const auto open = [&](Tally& tally, uint16_t bits) {
+        const int slot = tally.open_slot(bits, Rule::plain);
+        fill_plain_rows(tally.rows() + tally.slot(slot).row, bits, global_scale);
+        return slot;
+    };
+    return convert_batches(source, out, scale_bytes, Rule::plain, open, avx2::convert_plain, portable::convert_plain);
+}
+
+namespace {
+
+// BF16 bits of 2**125: eight times it overflows. Infinity, NaN and all negative numbers but -0.0 are above it too.
+constexpr uint16_t kFirstUnusableBits = 0x7E00;
+constexpr uint16_t kMinusZeroBits = 0x8000;
+// Groups of which only the largest scale is looked at first.
+constexpr size_t kChunkGroups = 256;
+
+K2_CLONES uint16_t largest_bits_of(const uint16_t* scale_bits, size_t size) {
+    uint16_t largest = 0;
+    for (size_t i = 0; i < size; ++i) {
+        const uint16_t bits = scale_bits[i] == kMinusZeroBits ? uint16_t{0} : scale_bits[i];
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+}  // namespace
+
+Measured measure(const Int4& source) {
+    Measured measured{0, 0.0f, true};
+    for (size_t first = 0; first < source.num_groups; first += kChunkGroups) {
+        const size_t stop = std::min(first + kChunkGroups, source.num_groups);
+        const uint16_t chunk_bits = largest_bits_of(source.scale_bits + first, stop - first);
+        measured.largest_bits = std::max<uint32_t>(measured.largest_bits, chunk_bits);
+        if (measured.largest_bits >= kFirstUnusableBits) return {measured.largest_bits, 0.0f, false};
+        if (!(8.0f * bf16_value(chunk_bits) > measured.amax)) continue;
+        for (size_t group = first; group < stop; ++group) {
+            const float scale = bf16_value(source.scale_bits[group] & 0x7FFF);
+            if (!(8.0f * scale > measured.amax)) continue;
+            const uint8_t* packed = source.packed + 16 * group;
+            const uint8_t present = present_magnitudes(block_word(packed)) | present_magnitudes(block_word(packed + 8));
+            int largest = 0;
+            while (present >> largest) ++largest;
+            measured.amax = std::max(measured.amax, round_to_bf16(static_cast<float>(largest) * scale));
+        }
+    }
+    return measured;
+}
+
+}  // namespace k2

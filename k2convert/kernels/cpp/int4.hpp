@@ -1,0 +1,57 @@
+// INT4 weights as the module offers them: conversion with its counts, measuring, and what follows from the counts.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "groups.hpp"
+
+namespace k2 {
+
+// A packed INT4 weight: 16 bytes and one scale's BF16 bits a group.
+struct Int4 {
+    const uint8_t* packed;
+    const uint16_t* scale_bits;
+    size_t num_groups;
+};
+
+// Which instructions convert: "avx2" where the CPU has it, or "portable".
+const char* instructions();
+// Choose them by name, for tests; false where the CPU cannot run them.
+bool use_instructions(const char* name);
+
+Counted convert_optimal(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out,
+                        uint8_t* scale_bytes);
+Counted convert_plain(const Int4& source, float global_scale, uint8_t* out, uint8_t* scale_bytes);
+
+struct Measured {
+    uint32_t largest_bits;
+    float amax;
+    bool usable;
+};
+// The largest scale as BF16 bits, the largest |bf16(q * s)|, and whether every scale is usable.
+Measured measure(const Int4& source);
+
+// As PairFigures in formats.weight_error.
+struct Figures {
+    double energy = 0, squared_error = 0;
+    int64_t num_nonzero = 0, equal_nonzero = 0, recoverable_codes = 0;
+    double max_error_steps = 0;
+};
+// Evaluate pairs: `keys` [P], `counts` [P, 9].
+Figures figures_of_pairs(const int64_t* keys, const int64_t* counts, size_t num_pairs, Rule rule, double global_scale);
+
+// Products k * v of six assignments of codes to |q| = 1..8, then their v * v (see search_tables.BOUND_ASSIGNMENTS).
+using Assignments = double[8][12];
+
+struct Sampled {
+    double achieved, plain, bound;
+};
+// The three squared errors of formats.sampled_error on every `stride`th block from `first` on.
+Sampled sample(const Int4& source, const uint8_t* scale_bytes, size_t first, size_t stride, Rule rule,
+               double global_scale, float plain_scale, const Assignments& assignments);
+
+// The sum of finite values rounded once, as math.fsum returns it.
+double exact_sum(const std::vector<double>& values);
+
+}  // namespace k2

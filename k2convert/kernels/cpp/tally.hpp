@@ -1,0 +1,96 @@
+// Counting pairs of source scale and block scale while blocks pass.
+//
+// Every distinct source scale met gets a slot, and a slot a few rows: one for each block scale its blocks usually get,
+// found without a search. `optimal` finds it by the candidate's position, `plain` by the block's largest |q|. Blocks
+// that have to be looked at one by one (all zero, or best served outside the normal E4M3 range) are counted in a small
+// hash table. A row is one cache line, and holds all that a block needs to touch:
+//
+//     byte  0..31                        32..35    36            37                           48..63
+//           elements with |q| = 1..8,    blocks    `plain`:      `plain`: bit k - 1 where     `plain`: output nibble
+//           uint32 each                            E4M3 byte     |q| = k is inexact           of each source nibble
+//
+// Where slots or hash table run full, what was counted is taken away as pairs, and counting goes on.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace k2 {
+
+constexpr int kMaxSlots = 2048;
+constexpr int kOptimalRows = 40;
+constexpr int kPlainRows = 9;
+constexpr int kRowBytes = 64;
+constexpr int kBlocksLane = 8;
+constexpr int kScaleByte = 36, kInexactByte = 37, kMapByte = 48;
+constexpr int kOddCapacity = 1 << 13;
+// Groups that pass through the phases of a kernel together; their buffers stay in the first-level cache.
+constexpr int kBatchGroups = 64;
+// Counters of 32 bits hold this many groups of 32 weights.
+constexpr int64_t kMaxGroups = int64_t{1} << 26;
+
+enum class Rule { optimal, plain };
+
+// One pair: key = BF16 bits of s << 8 | E4M3 byte of b, its blocks, and their elements with |q| = 0..8.
+struct Pair {
+    int64_t key, num_blocks, counts[9];
+};
+
+// What was counted, in ascending order of the key.
+struct Counted {
+    std::vector<Pair> pairs;
+    int64_t equal_blocks = 0, outside_normal = 0;
+};
+
+// What `optimal` knows of a source scale: places in the tables, see search_tables.py.
+struct Slot {
+    int32_t table;  // byte offset of its mantissa's errors
+    int32_t first;  // E4M3 byte of position 0, any integer
+    int32_t rank;   // where position 0 stands in the table of choices
+    int32_t row;    // byte offset of the row of position 0
+};
+
+class Tally {
+public:
+    Tally();
+
+    // The slot of a scale, or -1.
+    int slot_of(uint16_t bits) const { return slot_of_[bits]; }
+    // A new slot, its rows empty.
+    int open_slot(uint16_t bits, Rule rule);
+    uint16_t bits_of(int slot) const { return slot_bits_[slot]; }
+    Slot& slot(int number) { return slots_[number]; }
+    const Slot* slots() const { return slots_; }
+    uint8_t* rows() { return rows_; }
+    // A row that stands for nothing: what is counted in it is lost.
+    static constexpr int32_t spare_row() { return kMaxSlots * kOptimalRows * kRowBytes; }
+
+    // Count one block in the hash table; `word` has the number of |q| = k in byte k - 1.
+    void count_odd(int64_t key, uint64_t word);
+    // Whether a batch more could need room that is not there.
+    bool is_full() const;
+    // Take what was counted since the last call and leave the tally empty.
+    void drain(Rule rule, std::vector<Pair>& pairs);
+
+private:
+    struct Free {
+        void operator()(void* memory) const;
+    };
+    std::unique_ptr<void, Free> memory_;
+    uint8_t* rows_;
+    uint8_t* odd_rows_;
+    int64_t* odd_keys_;
+    Slot* slots_;
+    int16_t* slot_of_;
+    uint16_t* slot_bits_;
+    int num_slots_ = 0, num_odd_ = 0;
+};
+
+// This thread's tally, empty.
+Tally& thread_tally();
+
+// Sort pairs by key and add up those of one key; minus zero is counted with zero, as everywhere.
+void merge_pairs(std::vector<Pair>& pairs);
+
+}  // namespace k2
