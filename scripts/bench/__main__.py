@@ -100,7 +100,7 @@ def int4_weights(source: Path) -> int:
 def whole_command(bench: Bench, gigabytes: float) -> None:
     """Copying, reading, writing, converting and validating the same folder, cold and warm."""
     source, smaller = bench.sized(gigabytes), bench.sized(min(FOUR, gigabytes))
-    # The first run compiles what is compiled once a machine. What it writes is validated below.
+    # What the first run writes is validated below.
     validated = bench.work / "validated"
     shutil.rmtree(validated, ignore_errors=True)
     subprocess.run([PYTHON, "-m", "k2convert", "run", smaller, validated, "--json"], check=True, capture_output=True)
