@@ -124,7 +124,7 @@ def measure_decoded_bf16(
     """The same for BF16 bits; the largest error stays zero."""
 
 def instructions() -> str:
-    """Which instructions INT4 weights are converted with: "avx2" where the CPU has it, else "portable"."""
+    """Which instructions INT4 weights are converted and decoded with: "avx2" where the CPU has it, else "portable"."""
 
 def use_instructions(name: str) -> None:
     """Choose them, for tests of the one on a CPU that has the other; ValueError where it has not."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -25,20 +24,10 @@ from k2convert.formats.plain import plain_global_scale, quantize_plain
 from k2convert.formats.rule import RULES, Rule
 from k2convert.formats.sampled_error import sample_error
 from k2convert.formats.weight_error import pair_figures
-from k2convert.kernels import _cpu
 from k2convert.kernels._cpu import exact_sum
 from k2convert.kernels.cpu import convert_int4, figures_of_counts, measure_int4, sample_int4_error
 
-
-@pytest.fixture(autouse=True, params=["avx2", "portable"])
-def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Everything here holds with and without AVX2, where the CPU has it."""
-    before = _cpu.instructions()
-    if before == "portable" and request.param != before:
-        pytest.skip("this CPU has no AVX2")
-    _cpu.use_instructions(request.param)
-    yield
-    _cpu.use_instructions(before)
+pytestmark = pytest.mark.usefixtures("instructions")
 
 
 def own_scale(weight: Int4Weight, rule: Rule) -> float:

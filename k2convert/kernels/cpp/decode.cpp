@@ -1,21 +1,14 @@
 #include "decode.hpp"
 
+#include <algorithm>
 #include <cmath>
 
+#include "instructions.hpp"
 #include "numbers.hpp"
 
 namespace k2 {
 
 namespace {
-
-// Four sums of every fourth element: what a vector of float64 holds, and the same order on every CPU.
-constexpr int kSums = 4;
-
-struct Sums {
-    double energy[kSums] = {}, error[kSums] = {};
-
-    double total(const double (&sums)[kSums]) const { return (sums[0] + sums[1]) + (sums[2] + sums[3]); }
-};
 
 // Twice the value of an E2M1 nibble: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives.
 inline int8_t doubled_value(uint8_t nibble) {
@@ -24,48 +17,54 @@ inline int8_t doubled_value(uint8_t nibble) {
     return static_cast<int8_t>(nibble & 8 ? -value : value);
 }
 
+inline double sum_of(const double (&lanes)[4]) { return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]); }
+
 }  // namespace
 
+namespace portable {
+
 K2_CLONES RowError measure_row_int4(const uint8_t* source, const double* scales, const uint8_t* packed,
-                                    const uint8_t* block_scales, size_t num_blocks, const double* block_values) {
-    Sums sums;
+                                    const uint8_t* block_scales, size_t num_groups, const double* block_values) {
+    // Low and high nibbles have four sums each: what a vector of float64 holds.
+    double errors[2][4] = {};
     RowError row{};
-    for (size_t block = 0; block < num_blocks; ++block, source += kBlock / 2, packed += kBlock / 2) {
-        const double scale = scales[block / 2], half_step = 0.5 * block_values[block_scales[block]];
-        int8_t codes[kBlock], values[kBlock];
-        for (int i = 0; i < kBlock / 2; ++i) {
-            codes[i] = static_cast<int8_t>((source[i] & 15) - 8);
-            codes[i + kBlock / 2] = static_cast<int8_t>((source[i] >> 4) - 8);
-            values[i] = doubled_value(packed[i] & 15);
-            values[i + kBlock / 2] = doubled_value(packed[i] >> 4);
-        }
-        double worst[kSums] = {};
-        int64_t nonzero[kSums] = {}, equal[kSums] = {};
-        for (int i = 0; i < kBlock; i += kSums) {
-            for (int lane = 0; lane < kSums; ++lane) {
-                const double weight = static_cast<double>(codes[i + lane]) * scale;
-                const double difference = weight - static_cast<double>(values[i + lane]) * half_step;
-                sums.energy[lane] += weight * weight;
-                sums.error[lane] += difference * difference;
-                const double size = difference < 0.0 ? -difference : difference;
-                worst[lane] = size > worst[lane] ? size : worst[lane];
-                nonzero[lane] += weight != 0.0;
-                equal[lane] += weight != 0.0 && difference == 0.0;
+    for (size_t group = 0; group < num_groups; ++group, source += 16, packed += 16) {
+        const double scale = scales[group];
+        double worst = 0.0;
+        int squared = 0, num_nonzero = 0;
+        for (int i = 0; i < 16; ++i) {
+            const double half_step = 0.5 * block_values[block_scales[2 * group + static_cast<size_t>(i / 8)]];
+            for (int high = 0; high < 2; ++high) {
+                const int code = (source[i] >> (4 * high) & 15) - 8;
+                const double weight = static_cast<double>(code) * scale;
+                const double value = static_cast<double>(doubled_value(packed[i] >> (4 * high) & 15));
+                const double difference = weight - value * half_step;
+                errors[high][i % 4] += difference * difference;
+                worst = std::max(worst, std::fabs(difference));
+                row.equal_nonzero += weight != 0.0 && difference == 0.0;
+                squared += code * code;
+                num_nonzero += code != 0;
             }
         }
-        row.num_nonzero += nonzero[0] + nonzero[1] + nonzero[2] + nonzero[3];
-        row.equal_nonzero += equal[0] + equal[1] + equal[2] + equal[3];
-        const double largest = std::max(std::max(worst[0], worst[1]), std::max(worst[2], worst[3]));
-        if (scale > 0.0) row.max_error_steps = std::max(row.max_error_steps, largest / scale);
+        row.energy += static_cast<double>(squared) * (scale * scale);
+        if (scale != 0.0) row.num_nonzero += num_nonzero;
+        if (scale > 0.0) row.max_error_steps = std::max(row.max_error_steps, worst / scale);
     }
-    row.energy = sums.total(sums.energy);
-    row.error = sums.total(sums.error);
+    row.error = sum_of(errors[0]) + sum_of(errors[1]);
     return row;
+}
+
+}  // namespace portable
+
+RowError measure_row_int4(const uint8_t* source, const double* scales, const uint8_t* packed,
+                          const uint8_t* block_scales, size_t num_groups, const double* block_values) {
+    const auto measure = uses_avx2() ? avx2::measure_row_int4 : portable::measure_row_int4;
+    return measure(source, scales, packed, block_scales, num_groups, block_values);
 }
 
 K2_CLONES RowError measure_row_bf16(const uint16_t* weights, const uint8_t* packed, const uint8_t* block_scales,
                                     size_t num_blocks, const double* block_values) {
-    Sums sums;
+    double energy[4] = {}, error[4] = {};
     RowError row{};
     for (size_t block = 0; block < num_blocks; ++block, weights += kBlock, packed += kBlock / 2) {
         const double half_step = 0.5 * block_values[block_scales[block]];
@@ -73,14 +72,14 @@ K2_CLONES RowError measure_row_bf16(const uint16_t* weights, const uint8_t* pack
             const double weight = bf16_value(weights[i]);
             const uint8_t nibble = packed[i / 2] >> (4 * (i & 1)) & 15;
             const double difference = weight - static_cast<double>(doubled_value(nibble)) * half_step;
-            sums.energy[i % kSums] += weight * weight;
-            sums.error[i % kSums] += difference * difference;
+            energy[i % 4] += weight * weight;
+            error[i % 4] += difference * difference;
             row.num_nonzero += weight != 0.0;
             row.equal_nonzero += weight != 0.0 && difference == 0.0;
         }
     }
-    row.energy = sums.total(sums.energy);
-    row.error = sums.total(sums.error);
+    row.energy = sum_of(energy);
+    row.error = sum_of(error);
     return row;
 }
 

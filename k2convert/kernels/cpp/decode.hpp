@@ -15,12 +15,23 @@ struct RowError {
     int64_t num_nonzero, equal_nonzero;
 };
 
-// `source` and `packed` have 8 bytes a block, `scales` one number for two blocks; `block_values` is b * g of each of the
-// 256 bytes that `block_scales` may have.
+// Groups have 16 bytes of `source` and of `packed`, one scale and two block scales; `block_values` is b * g of each of
+// the 256 bytes that a block scale may have.
 RowError measure_row_int4(const uint8_t* source, const double* scales, const uint8_t* packed,
-                          const uint8_t* block_scales, size_t num_blocks, const double* block_values);
+                          const uint8_t* block_scales, size_t num_groups, const double* block_values);
 // `weights` are BF16 bits, 16 a block.
 RowError measure_row_bf16(const uint16_t* weights, const uint8_t* packed, const uint8_t* block_scales,
                           size_t num_blocks, const double* block_values);
+
+// The same in plain C++ and with AVX2, equal to the last bit.
+namespace portable {
+RowError measure_row_int4(const uint8_t* source, const double* scales, const uint8_t* packed,
+                          const uint8_t* block_scales, size_t num_groups, const double* block_values);
+}  // namespace portable
+
+namespace avx2 {
+RowError measure_row_int4(const uint8_t* source, const double* scales, const uint8_t* packed,
+                          const uint8_t* block_scales, size_t num_groups, const double* block_values);
+}  // namespace avx2
 
 }  // namespace k2

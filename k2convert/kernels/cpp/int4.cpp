@@ -1,23 +1,13 @@
 #include "int4.hpp"
 
-#include <cstring>
 #include <limits>
 
+#include "instructions.hpp"
 #include "numbers.hpp"
 
 namespace k2 {
 
 namespace {
-
-bool has_avx2() {
-#if defined(__x86_64__)
-    return __builtin_cpu_supports("avx2");
-#else
-    return false;
-#endif
-}
-
-bool chosen_avx2 = has_avx2();
 
 // What of a slot follows from its scale, under `optimal`.
 void place_in_tables(Slot& slot, uint32_t bits, int exponent) {
@@ -69,7 +59,7 @@ Counted convert_batches(const Int4& source, uint8_t* out, uint8_t* scale_bytes, 
             const int slot = tally.slot_of(bits);
             slots[i] = static_cast<int16_t>(slot >= 0 ? slot : open(tally, bits));
         }
-        const size_t whole = chosen_avx2 ? size / 4 * 4 : 0;
+        const size_t whole = uses_avx2() ? size / 4 * 4 : 0;
         const Batch batch{source.packed + 16 * first, slots, whole, out + 16 * first, scale_bytes + 2 * first};
         if (whole > 0) convert(batch, tally, totals);
         if (whole < size) {
@@ -87,15 +77,6 @@ Counted convert_batches(const Int4& source, uint8_t* out, uint8_t* scale_bytes, 
 }
 
 }  // namespace
-
-const char* instructions() { return chosen_avx2 ? "avx2" : "portable"; }
-
-bool use_instructions(const char* name) {
-    const bool wants_avx2 = std::strcmp(name, "avx2") == 0;
-    if ((wants_avx2 && !has_avx2()) || (!wants_avx2 && std::strcmp(name, "portable") != 0)) return false;
-    chosen_avx2 = wants_avx2;
-    return true;
-}
 
 Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTables& tables, Tally& tally,
                      Totals& totals) {

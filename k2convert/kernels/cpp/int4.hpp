@@ -15,11 +15,6 @@ struct Int4 {
     size_t num_groups;
 };
 
-// Which instructions convert: "avx2" where the CPU has it, or "portable".
-const char* instructions();
-// Choose them by name, for tests; false where the CPU cannot run them.
-bool use_instructions(const char* name);
-
 Counted convert_optimal(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out,
                         uint8_t* scale_bytes);
 Counted convert_plain(const Int4& source, float global_scale, uint8_t* out, uint8_t* scale_bytes);

@@ -10,6 +10,7 @@
 
 #include "bf16.hpp"
 #include "decode.hpp"
+#include "instructions.hpp"
 #include "int4.hpp"
 #include "numbers.hpp"
 
@@ -210,7 +211,7 @@ void measure_decoded_int4(const In<uint8_t>& source, const In<double>& scales, c
     require(sums.size() == 0 || num_blocks / (sums.size() / 3) % 2 == 0, "rows are whole groups");
     measure_decoded(num_blocks, sums, counts, [&](size_t first, size_t size) {
         return k2::measure_row_int4(source.data() + 8 * first, scales.data() + first / 2, packed.data() + 8 * first,
-                                    block_scales.data() + first, size, block_values.data());
+                                    block_scales.data() + first, size / 2, block_values.data());
     });
 }
 
