@@ -1,7 +1,9 @@
 // What follows from counted pairs and from sampled blocks, operation by operation as in formats/ (float64, in the order
 // given there), so that figures agree to the last bit.
 #include <cmath>
+#include <cstring>
 
+#include "instructions.hpp"
 #include "int4.hpp"
 #include "numbers.hpp"
 
@@ -11,6 +13,9 @@ namespace {
 
 // Blocks whose pairs may be counted before the hash table has to be asked for room.
 constexpr size_t kSampleBatch = 2 * kBatchGroups;
+constexpr size_t kBoundBatch = 32;
+// Sampled blocks that are fetched from memory while the next are gathered.
+constexpr size_t kPrefetched = 16;
 
 struct PairError {
     double energy = 0, error = 0;
@@ -67,17 +72,37 @@ double error_of_blocks(const std::vector<uint64_t>& words, const std::vector<int
     return exact_sum(errors);
 }
 
-// The bound of a block, see formats.block_bound.
-double block_bound(uint64_t word, double scale, const Assignments& assignments) {
-    double energy = 0.0, sums[12] = {};
+// The bounds of up to kBoundBatch blocks of these scales, see formats.block_bound; block by block in vectors.
+K2_CLONES void bound_blocks(const uint64_t* words, const double* scales, size_t size, const Assignments& assignments,
+                            double* bounds) {
+    double counts[8][kBoundBatch], sums[12][kBoundBatch] = {}, energy[kBoundBatch] = {}, explained[kBoundBatch] = {};
     for (int k = 0; k < 8; ++k) {
-        const double count = static_cast<double>(word >> (8 * k) & 0xFF);
-        energy += count * static_cast<double>((k + 1) * (k + 1));
-        for (int i = 0; i < 12; ++i) sums[i] += count * assignments[k][i];
+        for (size_t i = 0; i < kBoundBatch; ++i) {
+            counts[k][i] = static_cast<int32_t>(i < size ? words[i] >> (8 * k) & 0xFF : 0);
+            energy[i] += counts[k][i] * static_cast<double>((k + 1) * (k + 1));
+        }
+        for (int j = 0; j < 12; ++j) {
+            for (size_t i = 0; i < kBoundBatch; ++i) sums[j][i] += counts[k][i] * assignments[k][j];
+        }
     }
-    double explained = 0.0;
-    for (int i = 0; i < 6; ++i) explained = std::max(explained, sums[i] * sums[i] / std::max(sums[i + 6], 1.0));
-    return (energy - explained) * (scale * scale);
+    for (int j = 0; j < 6; ++j) {
+        for (size_t i = 0; i < kBoundBatch; ++i) {
+            const double squares = sums[j + 6][i] > 1.0 ? sums[j + 6][i] : 1.0;
+            const double share = sums[j][i] * sums[j][i] / squares;
+            explained[i] = share > explained[i] ? share : explained[i];
+        }
+    }
+    for (size_t i = 0; i < size; ++i) bounds[i] = (energy[i] - explained[i]) * (scales[i] * scales[i]);
+}
+
+// The histograms of blocks of 8 bytes.
+std::vector<uint64_t> count_blocks(const std::vector<uint64_t>& packed) {
+    std::vector<uint64_t> words(packed.size());
+    const auto* bytes = reinterpret_cast<const uint8_t*>(packed.data());
+    const size_t whole = uses_avx2() ? packed.size() / 4 * 4 : 0;
+    avx2::count_blocks(bytes, whole, words.data());
+    portable::count_blocks(bytes + 8 * whole, packed.size() - whole, words.data() + whole);
+    return words;
 }
 
 }  // namespace
@@ -97,16 +122,24 @@ Figures figures_of_pairs(const int64_t* keys, const int64_t* counts, size_t num_
 
 Sampled sample(const Int4& source, const uint8_t* scale_bytes, size_t first, size_t stride, Rule rule,
                double global_scale, float plain_scale, const Assignments& assignments) {
-    std::vector<uint64_t> words;
-    std::vector<int64_t> keys;
-    std::vector<double> bounds;
     const size_t size = (2 * source.num_groups - first + stride - 1) / stride;
-    words.reserve(size), keys.reserve(size), bounds.reserve(size);
-    for (size_t block = first; block < 2 * source.num_groups; block += stride) {
+    std::vector<uint64_t> packed(size);
+    std::vector<int64_t> keys(size);
+    std::vector<double> scales(size), bounds(size);
+    for (size_t i = 0, block = first; i < size; ++i, block += stride) {
+        // Sampled blocks lie on lines far apart.
+        const size_t ahead = std::min(block + kPrefetched * stride, 2 * source.num_groups - 1);
+        __builtin_prefetch(source.packed + 8 * ahead);
+        __builtin_prefetch(source.scale_bits + ahead / 2);
+        __builtin_prefetch(scale_bytes + ahead);
         const int64_t bits = source.scale_bits[block / 2] & 0x7FFF;
-        words.push_back(block_word(source.packed + 8 * block));
-        keys.push_back(bits << 8 | scale_bytes[block]);
-        bounds.push_back(block_bound(words.back(), bf16_value(static_cast<uint32_t>(bits)), assignments));
+        std::memcpy(&packed[i], source.packed + 8 * block, 8);
+        keys[i] = bits << 8 | scale_bytes[block];
+        scales[i] = bf16_value(static_cast<uint32_t>(bits));
+    }
+    const std::vector<uint64_t> words = count_blocks(packed);
+    for (size_t i = 0; i < size; i += kBoundBatch) {
+        bound_blocks(&words[i], &scales[i], std::min(kBoundBatch, size - i), assignments, &bounds[i]);
     }
     Sampled sampled{error_of_blocks(words, keys, rule, global_scale), 0.0, exact_sum(bounds)};
     sampled.plain = sampled.achieved;
@@ -115,7 +148,7 @@ Sampled sample(const Int4& source, const uint8_t* scale_bytes, size_t first, siz
             const int64_t bits = keys[i] >> 8;
             int largest = 0;
             while (present_magnitudes(words[i]) >> largest) ++largest;
-            const float amax = round_to_bf16(static_cast<float>(largest) * bf16_value(static_cast<uint32_t>(bits)));
+            const float amax = round_to_bf16(static_cast<float>(largest) * static_cast<float>(scales[i]));
             keys[i] = bits << 8 | plain_scale_byte(amax, plain_scale);
         }
         sampled.plain = error_of_blocks(words, keys, Rule::plain, plain_scale);

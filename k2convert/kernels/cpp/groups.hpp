@@ -74,14 +74,16 @@ struct Settled {
 Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTables& tables, Tally& tally,
                      Totals& totals);
 
-// The same functions in plain C++ and with AVX2; the latter take whole multiples of four groups. They return in the
-// tally and the totals what they counted; g = 2**exponent.
+// The same functions in plain C++ and with AVX2; the latter take whole multiples of four groups or blocks. They return in
+// the tally and the totals what they counted; g = 2**exponent. Words are histograms, see block_word.
 namespace portable {
+void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words);
 void convert_optimal(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
 void convert_plain(const Batch& batch, Tally& tally, Totals& totals);
 }  // namespace portable
 
 namespace avx2 {
+void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words);
 void convert_optimal(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
 void convert_plain(const Batch& batch, Tally& tally, Totals& totals);
 }  // namespace avx2

@@ -140,11 +140,19 @@ constexpr uint16_t kMinusZeroBits = 0x8000;
 // Groups of which only the largest scale is looked at first.
 constexpr size_t kChunkGroups = 256;
 
-K2_CLONES uint16_t largest_bits_of(const uint16_t* scale_bits, size_t size) {
+K2_CLONES uint16_t largest_of(const uint16_t* scale_bits, size_t size) {
+    uint16_t largest = 0;
+    for (size_t i = 0; i < size; ++i) largest = std::max(largest, scale_bits[i]);
+    return largest;
+}
+
+// The largest of the bits, minus zero's taken as zero's.
+uint16_t largest_bits_of(const uint16_t* scale_bits, size_t size) {
+    const uint16_t all = largest_of(scale_bits, size);
+    if (all < kFirstUnusableBits) return all;
     uint16_t largest = 0;
     for (size_t i = 0; i < size; ++i) {
-        const uint16_t bits = scale_bits[i] == kMinusZeroBits ? uint16_t{0} : scale_bits[i];
-        largest = bits > largest ? bits : largest;
+        if (scale_bits[i] != kMinusZeroBits) largest = std::max(largest, scale_bits[i]);
     }
     return largest;
 }
