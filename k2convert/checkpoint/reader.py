@@ -18,13 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.buffers import BUFFERS, PAGE_BYTES
-from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo
 from k2convert.checkpoint.page_cache import PageCache
 from k2convert.errors import SourceReadError
 
 Bytes = NDArray[np.uint8]
-
-ELEMENT_BYTES = 8  # the widest dtype's; tensors that begin elsewhere in a file are copied to where one may begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,8 @@ class ShardReader:
                 f"{self._locate(tensor.shard)}: tensor {tensor.name}: reading failed ({error.strerror}). "
                 "Check the disk and run again: finished shards stay finished."
             ) from error
-        return data if begin % ELEMENT_BYTES == 0 else data.copy()
+        # What lies across its elements' boundaries in the file is copied to where an element may begin.
+        return data if begin % DTYPE_BYTES[tensor.dtype] == 0 else data.copy()
 
     def _read(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
         file, first = self._open(tensor.shard), begin - begin % PAGE_BYTES
