@@ -1,6 +1,6 @@
 """Fetch, convert, upload, delete: the shards of a streamed job, overlapping, in bounded disk.
 
-One thread fetches ahead as far as the room goes, workers convert, one thread uploads and commits in groups. What the
+One thread fetches ahead as far as the room goes, workers convert, two threads upload and commit in groups. What the
 stages do is given as callables; nothing here knows the Hub or the formats. The first failure stops everything; what was
 finished stays finished, and doing the job again continues it.
 """
@@ -16,10 +16,14 @@ from k2convert.disk import DiskPlan, Item, shrinking_need
 
 _POLL_SECONDS = 0.2
 _LEAVE_SECONDS = 10.0
+NUM_UPLOADS = 2  # plain LFS sends a file's parts one after the other, and hashing one file leaves the line idle
 
 
 class Publisher(Protocol):
-    """The uploading side: bytes first, then commits that make several shards certain at once."""
+    """The uploading side: bytes first, then commits that make several shards certain at once.
+
+    Several threads upload, and one of them at a time commits meanwhile.
+    """
 
     @property
     def num_pending(self) -> int:
@@ -76,14 +80,15 @@ class Pipeline:
         self._fetched: deque[Item] = deque()
         self._converted: deque[Item] = deque(waiting)
         self._left_to_convert, self._left_to_leave = len(self._items), len(self._items) + len(waiting)
-        self._is_blocked = False
+        self._is_blocked = self._is_committing = False
+        self._num_uploading = 0
         self._failure: BaseException | None = None
 
     def run(self) -> None:
         """Do it all. An interrupt in the calling thread stops the others and is passed on."""
         works = [self._fetch_all, *[self._convert_all] * self._num_workers]
         if self._stages.publisher is not None:
-            works.append(self._upload_all)
+            works += [self._upload_all] * NUM_UPLOADS
         threads = [threading.Thread(target=self._guard, args=(work,), daemon=True) for work in works]
         try:
             for thread in threads:
@@ -172,20 +177,33 @@ class Pipeline:
     def _upload_all(self) -> None:
         publisher = self._stages.publisher
         assert publisher is not None
-        while self._left_to_leave:
+        while True:
             with self._changed:
-                if not self._wait(lambda: bool(self._converted) or self._must_commit(publisher)):
+                if not self._wait(lambda: self._has_upload_work(publisher)) or self._left_to_leave == 0:
                     return
                 item = self._converted.popleft() if self._converted else None
+                self._is_committing |= item is None
+                self._num_uploading += item is not None
+            commits = item is None
             if item is not None:
                 publisher.upload(item.name)
-            if item is None or publisher.is_group_due():
+                with self._changed:
+                    self._num_uploading -= 1
+                    commits = not self._is_committing and publisher.is_group_due()
+                    self._is_committing |= commits
+                    self._changed.notify_all()
+            if commits:
                 self._drop(publisher.commit())
+
+    def _has_upload_work(self, publisher: Publisher) -> bool:
+        """A shard to send, a group to commit, or nothing ever again."""
+        return bool(self._converted) or self._left_to_leave == 0 or self._must_commit(publisher)
 
     def _must_commit(self, publisher: Publisher) -> bool:
         """With nothing to send: commit when a group is due, when room is wanted, or when nothing more will come."""
-        wanted = self._is_blocked or self._left_to_convert == 0 or publisher.is_group_due()
-        return publisher.num_pending > 0 and wanted
+        is_last = self._left_to_convert == 0 and self._num_uploading == 0
+        wanted = self._is_blocked or is_last or publisher.is_group_due()
+        return not self._is_committing and publisher.num_pending > 0 and wanted
 
     def _drop(self, names: Sequence[str]) -> None:
         for name in names:
@@ -193,4 +211,5 @@ class Pipeline:
         with self._changed:
             self._used -= sum(self._sizes[name] for name in names)
             self._left_to_leave -= len(names)
+            self._is_committing = False
             self._changed.notify_all()

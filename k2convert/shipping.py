@@ -92,8 +92,10 @@ class Shipping:
 
     def commit(self) -> list[str]:
         """Commit what was sent; returns the shards whose files are no longer needed here."""
-        arrived, self._arrived = self._arrived, []
-        return arrived + [upload.name for upload in self.publication.commit_group()]
+        arrived = list(self._arrived)  # other threads may add to it meanwhile
+        names = arrived + [upload.name for upload in self.publication.commit_group()]
+        del self._arrived[: len(arrived)]
+        return names
 
     def restore(self, *, fingerprint: str) -> None:
         """Take over what the journal and the branch know of this job; records of other jobs are left out."""

@@ -25,6 +25,8 @@ from k2convert.hub.source import RemoteRepo, file_url
 NUM_CONNECTIONS = 8
 _NUM_ROUNDS = 3  # whole fetches of a file whose bytes keep arriving wrong
 _HASH_BYTES = 4 << 20
+_WRITE_BYTES = 1 << 20
+_MAX_CHUNKS = 512  # Linux takes up to 1,024 buffers a write
 
 
 def download_shard(
@@ -144,19 +146,57 @@ def _fetch_runs(
 
 def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: threading.Event) -> None:
     """Write one range response to its place, marking each segment as its last byte is written."""
-    position, segment = run.start * partial.segment_bytes, run.start
-    with hub.stream_range(url, begin=position, end=partial.end_of(run.stop - 1)) as chunks:
-        for chunk in chunks:
+    with hub.stream_range(url, begin=run.start * partial.segment_bytes, end=partial.end_of(run.stop - 1)) as chunks:
+        received = _Received(partial, run)
+        try:
+            for chunk in chunks:
+                received.add(chunk)
+                if halt.is_set():
+                    return
+        finally:
+            received.write()  # a broken connection keeps what it brought
+
+
+class _Received:
+    """Chunks of one range that wait to be written together: every write takes the file's lock and the interpreter's."""
+
+    def __init__(self, partial: PartialFile, run: range) -> None:
+        self._partial, self._run = partial, run
+        self._position: int = run.start * partial.segment_bytes
+        self._segment = run.start
+        self._chunks: list[bytes] = []
+        self._num_bytes = 0
+
+    def add(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+        self._num_bytes += len(chunk)
+        if self._num_bytes >= _WRITE_BYTES or len(self._chunks) == _MAX_CHUNKS:
+            self.write()
+
+    def write(self) -> None:
+        """Write what waits; raises DiskFullError."""
+        partial, views = self._partial, self._chunks
+        while views:
             try:
-                os.pwrite(partial.descriptor, chunk, position)
+                count = partial.write(views, self._position)
             except OSError as error:
                 raise DiskFullError(f"{partial.path}: cannot be written ({error.strerror}). Free some.") from error
-            position += len(chunk)
-            while segment < run.stop and position >= partial.end_of(segment):
-                partial.finish(segment)
-                segment += 1
-            if halt.is_set():
-                return
+            self._position += count
+            self._num_bytes -= count
+            views = _after(views, count)
+        self._chunks = []
+        while self._segment < self._run.stop and self._position >= partial.end_of(self._segment):
+            partial.finish(self._segment)
+            self._segment += 1
+
+
+def _after(chunks: list[bytes], num_bytes: int) -> list[bytes]:
+    """What follows the first `num_bytes` of the chunks."""
+    for i, chunk in enumerate(chunks):
+        if num_bytes < len(chunk):
+            return [chunk[num_bytes:], *chunks[i + 1 :]]
+        num_bytes -= len(chunk)
+    return []
 
 
 def _file_sha256(path: Path) -> str:

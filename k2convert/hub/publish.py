@@ -131,16 +131,18 @@ class Publication:
     def commit_group(self) -> list[Upload]:
         """Commit what was uploaded; returns it once the branch lists it with the right hashes, so local copies may go.
 
-        Waits where another commit would exceed the hourly limit. Raises HubError where a hash differs.
+        Other threads may add shards meanwhile; they are left for the next group. Waits where another commit would
+        exceed the hourly limit. Raises HubError where a hash differs.
         """
         from huggingface_hub import CommitOperationAdd
 
-        if not self._pending:
+        taken = list(self._pending)
+        if not taken:
             return []
         self._wait_for_the_hour()
-        api, group = self.hub.api(), [pending.upload for pending in self._pending]
-        operations = [pending.operation for pending in self._pending]
-        for pending in self._pending:
+        api, group = self.hub.api(), [pending.upload for pending in taken]
+        operations = [pending.operation for pending in taken]
+        for pending in taken:
             for path, data in pending.records.items():
                 operations.append(CommitOperationAdd(f"{RECORDS_FOLDER}/{path}", data))
         message = f"Add {len(group)} shards: {group[0].name} to {group[-1].name}" if len(group) > 1 else group[0].name
@@ -150,7 +152,8 @@ class Publication:
         )
         self._commits.append(time.monotonic())
         self._confirm(api, group)
-        self._pending.clear()
+        del self._pending[: len(taken)]
+        self._since = time.monotonic()
         return group
 
     def _confirm(self, api: "HfApi", group: list[Upload]) -> None:

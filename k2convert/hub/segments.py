@@ -43,12 +43,14 @@ class PartialFile:
     resumed_bytes: int
     _taken: bytearray = field(init=False)
     _lock: threading.Condition = field(init=False)
+    _writing: threading.Lock = field(init=False)
     _recorded_at: float = field(init=False)
     _recorded: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         self._taken = bytearray(self.done)
         self._lock = threading.Condition()
+        self._writing = threading.Lock()
         self._recorded_at = time.monotonic()
         self._recorded = bytes(self.done)
 
@@ -79,6 +81,12 @@ class PartialFile:
             for segment in segments:
                 self._taken[segment] = self.done[segment]
             self._lock.notify_all()
+
+    def write(self, chunks: list[bytes], position: int) -> int:
+        """Write as much of the chunks as the system takes at once; returns how many bytes that was."""
+        # The system lets one thread at a time into a file, and the others would burn their time spinning.
+        with self._writing:
+            return os.pwritev(self.descriptor, chunks, position)
 
     def wait(self, seconds: float) -> None:
         """Return when something changed, or after `seconds`."""

@@ -48,9 +48,9 @@ def fetch(target: Path) -> None:
 
 def measure(work: Path, *, gigabytes: float, shards: int, xet: bool) -> dict[str, Run]:
     """Run the stages and the whole once each."""
-    source, converted, out = work / f"set-{gigabytes:g}-{shards}", work / "converted", work / "job"
+    source, converted, out = work / f"layers-{gigabytes:g}-{shards}", work / "converted", work / "job"
     if not (source / "config.json").exists():
-        shape = ["--dense-layers", "0", "--layers", "1", "--gigabytes", str(gigabytes), "--shards", str(shards)]
+        shape = ["--dense-layers", "0", "--layers", str(shards), "--gigabytes", str(gigabytes / shards)]
         subprocess.run([PYTHON, "-m", "scripts.fixture_maker", "k2-shaped", str(source), *shape], check=True)
     for folder in (converted, out, work / "home", work / "hub"):
         shutil.rmtree(folder, ignore_errors=True)
@@ -83,7 +83,7 @@ def measure(work: Path, *, gigabytes: float, shards: int, xet: bool) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=5.0)
-    parser.add_argument("--shards", type=int, default=10)
+    parser.add_argument("--shards", type=int, default=10, help="MoE layers, a shard each as in K2")
     parser.add_argument("--no-xet", action="store_true", help="upload by plain LFS")
     parser.add_argument("--work", type=Path, default=Path("bench-work"))
     parser.add_argument("--serve", type=Path, nargs=2, help=argparse.SUPPRESS)

@@ -237,6 +237,7 @@ void use_instructions(const std::string& name) {
 }  // namespace
 
 NB_MODULE(_cpu, module) {
+    nb::set_leak_warnings(false);  // the tables are kept for as long as the process lives
     const auto freely = nb::call_guard<Release>();
     nb::class_<k2::SearchTables>(module, "SearchTables").def(
         nb::new_(&make_tables), "windows"_a, "errors"_a, "keys"_a, "choices"_a, "maps"_a, "full_errors"_a, "scale_bytes"_a);
