@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 SMALLEST_POOLED: Final = 1 << 16
 PAGE_BYTES: Final = 4096
-POOL_BYTES: Final = 256 << 20
+POOL_BYTES: Final = 320 << 20
+SIZE_BITS: Final = 4
 
 
 def _free_references() -> int:
@@ -46,7 +47,7 @@ class BufferPool:
         held = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
         if SMALLEST_POOLED <= num_bytes <= self._capacity_bytes // 4:
             with self._lock:
-                memory = self._take(held + PAGE_BYTES)
+                memory = self._take(_rounded(held + PAGE_BYTES))
         else:
             memory = np.empty(held + PAGE_BYTES, dtype=np.uint8)
         skipped = -memory.ctypes.data % PAGE_BYTES
@@ -63,6 +64,12 @@ class BufferPool:
             # The oldest leaves the pool; it lives on for as long as somebody uses it.
             held -= self._arrays.pop(0).nbytes
         return array
+
+
+def _rounded(num_bytes: int) -> int:
+    """The next number of SIZE_BITS significant bits, an eighth more at most: similar sizes share their buffers."""
+    unit = 1 << max(num_bytes.bit_length() - SIZE_BITS, 0)
+    return -(-num_bytes // unit) * unit
 
 
 BUFFERS: Final = BufferPool(POOL_BYTES)

@@ -67,11 +67,15 @@ def test_any_span_is_read_exactly(prepare: Callable[[Path], None], begin: int, e
         assert reader.read(tensor, end=half).tobytes() == content[begin : begin + half]
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("U8", 1), ("BF16", 2), ("F32", 4), ("I64", 8)])
 @pytest.mark.parametrize("begin", [0, 1, 2, 4, 7, 8, 4093, 4104])
-def test_tensor_at_an_odd_place_of_a_file_lies_where_its_dtype_may(begin: int, shard: Path) -> None:
+def test_tensor_at_an_odd_place_of_a_file_lies_where_its_dtype_may(
+    begin: int, dtype: str, size: int, shard: Path
+) -> None:
     with ShardReader(lambda _: shard) as reader:
-        data = reader.read(TensorInfo("t", "BF16", (50_000,), begin, begin + 100_000, "shard"))
-    assert data.ctypes.data % 8 == 0
+        data = reader.read(TensorInfo("t", dtype, (80_000 // size,), begin, begin + 80_000, "shard"))
+    assert data.ctypes.data % size == 0
+    assert data.tobytes() == shard.read_bytes()[begin : begin + 80_000]
 
 
 def test_what_was_not_cached_is_not_cached_afterwards(shard: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from k2convert.buffers import BUFFERS
 from k2convert.errors import DestinationWriteError, DiskFullError, K2ConvertError
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -53,8 +54,8 @@ class ShardWriter:
         self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         self._num_bytes = num_bytes
         self._hash = blake3()
-        # Anonymous maps are page-aligned, as O_DIRECT wants; NumPy copies into them without the interpreter's lock.
-        self._staging = [np.frombuffer(mmap.mmap(-1, STAGING_BYTES), dtype=np.uint8) for _ in range(NUM_STAGING)]
+        # Whole pages, as O_DIRECT wants; NumPy copies into them without the interpreter's lock.
+        self._staging = [BUFFERS.empty_pages(STAGING_BYTES)[:STAGING_BYTES] for _ in range(NUM_STAGING)]
         self._current, self._filled, self._position = 0, 0, 0
         self._pending: deque[tuple[Future[None], Future[object]]] = deque()
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="write")

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from k2convert.buffers import BUFFERS
 from k2convert.errors import DiskFullError, HubError
 from k2convert.hub.client import Hub, HubRequestError, ignore
 from k2convert.hub.segments import PartialFile, open_partial
@@ -24,7 +25,7 @@ from k2convert.hub.source import RemoteRepo, file_url
 
 NUM_CONNECTIONS = 8
 _NUM_ROUNDS = 3  # whole fetches of a file whose bytes keep arriving wrong
-_HASH_BYTES = 4 << 20
+_HASH_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 20
 _MAX_CHUNKS = 512  # Linux takes up to 1,024 buffers a write
 
@@ -93,6 +94,7 @@ def _fill(
     ]
     digest = hashlib.sha256()
     position = 0
+    buffer = BUFFERS.empty(_HASH_BYTES)
     try:
         for thread in threads:
             thread.start()
@@ -105,9 +107,9 @@ def _fill(
             if position == frontier:
                 partial.wait(0.2)
             else:
-                data = os.pread(partial.descriptor, min(_HASH_BYTES, frontier - position), position)
-                digest.update(data)
-                position += len(data)
+                count = os.preadv(partial.descriptor, [buffer[: frontier - position].data], position)
+                digest.update(buffer[:count].data)
+                position += count
             partial.record()
             progress(partial.done_bytes())
     finally:
