@@ -20,12 +20,15 @@ PYTHON = sys.executable
 REPO = "moon/set"
 
 
-def serve(root: Path, source: Path) -> None:
-    """Run the loopback Hub until killed; prints its address."""
+def serve(root: Path, source: Path, *, line: float | None) -> None:
+    """Run the loopback Hub until killed, with so many megabytes a second each way; prints its address."""
     sys.path.insert(0, str(ROOT / "tests" / "hub"))
+    from faults import Line
     from loopback import TOKEN, LoopbackHub
 
     with LoopbackHub(root) as hub:
+        if line is not None:
+            hub.traffic.down, hub.traffic.up = Line(line * 1e6), Line(line * 1e6)
         hub.api.token = TOKEN
         hub.store.add_folder(REPO, source)
         print(hub.url, TOKEN, flush=True)
@@ -46,7 +49,7 @@ def fetch(target: Path) -> None:
             (target / shard).unlink()
 
 
-def measure(work: Path, *, gigabytes: float, shards: int, xet: bool) -> dict[str, Run]:
+def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float | None) -> dict[str, Run]:
     """Run the stages and the whole once each."""
     source, converted, out = work / f"layers-{gigabytes:g}-{shards}", work / "converted", work / "job"
     if not (source / "config.json").exists():
@@ -55,7 +58,7 @@ def measure(work: Path, *, gigabytes: float, shards: int, xet: bool) -> dict[str
     for folder in (converted, out, work / "home", work / "hub"):
         shutil.rmtree(folder, ignore_errors=True)
     server = subprocess.Popen(
-        [PYTHON, "-m", "scripts.bench.hub", "--serve", work / "hub", source],
+        [PYTHON, "-m", "scripts.bench.hub", "--serve", work / "hub", source, *(["--line", str(line)] if line else [])],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert server.stdout is not None
@@ -85,20 +88,25 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=5.0)
     parser.add_argument("--shards", type=int, default=10, help="MoE layers, a shard each as in K2")
     parser.add_argument("--no-xet", action="store_true", help="upload by plain LFS")
+    parser.add_argument("--line", type=float, help="megabytes a second each way; plain LFS alone goes over the line")
     parser.add_argument("--work", type=Path, default=Path("bench-work"))
     parser.add_argument("--serve", type=Path, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--fetch", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        return serve(*arguments.serve)
+        return serve(*arguments.serve, line=arguments.line)
     if arguments.fetch:
         return fetch(arguments.fetch)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    xet = not arguments.no_xet
-    results = measure(arguments.work.absolute(), gigabytes=arguments.gigabytes, shards=arguments.shards, xet=xet)
+    if arguments.line and not arguments.no_xet:
+        parser.error("--line needs --no-xet: Xet's local storage is a folder, which no line leads to")
+    xet, line = not arguments.no_xet, arguments.line
+    work, shards = arguments.work.absolute(), arguments.shards
+    results = measure(work, gigabytes=arguments.gigabytes, shards=shards, xet=xet, line=line)
     slowest = max(run.seconds for label, run in results.items() if label != "Hub to Hub")
     print(
-        f"{describe_machine()}; {arguments.gigabytes:g} GB in {arguments.shards} shards, Xet {'on' if xet else 'off'}\n"
+        f"{describe_machine()}; {arguments.gigabytes:g} GB in {shards} shards, Xet {'on' if xet else 'off'}"
+        f"{f', {line:g} MB/s each way' if line else ''}\n"
     )
     print("| stage | seconds | CPU seconds | peak RSS | of the slowest stage |\n|---|---|---|---|---|")
     for label, run in results.items():

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -41,13 +42,32 @@ class Request:
     received: int = 0
 
 
+class Line:
+    """One direction of a network, which all connections share."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def carry(self, num_bytes: int) -> None:
+        """Return when these bytes are through."""
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_second
+            left = self._free_at - now
+        time.sleep(left)
+
+
 @dataclass(slots=True)
 class Traffic:
     """Faults still to come and requests so far; used from all server threads."""
 
     requests: list[Request] = field(default_factory=list)
     injected: list[Fault] = field(default_factory=list)
-    bytes_per_second: float | None = None
+    bytes_per_second: float | None = None  # of each connection
+    down: Line | None = None
+    up: Line | None = None
     _faults: list[Fault] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

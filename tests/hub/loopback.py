@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
-from faults import Fault, Kind, Request, Traffic
+from faults import Fault, Kind, Line, Request, Traffic
 from loopback_api import Api, Reply, refused
 from loopback_store import Entry, Store
 
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.request_log.received += len(chunk)
                 digest.update(chunk)
                 file.write(chunk)
-                self._throttle(len(chunk))
+                self._throttle(len(chunk), self.hub.traffic.up)
         if "part" not in query and digest.hexdigest() != sha256:
             self._reply(refused(400, "BadRequest", "The bytes do not have the announced sha256"))
             return
@@ -210,10 +210,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(chunk)
                 sent += len(chunk)
                 self.request_log.sent = sent
-                self._throttle(len(chunk))
+                self._throttle(len(chunk), self.hub.traffic.down)
         return None
 
-    def _throttle(self, num_bytes: int) -> None:
+    def _throttle(self, num_bytes: int, line: Line | None) -> None:
+        if line is not None:
+            line.carry(num_bytes)
         if self.hub.traffic.bytes_per_second:
             time.sleep(num_bytes / self.hub.traffic.bytes_per_second)
 
