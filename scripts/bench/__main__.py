@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from typing import Any
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.validate import measure_folder
 from scripts.bench.measure import Run, describe_machine, evict, run_once, summarize, warm
+from scripts.fixture_maker.__main__ import main as make_fixture
 
 PYTHON = sys.executable
 LIMITS = "scripts.bench.limits"
 PEERS = "scripts.bench.peers"
-FOUR = 4  # gigabytes of the shard that one core converts: long enough to tell, short enough to repeat
+TWO, FOUR = 2, 4  # gigabytes of the shards that one core converts and that are validated: enough to tell, soon done
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class Bench:
         if not (folder / "config.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
             note(f"making {name}")
-            shape = [folder, "--dense-layers", 0, "--layers", 1, *options]
-            subprocess.run([PYTHON, "-m", "scripts.fixture_maker", "k2-shaped", *map(str, shape)], check=True)
+            with redirect_stdout(sys.stderr):
+                make_fixture(["k2-shaped", str(folder), "--dense-layers", "0", *map(str, options)])
         return folder
 
     def sized(self, gigabytes: float) -> Path:
@@ -99,7 +101,7 @@ def int4_weights(source: Path) -> int:
 
 def whole_command(bench: Bench, gigabytes: float) -> None:
     """Copying, reading, writing, converting and validating the same folder, cold and warm."""
-    source, smaller = bench.sized(gigabytes), bench.sized(min(FOUR, gigabytes))
+    source, smaller, smallest = (bench.sized(min(size, gigabytes)) for size in (gigabytes, FOUR, TWO))
     # What the first run writes is validated below.
     validated = bench.work / "validated"
     shutil.rmtree(validated, ignore_errors=True)
@@ -116,7 +118,7 @@ def whole_command(bench: Bench, gigabytes: float) -> None:
         Job("durable write alone", source, [LIMITS, "write", source, bench.out]),
     )
     bench.time(
-        *(Job(f"run {r}, one core, warm", smaller, bench.convert(smaller, "--rule", r), cores=1) for r in rules),
+        *(Job(f"run {r}, one core, warm", smallest, bench.convert(smallest, "--rule", r), cores=1) for r in rules),
         Job("run optimal, smaller, warm", smaller, bench.convert(smaller)),
         Job("validate --source, smaller, warm", smaller, ["k2convert", "validate", validated, "--source", smaller]),
     )
@@ -127,7 +129,7 @@ def whole_command(bench: Bench, gigabytes: float) -> None:
 
 def peers(bench: Bench) -> None:
     """The published pipelines on slices they can finish, each beside k2convert on the same slice."""
-    slice_, short = bench.source("slice-8", "--experts", 8), bench.source("slice-1", "--experts", 1)
+    slice_, short = bench.source("slice-8", "--experts", 8), bench.source("slice-1", "--experts", 1, "--hidden", 4096)
     small = bench.source("slice-small", "--experts", 1, "--hidden", 2048, "--intermediate", 512)
     nearly_empty = bench.source("nearly-empty", "--experts", 1, "--hidden", 256, "--intermediate", 64)
     reference = bench.convert(short, "--quantizer", "reference")

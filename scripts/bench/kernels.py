@@ -15,7 +15,7 @@ from k2convert.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantizers import Quantizer, create_quantizer
 
 ROWS, COLUMNS = 2048, 7168
-NUM_TENSORS = 12
+NUM_TENSORS = 8
 NUM_WEIGHTS = NUM_TENSORS * ROWS * COLUMNS
 BYTES_PER_WEIGHT = 2 * (4 + 0.5) / 8
 """Read and written: 4 bits of code and half a bit of scale each way."""

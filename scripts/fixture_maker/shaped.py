@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -43,17 +44,26 @@ def draw_int4(rows: int, columns: int, generator: torch.Generator) -> tuple[torc
     return codes.flatten(1).to(torch.int8), scales
 
 
+@lru_cache(maxsize=1)
+def _draw(
+    projections: tuple[tuple[str, tuple[int, int]], ...], seed: int
+) -> tuple[torch.Tensor, dict[str, _Projection]]:
+    """BF16 noise and one expert of these shapes: all that is random."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = (0.02 * torch.randn(_NOISE_NUMBERS, generator=generator)).bfloat16()
+    drawn: dict[str, _Projection] = {}
+    for kind, (rows, columns) in projections:
+        codes, scales = draw_int4(rows, columns, generator)
+        drawn[kind] = _Projection(pack(codes), scales)
+    return noise, drawn
+
+
 class _Values:
     """The bytes of any tensor of the checkpoint, by its name alone."""
 
     def __init__(self, shape: K2Shape, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
         self._shape = shape
-        self._noise = (0.02 * torch.randn(_NOISE_NUMBERS, generator=generator)).bfloat16()
-        self._projections = {}
-        for kind, (rows, columns) in shape.projections().items():
-            codes, scales = draw_int4(rows, columns, generator)
-            self._projections[kind] = _Projection(pack(codes), scales)
+        self._noise, self._projections = _draw(tuple(shape.projections().items()), seed)
 
     def __call__(self, spec: TensorSpec) -> Iterator[memoryview]:
         if ".mlp.experts." in spec.name:
