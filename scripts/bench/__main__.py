@@ -130,7 +130,7 @@ def whole_command(bench: Bench, gigabytes: float) -> None:
 def peers(bench: Bench) -> None:
     """The published pipelines on slices they can finish, each beside k2convert on the same slice."""
     slice_, short = bench.source("slice-8", "--experts", 8), bench.source("slice-1", "--experts", 1, "--hidden", 4096)
-    small = bench.source("slice-small", "--experts", 1, "--hidden", 2048, "--intermediate", 512)
+    small = bench.source("slice-small", "--experts", 1, "--hidden", 2048, "--intermediate", 256)
     nearly_empty = bench.source("nearly-empty", "--experts", 1, "--hidden", 256, "--intermediate", 64)
     reference = bench.convert(short, "--quantizer", "reference")
     bench.time(

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from k2convert.checkpoint.page_cache import PageCache
+
 
 @dataclass(frozen=True)
 class Run:
@@ -65,13 +67,16 @@ def evict(folder: Path) -> None:
 
 
 def warm(folder: Path) -> None:
-    """Read a folder's files into the page cache."""
+    """Read into the page cache what it does not hold of a folder's files."""
     buffer = bytearray(16 << 20)
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
+        if not path.is_file() or path.stat().st_size == 0:
+            continue
+        with path.open("rb", buffering=0) as file:
+            cache = PageCache(file.fileno())
+            for begin in range(0, path.stat().st_size, len(buffer)):
+                if not cache.holds_most(begin, begin + len(buffer)):
+                    os.preadv(file.fileno(), [buffer], begin)
 
 
 def describe_machine() -> str:
