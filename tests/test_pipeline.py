@@ -33,24 +33,38 @@ class Disk:
 
 @dataclass
 class Branch:
-    """Commits what was sent when four shards wait."""
+    """Commits what was sent when four shards wait; `delay` is how long sending and committing take, in seconds."""
 
+    delay: float = 0.0
     sent: list[str] = field(default_factory=list)
     committed: list[str] = field(default_factory=list)
+    commits: int = 0
+    most_uploads: int = 0
+    uploading: set[str] = field(default_factory=set)
+    committing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def num_pending(self) -> int:
         return len(self.sent)
 
     def upload(self, name: str) -> None:
+        self.uploading.add(name)
+        self.most_uploads = max(self.most_uploads, len(self.uploading))
+        time.sleep(self.delay)
+        self.uploading.discard(name)
         self.sent.append(name)
 
     def is_group_due(self) -> bool:
         return len(self.sent) >= 4
 
     def commit(self) -> list[str]:
-        group, self.sent = self.sent, []
+        assert self.committing.acquire(blocking=False), "two commits at once"
+        group = list(self.sent)
+        time.sleep(self.delay)
+        del self.sent[: len(group)]
         self.committed += group
+        self.commits += 1
+        self.committing.release()
         return group
 
 
@@ -164,6 +178,30 @@ def test_stages_overlap() -> None:
         stop=threading.Event(),
     ).run()
     assert time.monotonic() - start < 0.8 * 3 * 8 * 0.05
+
+
+def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
+    items = [Item(f"o{i}", (f"s{i}",), 10) for i in range(24)]
+    sources, disk, branch = {f"s{i}": 10 for i in range(24)}, Disk(), Branch(delay=0.02)
+    Pipeline(
+        items,
+        disk=plan_disk(items, source_bytes=sources, room=10**9, outputs_leave=True, can_shrink=False),
+        source_bytes=sources,
+        room=10**9,
+        stages=Stages(
+            fetch=lambda source: disk.add(source, 10),
+            convert=lambda item, _: disk.add(item.name, 10),
+            drop_source=disk.drop,
+            drop_output=disk.drop,
+            publisher=branch,
+        ),
+        num_workers=1,
+        stop=threading.Event(),
+    ).run()
+    assert sorted(branch.committed) == sorted(item.name for item in items)
+    assert branch.most_uploads == 2
+    assert branch.commits <= 24 // 4 + 1
+    assert not disk.files
 
 
 def test_uploads_left_by_an_earlier_run_are_finished_first() -> None:
