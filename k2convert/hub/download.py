@@ -6,8 +6,8 @@ tied to an ETag: the address contains the commit, its content cannot change, and
 answers with ETags of its own.
 
 Why not Xet for downloads: hf_xet puts a file together from chunks on the CPU, and cannot resume inside a file after its
-process has ended. Measured on loopback with 1 GB of random bytes on two shared cores: ranges 200 MB/s and 3.4 s of CPU
-with the sha256 checked, hf_xet 105 MB/s and 4.9 s without. The Hub serves every Xet file over plain ranges too. Uploads
+process has ended; on loopback it was half as fast as ranges and took more of the CPU, its hash not even checked.
+The Hub serves every Xet file over plain ranges too. Uploads
 use Xet where the library does: it finds there what the Hub already has.
 """
 

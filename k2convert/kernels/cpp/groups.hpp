@@ -8,9 +8,9 @@
 //
 // Blocks that the search cannot settle (all zero, a zero scale, a best scale outside the normal range, a capped error in
 // the least sum: all other sums are then at most too small) are settled one by one with the full table, exactly as
-// formats.optimal defines it. Under `plain` the block scale depends on the
-// source scale and the block's largest |q| alone (rounding to BF16 is monotone), and so does every code: both are
-// computed once for each pair met, as formats.plain defines them.
+// formats.optimal defines it. Under `plain` the block scale depends on the source scale and the block's largest |q| alone
+// (rounding to BF16 is monotone), and so does every code: both are computed once for each pair met, as formats.plain
+// defines them.
 #pragma once
 
 #include <cstdint>
