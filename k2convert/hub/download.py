@@ -6,9 +6,9 @@ tied to an ETag: the address contains the commit, its content cannot change, and
 answers with ETags of its own.
 
 Why not Xet for downloads: hf_xet puts a file together from chunks on the CPU, and cannot resume inside a file after its
-process has ended; on loopback it was half as fast as ranges and took more of the CPU, its hash not even checked.
-The Hub serves every Xet file over plain ranges too. Uploads
-use Xet where the library does: it finds there what the Hub already has.
+process has ended; on loopback it was half as fast as ranges and took more of the CPU, its hash not even checked. The
+Hub serves every Xet file over plain ranges too. Uploads use Xet where the library does: it finds there what the Hub
+already has.
 """
 
 import hashlib
