@@ -6,6 +6,8 @@ The token comes from HF_TOKEN or the login file, through the library alone; noth
 import os
 import random
 import re
+import socket
+import ssl
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -136,10 +138,11 @@ class Hub:
         )
 
     @contextmanager
-    def stream_range(self, url: str, *, begin: int, end: int) -> Generator[Iterator[bytes]]:
-        """Open bytes [begin, end) of `url` and yield their chunks; one attempt, HubRequestError when it fails.
+    def stream_range(self, url: str, *, begin: int, end: int, direct: bool = True) -> Generator["RangeBody"]:
+        """Open bytes [begin, end) of `url` to be read; one attempt, HubRequestError when it fails.
 
-        A response that is shorter, longer or of another range than asked for is an error, not data.
+        A response that is shorter, longer or of another range than asked for is an error, not data. Unless `direct`,
+        every byte comes through the HTTP library.
         """
         check_online()
         from huggingface_hub.utils import get_session, hf_raise_for_status
@@ -158,16 +161,93 @@ class Hub:
                     f"{url}: asked for bytes {begin}-{end - 1}, the answer was {response.status_code} {answered!r}. "
                     "A proxy between here and the Hub may strip ranges."
                 )
-            yield _exactly(response.iter_raw(), end - begin, where=url)
+            connection = body_socket(response, end - begin) if direct else None
+            yield RangeBody(response.iter_raw(), end - begin, connection=connection, where=url)
 
     def fetch_range(self, url: str, *, begin: int, end: int) -> bytes:
         """Bytes [begin, end) of `url`, retried."""
+        data = bytearray(end - begin)
 
         def fetch() -> bytes:
-            with self.stream_range(url, begin=begin, end=end) as chunks:
-                return b"".join(chunks)
+            filled = 0
+            with self.stream_range(url, begin=begin, end=end) as body:
+                while count := body.read_into(memoryview(data)[filled:]):
+                    filled += count
+            return bytes(data)
 
         return self.call(f"fetch bytes {begin}-{end - 1} of {url}", fetch) if end > begin else b""
+
+
+class RangeBody:
+    """The bytes of one range response, read into the caller's memory.
+
+    A library made for small answers copies each 64 KB, under TLS each 16 KB, four times and holds the interpreter
+    meanwhile. So, where `connection` is given, what follows the library's first piece is read from its socket.
+    """
+
+    def __init__(
+        self, pieces: Iterator[bytes], num_bytes: int, *, connection: socket.socket | None, where: str
+    ) -> None:
+        self._pieces, self._num_bytes, self._where = pieces, num_bytes, where
+        self._connection = connection
+        self._received = 0
+        self._piece: memoryview | None = None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether all but the first piece comes from the socket."""
+        return self._connection is not None
+
+    def read_into(self, memory: memoryview) -> int:
+        """Fill the beginning of `memory` with what has come, at least a byte; returns how many, 0 at the end.
+
+        Raises HubRequestError where the response ends before its range does, or does not end with it.
+        """
+        if self._piece is None or (not self._piece and self._connection is None):
+            self._piece = memoryview(next(self._pieces, b""))
+            self._received += len(self._piece)
+            if self._received > self._num_bytes:
+                raise self._unlike("more")
+        if self._piece:
+            count = min(len(self._piece), len(memory))
+            memory[:count] = self._piece[:count]
+            self._piece = self._piece[count:]
+            return count
+        if self._connection is not None and self._received < self._num_bytes:
+            count = self._connection.recv_into(memory[: self._num_bytes - self._received])
+            self._received += count
+            if count:
+                return count
+        if self._received < self._num_bytes:
+            raise self._unlike(f"only {self._received:,}")
+        return 0
+
+    def _unlike(self, amount: str) -> "HubRequestError":
+        reason = f"the answer had {amount} of {self._num_bytes:,} bytes"
+        return HubRequestError(f"{self._where}: {reason}. Run the same command again.", reason=reason, transient=True)
+
+
+def body_socket(response: Any, num_bytes: int) -> socket.socket | None:
+    """The socket that the rest of a response's body can be read from as it is, where there is one.
+
+    None for other protocols than HTTP/1.1, for a body that is coded in any way or not of `num_bytes`, and for TLS
+    within TLS.
+    """
+    headers, stream = response.headers, response.extensions.get("network_stream")
+    coded = "Transfer-Encoding" in headers or "Content-Encoding" in headers
+    if (
+        stream is None
+        or coded
+        or response.http_version != "HTTP/1.1"
+        or headers.get("Content-Length") != str(num_bytes)
+    ):
+        return None
+    connection: object = stream.get_extra_info("socket")
+    kind = socket.socket if stream.get_extra_info("ssl_object") is None else ssl.SSLSocket
+    if not isinstance(connection, kind):
+        return None
+    connection.settimeout(STALL_SECONDS)
+    return connection
 
 
 class HubRequestError(HubError):
@@ -202,7 +282,7 @@ def explained(action: str) -> Generator[None]:
         raise offline_error() from None
     except HfHubHTTPError as error:
         raise _explain_response(action, error) from error
-    except (_transport_error(), ConnectionError, TimeoutError) as error:
+    except (_transport_error(), ConnectionError, TimeoutError, ssl.SSLError) as error:
         reason = f"the connection to the Hub failed ({type(error).__name__}: {error})"
         raise HubRequestError(
             f"could not {action}: {reason}. Check the network; running the same command again continues the work.",
@@ -241,18 +321,6 @@ def _explain_response(action: str, error: Any) -> HubRequestError:
 def _retry_after(headers: Mapping[str, str]) -> float | None:
     value = headers.get("Retry-After", "")
     return min(float(value), 3600.0) if value.isdigit() else None
-
-
-def _exactly(chunks: Iterator[bytes], expected: int, *, where: str) -> Iterator[bytes]:
-    received = 0
-    for chunk in chunks:
-        received += len(chunk)
-        if received > expected:
-            break
-        yield chunk
-    if received != expected:
-        reason = f"the answer had {'more' if received > expected else f'only {received:,}'} of {expected:,} bytes"
-        raise HubRequestError(f"{where}: {reason}. Run the same command again.", reason=reason, transient=True)
 
 
 def check_online() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from k2convert.buffers import BUFFERS
-from k2convert.errors import DiskFullError, HubError
+from k2convert.errors import HubError
 from k2convert.hub.client import Hub, HubRequestError, ignore
 from k2convert.hub.segments import PartialFile, open_partial
 from k2convert.hub.source import RemoteRepo, file_url
@@ -27,7 +27,6 @@ NUM_CONNECTIONS = 8
 _NUM_ROUNDS = 3  # whole fetches of a file whose bytes keep arriving wrong
 _HASH_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 20
-_MAX_CHUNKS = 512  # Linux takes up to 1,024 buffers a write
 
 
 def download_shard(
@@ -132,7 +131,7 @@ def _fetch_runs(
                 partial.wait(0.2)  # another connection may yet give a run back
                 continue
             try:
-                _stream_run(hub, partial, url, run, halt)
+                _stream_run(hub, partial, url, run, halt, direct=num_failures == 0)
                 num_failures = 0
             except HubRequestError as error:
                 num_failures = 1 if partial.done[run.start] else num_failures + 1
@@ -146,59 +145,27 @@ def _fetch_runs(
         partial.wake()
 
 
-def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: threading.Event) -> None:
+def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: threading.Event, *, direct: bool) -> None:
     """Write one range response to its place, marking each segment as its last byte is written."""
-    with hub.stream_range(url, begin=run.start * partial.segment_bytes, end=partial.end_of(run.stop - 1)) as chunks:
-        received = _Received(partial, run)
+    position, segment = run.start * partial.segment_bytes, run.start
+    memory, filled = BUFFERS.empty(_WRITE_BYTES).data, 0
+
+    def write() -> None:
+        nonlocal position, segment, filled
+        partial.write(memory[:filled], position)
+        position, filled = position + filled, 0
+        while segment < run.stop and position >= partial.end_of(segment):
+            partial.finish(segment)
+            segment += 1
+
+    with hub.stream_range(url, begin=position, end=partial.end_of(run.stop - 1), direct=direct) as body:
         try:
-            for chunk in chunks:
-                received.add(chunk)
-                if halt.is_set():
-                    return
+            while not halt.is_set() and (count := body.read_into(memory[filled:])):
+                filled += count
+                if filled == len(memory):
+                    write()
         finally:
-            received.write()  # a broken connection keeps what it brought
-
-
-class _Received:
-    """Chunks of one range that wait to be written together: every write takes the file's lock and the interpreter's."""
-
-    def __init__(self, partial: PartialFile, run: range) -> None:
-        self._partial, self._run = partial, run
-        self._position: int = run.start * partial.segment_bytes
-        self._segment = run.start
-        self._chunks: list[bytes] = []
-        self._num_bytes = 0
-
-    def add(self, chunk: bytes) -> None:
-        self._chunks.append(chunk)
-        self._num_bytes += len(chunk)
-        if self._num_bytes >= _WRITE_BYTES or len(self._chunks) == _MAX_CHUNKS:
-            self.write()
-
-    def write(self) -> None:
-        """Write what waits; raises DiskFullError."""
-        partial, views = self._partial, self._chunks
-        while views:
-            try:
-                count = partial.write(views, self._position)
-            except OSError as error:
-                raise DiskFullError(f"{partial.path}: cannot be written ({error.strerror}). Free some.") from error
-            self._position += count
-            self._num_bytes -= count
-            views = _after(views, count)
-        self._chunks = []
-        while self._segment < self._run.stop and self._position >= partial.end_of(self._segment):
-            partial.finish(self._segment)
-            self._segment += 1
-
-
-def _after(chunks: list[bytes], num_bytes: int) -> list[bytes]:
-    """What follows the first `num_bytes` of the chunks."""
-    for i, chunk in enumerate(chunks):
-        if num_bytes < len(chunk):
-            return [chunk[num_bytes:], *chunks[i + 1 :]]
-        num_bytes -= len(chunk)
-    return []
+            write()  # a broken connection keeps what it brought
 
 
 def _file_sha256(path: Path) -> str:

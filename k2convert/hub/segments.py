@@ -82,11 +82,16 @@ class PartialFile:
                 self._taken[segment] = self.done[segment]
             self._lock.notify_all()
 
-    def write(self, chunks: list[bytes], position: int) -> int:
-        """Write as much of the chunks as the system takes at once; returns how many bytes that was."""
+    def write(self, data: memoryview, position: int) -> None:
+        """Write all of `data` at `position`; raises DiskFullError."""
         # The system lets one thread at a time into a file, and the others would burn their time spinning.
         with self._writing:
-            return os.pwritev(self.descriptor, chunks, position)
+            while data:
+                try:
+                    count = os.pwrite(self.descriptor, data, position)
+                except OSError as error:
+                    raise DiskFullError(f"{self.path}: cannot be written ({error.strerror}). Free some.") from error
+                data, position = data[count:], position + count
 
     def wait(self, seconds: float) -> None:
         """Return when something changed, or after `seconds`."""

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from faults import Fault, Kind
-from loopback import LoopbackHub
+from huggingface_hub import close_session
+from loopback import CERTIFICATE, LoopbackHub
 
 from k2convert.errors import HubError
-from k2convert.hub.client import Hub, RepoRef
+from k2convert.hub.client import Hub, HubRequestError, RangeBody, RepoRef
 from k2convert.hub.download import download_shard
 from k2convert.hub.segments import MIN_SEGMENT_BYTES, open_partial, segment_bytes_for
-from k2convert.hub.source import RemoteRepo, resolve_source
+from k2convert.hub.source import RemoteRepo, file_url, resolve_source
 
 SHARD = "model-00001-of-000005.safetensors"
 
@@ -37,6 +38,52 @@ def test_downloaded_shard_has_the_sources_bytes_and_nothing_is_left_beside_it(
     assert [p.name for p in (tmp_path / "in").iterdir()] == [SHARD]
     assert seen == sorted(seen)
     assert seen[-1] == (tiny / SHARD).stat().st_size
+
+
+def test_over_tls_the_bytes_are_the_same(hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+    close_session()  # the client reads its certificates when it is made
+    with LoopbackHub(tmp_path / "hub-server", tls=True) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        server.store.add_folder("moon/tiny", tiny)
+        source = resolve_source(hub, RepoRef("moon/tiny"))
+        server.traffic.inject(Fault("GET", SHARD, Kind.RESET, after_bytes=3 * MIN_SEGMENT_BYTES + 1))
+        download_shard(hub, source, SHARD, target=tmp_path / SHARD, num_connections=2)
+    close_session()
+    assert (tmp_path / SHARD).read_bytes() == (tiny / SHARD).read_bytes()
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_a_body_is_read_from_the_connections_own_socket(
+    tls: bool, hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many times faster than through the HTTP library, and nothing else would show that a new version stopped it."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+    close_session()
+    with LoopbackHub(tmp_path / "hub-server", tls=tls) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        server.store.add_folder("moon/tiny", tiny)
+        url = file_url(hub, resolve_source(hub, RepoRef("moon/tiny")), SHARD)
+        expected = (tiny / SHARD).read_bytes()[1000:301_000]
+        for direct in (True, False):
+            data, filled = bytearray(len(expected)), 0
+            with hub.stream_range(url, begin=1000, end=301_000, direct=direct) as body:
+                assert body.is_direct == direct
+                while count := body.read_into(memoryview(data)[filled : filled + 70_001]):
+                    filled += count
+            assert data == expected
+    close_session()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "amount"), [((b"abc",), "only 3 of 5"), ((b"abc", b"def"), "more of 5"), ((), "only 0")]
+)
+def test_a_body_of_another_length_than_its_range_is_refused(pieces: tuple[bytes, ...], amount: str) -> None:
+    body = RangeBody(iter(pieces), 5, connection=None, where="shard")
+    memory = memoryview(bytearray(10))
+    with pytest.raises(HubRequestError, match=amount) as caught:
+        list(iter(lambda: body.read_into(memory), 0))
+    assert caught.value.transient
 
 
 def test_a_shard_that_is_there_is_not_fetched_again(
