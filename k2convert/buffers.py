@@ -1,13 +1,15 @@
 """Memory for tensor bytes that is used again: tensor after tensor of one checkpoint has the same size.
 
-A fresh buffer of 8 MB costs 2,000 page faults, as long as `plain` takes to fill it, and in a worker thread the
-allocator gives memory back to the system each time. So buffers stay here, and one is free again when nothing but the
-pool refers to it: a tensor, view or memoryview made from an array keeps the array alive as long as it lives itself.
+A fresh buffer of 8 MB costs up to 2,000 page faults, as long as `plain` takes to fill it. So buffers stay here, and one
+is free again when nothing but the pool refers to it: a tensor, view or memoryview made from an array keeps the array
+alive as long as it lives itself.
 """
 
 from __future__ import annotations
 
+import mmap
 import sys
+from contextlib import suppress
 from threading import Lock
 from typing import Final
 
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 SMALLEST_POOLED: Final = 1 << 16
 PAGE_BYTES: Final = 4096
-POOL_BYTES: Final = 320 << 20
+POOL_BYTES: Final = 384 << 20
 SIZE_BITS: Final = 4
 
 
@@ -45,25 +47,47 @@ class BufferPool:
     def empty_pages(self, num_bytes: int) -> NDArray[np.uint8]:
         """The same as whole pages, one more than these bytes need: room for them wherever in a page they begin."""
         held = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
-        if SMALLEST_POOLED <= num_bytes <= self._capacity_bytes // 4:
-            with self._lock:
-                memory = self._take(_rounded(held + PAGE_BYTES))
-        else:
+        if num_bytes < SMALLEST_POOLED:
             memory = np.empty(held + PAGE_BYTES, dtype=np.uint8)
-        skipped = -memory.ctypes.data % PAGE_BYTES
-        return memory[skipped : skipped + held]
+            skipped = -memory.ctypes.data % PAGE_BYTES
+            return memory[skipped : skipped + held]
+        if num_bytes > self._capacity_bytes // 4:
+            return _map(held)
+        with self._lock:
+            return self._take(_rounded(held - PAGE_BYTES) + PAGE_BYTES)[:held]
 
     def _take(self, num_bytes: int) -> NDArray[np.uint8]:
-        for array in self._arrays:
-            if sys.getrefcount(array) == _FREE and array.size == num_bytes:
+        for position in range(len(self._arrays)):
+            array = self._arrays[position]
+            if array.size == num_bytes and sys.getrefcount(array) == _FREE:
+                self._arrays.append(self._arrays.pop(position))
                 return array
-        array = np.empty(num_bytes, dtype=np.uint8)
+        self._leave_room(num_bytes)
+        array = _map(num_bytes)
         self._arrays.append(array)
-        held = sum(kept.nbytes for kept in self._arrays)
-        while held > self._capacity_bytes:
-            # The oldest leaves the pool; it lives on for as long as somebody uses it.
-            held -= self._arrays.pop(0).nbytes
         return array
+
+    def _leave_room(self, num_bytes: int) -> None:
+        """Let the least lately used go, those that somebody uses last: these live on for as long as they are used."""
+        excess = sum(array.nbytes for array in self._arrays) + num_bytes - self._capacity_bytes
+        for used in (False, True):
+            position = 0
+            while excess > 0 and position < len(self._arrays):
+                if used or sys.getrefcount(self._arrays[position]) == _FREE - 1:
+                    excess -= self._arrays.pop(position).nbytes
+                else:
+                    position += 1
+
+
+def _map(num_bytes: int) -> NDArray[np.uint8]:
+    """Pages of their own from the system, which has them back when the array goes: an allocator may keep them.
+
+    Large ones where the system gives them, as each page costs a fault.
+    """
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, dtype=np.uint8)
 
 
 def _rounded(num_bytes: int) -> int:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from k2convert.buffers import BufferPool
 
 MEGABYTE = 1 << 20
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_released_memory_is_used_again() -> None:
@@ -42,6 +49,24 @@ def test_pool_holds_no_more_than_its_capacity() -> None:
         assert sum(array.nbytes for array in pool._arrays) <= 8 * MEGABYTE
     assert pool.empty(16 * MEGABYTE).size == 16 * MEGABYTE
     assert sum(array.nbytes for array in pool._arrays) <= 8 * MEGABYTE
+
+
+def test_memory_that_somebody_uses_is_the_last_to_leave_the_pool() -> None:
+    pool = BufferPool(16 * MEGABYTE)
+    used, free = pool.empty(4 * MEGABYTE), pool.empty(3 * MEGABYTE)
+    address = used.ctypes.data
+    del free
+    others = [pool.empty(4 * MEGABYTE - 1) for _ in range(2)], pool.empty(2 * MEGABYTE)
+    del used, others
+    assert pool.empty(4 * MEGABYTE).ctypes.data == address
+
+
+def test_memory_that_left_the_pool_goes_back_to_the_system() -> None:
+    pool = BufferPool(256 * MEGABYTE)
+    resident = resident_bytes()
+    for size in range(40, 64):
+        pool.empty(size * MEGABYTE).fill(1)
+    assert resident_bytes() - resident < 300 * MEGABYTE
 
 
 def test_threads_never_share_a_buffer() -> None:
