@@ -56,6 +56,11 @@ class BufferPool:
         with self._lock:
             return self._take(_rounded(held - PAGE_BYTES) + PAGE_BYTES)[:held]
 
+    def clear(self) -> None:
+        """Forget all buffers; what is in use lives on, the rest goes back to the system."""
+        with self._lock:
+            self._arrays.clear()
+
     def _take(self, num_bytes: int) -> NDArray[np.uint8]:
         for position in range(len(self._arrays)):
             array = self._arrays[position]

@@ -13,6 +13,7 @@ from threading import Event
 from typing import Any
 
 from k2convert.assemble import assemble
+from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header, read_header
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.sidecars import LEDGER_NAME, list_sidecars
@@ -137,6 +138,7 @@ def execute_transfer(job: TransferJob, *, report: Report, assembled: Assembled) 
         shipping = _open_shipping(job, journal)
         records = shipping.records if shipping is not None else journal.finished()
         _run_pipeline(job, journal, shipping, records, report)
+        BUFFERS.clear()  # what follows reads no tensors, but draws pictures
         shutil.rmtree(job.downloads, ignore_errors=True)
         assemble(
             plan=local.plan,

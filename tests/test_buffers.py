@@ -69,6 +69,15 @@ def test_memory_that_left_the_pool_goes_back_to_the_system() -> None:
     assert resident_bytes() - resident < 300 * MEGABYTE
 
 
+def test_clearing_leaves_alone_what_is_in_use() -> None:
+    pool = BufferPool(64 * MEGABYTE)
+    used = pool.empty(MEGABYTE)
+    used.fill(7)
+    pool.clear()
+    pool.empty(MEGABYTE).fill(9)
+    assert (used == 7).all()
+
+
 def test_threads_never_share_a_buffer() -> None:
     pool = BufferPool(64 * MEGABYTE)
 

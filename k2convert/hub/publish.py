@@ -49,7 +49,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class Publication:
-    """The way of one job into one repository. Not thread-safe: one thread uploads."""
+    """The way of one job into one repository. Several threads may send and add; one at a time commits."""
 
     hub: Hub
     target: Target

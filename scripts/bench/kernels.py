@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from k2convert.formats.int4 import Int4Weight, dequantize_int4
+from k2convert.formats.rule import Rule
+from k2convert.kernels import cpu
 from k2convert.quantizers import Quantizer, create_quantizer
 
 ROWS, COLUMNS = 2048, 7168
@@ -57,15 +59,23 @@ def median_seconds(work: Callable[[], object]) -> float:
 
 
 def cpu_figures(weights: list[Int4Weight]) -> Figures:
-    """Both rules on one thread and on all cores."""
+    """Both rules on one thread and on all cores: converting with its counts, and all that a projection needs."""
     cores, figures = os.cpu_count() or 1, Figures()
-    for rule in ("plain", "optimal"):
+    rules: tuple[Rule, ...] = ("plain", "optimal")
+    for rule in rules:
         quantizer = create_quantizer("native", rule=rule, device="cpu")
-        one = median_seconds(lambda q=quantizer: [convert(q, w) for w in weights])
-        with ThreadPoolExecutor(cores) as pool:
-            every = median_seconds(lambda q=quantizer, p=pool: list(p.map(lambda w: convert(q, w), weights)))
-        for label, seconds in (("one thread", one), (f"{cores} threads", every)):
-            figures[f"{rule}, {label}"] = {"weights_per_second": NUM_WEIGHTS / seconds, "backend": quantizer.backend}
+        scale = quantizer.global_scale(quantizer.measure(weights[0], name="bench"), is_int4=True)
+        works: dict[str, Callable[[Int4Weight], object]] = {
+            rule: lambda w, r=rule, s=scale: cpu.convert_int4(w, rule=r, global_scale=s),
+            f"{rule}, measured and sampled": lambda w, q=quantizer: convert(q, w),
+        }
+        for label, work in works.items():
+            one = median_seconds(lambda f=work: list(map(f, weights)))
+            with ThreadPoolExecutor(cores) as pool:
+                every = median_seconds(lambda p=pool, f=work: list(p.map(f, weights)))
+            for threads, seconds in (("one thread", one), (f"{cores} threads", every)):
+                rate = NUM_WEIGHTS / seconds
+                figures[f"{label}, {threads}"] = {"weights_per_second": rate, "backend": quantizer.backend}
     return figures
 
 
