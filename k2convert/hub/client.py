@@ -142,7 +142,7 @@ class Hub:
         """Open bytes [begin, end) of `url` to be read; one attempt, HubRequestError when it fails.
 
         A response that is shorter, longer or of another range than asked for is an error, not data. Unless `direct`,
-        every byte comes through the HTTP library.
+        every byte comes through the HTTP library, and the connection can serve another request afterwards.
         """
         check_online()
         from huggingface_hub.utils import get_session, hf_raise_for_status
@@ -170,7 +170,7 @@ class Hub:
 
         def fetch() -> bytes:
             filled = 0
-            with self.stream_range(url, begin=begin, end=end) as body:
+            with self.stream_range(url, begin=begin, end=end, direct=False) as body:
                 while count := body.read_into(memoryview(data)[filled:]):
                     filled += count
             return bytes(data)
