@@ -22,6 +22,7 @@ from scripts.fixture_maker.__main__ import main as make_fixture
 PYTHON = sys.executable
 LIMITS = "scripts.bench.limits"
 PEERS = "scripts.bench.peers"
+RULES = ("plain", "optimal")
 ONE, FOUR = 1, 4  # gigabytes of the shards that one core converts and that are validated: enough to tell, soon done
 
 
@@ -100,40 +101,41 @@ def int4_weights(source: Path) -> int:
 
 
 def whole_command(bench: Bench, gigabytes: float) -> None:
-    """Copying, reading, writing, converting and validating the same folder, cold and warm."""
+    """Copying, reading, writing and converting the same cold folder; smaller ones warm, on one core, and validated."""
     source, smaller, smallest = (bench.sized(min(size, gigabytes)) for size in (gigabytes, FOUR, ONE))
     # What the first run writes is validated below.
     validated = bench.work / "validated"
     shutil.rmtree(validated, ignore_errors=True)
     subprocess.run([PYTHON, "-m", "k2convert", "run", smaller, validated, "--json"], check=True, capture_output=True)
-    rules = ("plain", "optimal")
-    for cold in (True, False):
-        state = "cold" if cold else "warm"
-        bench.time(
-            Job(f"cp + fsync, {state}", source, [LIMITS, "copy", source, bench.out], cold),
-            *(Job(f"run {rule}, {state}", source, bench.convert(source, "--rule", rule), cold) for rule in rules),
-        )
+    bench.time(*beside_copy(bench, source, cold=True))
     bench.time(
         Job("read alone, cold", source, [LIMITS, "read", source], cold=True),
         Job("durable write alone", source, [LIMITS, "write", source, bench.out]),
     )
     bench.time(
-        *(Job(f"run {r}, one core, warm", smallest, bench.convert(smallest, "--rule", r), cores=1) for r in rules),
+        *(Job(f"run {r}, one core, warm", smallest, bench.convert(smallest, "--rule", r), cores=1) for r in RULES),
         Job("run optimal, smaller, warm", smaller, bench.convert(smaller)),
         Job("validate --source, smaller, warm", smaller, ["k2convert", "validate", validated, "--source", smaller]),
     )
-    bench.results["run optimal, warm"]["gigabytes"] = gigabytes
     bench.results["run optimal, smaller, warm"]["gigabytes"] = min(FOUR, gigabytes)
     shutil.rmtree(validated)
 
 
-def peers(bench: Bench) -> None:
-    """The published pipelines on slices they can finish, each beside k2convert on the same slice."""
-    slice_, short = bench.source("slice-8", "--experts", 8), bench.source("slice-1", "--experts", 1, "--hidden", 4096)
+def beside_copy(bench: Bench, source: Path, *, cold: bool) -> list[Job]:
+    """Copying a folder and converting it by both rules, in one cache state."""
+    state = "cold" if cold else "warm"
+    copy = Job(f"cp + fsync, {state}", source, [LIMITS, "copy", source, bench.out], cold)
+    return [copy, *(Job(f"run {rule}, {state}", source, bench.convert(source, "--rule", rule), cold) for rule in RULES)]
+
+
+def peers(bench: Bench, gigabytes: float) -> None:
+    """The published pipelines on slices they can finish, in turns with k2convert on the same slices and on all."""
+    slice_, short = bench.source("slice-8", "--experts", 8), bench.source("slice-2", "--experts", 2)
     small = bench.source("slice-small", "--experts", 1, "--hidden", 2048, "--intermediate", 256)
     nearly_empty = bench.source("nearly-empty", "--experts", 1, "--hidden", 256, "--intermediate", 64)
     chain = ["--quantizer", "reference"]
     bench.time(
+        *beside_copy(bench, bench.sized(gigabytes), cold=False),
         Job("start-up, k2convert", nearly_empty, bench.convert(nearly_empty)),
         Job("start-up, reference chain", nearly_empty, bench.convert(nearly_empty, *chain)),
         Job("start-up, llm-compressor", nearly_empty, [PEERS, "chain", nearly_empty, bench.out]),
@@ -143,6 +145,7 @@ def peers(bench: Bench) -> None:
         Job("run plain, slice", slice_, bench.convert(slice_, "--rule", "plain"), measures_error=True),
         Job("run optimal, slice", slice_, bench.convert(slice_), measures_error=True),
     )
+    bench.results["run optimal, warm"]["gigabytes"] = gigabytes
     for label, start_up in (
         ("reference chain", "start-up, reference chain"),
         ("llm-compressor NVFP4A16", "start-up, llm-compressor"),
@@ -224,7 +227,7 @@ def main() -> None:
     parts: dict[str, Callable[[], None]] = {
         "kernels": lambda: kernels(bench),
         "whole": lambda: whole_command(bench, arguments.gigabytes),
-        "peers": lambda: peers(bench),
+        "peers": lambda: peers(bench, arguments.gigabytes),
         "growth": lambda: growth(bench, sizes),
     }
     for name in arguments.only.split(","):
