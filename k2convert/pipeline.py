@@ -101,7 +101,7 @@ class Pipeline:
             raise
         finally:
             deadline = time.monotonic() + _LEAVE_SECONDS  # an upload inside the library cannot be called off
-            for thread in threads:
+            for thread in filter(threading.Thread.is_alive, threads):  # an interrupt may come before all are started
                 thread.join(max(deadline - time.monotonic(), 0))
         if self._failure is not None:
             raise self._failure

@@ -1,6 +1,7 @@
 """The scheduler: everything gets through, never more than the room, nothing twice, and the first failure stops it."""
 
 import random
+import signal
 import threading
 import time
 from collections import Counter
@@ -150,6 +151,40 @@ def test_the_first_failure_stops_everything_and_is_raised(stage: str) -> None:
         pipeline.run()
     assert stop.is_set()
     assert calls[stage] == 3
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+def test_an_interrupt_while_the_threads_are_being_started_is_passed_on() -> None:
+    """Raised by a real signal, which the first thread sends while many others are still to be started."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise Interrupt
+
+    def fetch(_source: str) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        stop.wait(10)
+
+    items, stop = [Item("o", ("s",), 1)], threading.Event()
+    stages = Stages(fetch, lambda _item, _shrinking: None, lambda _name: None, lambda _name: None, None)
+    pipeline = Pipeline(
+        items,
+        disk=plan_disk(items, source_bytes={"s": 1}, room=10, outputs_leave=False, can_shrink=False),
+        source_bytes={"s": 1},
+        room=10,
+        stages=stages,
+        num_workers=200,
+        stop=stop,
+    )
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupt):
+            pipeline.run()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert stop.is_set()
 
 
 def test_stages_overlap() -> None:

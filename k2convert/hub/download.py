@@ -113,7 +113,7 @@ def _fill(
             progress(partial.done_bytes())
     finally:
         halt.set()
-        for thread in threads:
+        for thread in filter(threading.Thread.is_alive, threads):
             thread.join()
         partial.record(force=True)
     return digest.hexdigest()
