@@ -8,6 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -258,18 +259,27 @@ class Interrupted(BaseException):
     """Ctrl-C or SIGTERM. Not KeyboardInterrupt, which the argument parser would turn into exit code 1."""
 
 
-def _interrupt(_signal: int, _frame: object) -> NoReturn:
+def _interrupt(_signal: int, frame: FrameType | None) -> None:
+    """Raise Interrupted, after an import where one is going on: compiled modules swallow what ends theirs."""
+    while frame is not None and frame.f_code is not main.__code__:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            return
+        frame = frame.f_back
+    signal.setitimer(signal.ITIMER_REAL, 0)
     raise Interrupted
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
     gc.disable()  # plans are hundreds of thousands of small objects without cycles; scanning them doubles the time
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
     try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):  # the last is an interrupt put off
+            signal.signal(number, _interrupt)
         app(args=arguments)
     except Interrupted:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)  # another one need not wait for the message
         _say("interrupted: finished shards are kept; the same command resumes", as_error=False)
         sys.exit(130)
     except InvalidCheckpointError as error:

@@ -38,7 +38,7 @@ def dest(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     """The command installs signal handlers; give pytest its own back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -34,7 +34,7 @@ def run_here(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     from k2convert.cli import main
 
     out, err, code = io.StringIO(), io.StringIO(), 0
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     with _environment(env), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main([str(argument) for argument in args])
