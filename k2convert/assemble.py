@@ -7,10 +7,9 @@ no engine takes it for a checkpoint.
 import platform
 from collections import defaultdict
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from k2convert import __version__
 from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME, Checkpoint, dump_json, read_json_file
@@ -83,7 +82,7 @@ def ledger_document(
         },
         "recipe": plan.recipe.document(),
         "fingerprint": fingerprint,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {"python": platform.python_version(), "torch": version("torch")},
         "shards": {
             name: {"blake3": record.blake3, "bytes": record.file_bytes, "tensors": record.num_tensors}
             for name, record in sorted(records.items())

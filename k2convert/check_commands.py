@@ -5,7 +5,7 @@ from pathlib import Path
 from k2convert import console
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint, read_json_file
 from k2convert.errors import CheckpointError, InvalidCheckpointError
-from k2convert.layers import LayerBudget, LayersReport, check_layers, moe_layers
+from k2convert.layers.result import LayerBudget, LayersReport
 from k2convert.report import ReportFiles, can_be_validated, check_folder, write_report
 from k2convert.report import report_document as figures_document
 from k2convert.validate import ValidationReport, report_document, validate_checkpoint
@@ -27,6 +27,8 @@ def validate(
     opened = None if source is None else open_checkpoint(source)
 
     def compute_layers(original: Checkpoint, converted: Checkpoint) -> LayersReport:
+        from k2convert.layers.check import check_layers, moe_layers
+
         budget = folder_budget(destination)
         return check_layers(
             source=original,

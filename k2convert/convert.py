@@ -16,13 +16,13 @@ from queue import SimpleQueue
 from threading import Event
 
 import numpy as np
-import torch
 
 from k2convert.checkpoint.header import TensorInfo, encode_header
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
-from k2convert.formats.int4 import Int4Weight, dequantize_int4
+from k2convert.formats.arrays import Bf16Array, Int4Arrays, as_arrays
+from k2convert.formats.int4 import dequantize_int4
 from k2convert.formats.magnitude import Magnitude
 from k2convert.journal import Journal, ProjectionRecord, ShardRecord
 from k2convert.plan import ConvertStep, CopyStep, Plan, ShardJob, step_sources
@@ -183,13 +183,13 @@ class ShardConverter:
         return buffers, records
 
     def _quantize(
-        self, projection: Projection, source: Int4Weight | torch.Tensor, shared: Magnitude
+        self, projection: Projection, source: Int4Arrays | Bf16Array, shared: Magnitude
     ) -> tuple[list[Bytes], ProjectionRecord]:
-        global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Weight))
+        global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Arrays))
         result, metrics = self.quantizer.quantize(
             source, name=projection.module, magnitude=shared, global_scale=global_scale
         )
-        buffers = [_bytes_of(result.packed), _bytes_of(result.block_scales)]
+        buffers = [result.packed.reshape(-1), result.block_scales.reshape(-1)]
         scalars = scalar_bytes(self.plan.recipe, projection, global_scale)
         buffers += [np.frombuffer(raw, dtype=np.uint8) for raw in scalars]
         return buffers, ProjectionRecord(projection.module, projection.role, global_scale, metrics.to_dict())
@@ -249,10 +249,6 @@ def _where(projection: Projection) -> str:
     return f"{projection.home.shard}: {projection.module}"
 
 
-def _dequantize(source: Int4Weight | torch.Tensor) -> Bytes:
-    weight = dequantize_int4(source) if isinstance(source, Int4Weight) else source
-    return _bytes_of(weight.view(torch.uint8))
-
-
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    return tensor.cpu().contiguous().view(torch.uint8).reshape(-1).numpy()
+def _dequantize(source: Int4Arrays | Bf16Array) -> Bytes:
+    array = as_arrays(dequantize_int4(source.to_torch())) if isinstance(source, Int4Arrays) else source
+    return array.bits.view(np.uint8).reshape(-1)

@@ -1,5 +1,6 @@
 """One local job from start to end: plan, room, lock, journal, loop, assembly. What `run` calls."""
 
+import ctypes
 import gc
 import os
 import shutil
@@ -10,8 +11,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import torch
-
 from k2convert.assemble import assemble
 from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME, Checkpoint
 from k2convert.checkpoint.reader import ShardReader
@@ -20,6 +19,7 @@ from k2convert.convert import INFLIGHT_BYTES, Report, ShardConverter, run_conver
 from k2convert.errors import DestinationWriteError, DiskFullError, PlanError
 from k2convert.journal import Journal, ShardRecord, check_destination
 from k2convert.k2 import detect_family
+from k2convert.lazy_torch import torch
 from k2convert.plan import Plan, fingerprint_digest, job_fingerprint, plan_conversion
 from k2convert.quantizers import create_quantizer
 from k2convert.recipe import Recipe, default_recipe_name, load_recipe
@@ -87,10 +87,20 @@ def choose_recipe(source: Checkpoint, recipe: str | None, overrides: dict[str, A
 
 def choose_devices(device: str) -> tuple[str, ...]:
     """Torch devices to convert on: every visible CUDA device, or the CPU; raises PlanError for CUDA without one."""
-    count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    asked = device == "cuda" or (device == "auto" and _has_driver())
+    count = torch.cuda.device_count() if asked and torch.cuda.is_available() else 0
     if device == "cuda" and count == 0:
         raise PlanError("--device cuda: torch sees no CUDA device. Use --device cpu, or install a CUDA build of torch.")
     return tuple(f"cuda:{i}" for i in range(count)) or ("cpu",)
+
+
+def _has_driver() -> bool:
+    """Whether NVIDIA's driver is there: to hear from torch that it is not takes seconds."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def prepare(
@@ -141,7 +151,9 @@ def check_room(job: LocalJob) -> None:
 
 def settle_runtime() -> None:
     """Prepare the process for hours of work: torch must not add threads to ours, the plan needs no more scanning."""
-    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for torch imported later
+    if "torch" in sys.modules:
+        torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()
     gc.enable()

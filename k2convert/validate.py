@@ -13,9 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import BoundedSemaphore
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint, read_json_file
 from k2convert.checkpoint.reader import Bytes, ShardReader
@@ -23,13 +21,17 @@ from k2convert.checkpoint.sidecars import LEDGER_NAME
 from k2convert.contract import ContractReport, Subject, check_subject, open_subject
 from k2convert.contract.rules_tensors import shape_problems
 from k2convert.errors import CheckpointError
-from k2convert.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.formats.arrays import Nvfp4Arrays
+from k2convert.formats.nvfp4 import dequantize_nvfp4
 from k2convert.journal import Journal
 from k2convert.kernels.decode import DecodedError, measure_decoded
-from k2convert.layers import LayersReport
+from k2convert.layers.result import LayersReport
+from k2convert.lazy_torch import torch
 from k2convert.projections import projection_of
-from k2convert.quantizers.decoders import Decoder, create_decoder
-from k2convert.weights import as_tensor, load_projection
+from k2convert.weights import load_projection
+
+if TYPE_CHECKING:
+    from k2convert.quantizers.decoders import Decoder
 
 MAX_PENDING = 6  # tensors decoded at once: the pass over the shards waits for the slowest
 JOURNAL_TOLERANCE = 1e-9  # both sides add float64 terms, in different orders
@@ -132,7 +134,11 @@ def measure_folder(
     subject = open_subject(folder, source=source)
     if source is None:
         return check_subject(subject, progress=progress), None
-    decoder = create_decoder(subject.layout) if reference else None
+    decoder = None
+    if reference:
+        from k2convert.quantizers.decoders import create_decoder
+
+        decoder = create_decoder(subject.layout)
     with ShardReader(source.path) as reader, ThreadPoolExecutor(thread_name_prefix="decode") as pool:
         measurer = _Measurer(subject=subject, source=source, reader=reader, pool=pool, decoder=decoder)
         contract = check_subject(subject, tensor_errors=measurer, observe=measurer.observe, progress=progress)
@@ -157,7 +163,7 @@ class _Measurer(Mapping[str, DecodedError]):
     source: Checkpoint
     reader: ShardReader
     pool: ThreadPoolExecutor
-    decoder: Decoder | None
+    decoder: "Decoder | None"
     decoder_mismatches: set[str] = field(default_factory=set[str])
     _parts: dict[str, dict[str, Bytes]] = field(default_factory=dict[str, dict[str, Bytes]])
     _pending: dict[str, Future[DecodedError]] = field(default_factory=dict[str, Future[DecodedError]])
@@ -191,15 +197,18 @@ class _Measurer(Mapping[str, DecodedError]):
             self._room.release()
 
     def _decode_again(
-        self, module: str, packed: Bytes, block_scales: Bytes, raw: bytes, shape: "tuple[int, int] | torch.Size"
+        self, module: str, packed: Bytes, block_scales: Bytes, raw: bytes, shape: tuple[int, int]
     ) -> None:
         assert self.decoder is not None
         rows, columns = shape
-        codes = as_tensor(packed.copy()).reshape(rows, columns // 2)
-        scales = as_tensor(block_scales.copy()).reshape(rows, columns // 16)
+        written = Nvfp4Arrays(
+            packed=packed.copy().reshape(rows, columns // 2),
+            block_scales=block_scales.copy().reshape(rows, columns // 16),
+            global_scale=self.subject.names.decode_scalar(raw),
+        ).to_torch()
         (stored,) = struct.unpack("<f", raw)
-        theirs = self.decoder(codes, scales, stored)
-        ours = dequantize_nvfp4(Nvfp4Weight(codes, scales, self.subject.names.decode_scalar(raw))).to(theirs.dtype)
+        theirs = self.decoder(written.packed, written.block_scales, stored)
+        ours = dequantize_nvfp4(written).to(theirs.dtype)
         if not torch.equal(theirs, ours):
             self.decoder_mismatches.add(module)
 

@@ -9,7 +9,7 @@ from k2convert.checkpoint.sidecars import LEDGER_NAME
 from k2convert.console import print_line, print_table
 from k2convert.contract import ContractReport
 from k2convert.kernels.decode import DecodedError
-from k2convert.layers import LayersReport
+from k2convert.layers.result import LayersReport
 from k2convert.recipe import Budget
 from k2convert.validate import Comparison, ValidationReport, WeightsReport
 

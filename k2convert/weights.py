@@ -1,14 +1,14 @@
-"""Source weights as tensors: one projection at a time, checked as far as its bytes can be."""
+"""Source weights as arrays: one projection at a time, checked as far as its bytes can be."""
 
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import CheckpointError, FormatError
-from k2convert.formats.int4 import Int4Weight, check_int4_scales
+from k2convert.formats.arrays import Bf16Array, Int4Arrays
+from k2convert.formats.int4 import check_int4_scales
 from k2convert.projections import Projection
 
 SUSPICIOUS_SCALE_BITS = 0x7E00  # BF16 from 2**125 up, infinities, NaNs and everything negative
@@ -22,11 +22,11 @@ class TensorSource(Protocol):
         ...
 
 
-def load_projection(reader: TensorSource, projection: Projection) -> Int4Weight | torch.Tensor:
-    """Read one projection: Int4Weight, or BF16 [N, K]. Refuses a weight_shape that disagrees and senseless scales."""
+def load_projection(reader: TensorSource, projection: Projection) -> Int4Arrays | Bf16Array:
+    """Read one projection. Refuses a weight_shape that disagrees and senseless scales."""
     rows, columns = projection.num_rows, projection.num_columns
     if projection.weight is not None:
-        return as_tensor(reader.read(projection.weight)).view(torch.bfloat16).reshape(rows, columns)
+        return Bf16Array(reader.read(projection.weight).view(np.uint16).reshape(rows, columns))
     packed, scale, shape = projection.packed, projection.scale, projection.shape
     assert packed is not None
     assert scale is not None
@@ -37,16 +37,13 @@ def load_projection(reader: TensorSource, projection: Projection) -> Int4Weight 
             f"{shape.shard}: {shape.name}: says {stored}, but {packed.name} holds {[rows, columns]}. "
             "Download the shard again."
         )
-    stored_scales = reader.read(scale)
-    scales = as_tensor(stored_scales).view(torch.bfloat16).reshape(rows, columns // 32)
-    if stored_scales.view("<u2").max(initial=0) >= SUSPICIOUS_SCALE_BITS:
+    weight = Int4Arrays(
+        packed=reader.read(packed).reshape(rows, columns // 2),
+        scale_bits=reader.read(scale).view(np.uint16).reshape(rows, columns // 32),
+    )
+    if weight.scale_bits.max(initial=0) >= SUSPICIOUS_SCALE_BITS:
         try:
-            check_int4_scales(scales, name=f"{scale.shard}: {scale.name}")
+            check_int4_scales(weight.to_torch().scales, name=f"{scale.shard}: {scale.name}")
         except FormatError as error:
             raise CheckpointError(f"{error} Download the shard again.") from None
-    return Int4Weight(packed=as_tensor(reader.read(packed)).reshape(rows, columns // 2), scales=scales)
-
-
-def as_tensor(buffer: Bytes) -> torch.Tensor:
-    """The same bytes as a uint8 tensor."""
-    return torch.from_numpy(buffer)  # pyright: ignore[reportUnknownMemberType]
+    return weight

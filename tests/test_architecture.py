@@ -13,8 +13,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import its own level's foundations and anything on a lower level; stages never import one another.
 LEVELS = {
-    "errors": 0, "buffers": 0, "formats": 1, "kernels": 2, "checkpoint": 1, "k2": 2, "recipe": 3, "quantizers": 3,
-    "projections": 3, "weights": 4, "plan": 4, "journal": 4,
+    "errors": 0, "buffers": 0, "lazy_torch": 0, "formats": 1, "kernels": 2, "checkpoint": 1, "k2": 2,
+    "recipe": 3, "quantizers": 3, "projections": 3, "weights": 4, "plan": 4, "journal": 4,
 }  # fmt: skip
 COMMAND_LINE = {"cli", "__main__", "options", "console", "streaming"} | {
     stem for stem in (p.stem for p in PACKAGE.glob("*.py")) if stem.endswith(("_commands", "views", "_view"))
@@ -73,7 +73,7 @@ def test_formats_need_torch_alone() -> None:
     for path in (PACKAGE / "formats").glob("*.py"):
         foreign = {module.split(".")[0] for module, _ in imports(path)} - allowed
         assert not foreign, f"{path.name} imports {foreign}"
-        assert own_imports(path) <= {"errors"}, path.name
+        assert own_imports(path) <= {"errors", "lazy_torch"}, path.name
 
 
 def test_nothing_but_the_command_line_imports_the_command_line() -> None:
@@ -104,3 +104,11 @@ def test_help_does_not_import_heavy_libraries() -> None:
     code = f"import sys, k2convert.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_int4_is_converted_and_validated_on_cpus_without_torch(tiny: Path, tmp_path: Path) -> None:
+    """It takes seconds to import, and memory that a machine may want for other things."""
+    code = "import sys, k2convert.cli\ntry: k2convert.cli.main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    for arguments in (("run", tiny, tmp_path / "out"), ("validate", tmp_path / "out", "--source", tiny)):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "False"

@@ -11,8 +11,9 @@ import torch
 pytest.importorskip("transformers")
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.layers import LayerBudget, Variant, check_layers
+from k2convert.layers.check import check_layers
 from k2convert.layers.mlp import Mlp
+from k2convert.layers.result import LayerBudget, Variant
 from k2convert.layers.weights import DenseWeight, Projection
 from scripts.evaluation import smollm2
 from scripts.evaluation.__main__ import FP4, FP32, INT4, SUBJECTS, convert, evaluate

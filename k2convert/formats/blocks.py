@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from k2convert.formats.int4 import GROUP_SIZE, MAX_MAGNITUDE, NUM_MAGNITUDES
 from k2convert.formats.nvfp4 import BLOCK_SIZE
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHUNK_ELEMENTS: Final = 1 << 20
 """Weights handled at once: working memory is a small multiple of it, whatever the tensor's size."""

@@ -9,10 +9,13 @@ Block scales are positive. Bytes 0x01-0x07 are subnormal (below 2**-6, flushed t
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
-from torch import Tensor
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 E4M3_MAX: Final = 448.0
 E4M3_SMALLEST: Final = 2.0**-9

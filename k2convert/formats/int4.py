@@ -10,13 +10,14 @@ compressed_tensors.compressors.pack_quantized.helpers.pack_to_int32 with num_bit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from k2convert.errors import FormatError
 from k2convert.formats.e2m1 import unpack_nibbles
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GROUP_SIZE: Final = 32
 MAX_MAGNITUDE: Final = 8

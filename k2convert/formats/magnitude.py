@@ -6,14 +6,16 @@ Tensors that must share a global scale (gate and up of an expert) are measured o
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from k2convert.errors import FormatError
 from k2convert.formats.blocks import row_chunks
 from k2convert.formats.int4 import GROUP_SIZE, Int4Weight, check_int4_scales, unpack_int4
 from k2convert.formats.nvfp4 import BLOCK_SIZE
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from k2convert.errors import FormatError
 from k2convert.formats.e2m1 import decode_e2m1, unpack_nibbles
 from k2convert.formats.e4m3 import decode_e4m3
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK_SIZE: Final = 16
 

@@ -16,10 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from k2convert.errors import FormatError
 from k2convert.formats.blocks import BLOCKS_PER_GROUP, block_histograms, equal_runs, row_chunks, unpack_histograms
@@ -37,6 +34,10 @@ from k2convert.formats.scale_tables import (
     ScaleTables,
     scale_tables,
 )
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST_STEP: Final = Fraction(13, 5)
 """The largest scale of a tensor must be able to reach t = 2.6: no block gains by a step beyond 16/7."""

@@ -17,16 +17,17 @@ Blocks whose winner lies in that last octave, or for which no scale next above a
 
 from __future__ import annotations
 
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from k2convert.formats.blocks import row_chunks
 from k2convert.formats.e2m1 import E2M1_MAX, SIGN_BIT, nearest_code, pack_nibbles
 from k2convert.formats.e4m3 import E4M3_MAX, MAX_BYTE, MIN_NORMAL_BYTE, ONE_BYTE, decode_e4m3
 from k2convert.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight
 from k2convert.formats.optimal import global_exponent
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_WINDOW_SCALES: Final = 25
 """Three octaves of eight, both ends included."""

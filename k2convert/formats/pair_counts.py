@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from k2convert.formats.blocks import (
     BLOCKS_PER_GROUP,
@@ -33,6 +31,10 @@ from k2convert.formats.nvfp4 import Nvfp4Weight
 from k2convert.formats.optimal import count_outside_normal
 from k2convert.formats.plain import plain_nibbles
 from k2convert.formats.rule import Rule
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COUNT_BLOCKS: Final = 1 << 18
 """Blocks tallied at once (20 MB of counts)."""

@@ -14,11 +14,9 @@ is NaN there: a set without any non-zero weight gets g = 1.0, block scales 1.0 a
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from k2convert.errors import FormatError
 from k2convert.formats.blocks import row_chunks
@@ -27,6 +25,10 @@ from k2convert.formats.e4m3 import E4M3_MAX, E4M3_SMALLEST, encode_e4m3
 from k2convert.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.formats.magnitude import Magnitude
 from k2convert.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AMAX_PER_GLOBAL_SCALE: Final = E2M1_MAX * E4M3_MAX
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from k2convert.formats.block_bound import int4_block_bounds
 from k2convert.formats.blocks import (
@@ -25,6 +23,10 @@ from k2convert.formats.nvfp4 import Nvfp4Weight
 from k2convert.formats.pair_counts import count_blocks, sum_squared_error
 from k2convert.formats.plain import plain_block_scales, plain_global_scale
 from k2convert.formats.rule import Rule
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

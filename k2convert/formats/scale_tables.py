@@ -22,14 +22,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from k2convert.formats.e2m1 import DOUBLED_VALUES, SIGN_BIT, nearest_code
+from k2convert.formats.e2m1 import DOUBLED_VALUES, QUADRUPLED_MIDPOINTS, SIGN_BIT
 from k2convert.formats.e4m3 import MAX_BYTE, MAX_EXPONENT, MIN_EXPONENT
 from k2convert.formats.int4 import MAX_MAGNITUDE, NUM_MAGNITUDES
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MIN_MANTISSA: Final = 128
 NUM_MANTISSAS: Final = 128
@@ -50,15 +54,25 @@ HIGHEST_OFFSET: Final = NUM_SHIFTS - 1 - MIN_EXPONENT + 1
 NUM_OFFSETS: Final = HIGHEST_OFFSET - LOWEST_OFFSET + 1
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleTables:
-    """The tables on one device; C = 82 candidates by rank, O = 26 offsets kg - es, S = 128 source mantissas.
+@dataclass(frozen=True, slots=True, eq=False)
+class CandidateTables:
+    """The tables; C = 82 candidates by rank, O = 26 offsets kg - es, S = 128 source mantissas.
 
     errors       float64 [S, 9, C]  error of |q| = k in units of (s / 2ms)**2, an integer below 2**25
     codes        uint8 [S, C, 9]    E2M1 code of |q| = k
     nibble_maps  int64 [S, C]       bits 4u..4u+3 are the output nibble of source nibble u = q + 8
     scale_bytes  uint8 [O, C]       E4M3 byte, 0 where the candidate does not exist at this offset
     """
+
+    errors: NDArray[np.float64]
+    codes: NDArray[np.uint8]
+    nibble_maps: NDArray[np.int64]
+    scale_bytes: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaleTables:
+    """CandidateTables as tensors on one device."""
 
     errors: Tensor
     codes: Tensor
@@ -68,47 +82,62 @@ class ScaleTables:
 
 @lru_cache(maxsize=8)
 def scale_tables(device: torch.device) -> ScaleTables:
-    """Build the tables, exactly, and keep them for the device."""
-    mantissas_S = torch.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS)
-    codes_SCk = _candidate_codes(mantissas_S)
-    doubled_SkC = 2 * torch.arange(NUM_MAGNITUDES).view(1, -1, 1) * mantissas_S.view(-1, 1, 1)
-    doubled_values_SCk = torch.tensor(DOUBLED_VALUES)[codes_SCk.long()]
-    reached_SkC = doubled_values_SCk.transpose(1, 2) * _grid_steps()
-    errors_SkC = ((doubled_SkC - reached_SkC) ** 2).to(torch.float64)
+    """The tables on a device, which keeps them."""
+    tables = candidate_tables()
     return ScaleTables(
-        errors=errors_SkC.contiguous().to(device),
-        codes=codes_SCk.to(device),
-        nibble_maps=_nibble_maps(codes_SCk).to(device),
-        scale_bytes=_candidate_bytes().to(device),
+        errors=torch.as_tensor(tables.errors, device=device),
+        codes=torch.as_tensor(tables.codes, device=device),
+        nibble_maps=torch.as_tensor(tables.nibble_maps, device=device),
+        scale_bytes=torch.as_tensor(tables.scale_bytes, device=device),
     )
 
 
-def _grid_steps() -> Tensor:
+@lru_cache(maxsize=1)
+def candidate_tables() -> CandidateTables:
+    """Build the tables, exactly."""
+    mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS)
+    codes_SCk = _candidate_codes(mantissas_S)
+    doubled_SkC = 2 * np.arange(NUM_MAGNITUDES)[:, None] * mantissas_S[:, None, None]
+    doubled_values_SCk = np.array(DOUBLED_VALUES)[codes_SCk]
+    reached_SkC = doubled_values_SCk.transpose(0, 2, 1) * _grid_steps()
+    return CandidateTables(
+        errors=np.ascontiguousarray((doubled_SkC - reached_SkC) ** 2, dtype=np.float64),
+        codes=codes_SCk,
+        nibble_maps=_nibble_maps(codes_SCk),
+        scale_bytes=_candidate_bytes(),
+    )
+
+
+def _grid_steps() -> NDArray[np.int64]:
     """Return int64 [82]: mb * 2**j of every candidate, 0 for the two that are not on the grid."""
     steps = [mantissa << shift for shift in reversed(range(NUM_SHIFTS)) for mantissa in reversed(range(8, 16))]
-    return torch.tensor([0, *steps, 0])
+    return np.array([0, *steps, 0])
 
 
-def _candidate_codes(mantissas_S: Tensor) -> Tensor:
-    numerators_SCk = (mantissas_S.unsqueeze(-1) * torch.arange(NUM_MAGNITUDES)).unsqueeze(1)
-    steps_C = _grid_steps().clamp(min=1).view(1, -1, 1)
-    codes_SCk = nearest_code(numerators_SCk, steps_C)
+def _candidate_codes(mantissas_S: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return uint8 [S, C, 9]: the codes nearest to k * ms / step, as `e2m1.nearest_code` rounds."""
+    quadrupled_SCk = 4 * (mantissas_S[:, None] * np.arange(NUM_MAGNITUDES))[:, None, :]
+    steps_C1 = _grid_steps().clip(min=1)[:, None]
+    codes_SCk = np.zeros((NUM_MANTISSAS, NUM_CANDIDATES, NUM_MAGNITUDES), dtype=np.uint8)
+    for index, midpoint in enumerate(QUADRUPLED_MIDPOINTS):
+        reaches = np.greater_equal if index % 2 else np.greater
+        codes_SCk += reaches(quadrupled_SCk, midpoint * steps_C1)
     codes_SCk[:, ZERO_CANDIDATE] = 0
     codes_SCk[:, SATURATED_CANDIDATE, 1:] = 7
     return codes_SCk
 
 
-def _nibble_maps(codes_SCk: Tensor) -> Tensor:
-    maps = torch.zeros(codes_SCk.shape[:2], dtype=torch.int64)
+def _nibble_maps(codes_SCk: NDArray[np.uint8]) -> NDArray[np.int64]:
+    maps = np.zeros(codes_SCk.shape[:2], dtype=np.int64)
     for nibble in range(16):
-        code = codes_SCk[..., abs(nibble - MAX_MAGNITUDE)].to(torch.int64)
+        code = codes_SCk[..., abs(nibble - MAX_MAGNITUDE)].astype(np.int64)
         if nibble < MAX_MAGNITUDE:
-            code = torch.where(code > 0, code | SIGN_BIT, code)
+            code = np.where(code > 0, code | SIGN_BIT, code)
         maps |= code << (4 * nibble)
     return maps
 
 
-def _candidate_bytes() -> Tensor:
+def _candidate_bytes() -> NDArray[np.uint8]:
     rows: list[list[int]] = []
     for offset in range(LOWEST_OFFSET, HIGHEST_OFFSET + 1):
         row = [MAX_BYTE if offset + MAX_EXPONENT >= NUM_SHIFTS else 0]
@@ -119,4 +148,4 @@ def _candidate_bytes() -> Tensor:
                 row.append(byte if exponent >= MIN_EXPONENT and byte <= MAX_BYTE else 0)
         row.append(MAX_BYTE if offset + MAX_EXPONENT < 0 else 0)
         rows.append(row)
-    return torch.tensor(rows, dtype=torch.uint8)
+    return np.array(rows, dtype=np.uint8)

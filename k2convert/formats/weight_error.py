@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from torch import Tensor
 
 from k2convert.formats.int4 import NUM_MAGNITUDES, Int4Weight
 from k2convert.formats.magnitude import Magnitude
@@ -21,6 +20,9 @@ from k2convert.formats.pair_counts import PairCounts, count_pairs, pair_values, 
 from k2convert.formats.rule import Rule
 from k2convert.formats.sampled_error import SampledError, sample_error
 from k2convert.formats.weight_error_bf16 import measure_bf16_error
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_SCALE_SPREAD: Final = 2.0**13
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import chain
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from k2convert.formats.blocks import row_chunks, sampled_blocks
 from k2convert.formats.e2m1 import DOUBLED_VALUES, QUADRUPLED_MIDPOINTS, decode_e2m1, nearest_code, unpack_nibbles
@@ -25,6 +23,10 @@ from k2convert.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, dequantize_nvfp4
 from k2convert.formats.optimal_bf16 import sum_in_order
 from k2convert.formats.plain import plain_global_scale, quantize_plain_blocks
 from k2convert.formats.sampled_error import SampledError
+from k2convert.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BOUND_BLOCKS: Final = 1 << 14
 """Blocks bounded at once (2 MB a temporary)."""

@@ -1,4 +1,4 @@
-"""The BF16 kernels of the CPU as functions over tensors; see `kernels.cpu` for threads."""
+"""The BF16 kernels of the CPU as functions over arrays; see `kernels.cpu` for threads."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import math
 from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from k2convert.errors import FormatError
-from k2convert.formats.blocks import sampled_blocks
+from k2convert.formats.arrays import Bf16Array, Nvfp4Arrays, as_arrays
+from k2convert.formats.blocks import sampled_range
 from k2convert.formats.magnitude import Magnitude
 from k2convert.formats.metrics import WeightMetrics
-from k2convert.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, check_global_scale
+from k2convert.formats.nvfp4 import BLOCK_SIZE, check_global_scale
 from k2convert.formats.optimal import global_exponent
 from k2convert.formats.optimal_bf16 import quantize_optimal_bf16
 from k2convert.formats.plain import plain_global_scale
@@ -28,30 +26,28 @@ LARGEST_SCALE: Final = 2.0**118
 """With a global scale above this, steps exceed FP32; no weight leads to one."""
 
 
-def quantize_bf16(weight_NK: Tensor, *, rule: Rule, global_scale: float) -> Nvfp4Weight:
-    """Quantise a bf16 [N, K] weight; byte for byte what `formats` makes of it."""
+def quantize_bf16(weight: Bf16Array, *, rule: Rule, global_scale: float) -> Nvfp4Arrays:
+    """Quantise a BF16 weight; byte for byte what `formats` makes of it."""
     check_global_scale(global_scale)
     if rule == "optimal":
         global_exponent(global_scale)
         if global_scale > LARGEST_SCALE:
-            return quantize_optimal_bf16(weight_NK, global_scale)
-    rows, columns = weight_NK.shape
-    result = allocate_nvfp4(rows, columns, global_scale=global_scale)
-    packed, scale_bytes = result.packed.view(-1).numpy(), result.block_scales.view(-1).numpy()
-    _quantize(_bits(weight_NK), packed, scale_bytes, rule=rule, global_scale=global_scale)
+            return as_arrays(quantize_optimal_bf16(weight.to_torch(), global_scale))
+    result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
+    packed, scale_bytes = result.packed.reshape(-1), result.block_scales.reshape(-1)
+    _quantize(_flat(weight.bits), packed, scale_bytes, rule=rule, global_scale=global_scale)
     return result
 
 
 def measure_bf16_error(
-    source_NK: Tensor, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
+    source: Bf16Array, result: Nvfp4Arrays, *, rule: Rule, magnitude: Magnitude, sample_seed: int
 ) -> WeightMetrics:
     """Measure `result` against its source as `formats.weight_error_bf16` does."""
     rows, _ = result.shape
-    source, packed = _bits(source_NK), result.packed.contiguous().view(-1).numpy()
-    scale_bytes = result.block_scales.contiguous().view(-1).numpy()
+    bits, packed, scale_bytes = _flat(source.bits), _flat(result.packed), _flat(result.block_scales)
     energies, errors = np.zeros(rows), np.zeros(rows)
     num_nonzero, equal_nonzero, equal_blocks = _cpu.measure_rows_bf16(
-        source, packed, scale_bytes, result.global_scale, energies, errors
+        bits, packed, scale_bytes, result.global_scale, energies, errors
     )
     return finish_bf16_metrics(
         energies=energies.tolist(),
@@ -60,7 +56,7 @@ def measure_bf16_error(
         equal_nonzero=equal_nonzero,
         equal_blocks=equal_blocks,
         scale_bytes=scale_bytes,
-        sampled=_sample_error(source, packed, scale_bytes, result.global_scale, rule, magnitude, sample_seed),
+        sampled=_sample_error(bits, packed, scale_bytes, result.global_scale, rule, magnitude, sample_seed),
     )
 
 
@@ -73,7 +69,8 @@ def _sample_error(
     magnitude: Magnitude,
     sample_seed: int,
 ) -> SampledError:
-    chosen = sampled_blocks(scale_bytes.size, sample_seed=sample_seed, device=torch.device("cpu")).numpy()
+    sample = sampled_range(scale_bytes.size, sample_seed=sample_seed)
+    chosen = np.arange(sample.start, sample.stop, sample.step)
     blocks = source.reshape(-1, BLOCK_SIZE)[chosen].reshape(-1)
     codes = packed.reshape(-1, BLOCK_SIZE // 2)[chosen].reshape(-1)
     achieved = _squared_error(blocks, codes, scale_bytes[chosen], global_scale)
@@ -101,7 +98,5 @@ def _squared_error(source: NDArray[Any], packed: NDArray[Any], scale_bytes: NDAr
     return math.fsum(errors.tolist())
 
 
-def _bits(weight_NK: Tensor) -> NDArray[Any]:
-    if weight_NK.dtype != torch.bfloat16:
-        raise FormatError(f"a weight to quantise must be bfloat16, not {weight_NK.dtype}")
-    return weight_NK.contiguous().view(torch.uint16).view(-1).numpy()
+def _flat(array: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(array).reshape(-1)

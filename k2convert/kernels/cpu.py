@@ -1,4 +1,4 @@
-"""The CPU kernels as functions over tensors: what `formats` defines, compiled, one thread a call.
+"""The CPU kernels as functions over arrays: what `formats` defines, compiled, one thread a call.
 
 A call releases the interpreter's lock and works in buffers of its own thread, so callers bring as many threads as they
 like, with a tensor or a range of rows each. Results do not depend on the split.
@@ -9,15 +9,14 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from k2convert.buffers import BUFFERS
+from k2convert.formats.arrays import Int4Arrays, Nvfp4Arrays
 from k2convert.formats.blocks import sampled_range
-from k2convert.formats.int4 import NUM_MAGNITUDES, Int4Weight, check_int4_scales
+from k2convert.formats.int4 import NUM_MAGNITUDES, check_int4_scales
 from k2convert.formats.magnitude import Magnitude
-from k2convert.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, check_global_scale
+from k2convert.formats.nvfp4 import BLOCK_SIZE, check_global_scale
 from k2convert.formats.optimal import global_exponent
 from k2convert.formats.pair_counts import PairCounts
 from k2convert.formats.plain import plain_global_scale
@@ -34,27 +33,27 @@ _ASSIGNMENTS: Final = np.concatenate(
 """For each |q| = 1..8 the products k * v of the six assignments, then their v * v."""
 
 
-def measure_int4(weight: Int4Weight, *, name: str) -> Magnitude:
+def measure_int4(weight: Int4Arrays, *, name: str) -> Magnitude:
     """Measure an INT4 weight as `formats.magnitude.measure` does; FormatError, naming it, on unusable scales."""
-    largest_bits, amax, usable = _cpu.measure(*_int4_arrays(weight))
+    largest_bits, amax, usable = _cpu.measure(*_flat_int4(weight))
     if not usable:
-        check_int4_scales(weight.scales, name=name)
+        check_int4_scales(weight.to_torch().scales, name=name)
     scale_max = float(np.array(largest_bits << 16, dtype=np.uint32).view(np.float32))
     return Magnitude(scale_max=scale_max, amax=float(amax))
 
 
 def convert_int4(
-    weight: Int4Weight, *, rule: Rule, global_scale: float, out: Nvfp4Weight | None = None
-) -> tuple[Nvfp4Weight, PairCounts]:
+    weight: Int4Arrays, *, rule: Rule, global_scale: float, out: Nvfp4Arrays | None = None
+) -> tuple[Nvfp4Arrays, PairCounts]:
     """Quantise an INT4 weight and count its pairs; byte for byte what `formats` makes of it.
 
-    `out` brings contiguous tensors to write into; without it they are allocated.
+    `out` brings contiguous arrays to write into; without it they are allocated.
     """
     check_global_scale(global_scale)
     result = allocate_nvfp4(*weight.shape, global_scale=global_scale) if out is None else out
-    assert result.packed.is_contiguous()
-    assert result.block_scales.is_contiguous()
-    source, target = _int4_arrays(weight), (_flat(result.packed), _flat(result.block_scales))
+    assert result.packed.flags.c_contiguous
+    assert result.block_scales.flags.c_contiguous
+    source, target = _flat_int4(weight), (_flat(result.packed), _flat(result.block_scales))
     if rule == "optimal":
         counted = _cpu.convert_optimal(*source, global_exponent(global_scale), search_tables(), *target)
     else:
@@ -63,13 +62,13 @@ def convert_int4(
 
 
 def sample_int4_error(
-    source: Int4Weight, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
+    source: Int4Arrays, result: Nvfp4Arrays, *, rule: Rule, magnitude: Magnitude, sample_seed: int
 ) -> SampledError:
     """Compare with plain and with the bound on sampled blocks, as `formats.sampled_error.sample_error` does."""
     scale_bytes = _flat(result.block_scales)
     chosen = sampled_range(scale_bytes.size, sample_seed=sample_seed)
     achieved, plain, bound = _cpu.sample(
-        *_int4_arrays(source),
+        *_flat_int4(source),
         scale_bytes,
         chosen.start,
         chosen.step,
@@ -88,23 +87,23 @@ def figures_of_counts(counts: PairCounts, *, rule: Rule, global_scale: float) ->
     )
 
 
-def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Weight:
+def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Arrays:
     """Return an NVFP4 weight [rows, columns] whose bytes are yet to be written; large ones in memory used before."""
-    return Nvfp4Weight(
+    return Nvfp4Arrays(
         packed=_empty_bytes(rows, columns // 2),
         block_scales=_empty_bytes(rows, columns // BLOCK_SIZE),
         global_scale=global_scale,
     )
 
 
-def _empty_bytes(rows: int, columns: int) -> Tensor:
-    return torch.as_tensor(BUFFERS.empty(rows * columns)).view(rows, columns)
+def _empty_bytes(rows: int, columns: int) -> NDArray[np.uint8]:
+    return BUFFERS.empty(rows * columns).reshape(rows, columns)
 
 
-def _int4_arrays(weight: Int4Weight) -> tuple[NDArray[Any], NDArray[Any]]:
-    return _flat(weight.packed), _flat(weight.scales.view(torch.uint16))
+def _flat_int4(weight: Int4Arrays) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
+    return _flat(weight.packed), _flat(weight.scale_bits)
 
 
-def _flat(tensor: Tensor) -> NDArray[Any]:
-    """A contiguous CPU tensor as a flat array over the same memory."""
-    return tensor.contiguous().view(-1).numpy()
+def _flat(array: NDArray[Any]) -> NDArray[Any]:
+    """An array as a flat one, over the same memory where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1)

@@ -7,13 +7,11 @@ assumes nothing about a rule, so it measures anybody's checkpoint and sees a sin
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from k2convert.formats.int4 import Int4Weight
+from k2convert.formats.arrays import Bf16Array, Int4Arrays
 from k2convert.kernels import _cpu
 
 F64 = NDArray[np.float64]
@@ -64,7 +62,7 @@ class DecodedError:
 
 
 def measure_decoded(
-    source: Int4Weight | Tensor, *, packed: NDArray[np.uint8], block_scales: NDArray[np.uint8], global_scale: float
+    source: Int4Arrays | Bf16Array, *, packed: NDArray[np.uint8], block_scales: NDArray[np.uint8], global_scale: float
 ) -> DecodedError:
     """Decode NVFP4 bytes (packed [N * K/2], block_scales [N * K/16], any shape) and measure them against the source."""
     rows, columns = source.shape
@@ -72,27 +70,19 @@ def measure_decoded(
     sums = np.zeros((rows, 3))
     counts = np.zeros((rows, 2), dtype=np.int64)
     results = sums.reshape(-1), counts.reshape(-1)
-    if isinstance(source, Int4Weight):
-        scales = _BF16[source.scales.contiguous().view(_int16()).numpy().view(np.uint16).reshape(-1)]
-        _cpu.measure_decoded_int4(source.packed.contiguous().numpy().reshape(-1), scales, *written, *results)
+    if isinstance(source, Int4Arrays):
+        _cpu.measure_decoded_int4(source.packed.reshape(-1), _BF16[source.scale_bits.reshape(-1)], *written, *results)
     else:
-        bits = source.contiguous().view(_int16()).numpy().view(np.uint16).reshape(-1)
-        _cpu.measure_decoded_bf16(bits, *written, *results)
+        _cpu.measure_decoded_bf16(source.bits.reshape(-1), *written, *results)
     return DecodedError(
         num_weights=rows * columns,
         num_nonzero=int(counts[:, 0].sum()),
         equal_nonzero=int(counts[:, 1].sum()),
         energy=math.fsum(sums[:, 0].tolist()),
         squared_error=_sum(sums[:, 1]),
-        max_error_steps=float(sums[:, 2].max(initial=0.0)) if isinstance(source, Int4Weight) else None,
+        max_error_steps=float(sums[:, 2].max(initial=0.0)) if isinstance(source, Int4Arrays) else None,
     )
 
 
 def _sum(values: F64) -> float:
     return math.fsum(values.tolist()) if np.isfinite(values).all() else math.nan
-
-
-def _int16() -> Any:
-    import torch
-
-    return torch.int16

@@ -18,7 +18,6 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from k2convert.formats.scale_tables import (
@@ -27,7 +26,7 @@ from k2convert.formats.scale_tables import (
     NUM_CANDIDATES,
     NUM_MANTISSAS,
     ZERO_CANDIDATE,
-    scale_tables,
+    candidate_tables,
 )
 from k2convert.kernels._cpu import SearchTables
 
@@ -72,8 +71,8 @@ SHIFT_OF_ONE: Final = 4
 @lru_cache(maxsize=1)
 def search_tables() -> SearchTables:
     """Build the tables for the CPU kernels; cpp/groups.hpp says what each one is."""
-    tables = scale_tables(torch.device("cpu"))
-    maps, map_ids = np.unique(tables.nibble_maps.numpy(), return_inverse=True)
+    tables = candidate_tables()
+    maps, map_ids = np.unique(tables.nibble_maps, return_inverse=True)
     nibbles = (maps.view(np.uint64)[:, None] >> (4 * np.arange(16, dtype=np.uint64))) & np.uint64(15)
     positions = np.array(WINDOW_STARTS)[:, None] + np.arange(LANES)
     return SearchTables(
@@ -82,20 +81,20 @@ def search_tables() -> SearchTables:
         keys=(LARGEST_KEY - positions).astype(np.int32).reshape(-1),
         choices=(map_ids.reshape(-1) | _capped_magnitudes().reshape(-1) << 8).astype(np.uint16),
         maps=nibbles.astype(np.uint8).reshape(-1),
-        full_errors=tables.errors.numpy().reshape(-1),
-        scale_bytes=tables.scale_bytes.numpy().reshape(-1),
+        full_errors=tables.errors.reshape(-1),
+        scale_bytes=tables.scale_bytes.reshape(-1),
     )
 
 
 def _capped_magnitudes() -> NDArray[np.uint16]:
     """Return uint16 [128, 82]: bit k - 1 is set where the error of |q| = k is above the cap."""
-    errors_SkC = scale_tables(torch.device("cpu")).errors.numpy()[:, 1:, :]
+    errors_SkC = candidate_tables().errors[:, 1:, :]
     bits_k1 = (1 << np.arange(8, dtype=np.uint16))[:, None]
     return ((errors_SkC / 4 > ERROR_CAP) * bits_k1).sum(axis=1).astype(np.uint16)
 
 
 def lowest_rank(mantissas: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rank in ScaleTables of position 0 for each ms; position p has rank `lowest_rank - p`."""
+    """Return the rank in CandidateTables of position 0 for each ms; position p has rank `lowest_rank - p`."""
     grid_index = 8 * SHIFT_OF_ONE + (mantissas + 15) // 16 - 8 - LOWEST_STEP
     return LAST_GRID_RANK - grid_index
 
@@ -108,7 +107,7 @@ def set_windows() -> NDArray[np.uint8]:
 
 def window_errors() -> NDArray[np.float32]:
     """Return float32 [128, 9, 8, 16]: error of |q| = 1..8 under each candidate of each window, for every ms."""
-    errors_SkC = scale_tables(torch.device("cpu")).errors.numpy()
+    errors_SkC = candidate_tables().errors
     mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS, dtype=np.int64)
     ranks_SP = lowest_rank(mantissas_S)[:, None] - np.arange(NUM_POSITIONS)
     assert ranks_SP.min() >= FIRST_CANDIDATE > ZERO_CANDIDATE

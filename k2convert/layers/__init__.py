@@ -1,6 +1,9 @@
-"""Reference layers: whether a converted MoE layer still computes what the INT4 layer computed."""
+"""Reference layers: whether a converted MoE layer still computes what the INT4 layer computed.
 
-from k2convert.layers.check import check_layers, moe_layers
-from k2convert.layers.result import LayerBudget, LayerResult, LayersReport, Variant, VariantError
-
-__all__ = ["LayerBudget", "LayerResult", "LayersReport", "Variant", "VariantError", "check_layers", "moe_layers"]
+check          the stage: every asked layer of two checkpoints, from the same hidden states
+block, router  one MoE block in FP32, and which experts it takes
+mlp            an expert with the source's weights, the converted ones and those of `plain`
+weights        weights read from a checkpoint by a decoder of their own
+hidden_states  what goes into a layer; activations: what NVFP4 does to it
+result         the figures, without torch
+"""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from k2convert.formats.arrays import Int4Arrays, as_arrays
 from k2convert.formats.int4 import Int4Weight
 from k2convert.layers.activations import quantize_activations
 from k2convert.layers.result import Variant
@@ -89,14 +90,16 @@ def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> Mlp
 
 
 def _plain_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
-    plain = NativeQuantizer("plain", torch.device("cpu"))
-    measured = {name: plain.measure(weight, name=name) for name, weight in raw.items()}
+    plain = NativeQuantizer("plain", "cpu")
+    sources = {name: as_arrays(weight) for name, weight in raw.items()}
+    measured = {name: plain.measure(source, name=name) for name, source in sources.items()}
     gate_up = measured["gate_proj"].merge(measured["up_proj"])
     weights: list[DenseWeight | CodedWeight] = []
-    for name, weight in raw.items():
+    for name, source in sources.items():
         magnitude = measured[name] if name == "down_proj" else gate_up
-        scale = plain.global_scale(magnitude, is_int4=isinstance(weight, Int4Weight))
-        result, _ = plain.quantize(weight, name=name, magnitude=magnitude, global_scale=scale)
+        scale = plain.global_scale(magnitude, is_int4=isinstance(source, Int4Arrays))
+        arrays, _ = plain.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
+        result = arrays.to_torch()
         weights.append(nvfp4_weight(result.packed, result.block_scales, result.global_scale))
     return weights
 

@@ -1,6 +1,6 @@
 """The seam between the conversion loop and the arithmetic: one Protocol, two implementations.
 
-    native     k2convert's own code; needs nothing but torch
+    native     k2convert's own code; needs torch for CUDA devices alone
     reference  the published pipeline itself: compressed-tensors dequantises, ModelOpt quantises (`plain` only)
 
 A quantizer holds no state that a call changes: any number of threads may share one.
@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-import torch
-from torch import Tensor
-
 from k2convert.errors import RecipeError
-from k2convert.formats.int4 import Int4Weight
+from k2convert.formats.arrays import Bf16Array, Int4Arrays, Nvfp4Arrays
 from k2convert.formats.magnitude import Magnitude
 from k2convert.formats.metrics import WeightMetrics
-from k2convert.formats.nvfp4 import Nvfp4Weight
 from k2convert.formats.rule import Rule
 
 QuantizerKind = Literal["native", "reference"]
+Source = Int4Arrays | Bf16Array
 
 
 class Quantizer(Protocol):
@@ -41,8 +38,8 @@ class Quantizer(Protocol):
         """What computes: "native-cpu", "triton-cuda:0", "torch-cuda:0", "modelopt"."""
         ...
 
-    def measure(self, source: Int4Weight | Tensor, *, name: str) -> Magnitude:
-        """Measure an INT4 weight or a bf16 [N, K] tensor; FormatError, naming it, where a value is not usable."""
+    def measure(self, source: Source, *, name: str) -> Magnitude:
+        """Measure one weight; FormatError, naming it, where a value is not usable."""
         ...
 
     def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
@@ -50,18 +47,18 @@ class Quantizer(Protocol):
         ...
 
     def quantize(
-        self, source: Int4Weight | Tensor, *, name: str, magnitude: Magnitude, global_scale: float
-    ) -> tuple[Nvfp4Weight, WeightMetrics]:
-        """Quantise and measure one weight; the result lies on the CPU. `magnitude` is that of the whole set."""
+        self, source: Source, *, name: str, magnitude: Magnitude, global_scale: float
+    ) -> tuple[Nvfp4Arrays, WeightMetrics]:
+        """Quantise and measure one weight. `magnitude` is that of the whole set."""
         ...
 
 
-def create_quantizer(kind: QuantizerKind, *, rule: Rule, device: torch.device | str) -> Quantizer:
+def create_quantizer(kind: QuantizerKind, *, rule: Rule, device: str) -> Quantizer:
     """Create a quantizer; RecipeError where it does not offer the rule, MissingDependencyError without the extra."""
     if kind == "native":
         from k2convert.quantizers.native import NativeQuantizer
 
-        return NativeQuantizer(rule=rule, device=torch.device(device))
+        return NativeQuantizer(rule=rule, device=device)
     if rule != "plain":
         raise RecipeError(
             f"the reference quantizer writes what ModelOpt writes, which is rule plain, not {rule}; "

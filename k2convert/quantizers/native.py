@@ -5,15 +5,11 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Final, Literal
 
-import torch
-from torch import Tensor
-
-from k2convert.formats.int4 import Int4Weight
+from k2convert.formats.arrays import Bf16Array, Int4Arrays, Nvfp4Arrays, as_arrays
 from k2convert.formats.magnitude import Magnitude, measure
 from k2convert.formats.metrics import WeightMetrics
-from k2convert.formats.nvfp4 import Nvfp4Weight
 from k2convert.formats.optimal import optimal_global_scale, quantize_optimal
 from k2convert.formats.optimal_bf16 import quantize_optimal_bf16
 from k2convert.formats.pair_counts import PairCounts, count_pairs
@@ -21,16 +17,17 @@ from k2convert.formats.plain import plain_global_scale, quantize_plain
 from k2convert.formats.rule import Rule
 from k2convert.formats.weight_error import finish_metrics, measure_error
 from k2convert.kernels import bf16, cpu
+from k2convert.lazy_torch import torch
 
-CPU = torch.device("cpu")
+CPU: Final = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class NativeQuantizer:
-    """Both rules on one device; holds no state, so threads may share it."""
+    """Both rules on one device ("cpu", "cuda:0"); holds no state, so threads may share it."""
 
     rule: Rule
-    device: torch.device
+    device: str
 
     @property
     def name(self) -> Literal["native"]:
@@ -40,15 +37,15 @@ class NativeQuantizer:
     @property
     def backend(self) -> str:
         """What computes."""
-        if self.device.type == "cpu":
+        if self.device == CPU:
             return "native-cpu"
         return f"triton-{self.device}" if self._has_triton else f"torch-{self.device}"
 
-    def measure(self, source: Int4Weight | Tensor, *, name: str) -> Magnitude:
+    def measure(self, source: Int4Arrays | Bf16Array, *, name: str) -> Magnitude:
         """Measure one weight; FormatError where a value is not usable."""
-        if isinstance(source, Int4Weight):
+        if isinstance(source, Int4Arrays):
             return cpu.measure_int4(source, name=name)
-        return measure(source, name=name)
+        return measure(source.to_torch(), name=name)
 
     def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
         """Choose the global scale of a set of tensors from their merged magnitude."""
@@ -57,11 +54,11 @@ class NativeQuantizer:
         return optimal_global_scale(magnitude, is_int4=is_int4)
 
     def quantize(
-        self, source: Int4Weight | Tensor, *, name: str, magnitude: Magnitude, global_scale: float
-    ) -> tuple[Nvfp4Weight, WeightMetrics]:
-        """Quantise and measure one weight; the result lies on the CPU."""
+        self, source: Int4Arrays | Bf16Array, *, name: str, magnitude: Magnitude, global_scale: float
+    ) -> tuple[Nvfp4Arrays, WeightMetrics]:
+        """Quantise and measure one weight."""
         seed = zlib.crc32(name.encode())
-        if isinstance(source, Int4Weight):
+        if isinstance(source, Int4Arrays):
             result, counts = self._convert_int4(source, global_scale)
             sampled = cpu.sample_int4_error(source, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
             figures = cpu.figures_of_counts(counts, rule=self.rule, global_scale=global_scale)
@@ -74,29 +71,29 @@ class NativeQuantizer:
                 figures=figures,
             )
             return result, metrics
-        if self.device.type == "cpu":
+        if self.device == CPU:
             result = bf16.quantize_bf16(source, rule=self.rule, global_scale=global_scale)
             metrics = bf16.measure_bf16_error(source, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
             return result, metrics
-        on_device = source.to(self.device)
+        on_device = source.to_torch().to(self.device)
         quantize = quantize_plain if self.rule == "plain" else quantize_optimal_bf16
         result = quantize(on_device, global_scale)
         metrics = measure_error(on_device, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
-        return result.to(CPU), metrics
+        return as_arrays(result), metrics
 
     @property
     def _has_triton(self) -> bool:
-        return self.device.type == "cuda" and find_spec("triton") is not None
+        return self.device != CPU and find_spec("triton") is not None
 
-    def _convert_int4(self, source: Int4Weight, global_scale: float) -> tuple[Nvfp4Weight, PairCounts]:
-        if self.device.type == "cpu":
+    def _convert_int4(self, source: Int4Arrays, global_scale: float) -> tuple[Nvfp4Arrays, PairCounts]:
+        if self.device == CPU:
             return cpu.convert_int4(source, rule=self.rule, global_scale=global_scale)
-        on_device = source.to(self.device)
+        on_device = source.to_torch().to(torch.device(self.device))
         if self._has_triton:
             from k2convert.kernels import cuda
 
             result, counts = cuda.convert_int4(on_device, rule=self.rule, global_scale=global_scale)
-            return result.to(CPU), counts
+            return as_arrays(result), counts
         quantize = quantize_plain if self.rule == "plain" else quantize_optimal
         result = quantize(on_device, global_scale)
-        return result.to(CPU), count_pairs(on_device, result, rule=self.rule)
+        return as_arrays(result), count_pairs(on_device, result, rule=self.rule)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from k2convert.errors import MissingDependencyError
+from k2convert.formats.arrays import Bf16Array, Int4Arrays, Nvfp4Arrays, as_arrays
 from k2convert.formats.int4 import GROUP_SIZE, Int4Weight
 from k2convert.formats.magnitude import Magnitude, check_bf16, measure
 from k2convert.formats.metrics import WeightMetrics
@@ -54,10 +55,10 @@ class ReferenceQuantizer:
         """What computes."""
         return "compressed-tensors + modelopt"
 
-    def measure(self, source: Int4Weight | Tensor, *, name: str) -> Magnitude:
+    def measure(self, source: Int4Arrays | Bf16Array, *, name: str) -> Magnitude:
         """Measure the dequantised weight with the libraries; FormatError where a source value is not usable."""
-        scale_max = measure(source, name=name).scale_max
-        weight = self.dequantize(source)
+        scale_max = measure(source.to_torch(), name=name).scale_max
+        weight = self.dequantize(source.to_torch())
         return Magnitude(scale_max=scale_max, amax=float(weight.abs().max()) if weight.numel() else 0.0)
 
     def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG002
@@ -67,12 +68,14 @@ class ReferenceQuantizer:
         return float(self.qtensor.get_weights_scaling_factor_2(torch.tensor([magnitude.amax])))
 
     def quantize(
-        self, source: Int4Weight | Tensor, *, name: str, magnitude: Magnitude, global_scale: float
-    ) -> tuple[Nvfp4Weight, WeightMetrics]:
+        self, source: Int4Arrays | Bf16Array, *, name: str, magnitude: Magnitude, global_scale: float
+    ) -> tuple[Nvfp4Arrays, WeightMetrics]:
         """Quantise one weight with the libraries, and measure it with ours."""
-        result = self._quantize_bf16(self.dequantize(source), global_scale, is_empty=magnitude.amax == 0.0)
+        weight = source.to_torch()
+        result = self._quantize_bf16(self.dequantize(weight), global_scale, is_empty=magnitude.amax == 0.0)
         seed = zlib.crc32(name.encode())
-        return result, measure_error(source, result, rule="plain", magnitude=magnitude, sample_seed=seed)
+        metrics = measure_error(weight, result, rule="plain", magnitude=magnitude, sample_seed=seed)
+        return as_arrays(result), metrics
 
     def dequantize(self, source: Int4Weight | Tensor) -> Tensor:
         """Return the bf16 [N, K] weight as compressed-tensors dequantises it; a bf16 source as it is."""

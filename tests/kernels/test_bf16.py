@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from k2convert.formats.arrays import as_arrays
 from k2convert.formats.magnitude import measure
 from k2convert.formats.optimal import optimal_global_scale
 from k2convert.formats.optimal_bf16 import quantize_optimal_bf16
@@ -72,7 +73,7 @@ MAKERS: dict[str, Callable[[], Tensor]] = {
 def assert_equals_formats(weight: Tensor, rule: Rule, global_scale: float) -> None:
     quantize = quantize_plain if rule == "plain" else quantize_optimal_bf16
     expected = quantize(weight, global_scale)
-    result = quantize_bf16(weight, rule=rule, global_scale=global_scale)
+    result = quantize_bf16(as_arrays(weight), rule=rule, global_scale=global_scale).to_torch()
     assert torch.equal(result.block_scales, expected.block_scales)
     assert torch.equal(result.packed, expected.packed)
 
@@ -84,9 +85,9 @@ def test_bytes_and_figures_equal_formats(maker: str, rule: Rule) -> None:
     magnitude = measure(weight)
     scale = plain_global_scale(magnitude) if rule == "plain" else optimal_global_scale(magnitude, is_int4=False)
     assert_equals_formats(weight, rule, scale)
-    result = quantize_bf16(weight, rule=rule, global_scale=scale)
-    figures = measure_bf16_error(weight, result, rule=rule, magnitude=magnitude, sample_seed=77)
-    assert figures == measure_by_formats(weight, result, magnitude=magnitude, sample_seed=77)
+    result = quantize_bf16(as_arrays(weight), rule=rule, global_scale=scale)
+    figures = measure_bf16_error(as_arrays(weight), result, rule=rule, magnitude=magnitude, sample_seed=77)
+    assert figures == measure_by_formats(weight, result.to_torch(), magnitude=magnitude, sample_seed=77)
 
 
 @pytest.mark.parametrize("exponent", [-126, -60, -16, -9, 0, 30, 118, 127])

@@ -15,6 +15,7 @@ from int4_makers import MAKERS, assert_same_counts, int4_weight, trained_like
 from safetensors.torch import load_file
 
 from k2convert.errors import FormatError
+from k2convert.formats.arrays import Nvfp4Arrays, as_arrays
 from k2convert.formats.int4 import Int4Weight
 from k2convert.formats.magnitude import Magnitude, measure
 from k2convert.formats.nvfp4 import Nvfp4Weight
@@ -43,7 +44,8 @@ def reference(weight: Int4Weight, rule: Rule, global_scale: float) -> tuple[Nvfp
 
 def assert_equals_formats(weight: Int4Weight, rule: Rule, global_scale: float) -> None:
     expected, expected_counts = reference(weight, rule, global_scale)
-    result, counts = convert_int4(weight, rule=rule, global_scale=global_scale)
+    arrays, counts = convert_int4(as_arrays(weight), rule=rule, global_scale=global_scale)
+    result = arrays.to_torch()
     assert torch.equal(result.block_scales, expected.block_scales)
     assert torch.equal(result.packed, expected.packed)
     assert_same_counts(counts, expected_counts)
@@ -84,18 +86,18 @@ def test_every_projection_of_the_tiny_checkpoint(tiny: Path, rule: Rule) -> None
 def test_row_splits_and_threads_do_not_matter(rule: Rule) -> None:
     weight = MAKERS["every-scale"]()
     scale = own_scale(weight, rule)
-    whole, whole_counts = convert_int4(weight, rule=rule, global_scale=scale)
+    whole, whole_counts = convert_int4(as_arrays(weight), rule=rule, global_scale=scale)
     cuts = [0, 1, 2, 100, 101, 999, 1000, weight.shape[0]]
-    packed, scales = torch.empty_like(whole.packed), torch.empty_like(whole.block_scales)
+    packed, scales = np.empty_like(whole.packed), np.empty_like(whole.block_scales)
 
     def convert(rows: tuple[int, int]) -> PairCounts:
-        out = Nvfp4Weight(packed[slice(*rows)], scales[slice(*rows)], scale)
-        return convert_int4(weight.rows(*rows), rule=rule, global_scale=scale, out=out)[1]
+        out = Nvfp4Arrays(packed[slice(*rows)], scales[slice(*rows)], scale)
+        return convert_int4(as_arrays(weight.rows(*rows)), rule=rule, global_scale=scale, out=out)[1]
 
     with ThreadPoolExecutor(4) as pool:
         parts = list(pool.map(convert, pairwise(cuts)))
-    assert torch.equal(packed, whole.packed)
-    assert torch.equal(scales, whole.block_scales)
+    assert np.array_equal(packed, whole.packed)
+    assert np.array_equal(scales, whole.block_scales)
     assert_same_counts(merge_counts(parts), whole_counts)
 
 
@@ -110,7 +112,7 @@ def test_one_thread_may_convert_tensor_after_tensor(rule: Rule) -> None:
 @pytest.mark.parametrize("maker", MAKERS)
 def test_magnitude_equals_formats(maker: str) -> None:
     weight = MAKERS[maker]()
-    assert measure_int4(weight, name="w") == measure(weight)
+    assert measure_int4(as_arrays(weight), name="w") == measure(weight)
 
 
 @pytest.mark.parametrize("bits", [0x7F80, 0x7FC0, 0xBF80, 0xFF80, 0x7E00, 0x8001])
@@ -119,7 +121,7 @@ def test_unusable_scales_are_refused_by_name(bits: int) -> None:
     scale_bits[5] = bits
     weight = int4_weight(np.ones(256, dtype=np.int64), scale_bits)
     with pytest.raises(FormatError, match=r"experts\.3\.up_proj"):
-        measure_int4(weight, name="experts.3.up_proj")
+        measure_int4(as_arrays(weight), name="experts.3.up_proj")
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -132,10 +134,11 @@ def test_sampled_figures_equal_formats(maker: str, rule: Rule) -> None:
     shared = Magnitude(scale_max=1.5 * larger * magnitude.scale_max, amax=larger * magnitude.amax)
     for whole in (magnitude, shared):
         scale = plain_global_scale(whole) if rule == "plain" else optimal_global_scale(whole, is_int4=True)
-        result, _ = convert_int4(weight, rule=rule, global_scale=scale)
+        result, _ = convert_int4(as_arrays(weight), rule=rule, global_scale=scale)
         for seed in (0, 12345):
             arguments = {"rule": rule, "magnitude": whole, "sample_seed": seed}
-            assert sample_int4_error(weight, result, **arguments) == sample_error(weight, result, **arguments)
+            expected = sample_error(weight, result.to_torch(), **arguments)
+            assert sample_int4_error(as_arrays(weight), result, **arguments) == expected
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -150,7 +153,7 @@ def test_more_pairs_than_the_buffers_hold(rule: Rule) -> None:
 def test_empty_weight() -> None:
     weight = Int4Weight(torch.empty(0, 128, dtype=torch.uint8), torch.empty(0, 8, dtype=torch.bfloat16))
     for rule in RULES:
-        result, counts = convert_int4(weight, rule=rule, global_scale=1.0)
+        result, counts = convert_int4(as_arrays(weight), rule=rule, global_scale=1.0)
         assert result.shape == (0, 256)
         assert counts.keys.size == 0
 
@@ -166,7 +169,7 @@ def test_large_tensor_of_every_rule() -> None:
 def test_figures_of_pairs_equal_formats(maker: str, rule: Rule) -> None:
     weight = MAKERS[maker]()
     scale = own_scale(weight, rule)
-    _, counts = convert_int4(weight, rule=rule, global_scale=scale)
+    _, counts = convert_int4(as_arrays(weight), rule=rule, global_scale=scale)
     assert figures_of_counts(counts, rule=rule, global_scale=scale) == pair_figures(
         counts, rule=rule, global_scale=scale
     )

@@ -9,6 +9,7 @@ import torch
 from int4_makers import MAKERS, any_bytes, trained_like
 from numpy.typing import NDArray
 
+from k2convert.formats.arrays import as_arrays
 from k2convert.formats.int4 import Int4Weight
 from k2convert.kernels import _cpu
 from k2convert.kernels.cpu import convert_int4
@@ -70,7 +71,7 @@ def random_bytes(source: Int4Weight, *, seed: int, any_scale: bool) -> tuple[NDA
 def test_figures_of_any_bytes_equal_a_plain_evaluation(maker: str) -> None:
     source = MAKERS[maker]()
     packed, block_scales = random_bytes(source, seed=len(maker), any_scale=False)
-    found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+    found = measure_decoded(as_arrays(source), packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
     assert_measured(found, evaluate(*exact_weights(source), packed, block_scales))
 
 
@@ -78,9 +79,9 @@ def test_figures_of_any_bytes_equal_a_plain_evaluation(maker: str) -> None:
 @pytest.mark.parametrize("maker", ["trained", "any-bytes", "few-magnitudes", "zeros"])
 def test_figures_of_a_conversion_equal_a_plain_evaluation(maker: str) -> None:
     source = MAKERS[maker]()
-    result, _ = convert_int4(source, rule="plain", global_scale=GLOBAL_SCALE)
-    packed, block_scales = result.packed.numpy(), result.block_scales.numpy()
-    found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+    result, _ = convert_int4(as_arrays(source), rule="plain", global_scale=GLOBAL_SCALE)
+    packed, block_scales = result.packed, result.block_scales
+    found = measure_decoded(as_arrays(source), packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
     assert_measured(found, evaluate(*exact_weights(source), packed, block_scales))
 
 
@@ -89,16 +90,16 @@ def test_block_scales_that_are_no_number_make_the_error_none_and_leave_the_rest(
     source = any_bytes()
     packed, block_scales = random_bytes(source, seed=1, any_scale=True)
     assert {0x7F, 0xFF} <= set(block_scales.reshape(-1).tolist())
-    found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+    found = measure_decoded(as_arrays(source), packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
     assert math.isnan(found.squared_error)
     assert_measured(found, evaluate(*exact_weights(source), packed, block_scales))
 
 
 @pytest.mark.usefixtures("instructions")
 def test_one_flipped_bit_is_seen() -> None:
-    source = trained_like(1, seed=3)
+    source = as_arrays(trained_like(1, seed=3))
     result, _ = convert_int4(source, rule="optimal", global_scale=2.0**-12)
-    packed, block_scales = result.packed.numpy(), result.block_scales.numpy()
+    packed, block_scales = result.packed, result.block_scales
     before = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=2.0**-12)
     minus_zero = 0
     for part in (packed.reshape(-1), block_scales.reshape(-1)):
@@ -119,10 +120,11 @@ def test_instructions_do_not_change_a_bit_of_the_figures(maker: str, any_scale: 
     packed, block_scales = random_bytes(source, seed=7, any_scale=any_scale)
     before = _cpu.instructions()
     found: set[tuple[str, ...]] = set()
+    arrays = as_arrays(source)
     try:
         for name in {"portable", before}:
             _cpu.use_instructions(name)
-            figures = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+            figures = measure_decoded(arrays, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
             found.add(tuple(map(repr, dataclasses.astuple(figures))))
     finally:
         _cpu.use_instructions(before)
@@ -135,7 +137,7 @@ def test_figures_of_bf16_weights_equal_a_plain_evaluation() -> None:
     rng = np.random.default_rng(8)
     packed = rng.integers(0, 256, (24, 256), dtype=np.uint8)
     block_scales = rng.integers(0, 0x7F, (24, 32), dtype=np.uint8)
-    found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+    found = measure_decoded(as_arrays(source), packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
     weight = source.double().numpy().reshape(-1)
     assert found.max_error_steps is None
     assert_measured(found, evaluate(weight, np.zeros_like(weight), packed, block_scales))

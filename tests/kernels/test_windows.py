@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from k2convert.formats.arrays import as_arrays
 from k2convert.formats.block_bound import int4_block_bounds
 from k2convert.formats.e2m1 import DOUBLED_VALUES
 from k2convert.formats.int4 import Int4Weight
@@ -60,14 +61,14 @@ def count_wrong(histograms: NDArray[np.uint8], mantissa: int) -> int:
     # s = ms / 128, g = 1/2: candidate c, t = mb * 2**(c // 8) / ms with mb = 8 + c % 8, has b = mb * 2**(c // 8 - 6).
     scales = torch.full((1, len(blocks) // 2), mantissa - 128 + ONE_BF16, dtype=torch.int16).view(torch.bfloat16)
     weight = Int4Weight(torch.from_numpy(blocks.reshape(1, -1)), scales)
-    result, counts = convert_int4(weight, rule="optimal", global_scale=0.5)
+    result, counts = convert_int4(as_arrays(weight), rule="optimal", global_scale=0.5)
     errors, sums_M = full_errors(mantissa), []
     for start in range(0, len(histograms), 1 << 15):
         sums = histograms[start : start + (1 << 15)].astype(np.float64) @ errors
         sums_M.append(np.stack([NUM_CANDIDATES - 1 - sums[:, ::-1].argmin(axis=1), sums.min(axis=1)]))
     best, least = np.concatenate(sums_M, axis=1)
     expected = best.astype(np.int64) + FIRST_BYTE
-    found = result.block_scales.numpy()[0].astype(np.int64)[: len(histograms)]
+    found = result.block_scales[0].astype(np.int64)[: len(histograms)]
     some = histograms.any(axis=1)
     padded_equal = int((np.concatenate([least, least[: -len(histograms) % 8]]) == 0).sum())
     return int((found != expected)[some].sum()) + abs(counts.equal_blocks - padded_equal)

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
-from k2convert.layers import LayerBudget, LayerResult, LayersReport, Variant, VariantError, check_layers
-from k2convert.layers.result import W4A4_VARIANTS
+from k2convert.layers.check import check_layers
+from k2convert.layers.result import W4A4_VARIANTS, LayerBudget, LayerResult, LayersReport, Variant, VariantError
 from scripts.fixture_maker.damage import edit_tensor
 
 BUDGET = LayerBudget()
