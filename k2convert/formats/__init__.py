@@ -1,7 +1,8 @@
 """Number formats as pure tensor code: INT4 in, NVFP4 out, the two rules between them and what they cost.
 
 Nothing here reads a file or knows a model. Everything is a function of tensors, runs on CPU and CUDA by the same
-code, and is the definition the fast kernels are held to, byte for byte.
+code, and is the definition the fast kernels are held to, byte for byte. These work on the same weights as NumPy
+`arrays`, and torch is imported when a tensor is first made.
 
 Shape suffixes used throughout the package:
 

@@ -20,7 +20,7 @@ from k2convert.formats.rule import Rule
 from k2convert.formats.sampled_error import SampledError
 from k2convert.formats.weight_error_bf16 import finish_bf16_metrics
 from k2convert.kernels import _cpu
-from k2convert.kernels.cpu import allocate_nvfp4
+from k2convert.kernels.cpu import allocate_nvfp4, flat
 
 LARGEST_SCALE: Final = 2.0**118
 """With a global scale above this, steps exceed FP32; no weight leads to one."""
@@ -35,7 +35,7 @@ def quantize_bf16(weight: Bf16Array, *, rule: Rule, global_scale: float) -> Nvfp
             return as_arrays(quantize_optimal_bf16(weight.to_torch(), global_scale))
     result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
     packed, scale_bytes = result.packed.reshape(-1), result.block_scales.reshape(-1)
-    _quantize(_flat(weight.bits), packed, scale_bytes, rule=rule, global_scale=global_scale)
+    _quantize(flat(weight.bits), packed, scale_bytes, rule=rule, global_scale=global_scale)
     return result
 
 
@@ -44,7 +44,7 @@ def measure_bf16_error(
 ) -> WeightMetrics:
     """Measure `result` against its source as `formats.weight_error_bf16` does."""
     rows, _ = result.shape
-    bits, packed, scale_bytes = _flat(source.bits), _flat(result.packed), _flat(result.block_scales)
+    bits, packed, scale_bytes = flat(source.bits), flat(result.packed), flat(result.block_scales)
     energies, errors = np.zeros(rows), np.zeros(rows)
     num_nonzero, equal_nonzero, equal_blocks = _cpu.measure_rows_bf16(
         bits, packed, scale_bytes, result.global_scale, energies, errors
@@ -96,7 +96,3 @@ def _squared_error(source: NDArray[Any], packed: NDArray[Any], scale_bytes: NDAr
     errors = np.empty(scale_bytes.size)
     _cpu.block_errors_bf16(source, packed, scale_bytes, global_scale, errors)
     return math.fsum(errors.tolist())
-
-
-def _flat(array: NDArray[Any]) -> NDArray[Any]:
-    return np.ascontiguousarray(array).reshape(-1)

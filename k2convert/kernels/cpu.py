@@ -53,7 +53,7 @@ def convert_int4(
     result = allocate_nvfp4(*weight.shape, global_scale=global_scale) if out is None else out
     assert result.packed.flags.c_contiguous
     assert result.block_scales.flags.c_contiguous
-    source, target = _flat_int4(weight), (_flat(result.packed), _flat(result.block_scales))
+    source, target = _flat_int4(weight), (flat(result.packed), flat(result.block_scales))
     if rule == "optimal":
         counted = _cpu.convert_optimal(*source, global_exponent(global_scale), search_tables(), *target)
     else:
@@ -65,7 +65,7 @@ def sample_int4_error(
     source: Int4Arrays, result: Nvfp4Arrays, *, rule: Rule, magnitude: Magnitude, sample_seed: int
 ) -> SampledError:
     """Compare with plain and with the bound on sampled blocks, as `formats.sampled_error.sample_error` does."""
-    scale_bytes = _flat(result.block_scales)
+    scale_bytes = flat(result.block_scales)
     chosen = sampled_range(scale_bytes.size, sample_seed=sample_seed)
     achieved, plain, bound = _cpu.sample(
         *_flat_int4(source),
@@ -101,9 +101,9 @@ def _empty_bytes(rows: int, columns: int) -> NDArray[np.uint8]:
 
 
 def _flat_int4(weight: Int4Arrays) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
-    return _flat(weight.packed), _flat(weight.scale_bits)
+    return flat(weight.packed), flat(weight.scale_bits)
 
 
-def _flat(array: NDArray[Any]) -> NDArray[Any]:
+def flat(array: NDArray[Any]) -> NDArray[Any]:
     """An array as a flat one, over the same memory where it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1)
