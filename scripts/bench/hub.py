@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from scripts.bench.measure import Run, describe_machine, run_once
@@ -55,15 +57,8 @@ def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float
     if not (source / "config.json").exists():
         shape = ["--dense-layers", "0", "--layers", str(shards), "--gigabytes", str(gigabytes / shards)]
         subprocess.run([PYTHON, "-m", "scripts.fixture_maker", "k2-shaped", str(source), *shape], check=True)
-    for folder in (converted, out, work / "home", work / "hub"):
+    for folder in (converted, out):
         shutil.rmtree(folder, ignore_errors=True)
-    server = subprocess.Popen(
-        [PYTHON, "-m", "scripts.bench.hub", "--serve", work / "hub", source, *(["--line", str(line)] if line else [])],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert server.stdout is not None
-    url, token = server.stdout.readline().split()
-    os.environ |= {"HF_ENDPOINT": url, "HF_TOKEN": token, "HF_HOME": str(work / "home")}
     os.environ["HF_HUB_DISABLE_XET"] = "0" if xet else "1"
     run = [PYTHON, "-m", "k2convert", "run"]
     commands: dict[str, list[str | Path]] = {
@@ -73,14 +68,29 @@ def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float
         "Hub to Hub": [*run, f"hf://{REPO}", "hf://me/whole", "--work-dir", out, "--yes", "--json"],
     }
     results: dict[str, Run] = {}
-    try:
-        for label, command in commands.items():
-            print(f"bench: {label}", file=sys.stderr, flush=True)
+    for label, command in commands.items():
+        print(f"bench: {label}", file=sys.stderr, flush=True)
+        with hub_of_its_own(work, source, line=line):  # what one stage has uploaded, another would not have to
             results[label] = run_once(command, cores=None)
-    finally:
-        server.kill()
-        server.wait()
     return results
+
+
+@contextmanager
+def hub_of_its_own(work: Path, source: Path, *, line: float | None) -> Generator[None]:
+    """A server that knows nothing but the source, and a client without a cache."""
+    for folder in (work / "home", work / "hub"):
+        shutil.rmtree(folder, ignore_errors=True)
+    arguments = ["--serve", work / "hub", source, *(["--line", str(line)] if line else [])]
+    with subprocess.Popen(
+        [PYTHON, "-m", "scripts.bench.hub", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        url, token = server.stdout.readline().split()
+        os.environ |= {"HF_ENDPOINT": url, "HF_TOKEN": token, "HF_HOME": str(work / "home")}
+        try:
+            yield
+        finally:
+            server.kill()
 
 
 def main() -> None:
