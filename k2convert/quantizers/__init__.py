@@ -1,6 +1,6 @@
 """The seam between the conversion loop and the arithmetic: one Protocol, two implementations.
 
-    native     k2convert's own code; needs torch for CUDA devices alone
+    native     k2convert's own code; INT4 on CPUs needs no torch
     reference  the published pipeline itself: compressed-tensors dequantises, ModelOpt quantises (`plain` only)
 
 A quantizer holds no state that a call changes: any number of threads may share one.
