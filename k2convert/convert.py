@@ -90,6 +90,7 @@ class ShardConverter:
     header_digests: Mapping[str, str]
     stop: Event
     preallocate: bool = True
+    for_upload: bool = False
     inflight_bytes: int = INFLIGHT_BYTES
 
     def convert(self, job: ShardJob, *, report: Report) -> ShardRecord:
@@ -97,8 +98,8 @@ class ShardConverter:
         outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in job.outputs]
         header = encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
         file_bytes = len(header) + job.data_bytes
-        records: list[ProjectionRecord] = []
-        with ShardWriter(self.destination / job.name, file_bytes, preallocate=self.preallocate) as writer:
+        path, records = self.destination / job.name, list[ProjectionRecord]()
+        with ShardWriter(path, file_bytes, preallocate=self.preallocate, for_upload=self.for_upload) as writer:
             writer.write(header)
             for piece, (buffers, measured) in self._ahead(self._pieces(job)):
                 for buffer in buffers:
@@ -114,6 +115,7 @@ class ShardConverter:
             num_tensors=len(outputs),
             source_headers={shard: self.header_digests[shard] for shard in job.source_shards},
             projections=tuple(records),
+            sha256=writer.sha256,
         )
 
     def _ahead(self, pieces: Iterator[_Piece]) -> Iterator[tuple[_Piece, _Result]]:

@@ -36,7 +36,10 @@ class ProjectionRecord:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """One finished shard: blake3 and size of the file, digests of the source headers it was made from."""
+    """One finished shard: hashes and size of the file, digests of the source headers it was made from.
+
+    The sha256, which the Hub knows files by, is there if the shard was made to be uploaded.
+    """
 
     shard: str
     fingerprint: str
@@ -45,6 +48,7 @@ class ShardRecord:
     num_tensors: int
     source_headers: dict[str, str]
     projections: tuple[ProjectionRecord, ...] = field(default=())
+    sha256: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; not `asdict`, which copies every one of the metrics' hundred thousand numbers."""

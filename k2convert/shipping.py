@@ -9,7 +9,6 @@ and travels to the branch together with the shard's record, so that another mach
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.index import read_json_file
+from k2convert.checkpoint.page_cache import leave_cache
+from k2convert.checkpoint.reader import Bytes
 from k2convert.checkpoint.writer import write_atomically
 from k2convert.contract.streamed import scan_shard
 from k2convert.errors import CheckpointError
@@ -56,10 +57,10 @@ class Shipping:
         return self.publication.is_group_due() or len(self._arrived) > 0
 
     def upload(self, name: str) -> None:
-        """Hash and scan a shard's file, hold it against its record, and send it unless the branch has it.
+        """Scan a shard's file, hold it against its record, and send it unless the branch has it.
 
-        Hashing and sending run side by side: the library hashes what it sends by itself, and the two must agree before
-        the shard counts as published. Raises CheckpointError where the file is no longer what was written.
+        Both run side by side: the Hub must list what was sent with the record's sha256 before the shard counts as
+        published. Raises CheckpointError where the file is no longer what was written.
         """
         path = self.journal.destination / name
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="examine") as aside:
@@ -69,11 +70,11 @@ class Shipping:
                 if self.publication.has(name, found.sha256, found.file_bytes):
                     self._arrived.append(name)
                     return
-            operation = self.publication.send(name, path)
+            operation = self.publication.send(name, path, sha256=self.records[name].sha256)
             found = examined.result()
-        _leave_cache(path)
+        leave_cache(path)
         documents = {
-            f"{_RECORDS}/{name}.json": json.dumps(asdict(self.records[name])).encode(),
+            f"{_RECORDS}/{name}.json": json.dumps(self.records[name].to_dict()).encode(),
             f"{UPLOADS}/{name}.json": json.dumps(asdict(found)).encode(),
         }
         self.publication.add(Upload(name, path, found.sha256, found.file_bytes), operation, records=documents)
@@ -81,13 +82,18 @@ class Shipping:
     def _examine(self, name: str) -> UploadRecord:
         """Look at a shard's bytes and keep what was found."""
         record, path = self.records[name], self.journal.destination / name
-        scan, sha256 = scan_shard(path.parent, name)
+        sha256 = hashlib.sha256()
+
+        def hash_too(data: Bytes) -> None:
+            sha256.update(data.data)
+
+        scan = scan_shard(path.parent, name, passing=hash_too if record.sha256 is None else None)
         if scan["digests"][name] != record.blake3:
             raise CheckpointError(
                 f"{path}: is no longer what was written: its blake3 differs from its record. Delete it and run the "
                 "same command again; if it happens twice, suspect disk or memory."
             )
-        found = UploadRecord(sha256, record.blake3, record.file_bytes, scan)
+        found = UploadRecord(record.sha256 or sha256.hexdigest(), record.blake3, record.file_bytes, scan)
         write_atomically(self._upload_path(name), json.dumps(asdict(found)).encode())
         self.uploads[name] = found
         return found
@@ -137,12 +143,6 @@ class Shipping:
             return UploadRecord(**document)
         except (CheckpointError, TypeError):
             return None
-
-
-def _leave_cache(path: Path) -> None:
-    """Give back the memory that the system has a sent file in: nobody reads it again, the next shard needs some."""
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def hash_file(path: Path) -> str:

@@ -208,6 +208,7 @@ def _run_pipeline(
                 fingerprint=fingerprint_digest(local.fingerprint),
                 header_digests={name: header.digest for name, header in local.source.headers.items()},
                 stop=stop,
+                for_upload=shipping is not None,
                 inflight_bytes=inflight_bytes(len(local.devices)),
             )
             for device in local.devices

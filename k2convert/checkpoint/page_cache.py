@@ -1,4 +1,4 @@
-"""Asking the system which parts of a file lie in its cache, without reading any of it.
+"""What the system's cache holds of a file: asked without reading any of it, written to disk early, given back.
 
 A mapping of the file is asked for its resident pages (mincore); nothing is read through the mapping, so a file that
 shrinks meanwhile harms nobody and no page counts as this process's memory.
@@ -7,12 +7,14 @@ shrinks meanwhile harms nobody and no page counts as this process's memory.
 import ctypes
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 
 from k2convert.buffers import PAGE_BYTES
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 class PageCache:
@@ -33,3 +35,15 @@ class PageCache:
         where, length = ctypes.c_void_p(self._address + first), ctypes.c_size_t(stop - first)
         failed = _libc.mincore(where, length, ctypes.c_void_p(resident.ctypes.data)) != 0
         return failed or 2 * int(np.count_nonzero(resident & 1)) > resident.size
+
+
+def start_writing(descriptor: int, position: int, num_bytes: int) -> None:
+    """Let the system begin to bring a written range to disk; nothing is waited for, and a filesystem may refuse."""
+    offset, length = ctypes.c_int64(position), ctypes.c_int64(num_bytes)
+    _libc.sync_file_range(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+
+def leave_cache(path: Path) -> None:
+    """Give back the memory that the system has a file in, for one that nobody will read again."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,10 +1,12 @@
 """Files that are whole or absent: written beside the target as `.tmp`, synced, renamed, the folder synced.
 
 Shards go past the page cache where the filesystem allows it (O_DIRECT): the file is pre-sized, filled in order from
-aligned staging buffers, hashed while the bytes pass. Where O_DIRECT is refused the same writes are buffered.
+aligned staging buffers, hashed while the bytes pass. Where O_DIRECT is refused the same writes are buffered, as are
+those of a file to be uploaded: it is read again at once.
 """
 
 import errno
+import hashlib
 import mmap
 import os
 from collections import deque
@@ -17,6 +19,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.buffers import BUFFERS
+from k2convert.checkpoint.page_cache import start_writing
 from k2convert.errors import DestinationWriteError, DiskFullError, K2ConvertError
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -46,14 +49,16 @@ def write_atomically(path: Path, content: bytes) -> None:
 class ShardWriter:
     """Writes one file of known size in order; `commit` makes it appear under its name and returns its blake3.
 
-    Its whole room is taken at the start, unless `preallocate` is off: then the file grows as the source shrinks.
+    Its whole room is taken at the start, unless `preallocate` is off: then the file grows as the source shrinks. A file
+    `for_upload` stays in the page cache, and its sha256 is computed too.
     """
 
-    def __init__(self, path: Path, num_bytes: int, *, preallocate: bool = True) -> None:
+    def __init__(self, path: Path, num_bytes: int, *, preallocate: bool = True, for_upload: bool = False) -> None:
         self._path = path
         self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         self._num_bytes = num_bytes
         self._hash = blake3()
+        self._sha256 = hashlib.sha256() if for_upload else None
         # Whole pages, as O_DIRECT wants; NumPy copies into them without the interpreter's lock.
         self._staging = [BUFFERS.empty_pages(STAGING_BYTES)[:STAGING_BYTES] for _ in range(NUM_STAGING)]
         self._current, self._filled, self._position = 0, 0, 0
@@ -68,7 +73,7 @@ class ShardWriter:
                 if preallocate:
                     os.posix_fallocate(self._descriptor, 0, max(num_bytes, 1))
                 os.ftruncate(self._descriptor, num_bytes)
-                self._direct = _open_direct(self._temporary)
+                self._direct = None if for_upload else _open_direct(self._temporary)
             except OSError:
                 os.close(self._descriptor)
                 self._temporary.unlink(missing_ok=True)
@@ -77,11 +82,6 @@ class ShardWriter:
             self._pool.shutdown()
             self._hasher.shutdown()
             raise _write_error(path, error) from error
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether writes go past the page cache."""
-        return self._direct is not None
 
     def write(self, data: "bytes | memoryview") -> None:
         """Append bytes; they may be reused by the caller when this returns. Raises DiskFullError, OSError."""
@@ -109,11 +109,16 @@ class ShardWriter:
             raise _write_error(self._path, error) from error
         return self._hash.hexdigest()
 
+    @property
+    def sha256(self) -> str | None:
+        """The sha256 of a committed file `for_upload` as hex, None of another."""
+        return None if self._sha256 is None else self._sha256.hexdigest()
+
     def _flush(self) -> None:
         filled, position = self._filled, self._position
         used = self._staging[self._current][:filled]
         stored = self._pool.submit(self._store, used, position)
-        self._pending.append((stored, self._hasher.submit(self._hash.update, used.data)))
+        self._pending.append((stored, self._hasher.submit(self._update_hashes, used.data)))
         self._position, self._filled = position + filled, 0
         self._current = (self._current + 1) % NUM_STAGING
         while len(self._pending) >= NUM_STAGING:
@@ -126,11 +131,17 @@ class ShardWriter:
         for done in self._pending.popleft():
             done.result()
 
+    def _update_hashes(self, data: memoryview) -> None:
+        self._hash.update(data)
+        if self._sha256 is not None:
+            self._sha256.update(data)
+
     def _store(self, used: NDArray[np.uint8], position: int) -> None:
         aligned = len(used) - len(used) % ALIGNMENT if self._direct is not None else 0
         if self._direct is not None:
             _write_all(self._direct, used[:aligned].data, position)
         _write_all(self._descriptor, used[aligned:].data, position + aligned)
+        start_writing(self._descriptor, position + aligned, len(used) - aligned)  # or `commit` waits for all of it
 
     def _close(self) -> None:
         self._pool.shutdown(wait=True)

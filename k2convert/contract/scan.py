@@ -27,8 +27,9 @@ _CODE_BYTES_A_BLOCK = 8
 Observe = Callable[[str, str, Bytes], None]
 """Called as observe(module, parameter, bytes) with every tensor of every converted module, whole, in file order."""
 Advance = Callable[[int], None]
-Passing = Callable[[Bytes], None]
 """Called with the number of bytes just dealt with."""
+Passing = Callable[[Bytes], None]
+"""Called with all bytes of all shards in order, most of them from another thread than the caller's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,7 @@ class _Target:
 def scan_shards(
     subject: Subject, *, observe: Observe | None, advance: Advance | None, passing: Passing | None = None
 ) -> ScanResult:
-    """Read every readable shard once; raises SourceReadError where the system cannot read one.
-
-    `passing` is called with all bytes of all shards in order, most of them from another thread than the caller's.
-    """
+    """Read every readable shard once; raises SourceReadError where the system cannot read one."""
     result = ScanResult()
     targets = _targets(subject)
     source = subject.source

@@ -4,7 +4,6 @@ What a scan found is kept as plain data (with the upload record), and is held ag
 ledger are there. Comparisons with the source's bytes are left out, as they are without `--source`.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,24 @@ from typing import Any
 from k2convert.checkpoint.header import ShardHeader, read_header
 from k2convert.contract import check_subject, open_subject
 from k2convert.contract.findings import ContractReport
-from k2convert.contract.scan import ScanResult, scan_shards
+from k2convert.contract.scan import Passing, ScanResult, scan_shards
 
 
-def scan_shard(folder: Path, shard: str) -> tuple[dict[str, Any], str]:
-    """Look at every byte of one finished shard; returns what `check_streamed` needs, ready for JSON, and the sha256.
+def scan_shard(folder: Path, shard: str, *, passing: Passing | None = None) -> dict[str, Any]:
+    """Look at every byte of one finished shard; returns what `check_streamed` needs, ready for JSON.
 
-    Raises CheckpointError where its header is damaged, SourceReadError where it cannot be read.
+    `passing` is called with all bytes in order. Raises CheckpointError where its header is damaged, SourceReadError
+    where it cannot be read.
     """
     subject = open_subject(folder, source=None, known_headers={shard: read_header(folder / shard)})
-    sha256 = hashlib.sha256()
-    found = scan_shards(subject, observe=None, advance=None, passing=lambda data: sha256.update(data.data))
-    document = {
+    found = scan_shards(subject, observe=None, advance=None, passing=passing)
+    return {
         "digests": found.digests,
         "invalid_scales": found.invalid_scales,
         "subnormal_scales": found.subnormal_scales,
         "zero_blocks_with_codes": found.zero_blocks_with_codes,
         "scalars": {name: data.hex() for name, data in found.scalars.items()},
     }
-    return document, sha256.hexdigest()
 
 
 def check_streamed(

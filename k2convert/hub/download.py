@@ -56,9 +56,7 @@ def download_shard(
         url = file_url(hub, source, shard)
         for _ in range(_NUM_ROUNDS):
             if _fill(hub, partial, url, num_connections, progress, stop or threading.Event()) == file.sha256:
-                os.fsync(partial.descriptor)
-                partial.path.replace(target)
-                _sync_folder(target.parent)
+                partial.path.replace(target)  # not synced: whoever finds it here hashes it before use
                 partial.record_path.unlink(missing_ok=True)
                 return
             hub.notify(f"{shard} arrived with another sha256 than the Hub states; fetching it again")
@@ -115,7 +113,8 @@ def _fill(
         halt.set()
         for thread in filter(threading.Thread.is_alive, threads):
             thread.join()
-        partial.record(force=True)
+        if not partial.is_complete():
+            partial.record(force=True)
     return digest.hexdigest()
 
 
@@ -171,11 +170,3 @@ def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: thre
 def _file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

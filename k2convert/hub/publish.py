@@ -102,14 +102,20 @@ class Publication:
         """Send one shard's bytes; `records` are small files to commit with it, by path below .k2convert/."""
         self.add(upload, self.send(upload.name, upload.path), records=records)
 
-    def send(self, name: str, path: Path) -> "CommitOperationAdd":
-        """Send one shard's bytes; the returned operation is to be handed to `add`."""
-        from huggingface_hub import CommitOperationAdd
+    def send(self, name: str, path: Path, *, sha256: str | None = None) -> "CommitOperationAdd":
+        """Send one shard's bytes; the returned operation is to be handed to `add`.
+
+        A known `sha256` spares the library a pass over the file before plain LFS. Over Xet the library hashes what it
+        sends, in the same pass, and the Hub states that hash: worth more than being told one.
+        """
+        from huggingface_hub import CommitOperationAdd, constants
 
         api = self.hub.api()
 
         def attempt() -> CommitOperationAdd:
             operation = CommitOperationAdd(name, path)
+            if sha256 is not None and constants.HF_HUB_DISABLE_XET:
+                operation.upload_info.sha256 = bytes.fromhex(sha256)
             with _transfer_errors(name):
                 api.preupload_lfs_files(self.repo, additions=[operation], revision=self.branch)
             return operation
