@@ -9,7 +9,7 @@ import typer
 
 from k2convert import console
 from k2convert.assemble import summarize
-from k2convert.contract.streamed import check_streamed
+from k2convert.contract.streamed import ShardHashes, check_streamed
 from k2convert.convert import Progress
 from k2convert.disk import parse_size
 from k2convert.errors import InvalidCheckpointError
@@ -176,18 +176,21 @@ def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: st
         console.print_note(f"note: {notice}")
     is_published(hub, target, fingerprint=ledger["fingerprint"], ledger_name="k2convert.json")
     confirm(target, total_bytes=sum(file_bytes.values()), yes=yes, ask=typer.confirm)
-    report = validate_checkpoint(folder=folder, source=None)
+    total_bytes, hashes = sum(file_bytes.values()), ShardHashes()
+    with console.PassDisplay(what="validate", total_bytes=total_bytes, quiet=as_json) as display:
+        report = validate_checkpoint(folder=folder, source=None, progress=display.advance, passing=hashes.add)
     if not report.passed:
         raise InvalidCheckpointError(
             f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why."
         )
     publication = Publication(hub, target, f"k2convert-{fingerprint_digest(ledger['fingerprint'])[:12]}")
-    with console.PassDisplay(what="publish", total_bytes=sum(file_bytes.values()), quiet=as_json) as display:
+    with console.PassDisplay(what="publish", total_bytes=total_bytes, quiet=as_json) as display:
         commit = publish_folder(
             folder=folder,
             publication=publication,
+            sha256=hashes.sha256,
             extra=card_files(folder, repo=ref.repo, base_model=base, source=card, validation=report),
-            progress=lambda _, num_bytes: display.advance(num_bytes),
+            sent=display.advance,
         )
     if as_json:
         console.print_json({"repo": ref.repo, "commit": commit, "private": target.private})

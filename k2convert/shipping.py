@@ -7,7 +7,6 @@ A shard may leave the disk once the branch lists it with the sha256 computed her
 and travels to the branch together with the shard's record, so that another machine can continue the job.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,16 +16,14 @@ from typing import Any
 
 from k2convert.checkpoint.index import read_json_file
 from k2convert.checkpoint.page_cache import leave_cache
-from k2convert.checkpoint.reader import Bytes
 from k2convert.checkpoint.writer import write_atomically
-from k2convert.contract.streamed import scan_shard
+from k2convert.contract.streamed import ShardHashes, scan_shard
 from k2convert.errors import CheckpointError
 from k2convert.hub.publish import Publication, Upload
 from k2convert.journal import Journal, ShardRecord
 
 UPLOADS = "uploads"
 _RECORDS = "shards"
-_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +79,14 @@ class Shipping:
     def _examine(self, name: str) -> UploadRecord:
         """Look at a shard's bytes and keep what was found."""
         record, path = self.records[name], self.journal.destination / name
-        sha256 = hashlib.sha256()
-
-        def hash_too(data: Bytes) -> None:
-            sha256.update(data.data)
-
-        scan = scan_shard(path.parent, name, passing=hash_too if record.sha256 is None else None)
+        hashes = ShardHashes()
+        scan = scan_shard(path.parent, name, passing=hashes.add if record.sha256 is None else None)
         if scan["digests"][name] != record.blake3:
             raise CheckpointError(
                 f"{path}: is no longer what was written: its blake3 differs from its record. Delete it and run the "
                 "same command again; if it happens twice, suspect disk or memory."
             )
-        found = UploadRecord(record.sha256 or sha256.hexdigest(), record.blake3, record.file_bytes, scan)
+        found = UploadRecord(record.sha256 or hashes.sha256(name), record.blake3, record.file_bytes, scan)
         write_atomically(self._upload_path(name), json.dumps(asdict(found)).encode())
         self.uploads[name] = found
         return found
@@ -143,12 +136,3 @@ class Shipping:
             return UploadRecord(**document)
         except (CheckpointError, TypeError):
             return None
-
-
-def hash_file(path: Path) -> str:
-    """A file's sha256, read past Python's buffers."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()

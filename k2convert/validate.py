@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint, read_json_file
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.sidecars import LEDGER_NAME
-from k2convert.contract import ContractReport, Subject, check_subject, open_subject
+from k2convert.contract import ContractReport, Passing, Subject, check_subject, open_subject
 from k2convert.contract.rules_tensors import shape_problems
 from k2convert.errors import CheckpointError
 from k2convert.formats.arrays import Nvfp4Arrays
@@ -103,10 +103,16 @@ def validate_checkpoint(
     against: Path | None = None,
     check_reference_layers: Callable[[Checkpoint, Checkpoint], LayersReport] | None = None,
     progress: Advance | None = None,
+    passing: Passing | None = None,
 ) -> ValidationReport:
-    """Validate `folder`; weights, layers and comparison need `source`. CheckpointError where one cannot be read."""
+    """Validate `folder`; weights, layers and comparison need `source`. CheckpointError where one cannot be read.
+
+    `passing` is called with the names of its shards and all their bytes, for whoever needs those too.
+    """
     _refuse_bf16(folder)
-    contract, weights = measure_folder(folder=folder, source=source, reference=reference, progress=progress)
+    contract, weights = measure_folder(
+        folder=folder, source=source, reference=reference, progress=progress, passing=passing
+    )
     layers = None
     if check_reference_layers is not None and source is not None and contract.passed:
         layers = check_reference_layers(source, open_checkpoint(folder))
@@ -128,12 +134,17 @@ def _refuse_bf16(folder: Path) -> None:
 
 
 def measure_folder(
-    *, folder: Path, source: Checkpoint | None, reference: bool, progress: Advance | None
+    *,
+    folder: Path,
+    source: Checkpoint | None,
+    reference: bool,
+    progress: Advance | None,
+    passing: Passing | None = None,
 ) -> tuple[ContractReport, WeightsReport | None]:
     """Check the contract of one folder and, against a source, measure every converted tensor in the same pass."""
     subject = open_subject(folder, source=source)
     if source is None:
-        return check_subject(subject, progress=progress), None
+        return check_subject(subject, progress=progress, passing=passing), None
     decoder = None
     if reference:
         from k2convert.quantizers.decoders import create_decoder
@@ -141,7 +152,9 @@ def measure_folder(
         decoder = create_decoder(subject.layout)
     with ShardReader(source.path) as reader, ThreadPoolExecutor(thread_name_prefix="decode") as pool:
         measurer = _Measurer(subject=subject, source=source, reader=reader, pool=pool, decoder=decoder)
-        contract = check_subject(subject, tensor_errors=measurer, observe=measurer.observe, progress=progress)
+        contract = check_subject(
+            subject, tensor_errors=measurer, observe=measurer.observe, progress=progress, passing=passing
+        )
         errors = measurer.results()
     mismatches, compared = _compare_journal(folder, errors)
     report = WeightsReport(

@@ -15,7 +15,7 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.contract import rules_config, rules_data, rules_modules, rules_package, rules_tensors
 from k2convert.contract.findings import ContractReport, Findings, Offender, RuleResult, Severity, Verdict, results
 from k2convert.contract.rules_data import TensorError
-from k2convert.contract.scan import Advance, Observe, ScanResult, scan_shards
+from k2convert.contract.scan import Advance, Observe, Passing, ScanResult, scan_shards
 from k2convert.contract.subject import Subject, open_subject
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "ContractReport",
     "Observe",
     "Offender",
+    "Passing",
     "RuleResult",
     "Severity",
     "Subject",
@@ -85,15 +86,19 @@ def check_subject(
     budget_sqnr_db: float | None = None,
     observe: Observe | None = None,
     progress: Advance | None = None,
+    passing: Passing | None = None,
     scan: ScanResult | None = None,
 ) -> ContractReport:
-    """The same for a folder that is open already; see check_contract. `scan` is a pass over the shards made before."""
+    """The same for a folder that is open already; see check_contract.
+
+    `passing` is called with all bytes of all shards; `scan` is a pass over the shards made before.
+    """
     found = [_check_whole(subject, number, check) for number, check in _NEED_ALL_SHARDS]
     found += [check(subject) for check in _FROM_CONFIGS]
     list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
     found.append(rules_config.check_hf_quant_config(subject, compare_lists=list_is_good))
     if scan is None:
-        scan = scan_shards(subject, observe=observe, advance=progress)
+        scan = scan_shards(subject, observe=observe, advance=progress, passing=passing)
     found += _check_data(subject, scan)
     found.append(rules_data.check_errors(subject, tensor_errors, budget_sqnr_db))
     return ContractReport(

@@ -28,8 +28,8 @@ Observe = Callable[[str, str, Bytes], None]
 """Called as observe(module, parameter, bytes) with every tensor of every converted module, whole, in file order."""
 Advance = Callable[[int], None]
 """Called with the number of bytes just dealt with."""
-Passing = Callable[[Bytes], None]
-"""Called with all bytes of all shards in order, most of them from another thread than the caller's."""
+Passing = Callable[[str, Bytes], None]
+"""Called as passing(shard, bytes) with all bytes of all shards in order, mostly from another thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class _Scan:
     def _read(self, shard: str, begin: int, end: int) -> Bytes:
         data = self.reader.read(TensorInfo("(all)", "U8", (end - begin,), begin, end, shard))
         if self.passing is not None:
-            self.passing(data)
+            self.passing(shard, data)
         return data
 
     def _look_at(self, piece: Piece, data: Bytes) -> None:

@@ -4,21 +4,38 @@ What a scan found is kept as plain data (with the upload record), and is held ag
 ledger are there. Comparisons with the source's bytes are left out, as they are without `--source`.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.header import ShardHeader, read_header
+from k2convert.checkpoint.reader import Bytes
 from k2convert.contract import check_subject, open_subject
 from k2convert.contract.findings import ContractReport
 from k2convert.contract.scan import Passing, ScanResult, scan_shards
 
 
+class ShardHashes:
+    """The sha256 of shards whose bytes pass in order: what the Hub knows files by."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, Any] = {}
+
+    def add(self, shard: str, data: Bytes) -> None:
+        """Take the next bytes of a shard; a scan's `passing`."""
+        self._digests.setdefault(shard, hashlib.sha256()).update(data.data)
+
+    def sha256(self, shard: str) -> str:
+        """The hash as hex of all that has passed."""
+        return self._digests[shard].hexdigest()
+
+
 def scan_shard(folder: Path, shard: str, *, passing: Passing | None = None) -> dict[str, Any]:
     """Look at every byte of one finished shard; returns what `check_streamed` needs, ready for JSON.
 
-    `passing` is called with all bytes in order. Raises CheckpointError where its header is damaged, SourceReadError
-    where it cannot be read.
+    `passing` is called with the shard's name and all bytes in order. Raises CheckpointError where its header is
+    damaged, SourceReadError where it cannot be read.
     """
     subject = open_subject(folder, source=None, known_headers={shard: read_header(folder / shard)})
     found = scan_shards(subject, observe=None, advance=None, passing=passing)

@@ -100,7 +100,7 @@ class Publication:
 
     def upload(self, upload: Upload, *, records: Mapping[str, bytes]) -> None:
         """Send one shard's bytes; `records` are small files to commit with it, by path below .k2convert/."""
-        self.add(upload, self.send(upload.name, upload.path), records=records)
+        self.add(upload, self.send(upload.name, upload.path, sha256=upload.sha256), records=records)
 
     def send(self, name: str, path: Path, *, sha256: str | None = None) -> "CommitOperationAdd":
         """Send one shard's bytes; the returned operation is to be handed to `add`.

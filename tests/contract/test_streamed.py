@@ -9,7 +9,7 @@ import pytest
 
 from k2convert.checkpoint.header import read_header
 from k2convert.contract import check_contract
-from k2convert.contract.streamed import check_streamed, scan_shard
+from k2convert.contract.streamed import ShardHashes, check_streamed, scan_shard
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def without_shards(folder: Path, target: Path) -> Path:
 
 def test_scans_of_single_shards_give_the_whole_folders_verdict(whole: Path, tmp_path: Path) -> None:
     shards = sorted(whole.glob("*.safetensors"))
-    scans = [json.loads(json.dumps(scan_shard(whole, shard.name)[0])) for shard in shards]
+    scans = [json.loads(json.dumps(scan_shard(whole, shard.name))) for shard in shards]
     headers = {shard.name: read_header(shard) for shard in shards}
     streamed = check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans)
     complete = check_contract(checkpoint_folder=whole)
@@ -47,18 +47,20 @@ def test_a_shard_that_is_not_the_recorded_one_fails(whole: Path, tmp_path: Path)
     data = bytearray((damaged / shards[2].name).read_bytes())
     data[-1] ^= 1
     (damaged / shards[2].name).write_bytes(data)
-    scans = [scan_shard(damaged, shard.name)[0] for shard in shards]
+    scans = [scan_shard(damaged, shard.name) for shard in shards]
     headers = {shard.name: read_header(shard) for shard in shards}
     assert not check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans).passed
 
 
 def test_a_missing_scan_fails(whole: Path, tmp_path: Path) -> None:
     shards = sorted(whole.glob("*.safetensors"))
-    scans = [scan_shard(whole, shard.name)[0] for shard in shards[1:]]
+    scans = [scan_shard(whole, shard.name) for shard in shards[1:]]
     headers = {shard.name: read_header(shard) for shard in shards}
     assert not check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans).passed
 
 
-def test_a_scan_states_the_files_sha256(whole: Path) -> None:
+def test_a_files_sha256_can_be_taken_from_the_scan(whole: Path) -> None:
+    hashes = ShardHashes()
     for shard in whole.glob("*.safetensors"):
-        assert scan_shard(whole, shard.name)[1] == hashlib.sha256(shard.read_bytes()).hexdigest()
+        scan_shard(whole, shard.name, passing=hashes.add)
+        assert hashes.sha256(shard.name) == hashlib.sha256(shard.read_bytes()).hexdigest()
