@@ -17,6 +17,16 @@ class CheckpointError(K2ConvertError, ValueError):
     """A checkpoint folder, index or shard that is damaged, hostile or not of the expected form."""
 
 
+class ChangedFileError(CheckpointError):
+    """A finished shard whose bytes are not those that were written."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(
+            f"{path}: is no longer what was written: its bytes have another hash than its record. Delete it and run "
+            "the conversion again: it makes this shard anew. If it happens twice, suspect disk or memory."
+        )
+
+
 class RecipeError(K2ConvertError, ValueError):
     """A recipe that cannot be read or asks for something that does not exist."""
 

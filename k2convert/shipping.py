@@ -18,7 +18,7 @@ from k2convert.checkpoint.index import read_json_file
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.writer import write_atomically
 from k2convert.contract.streamed import ShardHashes, scan_shard
-from k2convert.errors import CheckpointError
+from k2convert.errors import ChangedFileError, CheckpointError
 from k2convert.hub.publish import Publication, Upload
 from k2convert.journal import Journal, ShardRecord
 
@@ -54,10 +54,11 @@ class Shipping:
         return self.publication.is_group_due() or len(self._arrived) > 0
 
     def upload(self, name: str) -> None:
-        """Scan a shard's file, hold it against its record, and send it unless the branch has it.
+        """Scan a shard's file and send it unless the branch has it.
 
-        Both run side by side: the Hub must list what was sent with the record's sha256 before the shard counts as
-        published. Raises CheckpointError where the file is no longer what was written.
+        A shard counts as published when the Hub lists it with the sha256 of what was written: taken while it was
+        written, or else here from the file, held against the record's blake3. Raises CheckpointError where the file is
+        no longer what was written.
         """
         path = self.journal.destination / name
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="examine") as aside:
@@ -78,15 +79,15 @@ class Shipping:
 
     def _examine(self, name: str) -> UploadRecord:
         """Look at a shard's bytes and keep what was found."""
-        record, path = self.records[name], self.journal.destination / name
-        hashes = ShardHashes()
-        scan = scan_shard(path.parent, name, passing=hashes.add if record.sha256 is None else None)
+        record, path, hashes = self.records[name], self.journal.destination / name, ShardHashes()
+        if record.sha256 is not None:
+            scan, sha256 = scan_shard(path.parent, name, blake3=record.blake3), record.sha256
+        else:
+            scan = scan_shard(path.parent, name, passing=hashes.add)
+            sha256 = hashes.sha256(name)
         if scan["digests"][name] != record.blake3:
-            raise CheckpointError(
-                f"{path}: is no longer what was written: its blake3 differs from its record. Delete it and run the "
-                "same command again; if it happens twice, suspect disk or memory."
-            )
-        found = UploadRecord(record.sha256 or hashes.sha256(name), record.blake3, record.file_bytes, scan)
+            raise ChangedFileError(path)
+        found = UploadRecord(sha256, record.blake3, record.file_bytes, scan)
         write_atomically(self._upload_path(name), json.dumps(asdict(found)).encode())
         self.uploads[name] = found
         return found

@@ -5,7 +5,7 @@ is read once in file order, in batches of whole tensors, the next batch while th
 converted tensors' bytes too (to decode and measure them) gets them through `observe`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,9 +66,17 @@ class _Target:
 
 
 def scan_shards(
-    subject: Subject, *, observe: Observe | None, advance: Advance | None, passing: Passing | None = None
+    subject: Subject,
+    *,
+    observe: Observe | None,
+    advance: Advance | None,
+    passing: Passing | None = None,
+    digests: Mapping[str, str] | None = None,
 ) -> ScanResult:
-    """Read every readable shard once; raises SourceReadError where the system cannot read one."""
+    """Read every readable shard once; raises SourceReadError where the system cannot read one.
+
+    Of a shard whose blake3 is among `digests` only scales and scalars are read: its bytes are vouched for elsewhere.
+    """
     result = ScanResult()
     targets = _targets(subject)
     source = subject.source
@@ -79,7 +87,7 @@ def scan_shards(
         ) as source_reader,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan") as ahead,
     ):
-        scan = _Scan(subject, targets, reader, source_reader, result, observe, ahead, passing)
+        scan = _Scan(subject, targets, reader, source_reader, result, observe, ahead, passing, digests or {})
         for shard, header in subject.headers.items():
             result.digests[shard] = scan.shard(header, advance)
             reader.close()
@@ -124,42 +132,56 @@ class _Scan:
     observe: Observe | None
     ahead: ThreadPoolExecutor
     passing: Passing | None
+    digests: Mapping[str, str]
 
     def shard(self, header: ShardHeader, advance: Advance | None) -> str:
         """Go through one shard; returns the blake3 of the whole file."""
-        digest = blake3(max_threads=blake3.AUTO)
-        digest.update(self._read(header.shard, 0, header.data_begin).data)
-        batches = list(self._batches(header))
+        known, digest = self.digests.get(header.shard), blake3(max_threads=blake3.AUTO)
+        if known is None:
+            digest.update(self._read(header.shard, 0, header.data_begin).data)
+        batches = list(self._batches(header, whole=known is None))
         reading = self.ahead.submit(self._read_batch, batches[0]) if batches else None
         for number, batch in enumerate(batches):
             assert reading is not None
             data = reading.result()
             if number + 1 < len(batches):
                 reading = self.ahead.submit(self._read_batch, batches[number + 1])
-            digest.update(data.data)
+            if known is None:
+                digest.update(data.data)
             for piece in batch:
                 self._look_at(piece, data[piece.offset : piece.offset + piece.end - piece.begin])
             if advance is not None:
                 advance(len(data))
-        return digest.hexdigest()
+        return known or digest.hexdigest()
 
-    def _batches(self, header: ShardHeader) -> Iterator[list[Piece]]:
-        """Pieces in file order; tensors of converted modules stay whole, large copied ones are cut."""
+    def _batches(self, header: ShardHeader, *, whole: bool) -> Iterator[list[Piece]]:
+        """Neighbouring pieces in file order; tensors of converted modules stay whole, large copied ones are cut.
+
+        Those of a shard that is not looked at as a `whole` are what the rules check by itself.
+        """
         batch: list[Piece] = []
         filled = 0
         for tensor in sorted(header.tensors.values(), key=lambda t: (t.begin, t.end)):
             target = self.targets.get((tensor.shard, tensor.name))
+            if not whole and not self._is_checked(target):
+                continue
             stays_whole = target is not None and target.module is not None
             size = max(tensor.num_bytes, 1) if stays_whole else BATCH_BYTES
             for begin in range(0, max(tensor.num_bytes, 1), size):
                 end = min(begin + size, tensor.num_bytes)
-                if batch and filled + end - begin > BATCH_BYTES:
+                adjoins = batch and batch[-1].tensor.begin + batch[-1].end == tensor.begin + begin
+                if batch and (not adjoins or filled + end - begin > BATCH_BYTES):
                     yield batch
                     batch, filled = [], 0
                 batch.append(Piece(tensor, begin, end, filled))
                 filled += end - begin
         if batch:
             yield batch
+
+    def _is_checked(self, target: _Target | None) -> bool:
+        names = self.subject.names
+        checked = (names.block_scale, names.global_scale, names.input_scale)
+        return target is not None and target.module is not None and target.parameter in checked
 
     def _read_batch(self, batch: list[Piece]) -> Bytes:
         first, last = batch[0], batch[-1]

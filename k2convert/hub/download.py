@@ -47,7 +47,7 @@ def download_shard(
     file = source.shard(shard)
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
-        if target.stat().st_size == file.num_bytes and _file_sha256(target) == file.sha256:
+        if target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
             progress(file.num_bytes)
             return
         target.unlink()  # an interrupted conversion in tight room uses up its source
@@ -167,6 +167,7 @@ def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: thre
             write()  # a broken connection keeps what it brought
 
 
-def _file_sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """The sha256 of a whole file as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

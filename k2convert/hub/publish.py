@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from k2convert.errors import HubError
+from k2convert.errors import ChangedFileError, HubError
 from k2convert.hub.client import Hub, HubRequestError, explained
+from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target
 from k2convert.hub.source import RemoteFile, list_files, matches, read_file
 
@@ -106,7 +107,8 @@ class Publication:
         """Send one shard's bytes; the returned operation is to be handed to `add`.
 
         A known `sha256` spares the library a pass over the file before plain LFS. Over Xet the library hashes what it
-        sends, in the same pass, and the Hub states that hash: worth more than being told one.
+        sends, in the same pass, and the Hub states that hash: worth more than being told one. Raises CheckpointError
+        where the file has another hash than the known one.
         """
         from huggingface_hub import CommitOperationAdd, constants
 
@@ -120,7 +122,15 @@ class Publication:
                 api.preupload_lfs_files(self.repo, additions=[operation], revision=self.branch)
             return operation
 
-        return self.hub.call(f"upload {name} to {self.repo}", attempt)
+        try:
+            operation = self.hub.call(f"upload {name} to {self.repo}", attempt)
+        except HubError:
+            if sha256 is not None and file_sha256(path) != sha256:  # the Hub refuses what is not as announced
+                raise ChangedFileError(path) from None
+            raise
+        if sha256 is not None and operation.upload_info.sha256.hex() != sha256:
+            raise ChangedFileError(path)
+        return operation
 
     def add(self, upload: Upload, operation: "CommitOperationAdd", *, records: Mapping[str, bytes]) -> None:
         """Put a shard that was sent into the group to be committed next."""

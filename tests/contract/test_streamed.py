@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.header import TensorInfo, read_header
+from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.contract import check_contract
 from k2convert.contract.streamed import ShardHashes, check_streamed, scan_shard
 
@@ -64,3 +65,34 @@ def test_a_files_sha256_can_be_taken_from_the_scan(whole: Path) -> None:
     for shard in whole.glob("*.safetensors"):
         scan_shard(whole, shard.name, passing=hashes.add)
         assert hashes.sha256(shard.name) == hashlib.sha256(shard.read_bytes()).hexdigest()
+
+
+def test_with_its_blake3_a_scan_finds_the_same_and_reads_scales_alone(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def count(reader: ShardReader, tensor: TensorInfo, **place: int) -> Bytes:
+        data = plain_read(reader, tensor, **place)
+        read.append(data.size)
+        return data
+
+    plain_read = ShardReader.read
+    monkeypatch.setattr(ShardReader, "read", count)
+    headers = {path.name: read_header(path) for path in whole.glob("*.safetensors")}
+    scales = {n: [t for t in h.tensors.values() if t.name.endswith("weight_scale")] for n, h in headers.items()}
+    shard = tmp_path / max(scales, key=lambda name: len(scales[name]))
+    data = bytearray((whole / shard.name).read_bytes())
+    for tensor, value in zip(scales[shard.name], (0x7F, 0x01, 0x00), strict=False):
+        data[tensor.begin] = value
+    shard.write_bytes(data)
+    found = scan_shard(tmp_path, shard.name)
+    everything = sum(read)
+    read.clear()
+    again = scan_shard(tmp_path, shard.name, blake3=found["digests"][shard.name])
+    assert again == found
+    assert found["invalid_scales"]
+    assert found["subnormal_scales"]
+    assert found["zero_blocks_with_codes"]
+    assert everything >= len(data)
+    assert sum(read) < len(data) / 4

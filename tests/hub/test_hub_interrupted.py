@@ -149,6 +149,28 @@ def test_an_interrupt_leaves_at_once_and_the_same_command_continues(
     assert_published(tiny_on_hub, local_result)
 
 
+@pytest.mark.parametrize("disable_xet", ["0", "1"], ids=["Xet", "LFS"])
+def test_a_shard_damaged_before_its_upload_never_arrives(
+    tiny_on_hub: LoopbackHub, hub_process: HubCli, workplace: Path, local_result: Path, disable_xet: str
+) -> None:
+    environment = {"HF_HUB_DISABLE_XET": disable_xet}
+    upload = ("PUT", "/_lfs/") if disable_xet == "1" else ("GET", "/xet-write-token/")
+    tiny_on_hub.traffic.inject(Fault(*upload, status=403, times=50))
+    assert "403" in hub_process(*JOB, **environment).stderr
+    tiny_on_hub.traffic.clear()
+    shard = next((workplace / "k2convert-work" / "me--out").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    done = hub_process(*JOB, **environment)
+    assert done.returncode == 1
+    assert f"{shard.name}: is no longer what was written" in done.stderr
+    assert "Traceback" not in done.stderr
+    shard.unlink()
+    assert hub_process(*JOB, **environment).returncode == 0
+    assert_published(tiny_on_hub, local_result)
+
+
 def random_fault(choice: random.Random) -> Fault:
     """One of the faults that networks and hubs have, somewhere in the job."""
     kind = choice.choice(["503", "reset", "short", "wrong", "429", "412", "upload"])

@@ -8,7 +8,7 @@ from digests import sha256_of
 from faults import Fault, Kind
 from loopback import TOKEN, LoopbackHub
 
-from k2convert.errors import HubError
+from k2convert.errors import ChangedFileError, HubError
 from k2convert.hub import publish
 from k2convert.hub.client import Hub
 from k2convert.hub.preflight import Licence, Target, check_target
@@ -123,9 +123,27 @@ def test_a_shard_whose_hash_differs_on_the_branch_is_an_error(server: LoopbackHu
     publication = Publication(hub, target_of(hub), BRANCH)
     publication.open()
     good = uploads(tiny)[0]
-    publication.upload(Upload(good.name, good.path, "0" * 64, good.num_bytes), records={})
+    operation = publication.send(good.name, good.path)
+    publication.add(Upload(good.name, good.path, "0" * 64, good.num_bytes), operation, records={})
     with pytest.raises(HubError, match=r"another sha256.*Nothing was deleted"):
         publication.commit_group()
+
+
+@pytest.mark.parametrize("with_xet", [True, False], ids=["Xet", "LFS"])
+def test_a_file_that_changed_since_it_was_hashed_is_not_sent(
+    server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path, with_xet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", not with_xet)
+    publication = Publication(hub, target_of(hub), BRANCH)
+    publication.open()
+    before, changed = uploads(tiny)[0], tmp_path / SHARDS[0]
+    data = bytearray(before.path.read_bytes())
+    data[-1] ^= 1
+    changed.write_bytes(data)
+    with pytest.raises(ChangedFileError, match=f"{SHARDS[0]}: is no longer what was written"):
+        publication.upload(Upload(before.name, changed, before.sha256, before.num_bytes), records={})
+    assert publication.num_pending == 0
+    assert not server.store.blob(before.sha256).exists()
 
 
 def test_faults_during_upload_and_commits_are_retried(
