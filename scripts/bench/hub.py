@@ -1,8 +1,9 @@
 """Hub to Hub beside its stages alone, over loopback: `.venv/bin/python -m scripts.bench.hub`; Markdown on stdout.
 
 A loopback Hub (the one of tests/hub, a process of its own) holds a K2-shaped set of shards. Measured are fetching them,
-converting them from a folder, uploading the result, and the whole job in one command; how many times the slowest stage
-that takes says how well the stages overlap. Client, server and conversion share this machine's cores.
+converting them from a folder, publishing the result (`k2convert publish`, which validates first), uploading it as the
+whole job does, and that job in one command; how many times the slowest stage it takes says how well the stages overlap.
+Client, server and conversion share this machine's cores.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from scripts.bench.measure import Run, describe_machine, run_once
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
 REPO = "moon/set"
+NUM_LAYERS = 10
 
 
 def serve(root: Path, source: Path, *, line: float | None) -> None:
@@ -55,8 +57,9 @@ def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float
     """Run the stages and the whole once each."""
     source, converted, out = work / f"layers-{gigabytes:g}-{shards}", work / "converted", work / "job"
     if not (source / "config.json").exists():
-        shape = ["--dense-layers", "0", "--layers", str(shards), "--gigabytes", str(gigabytes / shards)]
-        subprocess.run([PYTHON, "-m", "scripts.fixture_maker", "k2-shaped", str(source), *shape], check=True)
+        shape = ["--dense-layers", "0", "--layers", str(NUM_LAYERS), "--gigabytes", str(gigabytes / NUM_LAYERS)]
+        spread = ["--shards", str(shards)]
+        subprocess.run([PYTHON, "-m", "scripts.fixture_maker", "k2-shaped", str(source), *shape, *spread], check=True)
     for folder in (converted, out):
         shutil.rmtree(folder, ignore_errors=True)
     os.environ["HF_HUB_DISABLE_XET"] = "0" if xet else "1"
@@ -64,6 +67,7 @@ def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float
     commands: dict[str, list[str | Path]] = {
         "fetch alone": [PYTHON, "-m", "scripts.bench.hub", "--fetch", work / "fetched"],
         "convert alone": [*run, source, converted, "--json"],
+        "publish alone": [PYTHON, "-m", "k2convert", "publish", converted, "--repo", "me/published", "--yes", "--json"],
         "upload alone": [*run, source, "hf://me/upload", "--work-dir", converted, "--yes", "--json"],
         "Hub to Hub": [*run, f"hf://{REPO}", "hf://me/whole", "--work-dir", out, "--yes", "--json"],
     }
@@ -96,7 +100,7 @@ def hub_of_its_own(work: Path, source: Path, *, line: float | None) -> Generator
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=5.0)
-    parser.add_argument("--shards", type=int, default=10, help="MoE layers, a shard each as in K2")
+    parser.add_argument("--shards", type=int, default=40, help="how many the layers are spread over; K2 has 62")
     parser.add_argument("--no-xet", action="store_true", help="upload by plain LFS")
     parser.add_argument("--line", type=float, help="megabytes a second each way; plain LFS alone goes over the line")
     parser.add_argument("--work", type=Path, default=Path("bench-work"))
