@@ -113,7 +113,7 @@ def _fill(
         halt.set()
         for thread in filter(threading.Thread.is_alive, threads):
             thread.join()
-        if not partial.is_complete():
+        if position < partial.file.num_bytes:
             partial.record(force=True)
     return digest.hexdigest()
 
