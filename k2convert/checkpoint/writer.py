@@ -140,8 +140,9 @@ class ShardWriter:
         aligned = len(used) - len(used) % ALIGNMENT if self._direct is not None else 0
         if self._direct is not None:
             _write_all(self._direct, used[:aligned].data, position)
-        _write_all(self._descriptor, used[aligned:].data, position + aligned)
-        start_writing(self._descriptor, position + aligned, len(used) - aligned)  # or `commit` waits for all of it
+        if aligned < len(used):
+            _write_all(self._descriptor, used[aligned:].data, position + aligned)
+            start_writing(self._descriptor, position + aligned, len(used) - aligned)  # or `commit` waits for all of it
 
     def _close(self) -> None:
         self._pool.shutdown(wait=True)
