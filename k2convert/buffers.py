@@ -56,6 +56,12 @@ class BufferPool:
         with self._lock:
             return self._take(_rounded(held - PAGE_BYTES) + PAGE_BYTES)[:held]
 
+    def limit(self, capacity_bytes: int) -> None:
+        """Keep at most so much from now on."""
+        with self._lock:
+            self._capacity_bytes = capacity_bytes
+            self._leave_room(0)
+
     def clear(self) -> None:
         """Forget all buffers; what is in use lives on, the rest goes back to the system."""
         with self._lock:

@@ -110,6 +110,7 @@ def run(
     """Convert SOURCE into DESTINATION, each a folder or a repository of the Hub. Running it again resumes."""
     from k2convert import console
     from k2convert.hub.client import Hub
+    from k2convert.hub.xet import bound_memory
     from k2convert.job import choose_recipe, prepare
     from k2convert.journal import Journal
     from k2convert.sources import open_source, read_destination
@@ -117,6 +118,8 @@ def run(
     scales = input_scales(input_scale, down_input_scale)
     overrides = recipe_overrides(rule, layout, activations, quantizer, to, kv_cache, scales)
     place, hub = read_destination(destination, work_folder=work_dir), Hub(notify=console.print_note)
+    if place.repo is not None:
+        bound_memory()
     with open_source(source, hub=hub, pinned=Journal(place.folder).pinned_revision()) as opened:
         job = prepare(
             source=opened.checkpoint,

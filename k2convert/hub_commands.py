@@ -9,6 +9,7 @@ import typer
 
 from k2convert import console
 from k2convert.assemble import summarize
+from k2convert.buffers import BUFFERS
 from k2convert.contract.streamed import ShardHashes, check_streamed
 from k2convert.convert import Progress
 from k2convert.disk import parse_size
@@ -18,6 +19,7 @@ from k2convert.hub.client import Hub, RepoRef, parse_repo
 from k2convert.hub.preflight import check_target, is_published
 from k2convert.hub.publish import Publication
 from k2convert.hub.source import read_file, resolve_source
+from k2convert.hub.xet import bound_memory
 from k2convert.job import LocalJob
 from k2convert.plan import fingerprint_digest
 from k2convert.publish import publish_folder, read_ledger_document
@@ -164,6 +166,7 @@ def _show_arrival(
 
 def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: str | None, as_json: bool) -> None:
     """Validate a finished folder and publish it."""
+    bound_memory()
     hub = Hub(notify=console.print_note)
     ref = parse_repo(repo if repo.startswith("hf://") else f"hf://{repo}")
     assert ref is not None
@@ -183,6 +186,7 @@ def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: st
         raise InvalidCheckpointError(
             f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why."
         )
+    BUFFERS.clear()
     publication = Publication(hub, target, f"k2convert-{fingerprint_digest(ledger['fingerprint'])[:12]}")
     with console.PassDisplay(what="publish", total_bytes=total_bytes, quiet=as_json) as display:
         commit = publish_folder(

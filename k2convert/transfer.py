@@ -5,6 +5,7 @@ the same. Local state lies under DEST/.k2convert; for a destination on the Hub, 
 is on the work branch too.
 """
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from k2convert.hub.preflight import Target, is_published
 from k2convert.hub.publish import Publication
 from k2convert.hub.segments import part_path
 from k2convert.hub.source import RemoteRepo
-from k2convert.job import LocalJob, conversion_pool, inflight_bytes, reading_pool, settle_runtime
+from k2convert.job import LocalJob, conversion_pool, reading_pool, settle_runtime
 from k2convert.journal import WORK_FOLDER, Journal, ShardRecord
 from k2convert.pipeline import Pipeline, Stages
 from k2convert.plan import ShardJob, fingerprint_digest
@@ -36,6 +37,7 @@ from k2convert.shipping import Shipping, UploadRecord
 
 RECORD_BYTES = 2048  # journal and upload record of one projection
 FREE_SHARE = 0.9  # of the free disk that a job may use unless told otherwise
+CORE_INFLIGHT_BYTES = 24 << 20  # less than a local job's: the line is slower than the disk, and uploading takes memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,8 @@ def _run_pipeline(
     items, waiting = _left(job, journal, shipping, records)
     _sweep_downloads(job, items)
     jobs = {shard.name: shard for shard in local.plan.jobs}
+    inflight = (os.cpu_count() or 1) * CORE_INFLIGHT_BYTES
+    BUFFERS.limit(2 * inflight)  # the rest is what arrives and what is being written
     with (
         conversion_pool() as pool,
         reading_pool(len(local.devices)) as reading,
@@ -209,7 +213,7 @@ def _run_pipeline(
                 header_digests={name: header.digest for name, header in local.source.headers.items()},
                 stop=stop,
                 for_upload=shipping is not None,
-                inflight_bytes=inflight_bytes(len(local.devices)),
+                inflight_bytes=inflight // len(local.devices),
             )
             for device in local.devices
         ]

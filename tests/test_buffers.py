@@ -51,6 +51,19 @@ def test_pool_holds_no_more_than_its_capacity() -> None:
     assert sum(array.nbytes for array in pool._arrays) <= 8 * MEGABYTE
 
 
+def test_lowered_limit_lets_go_of_what_is_free() -> None:
+    pool = BufferPool(64 * MEGABYTE)
+    used = pool.empty(4 * MEGABYTE)
+    used.fill(7)
+    free = [pool.empty(MEGABYTE) for _ in range(8)]
+    del free
+    pool.limit(8 * MEGABYTE)
+    assert sum(array.nbytes for array in pool._arrays) <= 8 * MEGABYTE
+    pool.empty(4 * MEGABYTE).fill(9)
+    assert sum(array.nbytes for array in pool._arrays) <= 8 * MEGABYTE
+    assert (used == 7).all()
+
+
 def test_memory_that_somebody_uses_is_the_last_to_leave_the_pool() -> None:
     pool = BufferPool(16 * MEGABYTE)
     used, free = pool.empty(4 * MEGABYTE), pool.empty(3 * MEGABYTE)

@@ -25,6 +25,7 @@ from k2convert.errors import DestinationWriteError, DiskFullError, K2ConvertErro
 TEMPORARY_SUFFIX = ".tmp"
 ALIGNMENT = 4096
 STAGING_BYTES = 16 << 20
+STAGING_BYTES_CACHED = 4 << 20  # what goes to the page cache gains nothing from large writes
 NUM_STAGING = 4
 
 
@@ -60,7 +61,8 @@ class ShardWriter:
         self._hash = blake3()
         self._sha256 = hashlib.sha256() if for_upload else None
         # Whole pages, as O_DIRECT wants; NumPy copies into them without the interpreter's lock.
-        self._staging = [BUFFERS.empty_pages(STAGING_BYTES)[:STAGING_BYTES] for _ in range(NUM_STAGING)]
+        self._size = STAGING_BYTES_CACHED if for_upload else STAGING_BYTES
+        self._staging = [BUFFERS.empty_pages(self._size)[: self._size] for _ in range(NUM_STAGING)]
         self._current, self._filled, self._position = 0, 0, 0
         self._pending: deque[tuple[Future[None], Future[object]]] = deque()
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="write")
@@ -87,11 +89,11 @@ class ShardWriter:
         """Append bytes; they may be reused by the caller when this returns. Raises DiskFullError, OSError."""
         view = np.frombuffer(data, dtype=np.uint8)
         while len(view):
-            take = min(len(view), STAGING_BYTES - self._filled)
+            take = min(len(view), self._size - self._filled)
             self._staging[self._current][self._filled : self._filled + take] = view[:take]
             self._filled += take
             view = view[take:]
-            if self._filled == STAGING_BYTES:
+            if self._filled == self._size:
                 self._flush()
 
     def commit(self) -> str:
