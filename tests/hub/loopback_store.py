@@ -7,13 +7,14 @@ store's own shard files say which sha256 became which Xet hash.
 import hashlib
 import io
 import json
-import shutil
 import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
+
+from digests import sha256_of
 
 XET_EXPIRY = 4_000_000_000
 
@@ -99,32 +100,23 @@ class Store:
     def add_folder(self, name: str, folder: Path, *, private: bool = False, hash_shards: bool = True) -> Repo:
         """Create a repository with a folder's files on main: shards in LFS, the rest in git.
 
-        Without `hash_shards` they are served under made-up hashes: for terabytes that nobody downloads whole.
+        The shards are linked to, so the folder must stay as it is. Without `hash_shards` they are served under made-up
+        hashes: for terabytes that nobody downloads whole.
         """
         repo = self.create(name, private=private)
         files = dict(repo.files())
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
             relative = path.relative_to(folder).as_posix()
             if path.suffix == ".safetensors":
-                sha256 = self._keep(path) if hash_shards else self._link(path)
+                sha256 = sha256_of(path) if hash_shards else hashlib.sha256(str(path).encode()).hexdigest()
+                if not self.blob(sha256).exists():
+                    self.blob(sha256).symlink_to(path)
                 files[relative] = Entry(path.stat().st_size, sha256=sha256)
             else:
                 data = path.read_bytes()
                 files[relative] = Entry(len(data), data)
         repo.commit("main", files)
         return repo
-
-    def _keep(self, path: Path) -> str:
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        if not self.blob(sha256).exists():
-            shutil.copyfile(path, self.blob(sha256))
-        return sha256
-
-    def _link(self, path: Path) -> str:
-        sha256 = hashlib.sha256(str(path).encode()).hexdigest()
-        self.blob(sha256).symlink_to(path)
-        return sha256
 
     def stored(self, sha256: str, size: int) -> Entry | None:
         """The entry of an uploaded object, wherever it was uploaded to."""
