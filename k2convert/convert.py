@@ -21,7 +21,7 @@ from k2convert.checkpoint.header import TensorInfo, encode_header
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
-from k2convert.formats.arrays import Bf16Array, Int4Arrays, as_arrays
+from k2convert.formats.arrays import Int4Arrays, SourceArrays, as_arrays
 from k2convert.formats.int4 import dequantize_int4
 from k2convert.formats.magnitude import Magnitude
 from k2convert.journal import Journal, ProjectionRecord, ShardRecord
@@ -185,7 +185,7 @@ class ShardConverter:
         return buffers, records
 
     def _quantize(
-        self, projection: Projection, source: Int4Arrays | Bf16Array, shared: Magnitude
+        self, projection: Projection, source: SourceArrays, shared: Magnitude
     ) -> tuple[list[Bytes], ProjectionRecord]:
         global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Arrays))
         result, metrics = self.quantizer.quantize(
@@ -251,6 +251,6 @@ def _where(projection: Projection) -> str:
     return f"{projection.home.shard}: {projection.module}"
 
 
-def _dequantize(source: Int4Arrays | Bf16Array) -> Bytes:
+def _dequantize(source: SourceArrays) -> Bytes:
     array = as_arrays(dequantize_int4(source.to_torch())) if isinstance(source, Int4Arrays) else source
     return array.bits.view(np.uint8).reshape(-1)

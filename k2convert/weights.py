@@ -7,7 +7,7 @@ import numpy as np
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import CheckpointError, FormatError
-from k2convert.formats.arrays import Bf16Array, Int4Arrays
+from k2convert.formats.arrays import Bf16Array, Int4Arrays, SourceArrays
 from k2convert.formats.int4 import check_int4_scales
 from k2convert.projections import Projection
 
@@ -22,7 +22,7 @@ class TensorSource(Protocol):
         ...
 
 
-def load_projection(reader: TensorSource, projection: Projection) -> Int4Arrays | Bf16Array:
+def load_projection(reader: TensorSource, projection: Projection) -> SourceArrays:
     """Read one projection. Refuses a weight_shape that disagrees and senseless scales."""
     rows, columns = projection.num_rows, projection.num_columns
     if projection.weight is not None:

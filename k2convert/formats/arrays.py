@@ -53,6 +53,10 @@ class Bf16Array:
         return _tensor(self.bits).view(torch.bfloat16)
 
 
+SourceArrays = Int4Arrays | Bf16Array
+"""A weight as a source checkpoint has it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Nvfp4Arrays:
     """An Nvfp4Weight: `packed` uint8 [N, K/2], `block_scales` uint8 [N, K/16], `global_scale` exact in FP32."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.formats.arrays import Bf16Array, Int4Arrays
+from k2convert.formats.arrays import Int4Arrays, SourceArrays
 from k2convert.kernels import _cpu
 
 F64 = NDArray[np.float64]
@@ -62,7 +62,7 @@ class DecodedError:
 
 
 def measure_decoded(
-    source: Int4Arrays | Bf16Array, *, packed: NDArray[np.uint8], block_scales: NDArray[np.uint8], global_scale: float
+    source: SourceArrays, *, packed: NDArray[np.uint8], block_scales: NDArray[np.uint8], global_scale: float
 ) -> DecodedError:
     """Decode NVFP4 bytes (packed [N * K/2], block_scales [N * K/16], any shape) and measure them against the source."""
     rows, columns = source.shape

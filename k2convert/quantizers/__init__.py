@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 from k2convert.errors import RecipeError
-from k2convert.formats.arrays import Bf16Array, Int4Arrays, Nvfp4Arrays
+from k2convert.formats.arrays import Nvfp4Arrays, SourceArrays
 from k2convert.formats.magnitude import Magnitude
 from k2convert.formats.metrics import WeightMetrics
 from k2convert.formats.rule import Rule
 
 QuantizerKind = Literal["native", "reference"]
-Source = Int4Arrays | Bf16Array
 
 
 class Quantizer(Protocol):
@@ -38,7 +37,7 @@ class Quantizer(Protocol):
         """What computes: "native-cpu", "triton-cuda:0", "torch-cuda:0", "modelopt"."""
         ...
 
-    def measure(self, source: Source, *, name: str) -> Magnitude:
+    def measure(self, source: SourceArrays, *, name: str) -> Magnitude:
         """Measure one weight; FormatError, naming it, where a value is not usable."""
         ...
 
@@ -47,7 +46,7 @@ class Quantizer(Protocol):
         ...
 
     def quantize(
-        self, source: Source, *, name: str, magnitude: Magnitude, global_scale: float
+        self, source: SourceArrays, *, name: str, magnitude: Magnitude, global_scale: float
     ) -> tuple[Nvfp4Arrays, WeightMetrics]:
         """Quantise and measure one weight. `magnitude` is that of the whole set."""
         ...

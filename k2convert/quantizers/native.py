@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final, Literal
 
-from k2convert.formats.arrays import Bf16Array, Int4Arrays, Nvfp4Arrays, as_arrays
+from k2convert.formats.arrays import Int4Arrays, Nvfp4Arrays, SourceArrays, as_arrays
 from k2convert.formats.magnitude import Magnitude, measure
 from k2convert.formats.metrics import WeightMetrics
 from k2convert.formats.optimal import optimal_global_scale, quantize_optimal
@@ -41,7 +41,7 @@ class NativeQuantizer:
             return "native-cpu"
         return f"triton-{self.device}" if self._has_triton else f"torch-{self.device}"
 
-    def measure(self, source: Int4Arrays | Bf16Array, *, name: str) -> Magnitude:
+    def measure(self, source: SourceArrays, *, name: str) -> Magnitude:
         """Measure one weight; FormatError where a value is not usable."""
         if isinstance(source, Int4Arrays):
             return cpu.measure_int4(source, name=name)
@@ -54,7 +54,7 @@ class NativeQuantizer:
         return optimal_global_scale(magnitude, is_int4=is_int4)
 
     def quantize(
-        self, source: Int4Arrays | Bf16Array, *, name: str, magnitude: Magnitude, global_scale: float
+        self, source: SourceArrays, *, name: str, magnitude: Magnitude, global_scale: float
     ) -> tuple[Nvfp4Arrays, WeightMetrics]:
         """Quantise and measure one weight."""
         seed = zlib.crc32(name.encode())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from k2convert.errors import MissingDependencyError
-from k2convert.formats.arrays import Bf16Array, Int4Arrays, Nvfp4Arrays, as_arrays
+from k2convert.formats.arrays import Nvfp4Arrays, SourceArrays, as_arrays
 from k2convert.formats.int4 import GROUP_SIZE, Int4Weight
 from k2convert.formats.magnitude import Magnitude, check_bf16, measure
 from k2convert.formats.metrics import WeightMetrics
@@ -55,7 +55,7 @@ class ReferenceQuantizer:
         """What computes."""
         return "compressed-tensors + modelopt"
 
-    def measure(self, source: Int4Arrays | Bf16Array, *, name: str) -> Magnitude:
+    def measure(self, source: SourceArrays, *, name: str) -> Magnitude:
         """Measure the dequantised weight with the libraries; FormatError where a source value is not usable."""
         scale_max = measure(source.to_torch(), name=name).scale_max
         weight = self.dequantize(source.to_torch())
@@ -68,7 +68,7 @@ class ReferenceQuantizer:
         return float(self.qtensor.get_weights_scaling_factor_2(torch.tensor([magnitude.amax])))
 
     def quantize(
-        self, source: Int4Arrays | Bf16Array, *, name: str, magnitude: Magnitude, global_scale: float
+        self, source: SourceArrays, *, name: str, magnitude: Magnitude, global_scale: float
     ) -> tuple[Nvfp4Arrays, WeightMetrics]:
         """Quantise one weight with the libraries, and measure it with ours."""
         weight = source.to_torch()
