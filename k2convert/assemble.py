@@ -20,7 +20,7 @@ from k2convert.checkpoint.layouts import (
     quantized_config,
     unquantized_config,
 )
-from k2convert.checkpoint.sidecars import LEDGER_NAME, copy_sidecars
+from k2convert.checkpoint.sidecars import LEDGER_NAME, copy_sidecars, list_sidecars
 from k2convert.checkpoint.writer import write_atomically
 from k2convert.formats.metrics import WeightMetrics, total_metrics
 from k2convert.journal import ShardRecord
@@ -89,6 +89,11 @@ def ledger_document(
         },
         "totals": {role: metrics.to_dict() for role, metrics in summarize(records).items()},
     }
+
+
+def assembled_names(source: Path) -> list[str]:
+    """What `assemble` may write, relative to the destination: the source's sidecars and the documents made here."""
+    return [*map(str, list_sidecars(source)), LEDGER_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, CONFIG_NAME]
 
 
 def assemble(

@@ -14,7 +14,7 @@ from k2convert.contract.streamed import ShardHashes, check_streamed
 from k2convert.convert import Progress
 from k2convert.disk import parse_size
 from k2convert.errors import InvalidCheckpointError
-from k2convert.hub.card import CARD_NAME, SourceCard, read_source_card
+from k2convert.hub.card import CARD_NAME, SourceCard, accepted_card, read_source_card
 from k2convert.hub.client import Hub, RepoRef, parse_repo
 from k2convert.hub.preflight import check_target, is_published
 from k2convert.hub.publish import Publication
@@ -22,7 +22,7 @@ from k2convert.hub.source import read_file, resolve_source
 from k2convert.hub.xet import bound_memory
 from k2convert.job import LocalJob
 from k2convert.plan import fingerprint_digest
-from k2convert.publish import publish_folder, read_ledger_document
+from k2convert.publish import publish_folder, published_files, read_ledger_document
 from k2convert.shipping import UploadRecord
 from k2convert.sources import Destination, OpenedSource
 from k2convert.streaming import card_files, check_job_target, confirm
@@ -48,11 +48,12 @@ def run_transfer(
     local: LocalJob, opened: OpenedSource, destination: Destination, *, hub: Hub, options: TransferOptions
 ) -> None:
     """Plan, show or do a job with the Hub as source, destination or both."""
-    target = None
+    target, card = None, SourceCard()
     if destination.repo is not None:
         target = check_job_target(local, opened, repo=destination.repo, private=options.private, hub=hub)
         for notice in target.notices:
             console.print_note(f"note: {notice}")
+        card = accepted_card(hub, opened.card)
     room = None if options.max_disk is None else parse_size(options.max_disk)
     job = prepare_transfer(local=local, hub=hub, remote=opened.remote, target=target, max_disk=room)
     if options.dry_run:
@@ -68,13 +69,11 @@ def run_transfer(
         confirm(target, total_bytes=local.plan.data_bytes, yes=options.yes, ask=typer.confirm)
     start = time.monotonic()
     with _display(local, quiet=options.as_json) as display:
-        arrival = execute_transfer(job, report=_reporter(display), assembled=_assembler(job, opened))
+        arrival = execute_transfer(job, report=_reporter(display), assembled=_assembler(job, opened, card))
     _show_arrival(job, arrival, destination, seconds=time.monotonic() - start, as_json=options.as_json)
 
 
-def _assembler(job: TransferJob, opened: OpenedSource) -> Assembled:
-    card = opened.card if job.target is not None else SourceCard()
-
+def _assembler(job: TransferJob, opened: OpenedSource, card: SourceCard) -> Assembled:
     def assembled(folder: Path, uploads: dict[str, UploadRecord]) -> dict[str, bytes]:
         if job.target is None:
             return {}
@@ -178,6 +177,9 @@ def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: st
     for notice in target.notices:
         console.print_note(f"note: {notice}")
     is_published(hub, target, fingerprint=ledger["fingerprint"], ledger_name="k2convert.json")
+    card = accepted_card(hub, card)
+    others = ", ".join(str(path) for path in published_files(folder, set(file_bytes)))
+    console.print_note(f"beside {len(file_bytes)} shards these files go: {others}")
     confirm(target, total_bytes=sum(file_bytes.values()), yes=yes, ask=typer.confirm)
     total_bytes, hashes = sum(file_bytes.values()), ShardHashes()
     with console.PassDisplay(what="validate", total_bytes=total_bytes, quiet=as_json) as display:

@@ -13,7 +13,6 @@ from k2convert.disk import DiskPlan, Item
 from k2convert.errors import CheckpointError
 from k2convert.hub.publish import Publication, Upload
 from k2convert.pipeline import Pipeline, Stages
-from k2convert.transfer import published_files
 
 Sent = Callable[[int], None]
 """Called with the bytes of a shard that is on its way or was there already; from several threads."""
@@ -24,6 +23,12 @@ def read_ledger_document(folder: Path) -> dict[str, Any]:
     if not (folder / LEDGER_NAME).is_file():
         raise CheckpointError(f"{folder}: has no {LEDGER_NAME}, so it is no finished conversion. Finish `run` first.")
     return read_json_file(folder / LEDGER_NAME)
+
+
+def published_files(folder: Path, shards: set[str]) -> list[Path]:
+    """Everything of a finished folder but shards and work files, relative to it."""
+    everything = (p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file())
+    return [p for p in everything if not p.parts[0].startswith(".") and str(p) not in shards and p.suffix != ".tmp"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from k2convert.assemble import assemble
+from k2convert.assemble import assemble, assembled_names
 from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header, read_header
 from k2convert.checkpoint.reader import ShardReader
@@ -153,18 +153,10 @@ def execute_transfer(job: TransferJob, *, report: Report, assembled: Assembled) 
         extra = assembled(local.destination, shipping.uploads if shipping is not None else {})
         if shipping is None or job.target is None:
             return Arrival(records, None)
-        shard_names = {item.name for item in job.items}
-        files: dict[str, Path | bytes] = {
-            str(path): local.destination / path for path in published_files(local.destination, shard_names)
-        }
+        made = (name for name in assembled_names(local.source.folder) if (local.destination / name).is_file())
+        files: dict[str, Path | bytes] = {name: local.destination / name for name in made}
         commit = shipping.finish(files=files | extra, message=f"Add {job.target.repo.partition('/')[2]}")
         return Arrival(records, commit)
-
-
-def published_files(folder: Path, shards: set[str]) -> list[Path]:
-    """Everything of a finished folder but shards and work files, relative to it."""
-    everything = (p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file())
-    return [p for p in everything if not p.parts[0].startswith(".") and str(p) not in shards and p.suffix != ".tmp"]
 
 
 def _settle_source(job: TransferJob) -> Path:
@@ -192,7 +184,7 @@ def _run_pipeline(
 ) -> None:
     local, stop = job.local, Event()
     items, waiting = _left(job, journal, shipping, records)
-    _sweep_downloads(job, items)
+    _sweep_downloads(job, items, waiting)
     jobs = {shard.name: shard for shard in local.plan.jobs}
     inflight = (os.cpu_count() or 1) * CORE_INFLIGHT_BYTES
     BUFFERS.limit(2 * inflight)  # the rest is what arrives and what is being written
@@ -265,13 +257,13 @@ def _left(
     return items, waiting
 
 
-def _sweep_downloads(job: TransferJob, items: list[Item]) -> None:
+def _sweep_downloads(job: TransferJob, items: list[Item], waiting: list[Item]) -> None:
     """Keep of an earlier run's downloads what this one will get to first, as far as the room goes."""
     keep: set[str] = set()
-    taken = 0
+    taken = sum(item.output_bytes for item in waiting)
     for item in items:
         taken += sum(job.source_bytes.get(s, 0) for s in item.sources if s not in keep) + item.output_bytes
-        if taken > job.max_disk - job.base_bytes and keep:
+        if taken > job.max_disk - job.base_bytes and (keep or waiting):
             break
         keep.update(item.sources)
     names = {n for s in keep for n in (s, part_path(Path(s)).name, f"{part_path(Path(s)).name}.json")}

@@ -5,11 +5,12 @@ job give the same page. Built and checked by huggingface_hub's ModelCard.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from k2convert.formats.metrics import WeightMetrics
+from k2convert.hub.client import Hub
 from k2convert.hub.preflight import Licence
 
 CARD_NAME = "README.md"
@@ -89,6 +90,19 @@ def read_source_card_file(path: Path) -> SourceCard:
     return read_source_card(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else SourceCard()
 
 
+def accepted_card(hub: Hub, card: SourceCard) -> SourceCard:
+    """What of a source's card the Hub takes in another one: a licence that it does not know goes under `other`.
+
+    To be asked before the work: the Hub refuses the commit that has a page it does not accept. Raises HubError.
+    """
+    licence = card.licence
+    other = Licence("other", licence.name or licence.id, licence.link)
+    for offered in (card, replace(card, pipeline_tag=None), replace(card, licence=other), SourceCard(other)):
+        if hub.accepts_card(f"---\n{_carried_over(offered)}\n---\n"):
+            return offered
+    return SourceCard(Licence(name=licence.name or licence.id, link=licence.link))
+
+
 def build_card(facts: CardFacts) -> str:
     """The whole README.md, front matter first."""
     from huggingface_hub import ModelCard
@@ -103,24 +117,31 @@ def _text(value: object) -> str | None:
 
 
 def _front_matter(facts: CardFacts) -> str:
-    from huggingface_hub import ModelCardData
-
     tags = ["nvfp4", "fp4", "kimi-k2", facts.recipe["layout"], "vllm", "sglang", "k2convert"]
     if facts.recipe["layout"] == "modelopt" and facts.is_w4a4:
         tags.insert(-1, "tensorrt-llm")
-    licence = facts.source.licence
+    return _carried_over(
+        facts.source,
+        base_model=facts.base_model,
+        base_model_relation="quantized" if facts.base_model else None,
+        library_name=facts.source.library_name or "transformers",
+        pipeline_tag=facts.source.pipeline_tag or ("image-text-to-text" if _has_vision(facts) else "text-generation"),
+        tags=tags,
+    )
+
+
+def _carried_over(source: SourceCard, **more: Any) -> str:
+    """Front matter with what the source's card stated, and `more` in its place."""
+    from huggingface_hub import ModelCardData
+
     fields: dict[str, Any] = {
-        "license": licence.id or "unknown",
-        "license_name": licence.name,
-        "license_link": licence.link,
-        "base_model": facts.base_model,
-        "base_model_relation": "quantized" if facts.base_model else None,
-        "library_name": facts.source.library_name or "transformers",
-        "pipeline_tag": facts.source.pipeline_tag
-        or ("image-text-to-text" if _has_vision(facts) else "text-generation"),
-        "tags": tags,
+        "license": source.licence.id or "unknown",
+        "license_name": source.licence.name,
+        "license_link": source.licence.link,
+        "library_name": source.library_name,
+        "pipeline_tag": source.pipeline_tag,
     }
-    data: Any = ModelCardData(**{key: value for key, value in fields.items() if value is not None})
+    data: Any = ModelCardData(**{key: value for key, value in (fields | more).items() if value is not None})
     return str(data.to_yaml()).strip()
 
 

@@ -3,6 +3,7 @@
 The token comes from HF_TOKEN or the login file, through the library alone; nothing here reads, prints or stores it.
 """
 
+import json
 import os
 import random
 import re
@@ -105,6 +106,7 @@ class Hub:
     def api(self) -> "HfApi":
         """The library's client; raises HubError at once when the network is switched off."""
         check_online()
+        check_token()
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
 
@@ -131,11 +133,27 @@ class Hub:
 
     def headers(self) -> dict[str, str]:
         """Request headers with the user's token, if any; never to be logged."""
+        check_token()
         from huggingface_hub import utils
 
         return utils.build_hf_headers(  # pyright: ignore[reportUnknownMemberType]
             library_name="k2convert", library_version=__version__
         )
+
+    def accepts_card(self, text: str) -> bool:
+        """Whether the Hub would take this text as a model's README.md; raises HubError where it does not say."""
+
+        def ask() -> bool:
+            from huggingface_hub.utils import get_session, hf_raise_for_status
+
+            body = {"repoType": "model", "content": text}
+            response = get_session().post(f"{self.endpoint}/api/validate-yaml", json=body, headers=self.headers())
+            if response.status_code == 400:
+                return False
+            hf_raise_for_status(response)
+            return True
+
+        return self.call("check the model card", ask)
 
     @contextmanager
     def stream_range(self, url: str, *, begin: int, end: int, direct: bool = True) -> Generator["RangeBody"]:
@@ -282,6 +300,13 @@ def explained(action: str) -> Generator[None]:
         raise offline_error() from None
     except HfHubHTTPError as error:
         raise _explain_response(action, error) from error
+    except json.JSONDecodeError as error:
+        reason = "the answer was not one of the Hub's: a proxy or a login page may stand between"
+        raise HubRequestError(
+            f"could not {action}: {reason}. Check the network; running the same command again continues the work.",
+            reason=reason,
+            transient=True,
+        ) from error
     except (_transport_error(), ConnectionError, TimeoutError, ssl.SSLError) as error:
         reason = f"the connection to the Hub failed ({type(error).__name__}: {error})"
         raise HubRequestError(
@@ -327,6 +352,17 @@ def check_online() -> None:
     """Raise HubError when HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids the network."""
     if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in _OFFLINE):
         raise offline_error()
+
+
+def check_token() -> None:
+    """Raise HubError for a token that no request can carry; the error of the request would show it."""
+    from huggingface_hub import get_token
+
+    if not all("!" <= character <= "~" for character in get_token() or ""):
+        raise HubError(
+            "the token in HF_TOKEN (or the login file) has a character that no token has, such as a space, a control "
+            "character or a curly quote. Copy it again."
+        )
 
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -8,6 +8,7 @@ shards need no second upload. A local copy may go only after the branch lists th
 Groups keep below the Hub's limit of 128 commits an hour a repository.
 """
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
@@ -23,7 +24,7 @@ from k2convert.hub.preflight import Target
 from k2convert.hub.source import RemoteFile, list_files, matches, read_file
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, HfApi
 
 MAX_COMMITS_PER_HOUR = 120  # the Hub's limit is 128; the rest is for what else the account does
 GROUP_SHARDS = 8
@@ -78,6 +79,10 @@ class Publication:
             lambda: api.create_repo(repo, repo_type="model", private=self.target.private, exist_ok=True),
         )
         info = self.hub.call(f"look up {repo}", lambda: api.model_info(repo, revision="main"))
+        if self.target.private and not info.private:
+            raise HubError(
+                f"{repo}: is public, but a private one was asked for. Pass --public to publish there, or name another."
+            )
         self.head = info.sha or ""
         self.hub.call(
             f"create the branch {self.branch} of {repo}",
@@ -118,7 +123,7 @@ class Publication:
             operation = CommitOperationAdd(name, path)
             if sha256 is not None and constants.HF_HUB_DISABLE_XET:
                 operation.upload_info.sha256 = bytes.fromhex(sha256)
-            with _transfer_errors(name):
+            with _transfer_errors(f"upload {name}"):
                 api.preupload_lfs_files(self.repo, additions=[operation], revision=self.branch)
             return operation
 
@@ -157,20 +162,37 @@ class Publication:
             return []
         self._wait_for_the_hour()
         api, group = self.hub.api(), [pending.upload for pending in taken]
-        operations = [pending.operation for pending in taken]
+        operations: list[CommitOperationAdd | CommitOperationCopy] = [pending.operation for pending in taken]
         for pending in taken:
             for path, data in pending.records.items():
                 operations.append(CommitOperationAdd(f"{RECORDS_FOLDER}/{path}", data))
         message = f"Add {len(group)} shards: {group[0].name} to {group[-1].name}" if len(group) > 1 else group[0].name
-        self.hub.call(
-            f"commit {len(group)} shards to {self.repo}",
-            lambda: api.create_commit(self.repo, operations, commit_message=message, revision=self.branch),
-        )
+        self._create_commit(f"commit {len(group)} shards to {self.repo}", operations, message=message)
         self._commits.append(time.monotonic())
         self._confirm(api, group)
         del self._pending[: len(taken)]
         self._since = time.monotonic()
         return group
+
+    def _create_commit(
+        self,
+        action: str,
+        operations: "list[CommitOperationAdd | CommitOperationCopy]",
+        *,
+        message: str,
+        on_main: bool = False,
+    ) -> None:
+        """Commit to the work branch, or to main where that has not moved; small files are uploaded on the way."""
+        api = self.hub.api()
+        revision, parent = ("main", self.head) if on_main else (self.branch, None)
+
+        def attempt() -> None:
+            with _transfer_errors(action):
+                api.create_commit(
+                    self.repo, operations, commit_message=message, revision=revision, parent_commit=parent
+                )
+
+        self.hub.call(action, attempt)
 
     def _confirm(self, api: "HfApi", group: list[Upload]) -> None:
         from huggingface_hub.hf_api import RepoFile
@@ -206,25 +228,26 @@ class Publication:
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy
 
+        api = self.hub.api()
+        # The branch as it is now: what is copied to main is what was looked at, whoever else may write to the branch.
+        branch = self.hub.call(f"look up {self.branch}", lambda: api.model_info(self.repo, revision=self.branch)).sha
+        self.on_branch = list_files(self.hub, self.repo, branch or self.branch)
         missing = [name for name, (sha256, size) in shards.items() if not self.has(name, sha256, size)]
         if missing:
-            raise HubError(f"{self.repo}: {missing[0]} is not on {self.branch}. Run the same command again.")
-        api = self.hub.api()
+            raise HubError(
+                f"{self.repo}: {missing[0]} is not on {self.branch} as it was uploaded. Run the same command again; if "
+                "it stays so, somebody else writes to that branch."
+            )
         on_main = list_files(self.hub, self.repo, self.head)
         operations: list[CommitOperationAdd | CommitOperationCopy] = [
-            CommitOperationCopy(name, name, src_revision=self.branch)
+            CommitOperationCopy(name, name, src_revision=branch or self.branch)
             for name, (sha256, _) in sorted(shards.items())
             if name not in on_main or on_main[name].sha256 != sha256
         ]
         operations += [CommitOperationAdd(path, content) for path, content in sorted(files.items())]
         self._wait_for_the_hour()
         try:
-            self.hub.call(
-                f"commit the model to main of {self.repo}",
-                lambda: api.create_commit(
-                    self.repo, operations, commit_message=message, revision="main", parent_commit=self.head
-                ),
-            )
+            self._create_commit(f"commit the model to main of {self.repo}", operations, message=message, on_main=True)
         except HubRequestError as error:
             # A commit whose answer got lost is asked for again, and then its own result is in the way.
             if error.status != 412 or not self._is_on_main(shards, files):
@@ -259,15 +282,17 @@ class Publication:
 
 
 @contextmanager
-def _transfer_errors(name: str) -> Generator[None]:
+def _transfer_errors(action: str) -> Generator[None]:
     """Show what is behind the library's and hf_xet's bare errors, so that it is retried and explained like the rest."""
     try:
         yield
     except RuntimeError as error:
         if error.__cause__ is not None:
-            with explained(f"upload {name}"):
+            with explained(action):
                 raise error.__cause__ from None
         reason = f"the upload failed ({error})"
-        raise HubRequestError(f"could not upload {name}: {reason}.", reason=reason, transient=True) from error
+        raise HubRequestError(f"could not {action}: {reason}.", reason=reason, transient=True) from error
+    except json.JSONDecodeError:
+        raise
     except ValueError as error:
-        raise HubError(f"could not upload {name}: the Hub's storage refused it ({error}).") from error
+        raise HubError(f"could not {action}: the Hub refused it ({error}).") from error

@@ -13,6 +13,7 @@ class Kind(StrEnum):
     STATUS = "status"  # answer with `status` instead of doing the work
     RESET = "reset"  # send `after_bytes` of the body, then reset the connection
     SHORT = "short"  # send `after_bytes` of the body, then close it as if it were whole
+    PAGE = "page"  # answer 200 with a page for people, as a login page in between does
     CORRUPT = "corrupt"  # flip a bit of the body's byte `after_bytes`
 
 

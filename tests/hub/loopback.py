@@ -79,6 +79,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.fault is not None and self.fault.kind is Kind.STATUS:
             self._read_body()
             self._reply(_injected(self.fault))
+        elif self.fault is not None and self.fault.kind is Kind.PAGE:
+            self._read_body()
+            page = b"<html>Log in</html>"
+            self._send_head(200, {"Content-Type": "text/html", "Content-Length": str(len(page))})
+            self.wfile.write(page)
         elif self.fault is not None and self.command in ("PUT", "POST") and self.fault.kind is Kind.RESET:
             self.rfile.read(min(self.fault.after_bytes, int(self.headers.get("Content-Length") or 0)))
             self._reset()

@@ -34,6 +34,7 @@ class Api:
     url: str = ""
     xet: bool = True
     part_bytes: int | None = None
+    lfs_suffixes: tuple[str, ...] = (".safetensors",)
     token: str | None = None
     account: Json = field(
         default_factory=lambda: {
@@ -128,7 +129,7 @@ class Api:
             return refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         files, answer = repo.files(revision), list[Json]()
         for file in json.loads(body)["files"]:
-            in_lfs = file["path"].endswith(".safetensors") or file["size"] > REGULAR_LIMIT
+            in_lfs = file["path"].endswith(self.lfs_suffixes) or file["size"] > REGULAR_LIMIT
             known = files.get(file["path"])
             mode = "lfs" if in_lfs else "regular"
             oid = known.etag if known is not None else None

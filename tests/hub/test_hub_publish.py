@@ -1,5 +1,6 @@
 """Publishing: refused early when it cannot end, on a branch while it runs, on main in one commit, never twice."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,57 @@ def test_faults_during_upload_and_commits_are_retried(
     publish_all(hub, tiny)
     assert len(server.traffic.injected) == 7
     assert server.store.repos["me/out"].num_commits("main") == 2
+
+
+def test_what_others_put_on_the_branch_does_not_reach_main(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
+    publication = Publication(hub, target_of(hub), BRANCH)
+    publication.open()
+    for upload in uploads(tiny):
+        publication.upload(upload, records={})
+    publication.commit_group()
+    repo = server.store.repos["me/out"]
+    files = repo.files(BRANCH)
+    assert files[SHARDS[0]].size != files[SHARDS[2]].size
+    repo.commit(BRANCH, files | {SHARDS[0]: files[SHARDS[2]]})
+    hashes = {u.name: (u.sha256, u.num_bytes) for u in uploads(tiny)}
+    with pytest.raises(HubError, match=f"{SHARDS[0]} is not on {BRANCH} as it was uploaded"):
+        publication.finish(shards=hashes, files={}, message="Add the model")
+    assert repo.num_commits("main") == 1
+
+
+def test_a_repository_that_became_public_meanwhile_is_refused(server: LoopbackHub, hub: Hub) -> None:
+    target = target_of(hub)
+    server.store.create("me/out", private=False)
+    with pytest.raises(HubError, match="is public, but a private one was asked for"):
+        Publication(hub, target, BRANCH).open()
+
+
+@pytest.mark.parametrize(
+    "pattern", ["/revision/main", "/tree/", "/preupload/", "/commit/", "/objects/batch", "/paths-info/"]
+)
+def test_a_page_instead_of_an_answer_is_a_passing_trouble(
+    server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None, pattern: str
+) -> None:
+    method = "GET" if pattern in ("/revision/main", "/tree/") else "POST"
+    server.traffic.inject(Fault(method, pattern, Kind.PAGE))
+    publish_all(hub, tiny)
+    assert len(server.traffic.injected) == 1
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_uploads_of_the_last_commit_are_retried_and_explained(
+    server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None, status: int
+) -> None:
+    server.api.lfs_suffixes = (".safetensors", ".png")
+    picture = b"\x89PNG" * 100
+    server.traffic.inject(Fault("PUT", f"/_lfs/{hashlib.sha256(picture).hexdigest()}", status=status, times=1))
+    if status == 503:
+        publish_all(hub, tiny, {"report.png": picture})
+        assert server.store.read("me/out", "report.png") == picture
+        return
+    with pytest.raises(HubError, match=r"could not commit the model to main.*403"):
+        publish_all(hub, tiny, {"report.png": picture})
+    assert server.store.repos["me/out"].num_commits("main") == 1
 
 
 def test_commits_stay_below_the_hourly_limit(

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from faults import Fault
 from hub_cli import HubCli
 from loopback import TOKEN, LoopbackHub
@@ -198,3 +200,42 @@ def test_the_token_is_in_no_file(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tmp_
     for path in (p for p in tmp_path.rglob("*") if p.is_file()):
         assert TOKEN.encode() not in path.read_bytes(), path
     assert os.environ["HF_TOKEN"] == TOKEN
+
+
+@pytest.mark.parametrize("inside", ["\x0b", "\u200b", " "])
+def test_a_token_that_no_request_can_carry_is_refused_unseen(
+    tiny_on_hub: LoopbackHub, hub_process: HubCli, inside: str
+) -> None:
+    done = hub_process("run", "moon/tiny", "hf://me/out", "--yes", HF_TOKEN=f"hf_Part{inside}Other")
+    assert done.returncode == 1
+    assert "has a character that no token has" in done.stderr
+    assert "Part" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_lies_in_the_work_folder_by_chance_is_not_published(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+) -> None:
+    tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=403))
+    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 1
+    (workplace / "k2convert-work" / "me--out" / "run.log").write_text("private")
+    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    assert_published(tiny_on_hub, local_result)
+    assert "run.log" not in tiny_on_hub.store.repos["me/out"].files()
+
+
+@pytest.mark.parametrize("verb", ["run", "publish"])
+def test_a_card_that_the_hub_would_refuse_is_settled_before_the_work(
+    server: LoopbackHub, hub_cli: HubCli, tiny: Path, workplace: Path, local_result: Path, verb: str
+) -> None:
+    source = workplace / "source"
+    shutil.copytree(tiny, source)
+    (source / "README.md").write_text("---\nlicense: modified-mit\npipeline_tag: chat\n---\n# Kimi\n")
+    server.store.add_folder("moon/odd", source)
+    arguments = ("moon/odd", "hf://me/out") if verb == "run" else (local_result, "--repo", "me/out")
+    more = () if verb == "run" else ("--base-model", "moon/odd")
+    done = hub_cli(verb, *arguments, "--yes", *more)
+    assert done.returncode == 0, done.stderr
+    matter = yaml.safe_load(server.store.read("me/out", "README.md").decode().split("---")[1])
+    assert (matter["license"], matter["license_name"]) == ("other", "modified-mit")
+    assert matter["pipeline_tag"] == "text-generation"
