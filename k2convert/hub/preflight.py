@@ -6,6 +6,7 @@ named in a notice rather than guessed.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -144,13 +145,16 @@ def is_published(hub: Hub, target: Target, *, fingerprint: Mapping[str, Any], le
     ledger: Any = None
     if ledger_name in target.files and target.head is not None:
         data = read_file(hub, target.repo, target.head, target.files[ledger_name])
-        ledger = json.loads(data)
+        with suppress(ValueError):  # somebody else's file of that name
+            ledger = json.loads(data)
     if not isinstance(ledger, dict) or cast(dict[str, Any], ledger).get("fingerprint") != dict(fingerprint):
         raise HubError(
             f"{target.repo}: main already holds other weights, and they are not replaced. Publish to a new repository."
         )
-    shards = cast(dict[str, dict[str, Any]], ledger["shards"])
-    return all(name in target.files and target.files[name].num_bytes == s["bytes"] for name, s in shards.items())
+    stated = cast(dict[str, Any], ledger).get("shards")
+    shards = cast(dict[str, dict[str, Any]], stated) if isinstance(stated, dict) else {}
+    there = (name in target.files and target.files[name].num_bytes == s.get("bytes") for name, s in shards.items())
+    return bool(shards) and all(there)
 
 
 def holds_weights(files: Mapping[str, RemoteFile]) -> bool:
