@@ -10,7 +10,9 @@ import hashlib
 import mmap
 import os
 from collections import deque
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -44,6 +46,17 @@ def write_atomically(path: Path, content: bytes) -> None:
         _publish(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
+        raise _write_error(path, error) from error
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Turn the system's errors within the block into DiskFullError or DestinationWriteError that name `path`."""
+    try:
+        yield
+    except K2ConvertError:
+        raise
+    except OSError as error:
         raise _write_error(path, error) from error
 
 

@@ -11,6 +11,7 @@ Hub serves every Xet file over plain ranges too. Uploads use Xet where the libra
 already has.
 """
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from k2convert.buffers import BUFFERS
-from k2convert.errors import HubError
+from k2convert.errors import DestinationWriteError, DiskFullError, HubError
 from k2convert.hub.client import Hub, HubRequestError, ignore
 from k2convert.hub.segments import PartialFile, open_partial
 from k2convert.hub.source import RemoteRepo, file_url
@@ -114,7 +115,8 @@ def _fill(
         for thread in filter(threading.Thread.is_alive, threads):
             thread.join()
         if position < partial.file.num_bytes:
-            partial.record(force=True)
+            with contextlib.suppress(DiskFullError, DestinationWriteError):  # what ended the loop is the news
+                partial.record(force=True)
     return digest.hexdigest()
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from k2convert.checkpoint.writer import writing
 from k2convert.errors import DiskFullError, HubError
 from k2convert.hub.source import RemoteFile
 
@@ -83,14 +84,11 @@ class PartialFile:
             self._lock.notify_all()
 
     def write(self, data: memoryview, position: int) -> None:
-        """Write all of `data` at `position`; raises DiskFullError."""
+        """Write all of `data` at `position`; raises DiskFullError, DestinationWriteError."""
         # The system lets one thread at a time into a file, and the others would burn their time spinning.
-        with self._writing:
+        with self._writing, writing(self.path):
             while data:
-                try:
-                    count = os.pwrite(self.descriptor, data, position)
-                except OSError as error:
-                    raise DiskFullError(f"{self.path}: cannot be written ({error.strerror}). Free some.") from error
+                count = os.pwrite(self.descriptor, data, position)
                 data, position = data[count:], position + count
 
     def wait(self, seconds: float) -> None:
@@ -120,21 +118,26 @@ class PartialFile:
         return self.file.num_bytes - missing * self.segment_bytes + (self.segment_bytes - last if last_missing else 0)
 
     def record(self, *, force: bool = False) -> None:
-        """Sync the data, then write down which segments are there; unless forced, only every now and then."""
+        """Sync the data, then write down which segments are there; unless forced, only every now and then.
+
+        Raises DiskFullError, DestinationWriteError.
+        """
         interval = RECORD_SECONDS_LARGE if self.file.num_bytes >= LARGE_BYTES else RECORD_SECONDS
         with self._lock:
             state = bytes(self.done)
         due = force or time.monotonic() - self._recorded_at >= interval
         if not due or state == self._recorded:
             return
-        os.fdatasync(self.descriptor)
+        with writing(self.path):
+            os.fdatasync(self.descriptor)
         document = _identity(self.file, self.segment_bytes) | {"done": "".join("01"[bit] for bit in state)}
-        temporary = self.record_path.with_suffix(".json.tmp")
-        with temporary.open("w") as record:
-            json.dump(document, record)
-            record.flush()
-            os.fsync(record.fileno())
-        temporary.replace(self.record_path)
+        with writing(self.record_path):
+            temporary = self.record_path.with_suffix(".json.tmp")
+            with temporary.open("w") as record:
+                json.dump(document, record)
+                record.flush()
+                os.fsync(record.fileno())
+            temporary.replace(self.record_path)
         self._recorded, self._recorded_at = state, time.monotonic()
 
     def reset(self) -> None:

@@ -4,6 +4,7 @@ Planning a 594 GB checkpoint needs its index, its config and 62 headers of half 
 in threads. Nothing here downloads a shard.
 """
 
+import errno
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from k2convert.checkpoint.index import (
     build_checkpoint,
     read_json_file,
 )
-from k2convert.errors import HubError
+from k2convert.errors import DestinationWriteError, DiskFullError, HubError
 from k2convert.hub.client import Hub, RepoRef, ignore
 
 NUM_THREADS = 16
@@ -170,9 +171,20 @@ def _fetch_small_file(hub: Hub, source: RemoteRepo, file: RemoteFile, *, folder:
     if target.is_file() and not target.is_symlink() and matches(target.read_bytes(), file):
         return
     data = read_file(hub, source.repo, source.commit, file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
-    target.write_bytes(data)
+    _keep_small_file(target, data)
+
+
+def _keep_small_file(target: Path, data: bytes) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        target.write_bytes(data)
+    except OSError as error:
+        kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DestinationWriteError
+        raise kind(
+            f"{target}: cannot be written ({error.strerror}). Free some room there, or set TMPDIR to a folder on "
+            "another disk."
+        ) from error
 
 
 def matches(data: bytes, file: RemoteFile) -> bool:

@@ -10,7 +10,7 @@ from faults import Fault, Kind
 from huggingface_hub import close_session
 from loopback import CERTIFICATE, LoopbackHub
 
-from k2convert.errors import HubError
+from k2convert.errors import DiskFullError, HubError
 from k2convert.hub.client import Hub, HubRequestError, RangeBody, RepoRef
 from k2convert.hub.download import download_shard
 from k2convert.hub.segments import MIN_SEGMENT_BYTES, open_partial, segment_bytes_for
@@ -210,3 +210,22 @@ def test_segments_are_small_in_small_files_and_at_most_8_megabytes(num_bytes: in
     segment = segment_bytes_for(num_bytes)
     assert 64 << 10 <= segment <= 8 << 20
     assert segment % 65536 == 0
+
+
+def test_a_disk_that_fills_up_under_the_record_is_said_in_one_line(
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path
+) -> None:
+    server.traffic.bytes_per_second = 200_000.0
+    (tmp_path / f"{SHARD}.part.json.tmp").symlink_to("/dev/full")
+    with pytest.raises(DiskFullError, match=rf"{SHARD}\.part\.json: no room left on the disk"):
+        download_shard(hub, source, SHARD, target=tmp_path / SHARD)
+
+
+def test_a_record_that_cannot_be_written_does_not_hide_what_came_before(
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path
+) -> None:
+    server.traffic.inject(Fault("GET", SHARD, Kind.SHORT, after_bytes=3 * MIN_SEGMENT_BYTES))
+    server.traffic.inject(Fault("GET", SHARD, status=403, times=9))
+    (tmp_path / f"{SHARD}.part.json.tmp").symlink_to("/dev/full")
+    with pytest.raises(HubError, match="403"):
+        download_shard(hub, source, SHARD, target=tmp_path / SHARD, num_connections=1)

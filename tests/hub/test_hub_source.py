@@ -7,7 +7,7 @@ from faults import Fault, Kind
 from loopback import TOKEN, LoopbackHub
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.errors import CheckpointError, HubError
+from k2convert.errors import CheckpointError, DestinationWriteError, HubError
 from k2convert.hub.client import Hub, RepoRef, parse_repo
 from k2convert.hub.source import open_remote, resolve_source
 
@@ -183,3 +183,10 @@ def test_a_damaged_remote_header_names_repository_and_shard(
     server.traffic.inject(Fault("GET", r"00003-of.*safetensors$", Kind.CORRUPT, after_bytes=6))
     with pytest.raises(CheckpointError, match=r"moon/tiny/model-00003-of-000005\.safetensors"):
         open_remote(hub, source, folder=tmp_path / "small")
+
+
+def test_a_small_file_that_cannot_be_kept_is_named(server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path) -> None:
+    server.store.add_folder("moon/tiny", tiny)
+    (tmp_path / "small").write_text("in the way")
+    with pytest.raises(DestinationWriteError, match=r"small/.*cannot be written.*TMPDIR"):
+        open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
