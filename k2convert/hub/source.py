@@ -6,10 +6,14 @@ in threads. Nothing here downloads a shard.
 
 import errno
 import hashlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from queue import SimpleQueue
+from typing import TypeVar
 
 from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
 from k2convert.checkpoint.index import (
@@ -23,6 +27,9 @@ from k2convert.checkpoint.index import (
 )
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError
 from k2convert.hub.client import Hub, RepoRef, ignore
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 NUM_THREADS = 16
 MAX_SMALL_FILE_BYTES = 64 << 20  # the largest file of a Kimi repository that is no shard has 3 MB
@@ -120,7 +127,7 @@ def fetch_header(hub: Hub, source: RemoteRepo, shard: str) -> ShardHeader:
 def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path, progress: Callable[[str], None] = ignore) -> Checkpoint:
     """Fetch small files into `folder` and all headers into memory; the result plans like a local checkpoint.
 
-    `progress` is called with the name of each shard whose header has arrived, from several threads.
+    `progress` is called with the name of each shard whose header has arrived.
     """
     fetch_small_files(hub, source, folder=folder)
     index = read_json_file(folder / INDEX_NAME) if INDEX_NAME in source.files else None
@@ -131,13 +138,10 @@ def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path, progress: Callabl
         )
     present = sorted(path for path in source.files if "/" not in path and path.endswith(SHARD_SUFFIX))
 
-    def fetch(shard: str) -> tuple[str, ShardHeader]:
-        header = fetch_header(hub, source, shard)
+    headers: dict[str, ShardHeader] = {}
+    for shard, header in _in_threads(lambda name: fetch_header(hub, source, name), present):
+        headers[shard] = header
         progress(shard)
-        return shard, header
-
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="headers") as pool:
-        headers = dict(pool.map(fetch, present))
 
     def load(shard: str) -> ShardHeader:
         if shard not in headers:
@@ -154,24 +158,57 @@ def fetch_small_files(hub: Hub, source: RemoteRepo, *, folder: Path) -> None:
     Raises HubError for a path that leaves the folder and for bytes that stay wrong.
     """
     wanted = [file for file in source.files.values() if _is_small(file)]
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="files") as pool:
-        for task in [pool.submit(_fetch_small_file, hub, source, file, folder=folder) for file in wanted]:
-            task.result()
+    missing = [file for file in wanted if not _is_there(_small_path(source, file, folder=folder), file)]
+    for file, data in _in_threads(lambda file: read_file(hub, source.repo, source.commit, file), missing):
+        _keep_small_file(_small_path(source, file, folder=folder), data)
+
+
+def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Generator[tuple[T, R]]:
+    """Each item with what `function` makes of it, as it comes; an exception here or there ends it at once.
+
+    Threads that wait for a slow answer are left behind then. They hold nothing and nothing waits for them, not even
+    the end of the process, as it would for a pool's.
+    """
+    waiting = deque(items)
+    done: SimpleQueue[tuple[T, Future[R]]] = SimpleQueue()
+
+    def work() -> None:
+        while True:
+            try:
+                item = waiting.popleft()
+            except IndexError:
+                return
+            result: Future[R] = Future()
+            try:
+                result.set_result(function(item))
+            except BaseException as error:  # handed to the thread that waits, which raises it
+                result.set_exception(error)
+            done.put((item, result))
+
+    num_items = len(waiting)
+    for number in range(min(NUM_THREADS, num_items)):
+        threading.Thread(target=work, name=f"planning-{number}", daemon=True).start()
+    try:
+        for _ in range(num_items):
+            item, result = done.get()
+            yield item, result.result()
+    finally:
+        waiting.clear()
 
 
 def _is_small(file: RemoteFile) -> bool:
     return not file.path.endswith((SHARD_SUFFIX, *_OTHER_WEIGHTS)) and file.num_bytes <= MAX_SMALL_FILE_BYTES
 
 
-def _fetch_small_file(hub: Hub, source: RemoteRepo, file: RemoteFile, *, folder: Path) -> None:
+def _small_path(source: RemoteRepo, file: RemoteFile, *, folder: Path) -> Path:
     parts = PurePosixPath(file.path)
     if parts.is_absolute() or ".." in parts.parts or "\\" in file.path or "\0" in file.path:
         raise HubError(f"{source.repo}: lists the file {file.path!r}, a path outside its folder. Refused.")
-    target = folder / parts
-    if target.is_file() and not target.is_symlink() and matches(target.read_bytes(), file):
-        return
-    data = read_file(hub, source.repo, source.commit, file)
-    _keep_small_file(target, data)
+    return folder / parts
+
+
+def _is_there(path: Path, file: RemoteFile) -> bool:
+    return path.is_file() and not path.is_symlink() and matches(path.read_bytes(), file)
 
 
 def _keep_small_file(target: Path, data: bytes) -> None:

@@ -246,3 +246,18 @@ def test_disk_stays_under_its_limit(
     assert done.returncode == 0, done.stderr
     assert_published(tiny_on_hub, local_result)
     assert largest < peak < room
+
+
+@pytest.mark.parametrize("name", ["00002-of-000005.safetensors", "tokenizer.json"], ids=["header", "small file"])
+def test_an_interrupt_while_planning_waits_for_no_answer(tiny_on_hub: LoopbackHub, workplace: Path, name: str) -> None:
+    tiny_on_hub.traffic.inject(Fault("GET", name, status=429, retry_after=300))
+    with subprocess.Popen(
+        command("inspect", "hf://moon/tiny"), env=cli_environment(), cwd=workplace, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not tiny_on_hub.traffic.injected and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        assert time.monotonic() - start < 5
