@@ -13,9 +13,9 @@ from k2convert.buffers import BUFFERS
 from k2convert.contract.streamed import ShardHashes, check_streamed
 from k2convert.convert import Progress
 from k2convert.disk import parse_size
-from k2convert.errors import InvalidCheckpointError
+from k2convert.errors import HubError, InvalidCheckpointError
 from k2convert.hub.card import CARD_NAME, SourceCard, accepted_card, read_source_card
-from k2convert.hub.client import Hub, RepoRef, parse_repo
+from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
 from k2convert.hub.preflight import check_target, is_published
 from k2convert.hub.publish import Publication
 from k2convert.hub.source import read_file, resolve_source
@@ -24,7 +24,7 @@ from k2convert.job import LocalJob
 from k2convert.plan import fingerprint_digest
 from k2convert.publish import publish_folder, published_files, read_ledger_document
 from k2convert.shipping import UploadRecord
-from k2convert.sources import Destination, OpenedSource
+from k2convert.sources import Destination, OpenedSource, repo_without_revision
 from k2convert.streaming import card_files, check_job_target, confirm
 from k2convert.transfer import Arrival, Assembled, TransferJob, execute_transfer, output_headers, prepare_transfer
 from k2convert.validate import ValidationReport, validate_checkpoint
@@ -167,13 +167,13 @@ def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: st
     """Validate a finished folder and publish it."""
     bound_memory()
     hub = Hub(notify=console.print_note)
-    ref = parse_repo(repo if repo.startswith("hf://") else f"hf://{repo}")
-    assert ref is not None
+    repo = _own_repo(repo)
+    base = None if base_model is None else _base_repo(base_model)
     ledger = read_ledger_document(folder)
-    base = base_model or ledger["source"].get("repo")
+    base = base or ledger["source"].get("repo")
     card = _source_card(hub, base, None if base_model else ledger["source"].get("revision"))
     file_bytes = {name: int(shard["bytes"]) for name, shard in ledger["shards"].items()}
-    target = check_target(hub, repo=ref.repo, private=private, file_bytes=file_bytes, licence=card.licence, source=base)
+    target = check_target(hub, repo=repo, private=private, file_bytes=file_bytes, licence=card.licence, source=base)
     for notice in target.notices:
         console.print_note(f"note: {notice}")
     is_published(hub, target, fingerprint=ledger["fingerprint"], ledger_name="k2convert.json")
@@ -195,14 +195,33 @@ def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: st
             folder=folder,
             publication=publication,
             sha256=hashes.sha256,
-            extra=card_files(folder, repo=ref.repo, base_model=base, source=card, validation=report),
+            extra=card_files(folder, repo=repo, base_model=base, source=card, validation=report),
             sent=display.advance,
         )
     if as_json:
-        console.print_json({"repo": ref.repo, "commit": commit, "private": target.private})
+        console.print_json({"repo": repo, "commit": commit, "private": target.private})
         return
-    console.print_line(f"{hub.endpoint}/{ref.repo} at commit {commit}")
-    console.print_next(f"vllm serve {ref.repo} --trust-remote-code")
+    console.print_line(f"{hub.endpoint}/{repo} at commit {commit}")
+    console.print_next(f"vllm serve {repo} --trust-remote-code")
+
+
+def _own_repo(text: str) -> str:
+    """The repository to publish to; raises HubError for a malformed name and for a revision."""
+    return repo_without_revision(_named(text))
+
+
+def _base_repo(text: str) -> str:
+    """The base model as the card names it; raises HubError for anything but a repository's name."""
+    ref = _named(text)
+    if ref.revision is not None:
+        raise HubError(f"--base-model {text}: a card names the repository alone. Leave out @{ref.revision}.")
+    return ref.repo
+
+
+def _named(text: str) -> RepoRef:
+    ref = parse_repo(f"{SCHEME}{text.removeprefix(SCHEME)}")
+    assert ref is not None
+    return ref
 
 
 def _source_card(hub: Hub, base: str | None, revision: str | None) -> SourceCard:

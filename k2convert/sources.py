@@ -87,10 +87,11 @@ def read_destination(text: str, *, work_folder: Path | None) -> Destination:
     ref = parse_repo(text) if text.startswith(SCHEME) else None
     if ref is None:
         return Destination(Path(text), None)
-    return Destination(work_folder or WORK_ROOT / ref.repo.replace("/", "--"), _without_revision(ref))
+    return Destination(work_folder or WORK_ROOT / ref.repo.replace("/", "--"), repo_without_revision(ref))
 
 
-def _without_revision(ref: RepoRef) -> str:
+def repo_without_revision(ref: RepoRef) -> str:
+    """The repository that results go to; raises HubError for a revision of it."""
     if ref.revision is not None:
         raise HubError(f"{ref}: results go to main in one commit; leave out @{ref.revision}.")
     return ref.repo

@@ -28,7 +28,7 @@ T = TypeVar("T")
 SCHEME = "hf://"
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
 STALL_SECONDS = 60.0  # without a byte for this long a connection counts as broken: the library's client has no limit
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]*\w)?/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
 
 _ADVICE = {
     400: "The Hub did not accept the request; its own words are above.",
@@ -75,7 +75,7 @@ def parse_repo(text: str) -> RepoRef | None:
     Raises HubError for an hf:// address that names no repository. No network is touched.
     """
     name, _, revision = text.removeprefix(SCHEME).partition("@")
-    fits = _REPO.fullmatch(name) is not None and len(name) <= 96 and not re.search(r"--|\.\.|\.git$|[-.]$", name)
+    fits = _REPO.fullmatch(name) is not None and len(name) <= 96 and not re.search(r"--|\.\.|\.git$", name)
     if text.startswith(SCHEME):
         if not fits or ("@" in text and not revision):
             raise HubError(f"{text}: not a repository. Write hf://owner/name or hf://owner/name@revision.")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from faults import Fault, Kind
+from huggingface_hub.utils import validate_repo_id
 from loopback import TOKEN, LoopbackHub
 
 from k2convert.checkpoint.index import open_checkpoint
@@ -36,11 +37,31 @@ def test_an_existing_path_is_never_taken_for_a_repository(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    "text", ["hf://", "hf://me", "hf://me/..", "hf://me/a@", "hf:///a", "hf://me/a--b", "hf://a/b/c"]
+    "text",
+    [
+        "hf://",
+        "hf://me",
+        "hf://me/..",
+        "hf://me/a@",
+        "hf:///a",
+        "hf://me/a--b",
+        "hf://a/b/c",
+        "hf://a/b..c",
+        "hf://me-/out",
+        "hf://moon./tiny",
+        "hf://moon/naïve",
+        "hf://a/b.git",
+    ],
 )
 def test_a_malformed_hub_address_is_refused(text: str) -> None:
     with pytest.raises(HubError, match="hf://owner/name"):
         parse_repo(text)
+
+
+@pytest.mark.parametrize("name", ["a/b", "a_/b", "me/a-b_c.d", "me/1", "a.b/c", "me/" + "a" * 93])
+def test_accepted_names_are_the_librarys(name: str) -> None:
+    validate_repo_id(name)
+    assert parse_repo(f"hf://{name}") == RepoRef(name)
 
 
 def test_remote_checkpoint_opens_like_the_local_one(server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path) -> None:

@@ -95,6 +95,24 @@ def test_publish_refuses_what_does_not_validate(
     assert server.store.repos == {}
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--repo", "me/out@dev"), "results go to main in one commit; leave out @dev"),
+        (("--repo", "me-/out"), "not a repository"),
+        (("--repo", "me/out", "--base-model", "x"), "hf://x: not a repository"),
+        (("--repo", "me/out", "--base-model", "moon/tiny@v1"), "Leave out @v1"),
+    ],
+)
+def test_publish_refuses_odd_names_at_once(
+    server: LoopbackHub, hub_cli: HubCli, local_result: Path, options: tuple[str, ...], words: str
+) -> None:
+    done = hub_cli("publish", local_result, *options, "--yes")
+    assert done.returncode == 1
+    assert words in " ".join(done.stderr.split())
+    assert server.traffic.requests == []
+
+
 @pytest.mark.parametrize("verb", ["run", "publish"])
 def test_publishing_without_a_terminal_needs_yes(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, verb: str
