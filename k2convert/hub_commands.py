@@ -230,4 +230,6 @@ def _source_card(hub: Hub, base: str | None, revision: str | None) -> SourceCard
         return SourceCard()
     remote = resolve_source(hub, RepoRef(base, revision))
     file = remote.files.get(CARD_NAME)
-    return SourceCard() if file is None else read_source_card(read_file(hub, base, remote.commit, file).decode())
+    if file is None:
+        return SourceCard()
+    return read_source_card(read_file(hub, base, remote.commit, file).decode(errors="replace"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from threading import Event
 from typing import Any, cast
 
@@ -14,15 +14,35 @@ from k2convert.errors import CheckpointError
 from k2convert.hub.publish import Publication, Upload
 from k2convert.pipeline import Pipeline, Stages
 
+_LEDGER_OBJECTS = ("source", "recipe", "fingerprint", "versions", "shards", "totals")
+
 Sent = Callable[[int], None]
 """Called with the bytes of a shard that is on its way or was there already; from several threads."""
 
 
 def read_ledger_document(folder: Path) -> dict[str, Any]:
-    """k2convert.json of a finished folder; raises CheckpointError where the folder is not one of ours."""
+    """k2convert.json of a finished folder; raises CheckpointError where the folder is not one of ours, or damaged."""
     if not (folder / LEDGER_NAME).is_file():
         raise CheckpointError(f"{folder}: has no {LEDGER_NAME}, so it is no finished conversion. Finish `run` first.")
-    return read_json_file(folder / LEDGER_NAME)
+    ledger = read_json_file(folder / LEDGER_NAME)
+    damaged = next((key for key in _LEDGER_OBJECTS if not isinstance(ledger.get(key), dict)), None)
+    if damaged is None and not all(map(_is_shard_entry, ledger["shards"].items())):
+        damaged = "shards"
+    if damaged is None and not all(isinstance(ledger["source"].get(key), str | None) for key in ("repo", "revision")):
+        damaged = "source"
+    if damaged is not None:
+        raise CheckpointError(
+            f"{folder / LEDGER_NAME}: its {damaged} is missing or not of the form that `run` writes. "
+            "Delete the file and run the conversion again: it writes it anew from its records."
+        )
+    return ledger
+
+
+def _is_shard_entry(item: tuple[str, Any]) -> bool:
+    """Whether this is a plain file name and an object that states its bytes."""
+    name, entry = item
+    num_bytes: Any = cast(dict[str, Any], entry).get("bytes") if isinstance(entry, dict) else None
+    return PurePosixPath(name).name == name and type(num_bytes) is int and num_bytes >= 0
 
 
 def published_files(folder: Path, shards: set[str]) -> list[Path]:

@@ -70,6 +70,7 @@ def read_source_card(text: str) -> SourceCard:
     """Licence, task and library from a card's front matter; empty where there is none."""
     from huggingface_hub import ModelCard
 
+    text = text.lstrip("\ufeff \t\r\n")
     if not text.startswith("---"):
         return SourceCard()
     try:

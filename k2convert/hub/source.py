@@ -4,6 +4,7 @@ Planning a 594 GB checkpoint needs its index, its config and 62 headers of half 
 in threads. Nothing here downloads a shard.
 """
 
+import contextlib
 import errno
 import hashlib
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
@@ -190,10 +191,17 @@ def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Generator[tup
         threading.Thread(target=work, name=f"planning-{number}", daemon=True).start()
     try:
         for _ in range(num_items):
-            item, result = done.get()
+            item, result = _take(done)
             yield item, result.result()
     finally:
         waiting.clear()
+
+
+def _take(queue: SimpleQueue[T]) -> T:
+    """The next of a queue. Python runs a signal's handler only between calls, so none here lasts long."""
+    while True:
+        with contextlib.suppress(Empty):
+            return queue.get(timeout=0.2)
 
 
 def _is_small(file: RemoteFile) -> bool:

@@ -143,6 +143,11 @@ def test_unknown_licence_and_base_are_said_to_be_unknown(facts: CardFacts) -> No
     assert "base_model" not in front_matter(card)
 
 
+@pytest.mark.parametrize("before", ["\ufeff", "\n", "\r\n\r\n", "\ufeff\n"])
+def test_what_stands_before_the_front_matter_does_not_hide_the_licence(before: str) -> None:
+    assert read_source_card(f"{before}---\nlicense: mit\n---\n# x\n").licence == Licence("mit")
+
+
 @pytest.mark.parametrize("text", ["", "# no front matter", "---\nlicense: [mit]\n---\n", "---\n: bad\n---\n"])
 def test_strange_source_cards_do_not_stop_a_job(text: str) -> None:
     assert read_source_card(text).licence in (Licence(), Licence("mit"))

@@ -113,6 +113,37 @@ def test_publish_refuses_odd_names_at_once(
     assert server.traffic.requests == []
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shards", None),
+        ("shards", [1]),
+        ("shards", {"model-00001-of-000005.safetensors": {}}),
+        ("shards", {"../x.safetensors": {"bytes": 1}}),
+        ("fingerprint", None),
+        ("source", {"repo": 5}),
+    ],
+)
+def test_publish_names_a_damaged_ledger(
+    server: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, key: str, value: object
+) -> None:
+    ledger = json.loads((local_result / "k2convert.json").read_text())
+    (workplace / "k2convert.json").write_text(json.dumps(ledger | {key: value}))
+    done = hub_cli("publish", workplace, "--repo", "me/out", "--yes")
+    assert done.returncode == 1
+    assert f"k2convert.json: its {key} is missing" in " ".join(done.stderr.split())
+
+
+def test_publish_reads_a_source_card_that_is_not_utf8(
+    server: LoopbackHub, hub_cli: HubCli, workplace: Path, tiny: Path, local_result: Path
+) -> None:
+    (workplace / "README.md").write_bytes(b"---\nlicense: mit\n---\ncaf\xe9\n")
+    server.store.add_folder("moon/tiny", workplace)
+    done = hub_cli("publish", local_result, "--repo", "me/out", "--base-model", "moon/tiny", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "license: mit" in server.store.read("me/out", "README.md").decode()
+
+
 @pytest.mark.parametrize("verb", ["run", "publish"])
 def test_publishing_without_a_terminal_needs_yes(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, verb: str
