@@ -21,6 +21,7 @@ from k2convert.checkpoint.header import TensorInfo, encode_header
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
+from k2convert.errors import FormatError
 from k2convert.formats.arrays import Int4Arrays, SourceArrays, as_arrays
 from k2convert.formats.int4 import dequantize_int4
 from k2convert.formats.magnitude import Magnitude
@@ -200,7 +201,10 @@ class ShardConverter:
 def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) -> list[bytes]:
     """The scalars of one converted projection as the layout stores them: global scale, then input scale if W4A4."""
     names = LAYOUTS[recipe.layout]
-    scalars = [names.encode_scalar(global_scale)]
+    try:
+        scalars = [names.encode_scalar(global_scale)]
+    except FormatError as error:
+        raise FormatError(f"{_where(projection)}: {error}") from None
     if recipe.activations == "w4a4":
         scale = recipe.input_scale.down if projection.projection == "down" else recipe.input_scale.gate_up
         scalars.append(names.encode_scalar(scale))

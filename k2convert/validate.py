@@ -2,7 +2,7 @@
 
 Weights are decoded again by code that shares nothing with what wrote them and held against the source's exact values,
 in the same pass over the shards that the contract's rules need. Nothing here trusts the journal; the journal is one of
-the things checked.
+the things checked. Only which global scale a rounded divisor stands for is taken from it, where the bytes agree.
 """
 
 import math
@@ -16,17 +16,17 @@ from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any
 
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint, read_json_file
+from k2convert.checkpoint.layouts import LayoutNames
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.sidecars import LEDGER_NAME
 from k2convert.contract import ContractReport, Passing, Subject, check_subject, open_subject
 from k2convert.contract.rules_tensors import shape_problems
-from k2convert.errors import CheckpointError
+from k2convert.errors import CheckpointError, FormatError
 from k2convert.formats.arrays import Nvfp4Arrays
 from k2convert.formats.nvfp4 import dequantize_nvfp4
-from k2convert.journal import Journal
+from k2convert.journal import Journal, ProjectionRecord
 from k2convert.kernels.decode import DecodedError, measure_decoded
 from k2convert.layers.result import LayersReport
-from k2convert.lazy_torch import torch
 from k2convert.projections import projection_of
 from k2convert.weights import load_projection
 
@@ -145,18 +145,21 @@ def measure_folder(
     subject = open_subject(folder, source=source)
     if source is None:
         return check_subject(subject, progress=progress, passing=passing), None
+    recorded = {p.module: p for record in Journal(folder).finished().values() for p in record.projections}
     decoder = None
     if reference:
         from k2convert.quantizers.decoders import create_decoder
 
         decoder = create_decoder(subject.layout)
     with ShardReader(source.path) as reader, ThreadPoolExecutor(thread_name_prefix="decode") as pool:
-        measurer = _Measurer(subject=subject, source=source, reader=reader, pool=pool, decoder=decoder)
+        measurer = _Measurer(
+            subject=subject, source=source, reader=reader, pool=pool, decoder=decoder, recorded=recorded
+        )
         contract = check_subject(
             subject, tensor_errors=measurer, observe=measurer.observe, progress=progress, passing=passing
         )
         errors = measurer.results()
-    mismatches, compared = _compare_journal(folder, errors)
+    mismatches, compared = _compare_journal(recorded, errors)
     report = WeightsReport(
         errors=errors,
         roles={name: subject.modules[name].parts.role for name in errors},
@@ -177,6 +180,7 @@ class _Measurer(Mapping[str, DecodedError]):
     reader: ShardReader
     pool: ThreadPoolExecutor
     decoder: "Decoder | None"
+    recorded: Mapping[str, ProjectionRecord]
     decoder_mismatches: set[str] = field(default_factory=set[str])
     _parts: dict[str, dict[str, Bytes]] = field(default_factory=dict[str, dict[str, Bytes]])
     _pending: dict[str, Future[DecodedError]] = field(default_factory=dict[str, Future[DecodedError]])
@@ -202,7 +206,7 @@ class _Measurer(Mapping[str, DecodedError]):
             source = load_projection(self.reader, projection_of(self.source, self.subject.modules[module].parts))
             raw = parts[names.global_scale].tobytes()
             packed, block_scales = parts[names.weight], parts[names.block_scale]
-            global_scale = names.decode_scalar(raw)
+            global_scale = _global_scale(names, raw, self.recorded.get(module))
             if self.decoder is not None:
                 self._decode_again(module, packed, block_scales, raw, source.shape)
             return measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=global_scale)
@@ -212,17 +216,22 @@ class _Measurer(Mapping[str, DecodedError]):
     def _decode_again(
         self, module: str, packed: Bytes, block_scales: Bytes, raw: bytes, shape: tuple[int, int]
     ) -> None:
+        from k2convert.quantizers.decoders import agrees
+
         assert self.decoder is not None
+        global_scale = self.subject.names.decode_scalar(raw)
+        if not 0 < global_scale < math.inf:  # no weight at all; the contract's rules say why
+            self.decoder_mismatches.add(module)
+            return
         rows, columns = shape
         written = Nvfp4Arrays(
             packed=packed.copy().reshape(rows, columns // 2),
             block_scales=block_scales.copy().reshape(rows, columns // 16),
-            global_scale=self.subject.names.decode_scalar(raw),
+            global_scale=global_scale,
         ).to_torch()
         (stored,) = struct.unpack("<f", raw)
         theirs = self.decoder(written.packed, written.block_scales, stored)
-        ours = dequantize_nvfp4(written).to(theirs.dtype)
-        if not torch.equal(theirs, ours):
+        if not agrees(theirs, dequantize_nvfp4(written), stored=stored):
             self.decoder_mismatches.add(module)
 
     def results(self) -> dict[str, DecodedError]:
@@ -239,22 +248,36 @@ class _Measurer(Mapping[str, DecodedError]):
         return len(self._pending)
 
 
-def _compare_journal(folder: Path, errors: Mapping[str, DecodedError]) -> tuple[list[str], int]:
+def _global_scale(names: LayoutNames, raw: bytes, record: ProjectionRecord | None) -> float:
+    """The journal's global scale where the file holds exactly its bytes, else what those bytes mean by themselves.
+
+    A divisor is a rounded 1/g, and the figures of a conversion are measured with g.
+    """
+    try:
+        if record is not None and names.encode_scalar(record.global_scale) == raw:
+            return record.global_scale
+    except (FormatError, struct.error, TypeError):  # the journal's number is none that can be stored
+        pass
+    return names.decode_scalar(raw)
+
+
+def _compare_journal(
+    recorded: Mapping[str, ProjectionRecord], errors: Mapping[str, DecodedError]
+) -> tuple[list[str], int]:
     """Hold the journal's figures, where there is one, against what the bytes say."""
     mismatches: list[str] = []
     compared = 0
-    for record in Journal(folder).finished().values():
-        for projection in record.projections:
-            measured, stated = errors.get(projection.module), projection.metrics
-            if measured is None or stated is None:
-                continue
-            compared += 1
-            same = all(
-                math.isclose(getattr(measured, key), stated[key], rel_tol=JOURNAL_TOLERANCE)
-                for key in ("squared_error", "energy", "equal_nonzero", "num_nonzero")
-            )
-            if not same:
-                mismatches.append(projection.module)
+    for module, projection in recorded.items():
+        measured, stated = errors.get(module), projection.metrics
+        if measured is None or stated is None:
+            continue
+        compared += 1
+        same = all(
+            math.isclose(getattr(measured, key), stated[key], rel_tol=JOURNAL_TOLERANCE)
+            for key in ("squared_error", "energy", "equal_nonzero", "num_nonzero")
+        )
+        if not same:
+            mismatches.append(module)
     return mismatches, compared
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -11,10 +12,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.cli import main
 from k2convert.formats.int4 import Int4Weight, dequantize_int4
-from k2convert.quantizers.decoders import create_decoder
+from k2convert.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantizers.decoders import agrees, create_decoder
 
 RunCli = Callable[..., CompletedProcess[str]]
 SOURCES = ("tiny", "k25", "split", "reap", "minus8", "zeros", "i64", "subnormal", "wide")
@@ -74,6 +78,74 @@ def test_everything_holds_on_every_source(
     assert decoder["compared"] > 0
     assert decoder["mismatches"] == []
     assert report["weights"]["journal"]["mismatches"] == []
+
+
+@pytest.fixture(params=["modelopt", "compressed-tensors"])
+def plain_result(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Path:
+    """A conversion whose global scales are no powers of two."""
+    return convert(tiny, tmp_path / "out", "--rule", "plain", "--layout", request.param)
+
+
+def flip_block_scale(shard: Path) -> str:
+    """Flip one bit of one block scale in the middle of a tensor; returns the tensor's name."""
+    with safe_open(shard, "pt") as opened:
+        name = next(key for key in opened.keys() if key.endswith(".weight_scale"))  # noqa: SIM118 - no mapping
+    tensor = read_header(shard).tensors[name]
+    data = bytearray(shard.read_bytes())
+    data[(tensor.begin + tensor.end) // 2] ^= 1
+    shard.write_bytes(data)
+    return name
+
+
+def test_a_plain_result_is_valid_in_both_layouts(
+    plain_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    for options in ([], ["--reference"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["validate", str(plain_result), "--source", str(tiny), "--json", *options])
+        weights = json.loads(capsys.readouterr().out)["weights"]
+        assert ended.value.code == 0, weights
+        assert weights["journal"] == {"compared": 144, "mismatches": []}
+        assert weights["library_decoder"] == {"compared": 144 if options else 0, "mismatches": []}
+
+
+def test_one_flipped_block_scale_of_a_plain_result_is_found(
+    plain_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = flip_block_scale(plain_result / "model-00002-of-000005.safetensors")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", str(plain_result), "--source", str(tiny), "--reference", "--json"])
+    assert ended.value.code == 3
+    journal = json.loads(capsys.readouterr().out)["weights"]["journal"]
+    assert journal["mismatches"] == [name.removesuffix(".weight_scale")]
+
+
+def test_a_library_that_decoded_one_other_byte_would_not_agree(plain_result: Path) -> None:
+    layout = "compressed-tensors" if "compressed" in (plain_result / "config.json").read_text() else "modelopt"
+    names, decode = LAYOUTS[layout], create_decoder(layout)
+    tensors = load(plain_result)
+    module = "model.layers.1.mlp.experts.0.down_proj"
+    packed = tensors[f"{module}.{names.weight}"]
+    scales = tensors[f"{module}.{names.block_scale}"].view(torch.uint8)
+    stored = tensors[f"{module}.{names.global_scale}"].item()
+    exact = dequantize_nvfp4(Nvfp4Weight(packed, scales, names.decode_scalar(struct.pack("<f", stored))))
+    assert agrees(decode(packed, scales, stored), exact, stored=stored)
+    row, column = (int(i) for i in (exact[:, ::2] != 0).nonzero()[0])
+    other_packed, other_scales = packed.clone(), scales.clone()
+    other_packed[row, column] ^= 1
+    other_scales[row, column // 8] ^= 1
+    assert not agrees(decode(other_packed, scales, stored), exact, stored=stored)
+    assert not agrees(decode(packed, other_scales, stored), exact, stored=stored)
+
+
+def test_a_scale_without_a_reciprocal_is_refused_in_one_line(subnormal: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    options = ("--rule", "plain", "--layout", "compressed-tensors")
+    done = run_cli("run", subnormal, tmp_path / "out", *options)
+    assert done.returncode == 1
+    assert "does not fit into FP32. Use the layout modelopt." in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_gate_and_up_share_one_global_scale_bit_for_bit(source: Path, tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 `modelopt` is what NVIDIA's ModelOpt 0.47 exports (vLLM, SGLang and TensorRT-LLM read it); `compressed-tensors` is the
 format nvfp4-pack-quantized of compressed-tensors 0.19. They hold the same codes and block scales; the second stores
-both scalars as divisors (1/g). With g a power of two the two hold exactly the same numbers.
+both scalars as divisors (1/g). With g a power of two the two hold exactly the same numbers; any other g is rounded to
+FP32 once more.
 """
 
 import struct
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from k2convert.checkpoint.index import dump_json
+from k2convert.errors import FormatError
 
 MODELOPT = "modelopt"
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -32,15 +36,24 @@ class LayoutNames:
         return (1,) if self.is_divisor else ()
 
     def encode_scalar(self, value: float) -> bytes:
-        """FP32 bytes of a scale as this layout stores it."""
-        return struct.pack("<f", 1.0 / value if self.is_divisor else value)
+        """FP32 bytes of a scale as this layout stores it; FormatError where FP32 has no such number."""
+        try:
+            return struct.pack("<f", 1.0 / value if self.is_divisor else value)
+        except (OverflowError, ZeroDivisionError):
+            stored = f"1/{value!r}" if self.is_divisor else repr(value)
+            advice = f" Use the layout {MODELOPT}." if self.is_divisor else ""
+            raise FormatError(f"the scale {stored} does not fit into FP32.{advice}") from None
 
     def decode_scalar(self, raw: bytes) -> float:
-        """The scale that four stored bytes mean; infinite or zero where the bytes are senseless."""
+        """The FP32 scale that four stored bytes mean; infinite or zero where the bytes are senseless.
+
+        Engines take the reciprocal of a divisor in FP32, so its exact reciprocal is nothing that anybody computes with.
+        """
         (value,) = struct.unpack("<f", raw)
         if not self.is_divisor:
             return value
-        return 1.0 / value if value else float("inf")
+        with np.errstate(over="ignore"):
+            return float(np.float32(1.0) / np.float32(value)) if value else float("inf")
 
 
 LAYOUTS = {
