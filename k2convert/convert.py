@@ -212,14 +212,21 @@ def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) ->
 
 
 def run_conversion(
-    *, plan: Plan, converters: Sequence[ShardConverter], journal: Journal, workers: int, report: Report
+    *,
+    plan: Plan,
+    converters: Sequence[ShardConverter],
+    journal: Journal,
+    fingerprint: str,
+    workers: int,
+    report: Report,
 ) -> dict[str, ShardRecord]:
     """Convert every shard not yet in the journal, `workers` at a time; returns all records by shard.
 
+    Only records with this digest of the job's fingerprint count: a shard of another job is written anew.
     Shards go to the converters (one a device) as these come free, so several devices share one plan. The first failure
     stops the others between two steps; what was recorded stays. An interrupt does the same.
     """
-    finished = journal.finished()
+    finished = journal.finished(fingerprint=fingerprint)
     pending = [job for job in plan.jobs if job.name not in finished]
 
     free: SimpleQueue[ShardConverter] = SimpleQueue()

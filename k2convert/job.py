@@ -118,7 +118,7 @@ def prepare(
     plan = plan_conversion(source=source, recipe=recipe)
     fingerprint = job_fingerprint(source=source, recipe=recipe, revision=revision)
     devices = choose_devices(device)
-    finished = Journal(destination).finished()
+    finished = Journal(destination).finished(fingerprint=fingerprint_digest(fingerprint))
     pending = [job for job in plan.jobs if job.name not in finished]
     cores = os.cpu_count() or 1
     roomy = available_memory() // WORKER_BYTES
@@ -173,7 +173,7 @@ def execute(job: LocalJob, *, report: Report) -> dict[str, ShardRecord]:
     with journal.locked(), ShardReader(job.source.path) as reader:
         shards = {shard.name: shard.data_bytes for shard in job.plan.jobs}
         journal.begin(fingerprint=job.fingerprint, recipe=recipe.document(), shards=shards)
-        stop = Event()
+        stop, digest = Event(), fingerprint_digest(job.fingerprint)
         with conversion_pool() as pool, reading_pool(job.workers) as reading:
             converters = [
                 ShardConverter(
@@ -183,7 +183,7 @@ def execute(job: LocalJob, *, report: Report) -> dict[str, ShardRecord]:
                     destination=job.destination,
                     pool=pool,
                     reading=reading,
-                    fingerprint=fingerprint_digest(job.fingerprint),
+                    fingerprint=digest,
                     header_digests={name: header.digest for name, header in job.source.headers.items()},
                     stop=stop,
                     inflight_bytes=inflight_bytes(job.workers),
@@ -191,7 +191,12 @@ def execute(job: LocalJob, *, report: Report) -> dict[str, ShardRecord]:
                 for device in job.devices
             ]
             records = run_conversion(
-                plan=job.plan, converters=converters, journal=journal, workers=job.workers, report=report
+                plan=job.plan,
+                converters=converters,
+                journal=journal,
+                fingerprint=digest,
+                workers=job.workers,
+                report=report,
             )
         if not job.is_complete:
             assemble(

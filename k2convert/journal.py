@@ -130,17 +130,18 @@ class Journal:
         """Declare a shard finished; its file must be in place and synced."""
         write_atomically(self._records / f"{record.shard}.json", json.dumps(record.to_dict()).encode())
 
-    def finished(self) -> dict[str, ShardRecord]:
-        """Records of the shards whose files are in place with the recorded size."""
-        return {name: record for name, record in self.records().items() if self.has_file(record)}
+    def finished(self, *, fingerprint: str | None = None) -> dict[str, ShardRecord]:
+        """Records of the shards whose files are in place with the recorded size; see `records`."""
+        found = self.records(fingerprint=fingerprint)
+        return {name: record for name, record in found.items() if self.has_file(record)}
 
     def has_file(self, record: ShardRecord) -> bool:
         """Whether the shard of a record is here, with the recorded size; it may have been published and removed."""
         target = self.destination / record.shard
         return target.is_file() and target.stat().st_size == record.file_bytes
 
-    def records(self) -> dict[str, ShardRecord]:
-        """All records by shard."""
+    def records(self, *, fingerprint: str | None = None) -> dict[str, ShardRecord]:
+        """All records by shard; with the digest of a job's fingerprint, only those of that job."""
         result: dict[str, ShardRecord] = {}
         for path in sorted(self._records.glob("*.json")):
             try:
@@ -149,7 +150,8 @@ class Journal:
                 raise CheckpointError(
                     f"{path}: not a record of this version ({error}). Delete it: its shard will be converted again."
                 ) from None
-            result[record.shard] = record
+            if fingerprint is None or record.fingerprint == fingerprint:
+                result[record.shard] = record
         return result
 
     def state(self, *, config_name: str) -> JobState:

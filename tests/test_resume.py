@@ -173,6 +173,19 @@ def test_lost_or_truncated_shard_is_made_again(tiny: Path, whole: tuple[Path, fl
     assert contents(destination) == contents(whole[0])
 
 
+def test_records_of_another_job_are_not_resumed(tiny: Path, whole: tuple[Path, float], tmp_path: Path) -> None:
+    """Somebody deleted what names the job, and some shards, but not the records."""
+    destination = tmp_path / "out"
+    shutil.copytree(whole[0], destination)
+    for name in (CONFIG_NAME, INDEX_NAME, ".k2convert/job.json"):
+        (destination / name).unlink()
+    for number in (2, 4):
+        (destination / f"model-0000{number}-of-000005.safetensors").unlink()
+    assert finish("run", tiny, destination, "--rule", "plain") == 0
+    assert finish("run", tiny, tmp_path / "plain", "--rule", "plain") == 0
+    assert contents(destination) == contents(tmp_path / "plain")
+
+
 def test_second_run_on_the_same_destination_refuses(tmp_path: Path) -> None:
     with (
         Journal(tmp_path).locked(),
