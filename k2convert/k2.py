@@ -39,6 +39,8 @@ class Role(StrEnum):
     MM_PROJECTOR = "mm_projector"
 
 
+MAX_COUNT = 100_000  # no model comes near; the counts are enumerated, so a senseless one would take all memory
+
 CONVERTIBLE_ROLES = (Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP)
 
 
@@ -169,6 +171,11 @@ def read_architecture(config: dict[str, Any], *, where: str) -> Architecture:
         value = text.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise PlanError(f"{where}: config.json: {key} is {value!r}, expected a count. Download config.json again.")
+        if value > MAX_COUNT:
+            raise PlanError(
+                f"{where}: config.json: {key} is more than {MAX_COUNT:,}: no model has so many. "
+                "Download config.json again."
+            )
         return value
 
     num_layers, num_dense = count("num_hidden_layers"), count("first_k_dense_replace", 0)

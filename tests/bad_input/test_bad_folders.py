@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.fixture_maker.damage import edit_index, edit_json, split_shard, write_raw
+from scripts.fixture_maker.damage import edit_config, edit_index, edit_json, split_shard, write_raw
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00002-of-000005.safetensors"
@@ -93,6 +93,14 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
     "config not UTF-8": (
         lambda s: (s / "config.json").write_bytes(b'{"a": "\xff"}'),
         ["config.json", "UTF-8", "ownload"],
+    ),
+    "a billion layers": (
+        lambda s: edit_config(s, num_hidden_layers=10**9),
+        ["config.json", "num_hidden_layers", "100,000", "ownload"],
+    ),
+    "as many experts as no number": (
+        lambda s: edit_config(s, n_routed_experts=10**400),
+        ["config.json", "n_routed_experts", "100,000", "ownload"],
     ),
     "config not an object": (replace_text("config.json", "[]"), ["config.json", "object", "ownload"]),
     "sidecar is a link": (link_away("tokenizer.json"), ["tokenizer.json", "link"]),
