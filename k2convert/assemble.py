@@ -1,12 +1,13 @@
 """What stands beside the shards: index, configs, sidecars and the ledger, all derived from plan and records.
 
 Written when every shard is recorded, config.json and the index last of all: a folder without them is unfinished, and
-no engine takes it for a checkpoint.
+no engine takes it for a checkpoint. Assembling again restores what was lost or changed and leaves alone what is right.
 """
 
+import json
 import platform
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from k2convert.checkpoint.layouts import (
     quantized_config,
     unquantized_config,
 )
-from k2convert.checkpoint.sidecars import LEDGER_NAME, copy_sidecars, list_sidecars
-from k2convert.checkpoint.writer import write_atomically
+from k2convert.checkpoint.sidecars import LEDGER_NAME, list_sidecars
+from k2convert.checkpoint.writer import holds_exactly, write_atomically
+from k2convert.errors import DestinationWriteError, K2ConvertError
 from k2convert.formats.metrics import WeightMetrics, total_metrics
 from k2convert.journal import ShardRecord
 from k2convert.plan import Plan
@@ -91,9 +93,33 @@ def ledger_document(
     }
 
 
-def assembled_names(source: Path) -> list[str]:
-    """What `assemble` may write, relative to the destination: the source's sidecars and the documents made here."""
-    return [*map(str, list_sidecars(source)), LEDGER_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, CONFIG_NAME]
+def assembled_files(
+    *,
+    plan: Plan,
+    source: Checkpoint,
+    destination: Path,
+    records: Mapping[str, ShardRecord],
+    fingerprint: dict[str, Any],
+    repo: str | None = None,
+) -> Iterator[tuple[Path, bytes]]:
+    """Everything that is not a shard, by relative path, as it has to stand in `destination`; config.json comes last."""
+    for relative in list_sidecars(source.folder):
+        yield relative, (source.folder / relative).read_bytes()
+    ledger = ledger_document(plan=plan, source=source, records=records, fingerprint=fingerprint, repo=repo)
+    yield Path(LEDGER_NAME), dump_json(_keep_versions(destination / LEDGER_NAME, ledger))
+    recipe = plan.recipe
+    if recipe.target == "nvfp4" and recipe.layout == MODELOPT:
+        yield (
+            Path(HF_QUANT_CONFIG_NAME),
+            hf_quant_config(
+                activations=recipe.activations,
+                kv_cache=recipe.kv_cache,
+                excludes=list(plan.excludes),
+                version=__version__,
+            ),
+        )
+    yield Path(INDEX_NAME), dump_json(index_document(plan, source))
+    yield Path(CONFIG_NAME), dump_json(config_document(plan, source))
 
 
 def assemble(
@@ -104,19 +130,38 @@ def assemble(
     records: Mapping[str, ShardRecord],
     fingerprint: dict[str, Any],
     repo: str | None = None,
-) -> None:
-    """Write everything that is not a shard; the index and config.json last."""
-    copy_sidecars(source.folder, destination)
-    ledger = ledger_document(plan=plan, source=source, records=records, fingerprint=fingerprint, repo=repo)
-    write_atomically(destination / LEDGER_NAME, dump_json(ledger))
-    recipe = plan.recipe
-    if recipe.target == "nvfp4" and recipe.layout == MODELOPT:
-        document = hf_quant_config(
-            activations=recipe.activations,
-            kv_cache=recipe.kv_cache,
-            excludes=list(plan.excludes),
-            version=__version__,
-        )
-        write_atomically(destination / HF_QUANT_CONFIG_NAME, document)
-    write_atomically(destination / INDEX_NAME, dump_json(index_document(plan, source)))
-    write_atomically(destination / CONFIG_NAME, dump_json(config_document(plan, source)))
+) -> list[str]:
+    """Write everything that is not a shard, but for what has the right bytes; the index and config.json last.
+
+    Returns the paths of all of it, relative to the destination.
+    """
+    names: list[str] = []
+    files = assembled_files(
+        plan=plan, source=source, destination=destination, records=records, fingerprint=fingerprint, repo=repo
+    )
+    for relative, content in files:
+        names.append(str(relative))
+        target = destination / relative
+        if not holds_exactly(target, content):
+            _make_folder(target.parent)
+            write_atomically(target, content)
+    return names
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DestinationWriteError(
+            f"{folder}: cannot be made ({error.strerror}). Remove what is in the way, or name another folder."
+        ) from None
+
+
+def _keep_versions(path: Path, ledger: dict[str, Any]) -> dict[str, Any]:
+    """The ledger that is there if it says the same but for versions: those of the run that converted."""
+    try:
+        found = read_json_file(path)
+    except K2ConvertError:
+        return ledger
+    same = json.loads(dump_json(ledger | {"versions": found.get("versions")})) == found
+    return found if same and isinstance(found["versions"], dict) else ledger

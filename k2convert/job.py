@@ -11,10 +11,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from k2convert.assemble import assemble
-from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME, Checkpoint
+from k2convert.assemble import assemble, assembled_files
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.sidecars import list_sidecars
+from k2convert.checkpoint.writer import holds_exactly
 from k2convert.convert import INFLIGHT_BYTES, Report, ShardConverter, run_conversion
 from k2convert.errors import DestinationWriteError, DiskFullError, PlanError
 from k2convert.journal import Journal, ShardRecord, check_destination
@@ -51,9 +52,18 @@ class LocalJob:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every shard is recorded and the result assembled."""
-        files = (CONFIG_NAME, INDEX_NAME)
-        return len(self.finished) == len(self.plan.jobs) and all((self.destination / f).exists() for f in files)
+        """Whether every shard is recorded and everything beside them stands as it should; reads it all."""
+        if len(self.finished) != len(self.plan.jobs):
+            return False
+        files = assembled_files(
+            plan=self.plan,
+            source=self.source,
+            destination=self.destination,
+            records=self.finished,
+            fingerprint=self.fingerprint,
+            repo=self.repo,
+        )
+        return all(holds_exactly(self.destination / relative, content) for relative, content in files)
 
 
 def available_memory() -> int:
@@ -198,13 +208,12 @@ def execute(job: LocalJob, *, report: Report) -> dict[str, ShardRecord]:
                 workers=job.workers,
                 report=report,
             )
-        if not job.is_complete:
-            assemble(
-                plan=job.plan,
-                source=job.source,
-                destination=job.destination,
-                records=records,
-                fingerprint=job.fingerprint,
-                repo=job.repo,
-            )
+        assemble(
+            plan=job.plan,
+            source=job.source,
+            destination=job.destination,
+            records=records,
+            fingerprint=job.fingerprint,
+            repo=job.repo,
+        )
     return records

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
-from k2convert.checkpoint.index import dump_json, read_json_file
+from k2convert.checkpoint.index import INDEX_NAME, dump_json, read_json_file
+from k2convert.checkpoint.sidecars import LEDGER_NAME
 from k2convert.checkpoint.writer import TEMPORARY_SUFFIX, write_atomically
 from k2convert.errors import CheckpointError, DestinationError, LockedError, ResumeError
+from k2convert.plan import fingerprint_digest
 
 WORK_FOLDER = ".k2convert"
 
@@ -160,12 +162,15 @@ class Journal:
         if not path.exists():
             raise DestinationError(f"{self.destination}: no conversion has been begun here.")
         job = read_json_file(path)
+        records = self.records(fingerprint=fingerprint_digest(job["fingerprint"]))
+        finished = {n: r for n, r in records.items() if self.has_file(r) or self._was_shipped(n)}
+        is_assembled = all((self.destination / name).is_file() for name in (config_name, INDEX_NAME, LEDGER_NAME))
         return JobState(
             fingerprint=job["fingerprint"],
             recipe=job["recipe"],
             shards=job["shards"],
-            finished={n: r for n, r in self.records().items() if self.has_file(r) or self._was_shipped(n)},
-            is_complete=(self.destination / config_name).exists(),
+            finished=finished,
+            is_complete=is_assembled and finished.keys() >= job["shards"].keys(),
             is_running=self._is_running(),
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from k2convert.assemble import assemble, assembled_names
+from k2convert.assemble import assemble
 from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header, read_header
 from k2convert.checkpoint.reader import ShardReader
@@ -142,7 +142,7 @@ def execute_transfer(job: TransferJob, *, report: Report, assembled: Assembled) 
         _run_pipeline(job, journal, shipping, records, report)
         BUFFERS.clear()  # what follows reads no tensors, but draws pictures
         shutil.rmtree(job.downloads, ignore_errors=True)
-        assemble(
+        names = assemble(
             plan=local.plan,
             source=local.source,
             destination=local.destination,
@@ -153,8 +153,7 @@ def execute_transfer(job: TransferJob, *, report: Report, assembled: Assembled) 
         extra = assembled(local.destination, shipping.uploads if shipping is not None else {})
         if shipping is None or job.target is None:
             return Arrival(records, None)
-        made = (name for name in assembled_names(local.source.folder) if (local.destination / name).is_file())
-        files: dict[str, Path | bytes] = {name: local.destination / name for name in made}
+        files: dict[str, Path | bytes] = {name: local.destination / name for name in names}
         commit = shipping.finish(files=files | extra, message=f"Add {job.target.repo.partition('/')[2]}")
         return Arrival(records, commit)
 

@@ -17,6 +17,7 @@ import pytest
 
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME, open_checkpoint
+from k2convert.checkpoint.sidecars import LEDGER_NAME
 from k2convert.cli import main
 from k2convert.errors import K2ConvertError, LockedError
 from k2convert.journal import Journal
@@ -161,6 +162,49 @@ def test_finished_run_is_left_alone(whole: tuple[Path, float], tiny: Path) -> No
     before = {p: p.stat().st_mtime_ns for p in whole[0].glob("*") if p.is_file()}
     assert finish("run", tiny, whole[0]) == 0
     assert {p: p.stat().st_mtime_ns for p in whole[0].glob("*") if p.is_file()} == before
+
+
+def test_what_a_complete_folder_lost_is_restored(
+    tiny: Path, whole: tuple[Path, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    destination = tmp_path / "out"
+    shutil.copytree(whole[0], destination)
+    (destination / "report.html").write_text("<html>")
+    before = contents(destination)
+    for name in ("tokenizer.json", "hf_quant_config.json", "k2convert.json"):
+        (destination / name).unlink()
+    (destination / CONFIG_NAME).write_text("{}")
+    for word in ("resuming: 5 of 5", "complete already: 5 of 5"):
+        with pytest.raises(SystemExit) as ended:
+            main(["run", str(tiny), str(destination)])
+        assert ended.value.code == 0
+        assert word in capsys.readouterr().err
+        assert contents(destination) == before
+
+
+def test_ledger_keeps_the_versions_of_the_run_that_converted(
+    tiny: Path, whole: tuple[Path, float], tmp_path: Path
+) -> None:
+    destination = tmp_path / "out"
+    shutil.copytree(whole[0], destination)
+    ledger = json.loads((destination / LEDGER_NAME).read_text())
+    content = json.dumps(ledger | {"versions": {"python": "3.11.0", "torch": "2.0.0"}}, indent=2) + "\n"
+    (destination / LEDGER_NAME).write_text(content)
+    assert finish("run", tiny, destination) == 0
+    assert (destination / LEDGER_NAME).read_text() == content
+
+
+def test_status_is_not_complete_without_a_shard(
+    whole: tuple[Path, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    destination = tmp_path / "out"
+    shutil.copytree(whole[0], destination)
+    (destination / "model-00002-of-000005.safetensors").unlink()
+    with pytest.raises(SystemExit):
+        main(["status", str(destination), "--json"])
+    state = json.loads(capsys.readouterr().out)
+    assert not state["complete"]
+    assert state["pending"] == ["model-00002-of-000005.safetensors"]
 
 
 def test_lost_or_truncated_shard_is_made_again(tiny: Path, whole: tuple[Path, float], tmp_path: Path) -> None:

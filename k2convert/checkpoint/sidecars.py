@@ -4,7 +4,6 @@ from pathlib import Path
 
 from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME
 from k2convert.checkpoint.layouts import HF_QUANT_CONFIG_NAME
-from k2convert.checkpoint.writer import write_atomically
 from k2convert.errors import CheckpointError
 
 LEDGER_NAME = "k2convert.json"
@@ -28,13 +27,3 @@ def list_sidecars(folder: Path) -> list[Path]:
         if path.is_file() and str(relative) not in _NOT_COPIED and path.suffix not in _WEIGHT_SUFFIXES:
             found.append(relative)
     return found
-
-
-def copy_sidecars(source: Path, destination: Path) -> list[Path]:
-    """Copy every sidecar; returns the relative paths."""
-    sidecars = list_sidecars(source)
-    for relative in sidecars:
-        target = destination / relative
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, (source / relative).read_bytes())
-    return sidecars

@@ -60,6 +60,16 @@ def writing(path: Path) -> Generator[None]:
         raise _write_error(path, error) from error
 
 
+def holds_exactly(path: Path, content: bytes) -> bool:
+    """Whether `path` is a real file with these bytes already."""
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size != len(content):
+            return False
+        return path.read_bytes() == content
+    except OSError:
+        return False
+
+
 class ShardWriter:
     """Writes one file of known size in order; `commit` makes it appear under its name and returns its blake3.
 
