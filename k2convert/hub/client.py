@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +29,7 @@ T = TypeVar("T")
 
 SCHEME = "hf://"
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
+MAX_PAUSE_SECONDS = 3600.0
 STALL_SECONDS = 60.0  # without a byte for this long a connection counts as broken: the library's client has no limit
 _REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]*\w)?/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
 
@@ -232,13 +235,24 @@ class RangeBody:
             self._piece = self._piece[count:]
             return count
         if self._connection is not None and self._received < self._num_bytes:
-            count = self._connection.recv_into(memory[: self._num_bytes - self._received])
+            count = self._receive(self._connection, memory[: self._num_bytes - self._received])
             self._received += count
             if count:
                 return count
         if self._received < self._num_bytes:
             raise self._unlike(f"only {self._received:,}")
         return 0
+
+    def _receive(self, connection: socket.socket, memory: memoryview) -> int:
+        try:
+            return connection.recv_into(memory)
+        except OSError as error:  # a line that is down has more errors than Python has names for
+            reason = f"the connection to the Hub failed ({type(error).__name__}: {error})"
+            raise HubRequestError(
+                f"{self._where}: {reason}. Check the network; running the same command again continues the work.",
+                reason=reason,
+                transient=True,
+            ) from error
 
     def _unlike(self, amount: str) -> "HubRequestError":
         reason = f"the answer had {amount} of {self._num_bytes:,} bytes"
@@ -344,8 +358,16 @@ def _explain_response(action: str, error: Any) -> HubRequestError:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    value = headers.get("Retry-After", "")
-    return min(float(value), 3600.0) if value.isdigit() else None
+    """Seconds that the Hub asks to wait, as a number or until a date; None where it does not say, an hour at most."""
+    value = headers.get("Retry-After", "").strip()
+    if value.isascii() and value.isdecimal():
+        return min(float(value), MAX_PAUSE_SECONDS)
+    try:
+        until = parsedate_to_datetime(value)
+        seconds = until.replace(tzinfo=until.tzinfo or UTC).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return None
+    return min(max(seconds, 0.0), MAX_PAUSE_SECONDS)
 
 
 def check_online() -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
 from k2convert.checkpoint.index import (
@@ -140,7 +140,9 @@ def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path, progress: Callabl
     present = sorted(path for path in source.files if "/" not in path and path.endswith(SHARD_SUFFIX))
 
     headers: dict[str, ShardHeader] = {}
-    for shard, header in _in_threads(lambda name: fetch_header(hub, source, name), present):
+    named = _named_shards(index)
+    wanted = [shard for shard in present if shard in named]
+    for shard, header in _in_threads(lambda name: fetch_header(hub, source, name), wanted):
         headers[shard] = header
         progress(shard)
 
@@ -151,6 +153,15 @@ def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path, progress: Callabl
 
     config = read_json_file(folder / CONFIG_NAME)
     return build_checkpoint(folder=folder, config=config, index=index, present=present, load=load)
+
+
+def _named_shards(index: dict[str, Any] | None) -> set[str]:
+    """The shards that an index names, whatever its form: what is odd about it is said where it is checked."""
+    if index is None:
+        return {SINGLE_SHARD_NAME}
+    named: Any = index.get("weight_map")
+    shards = cast(dict[str, Any], named).values() if isinstance(named, dict) else ()
+    return {shard for shard in shards if isinstance(shard, str)}
 
 
 def fetch_small_files(hub: Hub, source: RemoteRepo, *, folder: Path) -> None:

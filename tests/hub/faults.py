@@ -26,7 +26,7 @@ class Fault:
     kind: Kind = Kind.STATUS
     status: int = 503
     after_bytes: int = 1000
-    retry_after: int | None = None
+    retry_after: int | str | None = None
     times: int = 1
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import threading
 from pathlib import Path
 
@@ -83,6 +84,16 @@ def test_a_body_of_another_length_than_its_range_is_refused(pieces: tuple[bytes,
     memory = memoryview(bytearray(10))
     with pytest.raises(HubRequestError, match=amount) as caught:
         list(iter(lambda: body.read_into(memory), 0))
+    assert caught.value.transient
+
+
+def test_a_line_that_is_down_is_passing_trouble_whatever_the_systems_error() -> None:
+    with socket.socket() as connection:  # connected to nothing, which is an OSError of no particular kind
+        body = RangeBody(iter([b"abc"]), 5, connection=connection, where="shard")
+        memory = memoryview(bytearray(10))
+        assert body.read_into(memory) == 3
+        with pytest.raises(HubRequestError, match=r"connection to the Hub failed \(OSError") as caught:
+            body.read_into(memory)
     assert caught.value.transient
 
 

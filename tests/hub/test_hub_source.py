@@ -1,5 +1,7 @@
 """Names, the pinned commit, headers by range, small files: what planning needs of a remote repository."""
 
+import time
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from loopback import TOKEN, LoopbackHub
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError, DestinationWriteError, HubError
-from k2convert.hub.client import Hub, RepoRef, parse_repo
+from k2convert.hub.client import Hub, HubRequestError, RepoRef, Retry, parse_repo
 from k2convert.hub.source import open_remote, resolve_source
 
 
@@ -138,6 +140,49 @@ def test_retry_after_is_obeyed(server: LoopbackHub, tiny: Path) -> None:
     server.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=1))
     resolve_source(Hub(notify=notices.append), RepoRef("moon/tiny"))
     assert notices == ["the Hub answered 429 (injected); trying again in 1 s"]
+
+
+@pytest.mark.parametrize(
+    "asked", ["Mon, 01 Jan 2024 00:00:00 GMT", "Mon, 01 Jan 2024 00:00:00 -0000", "\N{SUPERSCRIPT TWO}", "soon"]
+)
+def test_a_wait_until_a_past_date_or_of_no_known_form_is_no_trouble(
+    server: LoopbackHub, tiny: Path, asked: str
+) -> None:
+    notices: list[str] = []
+    server.store.add_folder("moon/tiny", tiny)
+    server.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=asked))
+    resolve_source(Hub(Retry(2, 0.01, 0.05), notices.append), RepoRef("moon/tiny"))
+    assert "again in 0 s" in notices[0]
+
+
+def test_a_wait_until_a_date_is_obeyed_but_no_longer_than_an_hour(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
+    server.store.add_folder("moon/tiny", tiny)
+    for seconds, least, most in ((100, 90, 100), (10**6, 3600, 3600)):
+        asked = formatdate(time.time() + seconds, usegmt=True)
+        server.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=asked))
+        with pytest.raises(HubRequestError) as caught:
+            resolve_source(Hub(Retry(1)), RepoRef("moon/tiny"))
+        assert least <= (caught.value.retry_after or 0) <= most
+
+
+def test_a_shard_that_the_index_does_not_name_is_no_trouble(
+    server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path
+) -> None:
+    repo = server.store.add_folder("moon/tiny", tiny)
+    files = dict(repo.files())
+    repo.commit("main", files | {"stray.safetensors": files["config.json"]})
+    remote = open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
+    assert remote.tensors == open_checkpoint(tiny).tensors
+    assert remote.stray_shards == ("stray.safetensors",)
+    assert server.traffic.matching("GET", "stray") == []
+
+
+def test_a_shard_that_only_the_index_has_is_named(server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path) -> None:
+    repo = server.store.add_folder("moon/tiny", tiny)
+    shard = "model-00002-of-000005.safetensors"
+    repo.commit("main", {name: entry for name, entry in repo.files().items() if name != shard})
+    with pytest.raises(HubError, match=f"{shard} is missing, though the index names it"):
+        open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
 
 
 def test_wrong_bytes_of_a_small_file_are_fetched_again(
