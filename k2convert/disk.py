@@ -9,6 +9,7 @@ converted ranges of the source are given back to the filesystem (hole punching),
 import ctypes
 import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,25 +98,29 @@ def punch_hole(path: Path, begin: int, end: int) -> bool:
     begin, end = -(-begin // _BLOCK) * _BLOCK, end // _BLOCK * _BLOCK
     if end <= begin:
         return True
-    libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        arguments = (descriptor, _KEEP_SIZE_PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(end - begin))
-        return libc.fallocate64(*arguments) == 0
+        return _punch(descriptor, begin, end)
     finally:
         os.close(descriptor)
 
 
+def _punch(descriptor: int, begin: int, end: int) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (descriptor, _KEEP_SIZE_PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(end - begin))
+    return libc.fallocate64(*arguments) == 0
+
+
 def can_punch_holes(folder: Path) -> bool:
-    """Whether the filesystem of a folder takes parts of files back; tried on a small file."""
-    probe = folder / ".punch.tmp"
+    """Whether the filesystem of a folder takes parts of files back; tried on a small file without a name."""
     try:
-        probe.write_bytes(b"\1" * (4 * _BLOCK))
-        return punch_hole(probe, _BLOCK, 3 * _BLOCK) and probe.stat().st_blocks * 512 < 4 * _BLOCK
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\1" * (4 * _BLOCK))
+            probe.flush()
+            is_punched = _punch(probe.fileno(), _BLOCK, 3 * _BLOCK)
+            return is_punched and os.fstat(probe.fileno()).st_blocks * 512 < 4 * _BLOCK
     except OSError:  # a folder that cannot be written to
         return False
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 class ShrinkingFile:

@@ -18,10 +18,10 @@ from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header, read_header
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.sidecars import LEDGER_NAME, list_sidecars
-from k2convert.checkpoint.writer import ALIGNMENT
+from k2convert.checkpoint.writer import ALIGNMENT, writing
 from k2convert.convert import Progress, Report, ShardConverter
 from k2convert.disk import DiskPlan, Item, ShrinkingFile, can_punch_holes, plan_disk
-from k2convert.errors import CheckpointError, DiskFullError
+from k2convert.errors import CheckpointError, DestinationError, DestinationWriteError, DiskFullError
 from k2convert.hub.client import Hub
 from k2convert.hub.download import download_shard
 from k2convert.hub.preflight import Target, is_published
@@ -33,7 +33,7 @@ from k2convert.journal import WORK_FOLDER, Journal, ShardRecord
 from k2convert.pipeline import Pipeline, Stages
 from k2convert.plan import ShardJob, fingerprint_digest
 from k2convert.quantizers import create_quantizer
-from k2convert.shipping import Shipping, UploadRecord
+from k2convert.shipping import UPLOADS, Shipping, UploadRecord
 
 RECORD_BYTES = 2048  # journal and upload record of one projection
 FREE_SHARE = 0.9  # of the free disk that a job may use unless told otherwise
@@ -126,11 +126,15 @@ def prepare_transfer(
 def execute_transfer(job: TransferJob, *, report: Report, assembled: Assembled) -> Arrival:
     """Do what is left of the job. Interrupted or failed, it can be executed again.
 
-    Raises HubError, DiskFullError, CheckpointError; whatever `assembled` raises stops the job before main is touched.
+    Raises HubError, DiskFullError, DestinationError, DestinationWriteError, CheckpointError; whatever `assembled` raises
+    stops the job before main is touched.
     """
     settle_runtime()
     local = job.local
-    local.destination.mkdir(parents=True, exist_ok=True)
+    with writing(local.destination):
+        local.destination.mkdir(parents=True, exist_ok=True)
+        (local.destination / WORK_FOLDER).mkdir(exist_ok=True)
+    _check_work_folder(local.destination / WORK_FOLDER)
     journal = Journal(local.destination)
     with journal.locked():
         shards = {shard.name: shard.data_bytes for shard in local.plan.jobs}
@@ -158,13 +162,31 @@ def execute_transfer(job: TransferJob, *, report: Report, assembled: Assembled) 
         return Arrival(records, commit)
 
 
+def _check_work_folder(folder: Path) -> None:
+    """Refuse a work folder that cannot be written to, or has something else in the place of what is kept there."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise DestinationWriteError(f"{folder}: cannot be written to. Name a folder you may write to.")
+    for name in ("source", "download", "shards", UPLOADS):
+        path = folder / name
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            kind = "a link" if path.is_symlink() else "no folder"
+            raise DestinationError(f"{path}: is {kind}, where k2convert keeps a folder of its own. Remove it.")
+    if (folder / "lock").is_dir():
+        raise DestinationError(f"{folder / 'lock'}: is a folder, where k2convert keeps a file of its own. Remove it.")
+
+
 def _settle_source(job: TransferJob) -> Path:
     """Keep a remote source's small files in the work folder: planning fetched them to a temporary one."""
     if job.remote is None:
         return job.local.source.folder
     folder = job.local.destination / WORK_FOLDER / "source"
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(job.local.source.folder, folder)
+    for path in sorted(job.local.source.folder.rglob("*")):
+        target = folder / path.relative_to(job.local.source.folder)
+        if path.is_file():
+            with writing(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
     return folder
 
 
@@ -299,7 +321,8 @@ def _convert_one(
 
 
 def _drop(path: Path) -> None:
-    path.unlink(missing_ok=True)
+    with writing(path):
+        path.unlink(missing_ok=True)
 
 
 def _used_bytes(folder: Path) -> int:

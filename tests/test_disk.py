@@ -85,3 +85,9 @@ def test_a_consumed_file_gives_its_blocks_back_in_any_order(tmp_path: Path) -> N
     assert path.stat().st_size == 1_000_000
     assert path.stat().st_blocks * 512 <= 4096
     assert not any(path.read_bytes()[:999_000])
+
+
+def test_asking_for_holes_leaves_nothing_and_needs_no_right_to_write(tmp_path: Path) -> None:
+    can_punch_holes(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert not can_punch_holes(Path("/proc"))

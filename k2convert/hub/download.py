@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from k2convert.buffers import BUFFERS
+from k2convert.checkpoint.writer import writing
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError
 from k2convert.hub.client import Hub, HubRequestError, ignore
 from k2convert.hub.segments import PartialFile, open_partial
@@ -43,21 +44,24 @@ def download_shard(
     """Fetch `shard` to `target`, continuing what an earlier attempt left; the file appears only if its sha256 is right.
 
     `progress` receives the bytes that are on disk so far, from this thread. Setting `stop` ends the call early with
-    HubError after the state was recorded. Raises HubError when the Hub or the bytes fail, DiskFullError without room.
+    HubError after the state was recorded. Raises HubError when the Hub or the bytes fail, DiskFullError without room,
+    DestinationWriteError where the target cannot be written.
     """
     file = source.shard(shard)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        if target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
-            progress(file.num_bytes)
-            return
-        target.unlink()  # an interrupted conversion in tight room uses up its source
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_file() and target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
+        progress(file.num_bytes)
+        return
+    with writing(target):
+        target.unlink(missing_ok=True)  # an interrupted conversion in tight room uses up its source
     partial = open_partial(target, file)
     try:
         url = file_url(hub, source, shard)
         for _ in range(_NUM_ROUNDS):
             if _fill(hub, partial, url, num_connections, progress, stop or threading.Event()) == file.sha256:
-                partial.path.replace(target)  # not synced: whoever finds it here hashes it before use
+                with writing(target):
+                    partial.path.replace(target)  # not synced: whoever finds it here hashes it before use
                 partial.record_path.unlink(missing_ok=True)
                 return
             hub.notify(f"{shard} arrived with another sha256 than the Hub states; fetching it again")

@@ -156,7 +156,7 @@ def part_path(target: Path) -> Path:
 def open_partial(target: Path, file: RemoteFile) -> PartialFile:
     """Open or create `target`.part at its full size, with the segments that an earlier attempt recorded.
 
-    Raises DiskFullError when the space is not there.
+    Raises DiskFullError when the space is not there, DestinationWriteError when the files cannot be opened.
     """
     path = part_path(target)
     record_path = path.with_name(path.name + ".json")
@@ -167,9 +167,10 @@ def open_partial(target: Path, file: RemoteFile) -> PartialFile:
     done = bytearray(num_segments)
     if path.exists() and path.stat().st_size == file.num_bytes:
         done = _read_record(record_path, file, segment_bytes, num_segments)
-    if not any(done):
-        record_path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with writing(path):
+        if not any(done):
+            record_path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if os.fstat(descriptor).st_size != file.num_bytes:
             os.ftruncate(descriptor, 0)
@@ -191,7 +192,7 @@ def _read_record(path: Path, file: RemoteFile, segment_bytes: int, num_segments:
     nothing = bytearray(num_segments)
     try:
         document: Any = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return nothing
     if not isinstance(document, dict):
         return nothing

@@ -288,3 +288,40 @@ def test_a_card_that_the_hub_would_refuse_is_settled_before_the_work(
     matter = yaml.safe_load(server.store.read("me/out", "README.md").decode().split("---")[1])
     assert (matter["license"], matter["license_name"]) == ("other", "modified-mit")
     assert matter["pipeline_tag"] == "text-generation"
+
+
+@pytest.mark.parametrize("name", ["source", "download", "shards", "uploads"])
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "file"])
+def test_something_else_in_place_of_a_work_folder_is_refused(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, name: str, is_link: bool
+) -> None:
+    path = workplace / "w" / ".k2convert" / name
+    path.parent.mkdir(parents=True)
+    if is_link:
+        path.symlink_to(workplace)
+    else:
+        path.write_text("x")
+    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes", "--work-dir", "w")
+    assert done.returncode == 1
+    assert f"{name}: is {'a link' if is_link else 'no folder'}, where k2convert keeps" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("suffix", ["", ".part", ".part.json"])
+def test_a_folder_in_place_of_a_download_is_named(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, suffix: str
+) -> None:
+    path = workplace / "w" / ".k2convert" / "download" / f"{SHARDS[0]}{suffix}"
+    path.mkdir(parents=True)
+    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes", "--work-dir", "w")
+    assert done.returncode == 1
+    assert f"{SHARDS[0]}" in "".join(done.stderr.split())
+    assert "Is a directory" in done.stderr.replace("\n", " ")
+
+
+def test_a_work_folder_that_cannot_be_made_is_named(tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path) -> None:
+    (workplace / "link").symlink_to("nowhere")
+    arguments = ("run", "moon/tiny", "hf://me/out", "--work-dir", "link/w")
+    done = hub_cli(*arguments, "--yes")
+    assert done.returncode == 1
+    assert "link/w: writing failed" in done.stderr
+    assert hub_cli(*arguments, "--dry-run").returncode == 0
