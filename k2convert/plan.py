@@ -19,6 +19,7 @@ from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, projection_tensors
 from k2convert.errors import PlanError
+from k2convert.int4_config import check_int4_config
 from k2convert.k2 import WEIGHT, Architecture, Family, TensorName, detect_family, parse_tensor_names, read_architecture
 from k2convert.projections import (
     Projection,
@@ -142,6 +143,7 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
     architecture = read_architecture(source.config, where=str(source.folder))
     names = parse_tensor_names(source, prefix=prefix) if names is None else names
     check_is_int4(source, names)
+    check_int4_config(source.config, where=str(source.folder))
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)

@@ -21,7 +21,7 @@ from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.sidecars import LEDGER_NAME
 from k2convert.contract import ContractReport, Passing, Subject, check_subject, open_subject
 from k2convert.contract.rules_tensors import shape_problems
-from k2convert.errors import CheckpointError, FormatError
+from k2convert.errors import CheckpointError
 from k2convert.formats.arrays import Nvfp4Arrays
 from k2convert.formats.nvfp4 import dequantize_nvfp4
 from k2convert.journal import Journal, ProjectionRecord
@@ -253,11 +253,8 @@ def _global_scale(names: LayoutNames, raw: bytes, record: ProjectionRecord | Non
 
     A divisor is a rounded 1/g, and the figures of a conversion are measured with g.
     """
-    try:
-        if record is not None and names.encode_scalar(record.global_scale) == raw:
-            return record.global_scale
-    except (FormatError, struct.error, TypeError):  # the journal's number is none that can be stored
-        pass
+    if record is not None and names.stores(record.global_scale, raw):
+        return record.global_scale
     return names.decode_scalar(raw)
 
 

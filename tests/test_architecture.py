@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module may import its own level's foundations and anything on a lower level; stages never import one another.
 LEVELS = {
     "errors": 0, "buffers": 0, "lazy_torch": 0, "formats": 1, "kernels": 2, "checkpoint": 1, "k2": 2,
-    "recipe": 3, "quantizers": 3, "projections": 3, "weights": 4, "plan": 4, "journal": 4,
+    "recipe": 3, "quantizers": 3, "projections": 3, "int4_config": 3, "weights": 4, "plan": 4, "journal": 4,
 }  # fmt: skip
 COMMAND_LINE = {"cli", "__main__", "options", "console", "streaming"} | {
     stem for stem in (p.stem for p in PACKAGE.glob("*.py")) if stem.endswith(("_commands", "views", "_view"))

@@ -44,6 +44,13 @@ class LayoutNames:
             advice = f" Use the layout {MODELOPT}." if self.is_divisor else ""
             raise FormatError(f"the scale {stored} does not fit into FP32.{advice}") from None
 
+    def stores(self, value: float, raw: bytes) -> bool:
+        """Whether four stored bytes are exactly those of a scale."""
+        try:
+            return self.encode_scalar(value) == raw
+        except (FormatError, TypeError, struct.error):
+            return False
+
     def decode_scalar(self, raw: bytes) -> float:
         """The FP32 scale that four stored bytes mean; infinite or zero where the bytes are senseless.
 

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from k2convert.cli import main
 from scripts import fixture_maker as fixtures
-from scripts.fixture_maker.damage import edit_checkpoint, edit_config
+from scripts.fixture_maker.damage import edit_checkpoint, edit_config, edit_json
 from scripts.fixture_maker.folder import SmallCheckpoint
 
 SHARD = "model-00002-of-000005.safetensors"
@@ -170,6 +171,51 @@ def test_source_that_is_not_int4_kimi_is_refused(name: str, source: Path, dest: 
     message = refuse(source=source, dest=dest)
     assert all(word in message for word in words), message
     assert not dest.exists()
+
+
+OTHER_SCHEMES: list[tuple[str, object]] = [
+    ("group_size", 16),
+    ("group_size", 64),
+    ("group_size", -1),
+    ("symmetric", False),
+    ("num_bits", 8),
+    ("type", "float"),
+    ("strategy", "channel"),
+    ("quant_method", "gptq"),
+    ("format", "int-quantized"),
+]
+
+
+def state(config: dict[str, Any], field: str, value: object) -> None:
+    """State one field of the weights' scheme, where that field stands."""
+    scheme = config["quantization_config"]
+    (scheme if field in scheme else scheme["config_groups"]["group_0"]["weights"])[field] = value
+
+
+@pytest.mark.parametrize(("field", "value"), OTHER_SCHEMES)
+def test_config_that_states_another_scheme_is_refused(
+    field: str, value: object, source: Path, dest: Path, refuse: Refuse
+) -> None:
+    edit_json(source / "config.json", lambda config: state(config, field, value))
+    message = refuse(source=source, dest=dest)
+    assert "config.json" in message
+    assert f".{field} is {value!r}" in message
+    assert not dest.exists()
+
+
+def test_another_scheme_in_text_config_is_refused(k25: Path, tmp_path: Path, dest: Path, refuse: Refuse) -> None:
+    source = Path(shutil.copytree(k25, tmp_path / "source"))
+    edit_json(source / "config.json", lambda config: state(config["text_config"], "group_size", 64))
+    assert "text_config.quantization_config.config_groups.group_0.weights.group_size" in refuse(
+        source=source, dest=dest
+    )
+
+
+def test_config_that_says_nothing_of_the_scheme_is_taken(source: Path, dest: Path) -> None:
+    edit_json(source / "config.json", lambda config: config.pop("quantization_config"))
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(source), str(dest), "--dry-run"])
+    assert ended.value.code == 0
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
