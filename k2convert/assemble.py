@@ -22,8 +22,8 @@ from k2convert.checkpoint.layouts import (
     unquantized_config,
 )
 from k2convert.checkpoint.sidecars import LEDGER_NAME, list_sidecars
-from k2convert.checkpoint.writer import holds_exactly, write_atomically
-from k2convert.errors import DestinationWriteError, K2ConvertError
+from k2convert.checkpoint.writer import holds_exactly, make_folder, write_atomically
+from k2convert.errors import K2ConvertError
 from k2convert.formats.metrics import WeightMetrics, total_metrics
 from k2convert.journal import ShardRecord
 from k2convert.plan import Plan
@@ -143,18 +143,9 @@ def assemble(
         names.append(str(relative))
         target = destination / relative
         if not holds_exactly(target, content):
-            _make_folder(target.parent)
+            make_folder(target.parent)
             write_atomically(target, content)
     return names
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DestinationWriteError(
-            f"{folder}: cannot be made ({error.strerror}). Remove what is in the way, or name another folder."
-        ) from None
 
 
 def _keep_versions(path: Path, ledger: dict[str, Any]) -> dict[str, Any]:

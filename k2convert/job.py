@@ -15,9 +15,9 @@ from k2convert.assemble import assemble, assembled_files
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.sidecars import list_sidecars
-from k2convert.checkpoint.writer import holds_exactly
+from k2convert.checkpoint.writer import holds_exactly, make_folder
 from k2convert.convert import INFLIGHT_BYTES, Report, ShardConverter, run_conversion
-from k2convert.errors import DestinationWriteError, DiskFullError, PlanError
+from k2convert.errors import DiskFullError, PlanError
 from k2convert.journal import Journal, ShardRecord, check_destination
 from k2convert.k2 import detect_family
 from k2convert.lazy_torch import torch
@@ -174,12 +174,7 @@ def execute(job: LocalJob, *, report: Report) -> dict[str, ShardRecord]:
     check_room(job)
     settle_runtime()
     journal, recipe = Journal(job.destination), job.plan.recipe
-    try:
-        job.destination.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DestinationWriteError(
-            f"{job.destination}: cannot be made ({error.strerror}). Name a folder you may write to."
-        ) from None
+    make_folder(job.destination)
     with journal.locked(), ShardReader(job.source.path) as reader:
         shards = {shard.name: shard.data_bytes for shard in job.plan.jobs}
         journal.begin(fingerprint=job.fingerprint, recipe=recipe.document(), shards=shards)

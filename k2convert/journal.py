@@ -8,6 +8,7 @@
 Nothing in these files depends on time, host or path: an interrupted and an uninterrupted run end in the same bytes.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -15,12 +16,15 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
+from stat import S_ISREG
+from types import NoneType
+from typing import Any, TextIO, cast
 
 from k2convert.checkpoint.index import INDEX_NAME, dump_json, read_json_file
 from k2convert.checkpoint.sidecars import LEDGER_NAME
-from k2convert.checkpoint.writer import TEMPORARY_SUFFIX, write_atomically
-from k2convert.errors import CheckpointError, DestinationError, LockedError, ResumeError
+from k2convert.checkpoint.writer import TEMPORARY_SUFFIX, make_folder, write_atomically
+from k2convert.errors import CheckpointError, DestinationError, DestinationWriteError, LockedError, ResumeError
+from k2convert.formats.metrics import check_metrics
 from k2convert.plan import fingerprint_digest
 
 WORK_FOLDER = ".k2convert"
@@ -59,8 +63,43 @@ class ShardRecord:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> "ShardRecord":
-        projections: Any = tuple(ProjectionRecord(**p) for p in document.pop("projections"))
-        return cls(**document, projections=projections)
+        """Rebuild a record from `to_dict`; ValueError naming a field that is missing, unknown or of another type."""
+        stated: dict[str, Any] = {"sha256": None} | document
+        _check_types(stated, _RECORD_TYPES)
+        for projection in stated["projections"]:
+            _check_types(projection, _PROJECTION_TYPES)
+            check_metrics(projection["metrics"], where=projection["module"])
+        stated["projections"] = tuple(ProjectionRecord(**p) for p in stated["projections"])
+        return cls(**stated)
+
+
+_RECORD_TYPES: dict[str, tuple[type, ...]] = {
+    "shard": (str,),
+    "fingerprint": (str,),
+    "blake3": (str,),
+    "file_bytes": (int,),
+    "num_tensors": (int,),
+    "source_headers": (dict,),
+    "projections": (list,),
+    "sha256": (str, NoneType),
+}
+_PROJECTION_TYPES: dict[str, tuple[type, ...]] = {
+    "module": (str,),
+    "role": (str,),
+    "global_scale": (float, int),
+    "metrics": (dict, NoneType),
+}
+
+
+def _check_types(document: Any, types: dict[str, tuple[type, ...]]) -> None:
+    if not isinstance(document, dict):
+        raise ValueError(f"{document!r} is not an object")
+    stated = cast(dict[str, Any], document)
+    if stated.keys() != types.keys():
+        raise ValueError(f"{', '.join(sorted(stated.keys() ^ types.keys()))} missing or unknown")
+    for field_name, allowed in types.items():
+        if type(stated[field_name]) not in allowed:
+            raise ValueError(f"{field_name} is {stated[field_name]!r}"[:80])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +125,8 @@ class Journal:
     @contextmanager
     def locked(self) -> Generator[None]:
         """Hold the destination for this process; raises LockedError while another one does."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("a+") as lock:
+        make_folder(self.folder)
+        with self._open_lock(os.O_RDWR | os.O_CREAT) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -96,7 +135,8 @@ class Journal:
                     f"{self.destination}: another run (process {lock.read().strip() or 'unknown'}) is working here. "
                     "Wait for it or stop it; running the command again resumes."
                 ) from None
-            lock.truncate(0)
+            lock.seek(0)
+            lock.truncate()
             lock.write(str(os.getpid()))
             lock.flush()
             try:
@@ -106,9 +146,9 @@ class Journal:
 
     def begin(self, *, fingerprint: dict[str, Any], recipe: dict[str, Any], shards: dict[str, int]) -> None:
         """Start the job, or resume it if its fingerprint is the same; raises ResumeError naming what differs."""
-        path = self.folder / "job.json"
-        if path.exists():
-            found = cast(dict[str, Any], read_json_file(path)["fingerprint"])
+        job = self._read_job()
+        if job is not None:
+            found = cast(dict[str, Any], job["fingerprint"])
             different = [key for key in sorted({*found, *fingerprint}) if found.get(key) != fingerprint.get(key)]
             if different:
                 changes = "; ".join(f"{key} was {found.get(key)!r}, now {fingerprint.get(key)!r}" for key in different)
@@ -118,14 +158,14 @@ class Journal:
                 )
             self._sweep()
             return
-        self._records.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, dump_json({"fingerprint": fingerprint, "recipe": recipe, "shards": shards}))
+        make_folder(self._records)
+        document = {"fingerprint": fingerprint, "recipe": recipe, "shards": shards}
+        write_atomically(self._job_path, dump_json(document))
 
     def pinned_revision(self) -> str | None:
         """The commit of the Hub that the job here was begun with, if there is one."""
-        path = self.folder / "job.json"
-        fingerprint: Any = read_json_file(path).get("fingerprint") if path.is_file() else None
-        revision: Any = cast(dict[str, Any], fingerprint).get("source_revision") if fingerprint else None
+        job = self._read_job()
+        revision: Any = None if job is None else job["fingerprint"].get("source_revision")
         return revision if isinstance(revision, str) else None
 
     def record(self, record: ShardRecord) -> None:
@@ -146,22 +186,16 @@ class Journal:
         """All records by shard; with the digest of a job's fingerprint, only those of that job."""
         result: dict[str, ShardRecord] = {}
         for path in sorted(self._records.glob("*.json")):
-            try:
-                record = ShardRecord.from_dict(read_json_file(path))
-            except (KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{path}: not a record of this version ({error}). Delete it: its shard will be converted again."
-                ) from None
+            record = _read_record(path)
             if fingerprint is None or record.fingerprint == fingerprint:
                 result[record.shard] = record
         return result
 
     def state(self, *, config_name: str) -> JobState:
         """Read the whole journal for display; raises DestinationError where there is none."""
-        path = self.folder / "job.json"
-        if not path.exists():
+        job = self._read_job()
+        if job is None:
             raise DestinationError(f"{self.destination}: no conversion has been begun here.")
-        job = read_json_file(path)
         records = self.records(fingerprint=fingerprint_digest(job["fingerprint"]))
         finished = {n: r for n, r in records.items() if self.has_file(r) or self._was_shipped(n)}
         is_assembled = all((self.destination / name).is_file() for name in (config_name, INDEX_NAME, LEDGER_NAME))
@@ -179,22 +213,78 @@ class Journal:
         return (self.folder / "uploads" / f"{shard}.json").exists()
 
     def _is_running(self) -> bool:
-        path = self.folder / "lock"
-        if not path.exists():
+        if not (self.folder / "lock").exists():
             return False
-        with path.open("r") as lock:
+        with self._open_lock(os.O_RDONLY) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
             return False
 
+    @property
+    def _job_path(self) -> Path:
+        return self.folder / "job.json"
+
+    def _read_job(self) -> dict[str, Any] | None:
+        """The job begun here, None where there is none; CheckpointError where its description is damaged."""
+        if not self._job_path.exists() and not self._job_path.is_symlink():
+            return None
+        try:
+            job = read_json_file(self._job_path)
+            _check_job(job)
+        except (CheckpointError, ValueError):
+            raise CheckpointError(
+                f"{self._job_path}: damaged, or not of this version. Delete it and run the same command again: what is "
+                "finished is kept."
+            ) from None
+        return job
+
+    def _open_lock(self, flags: int) -> TextIO:
+        """Open the lock as a file of our own: a link might lead to somebody else's."""
+        path = self.folder / "lock"
+        try:
+            descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+            if not S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR):
+                raise DestinationError(f"{path}: is a link or a folder, not a file. Remove it.") from None
+            raise DestinationWriteError(
+                f"{path}: cannot be opened ({error.strerror}). Name a folder you may write to."
+            ) from None
+        return os.fdopen(descriptor, "r+" if flags & os.O_RDWR else "r")
+
     def _sweep(self) -> None:
         """Remove half-written files that a killed run left."""
-        self._records.mkdir(parents=True, exist_ok=True)
+        make_folder(self._records)
         for folder in (self.destination, self.folder, self._records):
             for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
                 path.unlink(missing_ok=True)
+
+
+def _check_job(job: dict[str, Any]) -> None:
+    """Hold what is read of job.json against its form; ValueError."""
+    if not all(isinstance(job.get(key), dict) for key in ("fingerprint", "recipe", "shards")):
+        raise ValueError("a part is missing")
+    if not all(isinstance(job["recipe"].get(key), str) for key in ("name", "target", "rule", "layout")):
+        raise ValueError("no recipe")
+    if not all(type(num_bytes) is int for num_bytes in job["shards"].values()):
+        raise ValueError("no sizes")
+
+
+def _read_record(path: Path) -> ShardRecord:
+    remedy = "Delete it: its shard will be converted again."
+    try:
+        record = ShardRecord.from_dict(read_json_file(path))
+        if f"{record.shard}.json" != path.name:
+            raise ValueError(f"shard is {record.shard!r}")
+    except CheckpointError:
+        raise CheckpointError(f"{path}: damaged. {remedy}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a record of this version ({error}). {remedy}") from None
+    return record
 
 
 def check_destination(destination: Path, *, source: Path | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from k2convert.errors import RecipeError
 from k2convert.k2 import Family
@@ -19,7 +19,16 @@ Activations = Literal["w4a4", "w4a16"]
 QuantizerName = Literal["native", "reference"]
 Target = Literal["nvfp4", "bf16"]
 RoleName = Literal["experts", "shared_experts", "dense_mlp"]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _is_fp32_scale(value: float) -> float:
+    """One layout stores the scale, the other its reciprocal."""
+    if not 2.0**-126 <= value <= 2.0**126:
+        raise ValueError("must be between 1.2e-38 and 8.5e+37: it and its reciprocal are stored in FP32")
+    return value
+
+
+Fp32Scale = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_is_fp32_scale)]
 
 _FORBID = ConfigDict(extra="forbid", frozen=True)
 
@@ -28,8 +37,8 @@ class InputScale(BaseModel):
     """Constant activation scales: activation amax / 2688, one for gate and up, one for down."""
 
     model_config = _FORBID
-    gate_up: PositiveFloat = 1.0
-    down: PositiveFloat = 1.0
+    gate_up: Fp32Scale = 1.0
+    down: Fp32Scale = 1.0
 
 
 class Budget(BaseModel):

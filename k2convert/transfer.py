@@ -126,7 +126,7 @@ def prepare_transfer(
 def execute_transfer(job: TransferJob, *, report: Report, assembled: Assembled) -> Arrival:
     """Do what is left of the job. Interrupted or failed, it can be executed again.
 
-    Raises HubError, DiskFullError, DestinationError, DestinationWriteError, CheckpointError; whatever `assembled` raises
+    Raises HubError, DiskFullError, DestinationError, DestinationWriteError, CheckpointError; what `assembled` raises
     stops the job before main is touched.
     """
     settle_runtime()

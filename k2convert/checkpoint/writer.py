@@ -12,7 +12,7 @@ import os
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -45,7 +45,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.close(descriptor)
         _publish(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # in a folder that is read-only, removing fails too
+            temporary.unlink(missing_ok=True)
         raise _write_error(path, error) from error
 
 
@@ -58,6 +59,16 @@ def writing(path: Path) -> Generator[None]:
         raise
     except OSError as error:
         raise _write_error(path, error) from error
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it; DestinationWriteError where that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DestinationWriteError(
+            f"{folder}: cannot be made ({error.strerror}). Name a folder you may write to."
+        ) from None
 
 
 def holds_exactly(path: Path, content: bytes) -> bool:
@@ -183,7 +194,8 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._descriptor >= 0:
             self._close()
-            self._temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
 
 
 def _write_all(descriptor: int, view: memoryview, position: int) -> None:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T", int, float)
 
@@ -94,6 +94,28 @@ class WeightMetrics:
         histogram = cast(Mapping[str, int], values["scale_histogram"])
         values["scale_histogram"] = tuple((int(byte), count) for byte, count in histogram.items())
         return cls(**values)  # pyright: ignore[reportArgumentType]
+
+
+_OPTIONAL = {field.name: "None" in str(field.type) for field in fields(WeightMetrics)}
+
+
+def check_metrics(record: Mapping[str, Any] | None, *, where: str) -> None:
+    """Hold what should be `WeightMetrics.to_dict()`, or None, against its form; ValueError naming a field."""
+    if record is None:
+        return
+    if record.keys() != _OPTIONAL.keys():
+        raise ValueError(f"{where}: metrics: {', '.join(sorted(record.keys() ^ _OPTIONAL.keys()))} missing or unknown")
+    for name, value in record.items():
+        if name == "scale_histogram":
+            is_right = isinstance(value, dict) and _is_histogram(cast(dict[str, Any], value))
+        else:
+            is_right = type(value) in (int, float) or (value is None and _OPTIONAL[name])
+        if not is_right:
+            raise ValueError(f"{where}: metrics: {name} is {value!r}"[:160])
+
+
+def _is_histogram(value: dict[str, Any]) -> bool:
+    return all(map(str.isdecimal, value)) and set(map(type, value.values())) <= {int}
 
 
 def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:

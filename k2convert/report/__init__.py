@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k2convert.checkpoint.writer import write_atomically
+from k2convert.checkpoint.writer import make_folder, write_atomically
 from k2convert.errors import DestinationError
 from k2convert.report.checks import read_checks
 from k2convert.report.collect import MeasuredError, can_be_validated, check_folder, collect_report
@@ -72,7 +72,7 @@ def write_report(
     report = collect_report(folder=folder, validation=validation, measured=measured)
     page, picture = render_page(report, checks), render_picture(report)
     text = render_markdown(report, checks, page=PAGE_NAME, picture=PICTURE_NAME if picture else None)
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
     write_atomically(target / PAGE_NAME, page.encode())
     write_atomically(target / MARKDOWN_NAME, text.encode())
     if picture is not None:

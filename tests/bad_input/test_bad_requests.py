@@ -95,6 +95,13 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "unknown rule": ("name: a\nrule: best\n", ["rule", "optimal"]),
     "optimal by the reference": ("name: a\nquantizer: reference\n", ["reference", "plain"]),
     "negative input scale": ("name: a\ninput_scale: {down: -1.0}\n", ["input_scale.down", "greater than 0"]),
+    "input scale beyond FP32": ("name: a\ninput_scale: {down: 1.0e+39}\n", ["input_scale.down", "must be between"]),
+    "input scale below FP32": ("name: a\ninput_scale: {down: 1.0e-50}\n", ["input_scale.down", "must be between"]),
+    "subnormal input scale": ("name: a\ninput_scale: {down: 1.0e-45}\n", ["input_scale.down", "must be between"]),
+    "input scale without a reciprocal": (
+        "name: a\ninput_scale: {down: 3.0e+38}\n",
+        ["input_scale.down", "must be between"],
+    ),
     "infinite input scale": ("name: a\ninput_scale: {down: .inf}\n", ["input_scale.down", "finite"]),
     "no name": ("rule: plain\n", ["name"]),
     "not YAML": ("name: [a\n", ["not YAML"]),
