@@ -57,7 +57,7 @@ def validate(
     if not found.passed:
         raise InvalidCheckpointError(f"{destination}: validation failed; see above. Do not publish or serve it.")
     if not as_json:
-        console.print_next(f"vllm serve {destination} --trust-remote-code")
+        console.print_next(console.command("vllm", "serve", destination, "--trust-remote-code"))
 
 
 def report(destination: Path, *, source: Path | None, validation: Path | None, out: Path | None, as_json: bool) -> None:
@@ -72,7 +72,7 @@ def report(destination: Path, *, source: Path | None, validation: Path | None, o
         files = write_report(folder=destination, out=out)
     is_sound = _show_report(files, as_json)
     if not as_json and is_sound:
-        console.print_next(f"k2convert publish {destination} --repo owner/name")
+        console.print_next(console.command("k2convert", "publish", destination, "--repo", "owner/name"))
 
 
 def _validate_for_report(destination: Path, source: Path | None, *, quiet: bool) -> ValidationReport | None:

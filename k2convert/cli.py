@@ -82,7 +82,7 @@ def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
         return
     show_inspection(found)
     if found.recipe is not None:
-        console.print_next(f"k2convert run {source} DEST --dry-run")
+        console.print_next(console.command("k2convert", "run", source, "DEST", "--dry-run"))
 
 
 @app.command()
@@ -158,7 +158,8 @@ def status(destination: DestinationArgument, as_json: JsonOption = False) -> Non
         return
     show_status(destination, state)
     if state.is_complete:
-        console.print_next(f"k2convert validate {destination}")
+        if state.recipe["target"] == "nvfp4":
+            console.print_next(console.command("k2convert", "validate", destination))
     elif not state.is_running:
         console.print_note("not running: the same `k2convert run` command resumes it")
 

@@ -1,6 +1,7 @@
 """The only file that imports rich. Data goes to stdout, everything else to stderr; `--json` prints data alone."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -51,6 +52,16 @@ def print_line(text: str) -> None:
 def print_note(text: str) -> None:
     """One line for the person watching, on stderr."""
     _err.print(Text(text))
+
+
+def command(*words: object) -> str:
+    """A command line to paste into a shell, every word quoted that needs it."""
+    return shlex.join(map(str, words))
+
+
+def own_command(*, without: str) -> str:
+    """The command line this process was called with, but for one flag."""
+    return command("k2convert", *(word for word in sys.argv[1:] if word != without))
 
 
 def print_next(command: str) -> None:

@@ -15,7 +15,7 @@ def show_local_plan(job: LocalJob, as_json: bool) -> None:
         console.print_json(plan_document(job))
         return
     show_plan(job)
-    console.print_next(f"k2convert run {job.source.folder} {job.destination}")
+    console.print_next(console.own_command(without="--dry-run"))
 
 
 def run_local(job: LocalJob, source: str, as_json: bool) -> None:
@@ -50,4 +50,4 @@ def run_local(job: LocalJob, source: str, as_json: bool) -> None:
         return
     show_run(job, read_totals(job.destination), seconds)
     if job.plan.recipe.target == "nvfp4":
-        console.print_next(f"k2convert validate {job.destination} --source {source}")
+        console.print_next(console.command("k2convert", "validate", job.destination, "--source", source))

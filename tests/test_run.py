@@ -1,6 +1,7 @@
 """The main job through the real command, on every kind of source, in every layout, held against the libraries."""
 
 import json
+import shlex
 import shutil
 import struct
 from collections.abc import Callable
@@ -309,6 +310,33 @@ def test_inspect_names_what_it_finds(k25: Path, run_cli: RunCli) -> None:
     assert found["family"] == "kimi-k2.5"
     assert found["quantization"]["where"] == "config.json text_config"
     assert {"vision_tower", "mm_projector"} <= {holding["role"] for holding in found["holdings"]}
+
+
+def following(done: CompletedProcess[str]) -> list[str]:
+    """The words of the command that the output names as the next one."""
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("next: "))
+    return shlex.split(line.removeprefix("next: "))
+
+
+def test_next_command_can_be_pasted(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    """It keeps the options of the dry run, and the quotes that its paths need."""
+    source, destination = tmp_path / "my source", tmp_path / "it's $here"
+    source.symlink_to(tiny)
+    assert following(run_cli("inspect", source)) == ["k2convert", "run", str(source), "DEST", "--dry-run"]
+    words = ["run", str(source), str(destination), "--rule", "plain", "--input-scale", "0.5"]
+    assert following(run_cli(*words, "--dry-run")) == ["k2convert", *words]
+    validate = ["k2convert", "validate", str(destination)]
+    assert following(run_cli(*words)) == [*validate, "--source", str(source)]
+    assert following(run_cli("status", destination)) == validate
+    assert following(run_cli(*validate[1:]))[2] == str(destination)
+    assert following(run_cli("report", destination))[2] == str(destination)
+
+
+def test_nothing_follows_a_bf16_copy(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    convert(tiny, tmp_path / "out", "--to", "bf16")
+    done = run_cli("status", tmp_path / "out")
+    assert "complete" in done.stdout
+    assert "next: " not in done.stderr
 
 
 def test_commands_end_with_the_next_one(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
