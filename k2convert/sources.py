@@ -14,7 +14,8 @@ from pathlib import Path
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.errors import HubError
 from k2convert.hub.card import CARD_NAME, SourceCard, read_source_card_file
-from k2convert.hub.client import SCHEME, Hub, HubRequestError, RepoRef, parse_repo
+from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
+from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
 
 WORK_ROOT = Path("k2convert-work")

@@ -1,6 +1,7 @@
 """Everything that talks to the Hugging Face Hub: the only package that imports huggingface_hub, and only when called.
 
-    client    names (`hf://owner/name@revision`), one connection with retries, errors that say what to do
+    client    names (`hf://owner/name@revision`), one connection with retries
+    request_errors  what a failed request means, and what to do
     source    a repository pinned to a commit: files, headers by range requests, small files
     segments  the record of which parts of a half-downloaded file are on disk
     download  one shard in parallel ranges, resumed inside the file, checked against the Hub's sha256

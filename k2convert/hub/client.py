@@ -1,26 +1,23 @@
-"""Repository names, and one connection to the Hub: retries with backoff, and errors that say what to do.
+"""Repository names, and one connection to the Hub: requests with retries and backoff.
 
 The token comes from HF_TOKEN or the login file, through the library alone; nothing here reads, prints or stores it.
 """
 
-import json
 import os
 import random
 import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC
-from email.utils import parsedate_to_datetime
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from k2convert import __version__
 from k2convert.errors import HubError
+from k2convert.hub.request_errors import HubRequestError, explained, offline_error
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -28,25 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SCHEME = "hf://"
-TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
-MAX_PAUSE_SECONDS = 3600.0
 STALL_SECONDS = 60.0  # without a byte for this long a connection counts as broken: the library's client has no limit
 _REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]*\w)?/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
-
-_ADVICE = {
-    400: "The Hub did not accept the request; its own words are above.",
-    401: "Set HF_TOKEN to a valid token, or log in with `hf auth login`.",
-    402: "The account's storage or plan does not allow this: free space, change the plan, or publish with --public.",
-    403: "The token lacks the right for this: use one with write access to that namespace, and for a gated source "
-    "accept its terms on the model's page.",
-    404: "Check the spelling; a private or gated repository needs a token that may read it: set HF_TOKEN or use "
-    "`hf auth login`.",
-    409: "Something else changed the repository at the same time. Run the same command again.",
-    412: "Its branch moved while this ran. Look at what was committed there, then run the same command again.",
-    413: "The file is larger than the Hub takes.",
-    416: "The file on the Hub is shorter than the Hub said before. Run the same command again.",
-    429: "The Hub limits how often this account may ask. Wait as long as it says, then run the same command again.",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +110,7 @@ class Hub:
                 time.sleep(pause)
         raise AssertionError("a retry policy needs at least one attempt")
 
-    def pause(self, error: "HubRequestError", *, attempt: int) -> float:
+    def pause(self, error: HubRequestError, *, attempt: int) -> float:
         """Seconds to wait after `error`: what the Hub asked for, else the policy's next step."""
         return self.retry.pause(attempt) if error.retry_after is None else error.retry_after + 0.1
 
@@ -254,7 +234,7 @@ class RangeBody:
                 transient=True,
             ) from error
 
-    def _unlike(self, amount: str) -> "HubRequestError":
+    def _unlike(self, amount: str) -> HubRequestError:
         reason = f"the answer had {amount} of {self._num_bytes:,} bytes"
         return HubRequestError(f"{self._where}: {reason}. Run the same command again.", reason=reason, transient=True)
 
@@ -282,94 +262,6 @@ def body_socket(response: Any, num_bytes: int) -> socket.socket | None:
     return connection
 
 
-class HubRequestError(HubError):
-    """One failed request; `transient` says whether asking again may help, `retry_after` what the Hub asked for."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        reason: str = "",
-        status: int | None = None,
-        transient: bool = False,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.reason = reason or message
-        self.status = status
-        self.transient = transient
-        self.retry_after = retry_after
-
-
-@contextmanager
-def explained(action: str) -> Generator[None]:
-    """Turn whatever the client library raises for a failed request into a HubRequestError that says what to do."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    try:
-        yield
-    except HubError:
-        raise
-    except OfflineModeIsEnabled:
-        raise offline_error() from None
-    except HfHubHTTPError as error:
-        raise _explain_response(action, error) from error
-    except json.JSONDecodeError as error:
-        reason = "the answer was not one of the Hub's: a proxy or a login page may stand between"
-        raise HubRequestError(
-            f"could not {action}: {reason}. Check the network; running the same command again continues the work.",
-            reason=reason,
-            transient=True,
-        ) from error
-    except (_transport_error(), ConnectionError, TimeoutError, ssl.SSLError) as error:
-        reason = f"the connection to the Hub failed ({type(error).__name__}: {error})"
-        raise HubRequestError(
-            f"could not {action}: {reason}. Check the network; running the same command again continues the work.",
-            reason=reason,
-            transient=True,
-        ) from error
-
-
-@cache
-def _transport_error() -> type[Exception]:
-    """The HTTP client's base error, whichever client this major of the library uses: HfHubHTTPError derives from it."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError" and issubclass(base, Exception))
-
-
-def _explain_response(action: str, error: Any) -> HubRequestError:
-    response = error.response
-    status: int = response.status_code
-    words: str = (error.server_message or "").strip()
-    advice = _ADVICE.get(status) or (
-        "The Hub has trouble. Running the same command again continues the work."
-        if status >= 500
-        else "Run the same command again; if it stays so, the Hub's own words above say why."
-    )
-    reason = f"the Hub answered {status}" + (f" ({words})" if words else "")
-    return HubRequestError(
-        f"could not {action}: {reason}. {advice}",
-        reason=reason,
-        status=status,
-        transient=status in TRANSIENT_STATUS,
-        retry_after=_retry_after(response.headers),
-    )
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that the Hub asks to wait, as a number or until a date; None where it does not say, an hour at most."""
-    value = headers.get("Retry-After", "").strip()
-    if value.isascii() and value.isdecimal():
-        return min(float(value), MAX_PAUSE_SECONDS)
-    try:
-        until = parsedate_to_datetime(value)
-        seconds = until.replace(tzinfo=until.tzinfo or UTC).timestamp() - time.time()
-    except (ValueError, OverflowError):
-        return None
-    return min(max(seconds, 0.0), MAX_PAUSE_SECONDS)
-
-
 def check_online() -> None:
     """Raise HubError when HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids the network."""
     if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in _OFFLINE):
@@ -388,10 +280,3 @@ def check_token() -> None:
 
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-
-
-def offline_error() -> HubError:
-    return HubError(
-        "HF_HUB_OFFLINE is set, so the Hub may not be asked. Unset it, or name a local folder: "
-        "that never uses the network."
-    )

@@ -21,7 +21,8 @@ from pathlib import Path
 from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.writer import writing
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError
-from k2convert.hub.client import Hub, HubRequestError, ignore
+from k2convert.hub.client import Hub, ignore
+from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial
 from k2convert.hub.source import RemoteRepo, file_url
 

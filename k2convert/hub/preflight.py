@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from k2convert.errors import HubError
-from k2convert.hub.client import Hub, HubRequestError, parse_repo
+from k2convert.hub.client import Hub, parse_repo
+from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteFile, list_files, read_file
 
 MAX_FILE_BYTES = 50_000_000_000  # the Hub's hard limit over HTTP; it recommends 20 GB

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k2convert.errors import ChangedFileError, HubError
-from k2convert.hub.client import Hub, HubRequestError, explained
+from k2convert.hub.client import Hub
 from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target
+from k2convert.hub.request_errors import HubRequestError, explained
 from k2convert.hub.source import RemoteFile, list_files, matches, read_file
 
 if TYPE_CHECKING:

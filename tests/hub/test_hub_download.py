@@ -12,8 +12,9 @@ from huggingface_hub import close_session
 from loopback import CERTIFICATE, LoopbackHub
 
 from k2convert.errors import DiskFullError, HubError
-from k2convert.hub.client import Hub, HubRequestError, RangeBody, RepoRef
+from k2convert.hub.client import Hub, RangeBody, RepoRef
 from k2convert.hub.download import download_shard
+from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import MIN_SEGMENT_BYTES, open_partial, segment_bytes_for
 from k2convert.hub.source import RemoteRepo, file_url, resolve_source
 

@@ -11,7 +11,8 @@ from loopback import TOKEN, LoopbackHub
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError, DestinationWriteError, HubError
-from k2convert.hub.client import Hub, HubRequestError, RepoRef, Retry, parse_repo
+from k2convert.hub.client import Hub, RepoRef, Retry, parse_repo
+from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import open_remote, resolve_source
 
 
