@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from k2convert.checkpoint.header import parse_json_object
 from k2convert.checkpoint.index import read_json_file
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.writer import write_atomically
-from k2convert.contract.streamed import ShardHashes, scan_shard
+from k2convert.contract.streamed import ShardHashes, is_scan, scan_shard
 from k2convert.errors import ChangedFileError, CheckpointError
 from k2convert.hub.publish import Publication, Upload
 from k2convert.journal import Journal, ShardRecord
@@ -105,7 +106,7 @@ class Shipping:
             (self.journal.folder / folder).mkdir(parents=True, exist_ok=True)
         found = self.publication.read_records(wanted=lambda name: not (self.journal.folder / name).exists())
         for name, data in found.items():
-            if name.startswith((f"{_RECORDS}/", f"{UPLOADS}/")) and name.count("/") == 1 and "\\" not in name:
+            if _is_record(name, data):
                 write_atomically(self.journal.folder / name, data)
         for name, record in self.journal.records().items():
             if record.fingerprint == fingerprint:
@@ -133,7 +134,28 @@ class Shipping:
         if not path.exists():
             return None
         try:
-            document: dict[str, Any] = read_json_file(path)
-            return UploadRecord(**document)
-        except (CheckpointError, TypeError):
+            return _upload_record(read_json_file(path))
+        except CheckpointError:
             return None
+
+
+def _is_record(path: str, data: bytes) -> bool:
+    """Whether a file of the branch is one that an earlier run put there, whole; others are made again."""
+    folder, _, name = path.partition("/")
+    if folder not in (_RECORDS, UPLOADS) or "/" in name or "\\" in name:
+        return False
+    try:
+        document = parse_json_object(data.decode(), where=path)
+        if folder == UPLOADS:
+            return _upload_record(document) is not None
+        return f"{ShardRecord.from_dict(document).shard}.json" == name
+    except (CheckpointError, UnicodeDecodeError, KeyError, TypeError):
+        return False
+
+
+def _upload_record(document: dict[str, Any]) -> UploadRecord | None:
+    """The record that a document holds, or None where it is of another form than `_examine` writes."""
+    kinds = {"sha256": str, "blake3": str, "file_bytes": int, "scan": dict}
+    if document.keys() != kinds.keys() or not all(isinstance(document[key], kind) for key, kind in kinds.items()):
+        return None
+    return UploadRecord(**document) if is_scan(document["scan"]) else None

@@ -7,13 +7,21 @@ ledger are there. Comparisons with the source's bytes are left out, as they are 
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from k2convert.checkpoint.header import ShardHeader, read_header
 from k2convert.checkpoint.reader import Bytes
 from k2convert.contract import check_subject, open_subject
 from k2convert.contract.findings import ContractReport
 from k2convert.contract.scan import Passing, ScanResult, scan_shards
+
+_SCAN = {
+    "digests": str,
+    "invalid_scales": int,
+    "subnormal_scales": int,
+    "zero_blocks_with_codes": int,
+    "scalars": str,
+}
 
 
 class ShardHashes:
@@ -50,6 +58,19 @@ def scan_shard(
         "zero_blocks_with_codes": found.zero_blocks_with_codes,
         "scalars": {name: data.hex() for name, data in found.scalars.items()},
     }
+
+
+def is_scan(scan: Mapping[str, Any]) -> bool:
+    """Whether this has the form of what `scan_shard` returns."""
+    values = {key: cast(dict[str, Any], scan[key]).values() for key in _SCAN if isinstance(scan.get(key), dict)}
+    if values.keys() != _SCAN.keys() or not all(isinstance(v, _SCAN[key]) for key in values for v in values[key]):
+        return False
+    try:
+        for data in values["scalars"]:
+            bytes.fromhex(data)
+    except ValueError:
+        return False
+    return True
 
 
 def check_streamed(
