@@ -67,7 +67,7 @@ def plan_disk(
         kept += 0 if outputs_leave else item.output_bytes
     if needed > room:
         raise DiskFullError(
-            f"--max-disk leaves {room:,} bytes for shards, but {needed:,} are needed at the least "
+            f"--max-disk leaves {_room_words(room)} for shards, but {needed:,} bytes are needed at the least "
             f"({'one shard on its way' if outputs_leave else 'the result and one source shard'}). Give it more room"
             + (
                 "."
@@ -78,13 +78,20 @@ def plan_disk(
     return DiskPlan(frozenset(shrinking), needed)
 
 
+def _room_words(room: int) -> str:
+    return f"{room:,} bytes" if room > 0 else "nothing (small files and records alone take more)"
+
+
 def parse_size(text: str) -> int:
     """Bytes from `200GB`, `1.5TB`, `64GiB` or a plain number; raises PlanError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)
     if match is None:
         raise PlanError(f"{text!r}: not a size. Write for example 200GB.")
     power = " kmgt".index(match[2].lower() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    try:
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    except OverflowError:
+        raise PlanError(f"{text[:12]}...: larger than any disk. Write for example 200GB.") from None
 
 
 def shrinking_need(item: Item, source_bytes: Mapping[str, int]) -> int:

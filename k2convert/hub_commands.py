@@ -10,6 +10,7 @@ import typer
 from k2convert import console
 from k2convert.assemble import summarize
 from k2convert.buffers import BUFFERS
+from k2convert.contract.findings import Verdict
 from k2convert.contract.streamed import ShardHashes, check_streamed
 from k2convert.convert import Progress
 from k2convert.disk import parse_size
@@ -69,11 +70,12 @@ def run_transfer(
         confirm(target, total_bytes=local.plan.data_bytes, yes=options.yes, ask=typer.confirm)
     start = time.monotonic()
     with _display(local, quiet=options.as_json) as display:
-        arrival = execute_transfer(job, report=_reporter(display), assembled=_assembler(job, opened, card))
+        made = _assembler(job, opened, card, show=not options.as_json)
+        arrival = execute_transfer(job, report=_reporter(display), assembled=made)
     _show_arrival(job, arrival, destination, seconds=time.monotonic() - start, as_json=options.as_json)
 
 
-def _assembler(job: TransferJob, opened: OpenedSource, card: SourceCard) -> Assembled:
+def _assembler(job: TransferJob, opened: OpenedSource, card: SourceCard, *, show: bool) -> Assembled:
     def assembled(folder: Path, uploads: dict[str, UploadRecord]) -> dict[str, bytes]:
         if job.target is None:
             return {}
@@ -82,10 +84,12 @@ def _assembler(job: TransferJob, opened: OpenedSource, card: SourceCard) -> Asse
         )
         validation = ValidationReport(str(folder), contract, weights=None, layers=None, comparison=None)
         if not validation.passed:
-            show_validation(validation)
+            if show:
+                show_validation(validation)
+            failed = ", ".join(str(rule.number) for rule in contract.rules if rule.verdict == Verdict.FAIL)
             raise InvalidCheckpointError(
-                f"{job.target.repo}: the result does not validate, see above, so main was left alone. The shards are "
-                f"on its branch {job.branch}."
+                f"{job.target.repo}: the result does not validate (rules {failed}), so main was left alone. The shards "
+                f"are on its branch {job.branch}."
             )
         return card_files(folder, repo=job.target.repo, base_model=opened.repo, source=card, validation=validation)
 

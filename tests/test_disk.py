@@ -87,6 +87,16 @@ def test_a_consumed_file_gives_its_blocks_back_in_any_order(tmp_path: Path) -> N
     assert not any(path.read_bytes()[:999_000])
 
 
+def test_a_size_beyond_all_numbers_is_refused() -> None:
+    with pytest.raises(PlanError, match="larger than any disk"):
+        parse_size("9" * 400 + "GB")
+
+
+def test_no_room_at_all_is_said_plainly() -> None:
+    with pytest.raises(DiskFullError, match=r"leaves nothing .* for shards, but 590 bytes are needed"):
+        plan_disk(ITEMS, source_bytes=SOURCES, room=-1_134_806, outputs_leave=True, can_shrink=False)
+
+
 def test_asking_for_holes_leaves_nothing_and_needs_no_right_to_write(tmp_path: Path) -> None:
     can_punch_holes(tmp_path)
     assert list(tmp_path.iterdir()) == []

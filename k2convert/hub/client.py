@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from k2convert import __version__
 from k2convert.errors import HubError
@@ -81,20 +82,24 @@ class Hub:
 
     @property
     def endpoint(self) -> str:
-        """HF_ENDPOINT as it is now, else the library's own address."""
+        """HF_ENDPOINT as it is now, else the library's own address; raises HubError where it is no address."""
         from huggingface_hub import constants
 
-        return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+        address = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+        if not _is_address(address):
+            raise HubError(f"HF_ENDPOINT is {address!r}: not an address. Write for example https://huggingface.co.")
+        return address
 
     def api(self) -> "HfApi":
         """The library's client; raises HubError at once when the network is switched off."""
         check_online()
+        endpoint = self.endpoint  # before the import, which fails for some that are no address
         check_token()
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
-        return HfApi(endpoint=self.endpoint, library_name="k2convert", library_version=__version__)
+        return HfApi(endpoint=endpoint, library_name="k2convert", library_version=__version__)
 
     def call(self, action: str, function: Callable[[], T]) -> T:
         """Run one request, again after passing troubles; raises HubError that begins with `action`."""
@@ -177,6 +182,14 @@ class Hub:
             return bytes(data)
 
         return self.call(f"fetch bytes {begin}-{end - 1} of {url}", fetch) if end > begin else b""
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
 
 
 class RangeBody:

@@ -1,6 +1,7 @@
 """Hub-to-Hub jobs that are killed, hit by faults, or short of disk still end with the local run's bytes."""
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import pytest
 from faults import Fault, Kind
 from hub_cli import HubCli, cli_environment, command
 from loopback import LoopbackHub
+from loopback_store import Entry
 from published import assert_published
 
 JOB = ("run", "moon/tiny", "hf://me/out", "--yes")
@@ -261,3 +263,52 @@ def test_an_interrupt_while_planning_waits_for_no_answer(tiny_on_hub: LoopbackHu
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
         assert time.monotonic() - start < 5
+
+
+def stop_before_main(server: LoopbackHub, hub_cli: HubCli) -> None:
+    """Do the whole job but its last commit."""
+    server.traffic.inject(Fault("POST", "/commit/main", status=403))
+    assert hub_cli(*JOB).returncode == 1
+    server.traffic.clear()
+
+
+@pytest.mark.parametrize("scan", [None, {}, {"digests": {"a": 1}}])
+def test_a_damaged_upload_record_is_made_again(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, scan: object
+) -> None:
+    stop_before_main(tiny_on_hub, hub_cli)
+    uploads = workplace / "k2convert-work" / "me--out" / ".k2convert" / "uploads"
+    record = sorted(uploads.iterdir())[0]
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"scan": scan}))
+    assert hub_cli(*JOB).returncode == 0
+    assert_published(tiny_on_hub, local_result)
+
+
+def test_damaged_records_on_the_branch_are_ignored(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+) -> None:
+    stop_before_main(tiny_on_hub, hub_cli)
+    repo = tiny_on_hub.store.repos["me/out"]
+    branch = next(name for name in repo.refs if name != "main")
+    files = dict(repo.files(branch))
+    for folder in ("shards", "uploads"):
+        files[next(name for name in sorted(files) if name.startswith(f".k2convert/{folder}/"))] = Entry(2, b"{}")
+    repo.commit(branch, files)
+    (workplace / "k2convert-work").rename(workplace / "old")
+    done = hub_cli(*JOB)
+    assert done.returncode == 0, done.stderr
+    assert_published(tiny_on_hub, local_result)
+
+
+def test_a_result_that_does_not_validate_leaves_the_output_for_programs_empty(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path
+) -> None:
+    stop_before_main(tiny_on_hub, hub_cli)
+    uploads = workplace / "k2convert-work" / "me--out" / ".k2convert" / "uploads"
+    record = sorted(uploads.iterdir())[0]
+    document = json.loads(record.read_text())
+    document["scan"]["digests"] = dict.fromkeys(document["scan"]["digests"], "0" * 64)
+    record.write_text(json.dumps(document))
+    done = hub_cli(*JOB, "--json")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "does not validate (rules 19)" in done.stderr

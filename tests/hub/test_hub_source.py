@@ -216,6 +216,15 @@ def test_offline_mode_fails_at_once(server: LoopbackHub, hub: Hub, tiny: Path, m
     assert server.traffic.requests == []
 
 
+@pytest.mark.parametrize("address", ["http://[::1", "localhost:8080", "huggingface.co", "https://", "http://a:b"])
+def test_an_endpoint_that_is_no_address_is_named_at_once(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    with pytest.raises(HubError, match=r"HF_ENDPOINT is .*not an address"):
+        resolve_source(hub, RepoRef("moon/tiny"))
+
+
 def test_unreachable_hub_is_reported_after_the_retries(hub: Hub) -> None:
     with pytest.raises(HubError, match=r"connection to the Hub failed.*Check the network"):
         resolve_source(hub, RepoRef("moon/tiny"))
