@@ -83,17 +83,17 @@ class Hub:
     @property
     def endpoint(self) -> str:
         """HF_ENDPOINT as it is now, else the library's own address; raises HubError where it is no address."""
+        address = os.environ.get("HF_ENDPOINT")
+        if address and not _is_address(address):  # the library's import fails for some that are none
+            raise HubError(f"HF_ENDPOINT is {address!r}: not an address. Write for example https://huggingface.co.")
         from huggingface_hub import constants
 
-        address = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-        if not _is_address(address):
-            raise HubError(f"HF_ENDPOINT is {address!r}: not an address. Write for example https://huggingface.co.")
-        return address
+        return (address or constants.ENDPOINT).rstrip("/")
 
     def api(self) -> "HfApi":
         """The library's client; raises HubError at once when the network is switched off."""
         check_online()
-        endpoint = self.endpoint  # before the import, which fails for some that are no address
+        endpoint = self.endpoint
         check_token()
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
