@@ -144,7 +144,7 @@ def _show_plan(job: TransferJob, options: TransferOptions, destination: Destinat
     console.print_line(
         f"at most {console.format_bytes(job.max_disk)} of disk at once; {console.format_bytes(needed)} would do"
     )
-    console.print_next(f"k2convert run {options.source} {_name(destination)}")
+    console.print_next(console.own_command(without="--dry-run"))
 
 
 def _name(destination: Destination) -> str:
@@ -161,7 +161,7 @@ def _show_arrival(
         return
     show_run(job.local, totals, seconds)
     if arrival.commit is None:
-        console.print_next(f"k2convert validate {destination.folder}")
+        console.print_next(console.command("k2convert", "validate", destination.folder))
     else:
         console.print_line(f"{job.hub.endpoint}/{destination.repo} at commit {arrival.commit}")
         console.print_next(f"vllm serve {destination.repo} --trust-remote-code")
