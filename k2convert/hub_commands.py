@@ -16,7 +16,7 @@ from k2convert.convert import Progress
 from k2convert.disk import parse_size
 from k2convert.errors import HubError, InvalidCheckpointError
 from k2convert.hub.card import CARD_NAME, SourceCard, accepted_card, read_source_card
-from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
+from k2convert.hub.client import SCHEME, Hub, RepoRef, check_endpoint, parse_repo
 from k2convert.hub.preflight import check_target, is_published
 from k2convert.hub.publish import Publication
 from k2convert.hub.source import read_file, resolve_source
@@ -169,6 +169,7 @@ def _show_arrival(
 
 def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: str | None, as_json: bool) -> None:
     """Validate a finished folder and publish it."""
+    check_endpoint()
     bound_memory()
     hub = Hub(notify=console.print_note)
     repo = _own_repo(repo)

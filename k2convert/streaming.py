@@ -9,7 +9,7 @@ from k2convert.checkpoint.index import CONFIG_NAME, read_json_file
 from k2convert.checkpoint.sidecars import LEDGER_NAME
 from k2convert.errors import HubError, MissingDependencyError, PlanError
 from k2convert.hub.card import CARD_NAME, PICTURES, CardFacts, SourceCard, build_card
-from k2convert.hub.client import Hub
+from k2convert.hub.client import Hub, check_endpoint
 from k2convert.hub.preflight import Target, check_target
 from k2convert.job import LocalJob
 from k2convert.report import write_report
@@ -20,6 +20,7 @@ from k2convert.validate import ValidationReport, report_document
 
 def check_job_target(local: LocalJob, opened: OpenedSource, *, repo: str, private: bool, hub: Hub) -> Target:
     """Pre-flight for a planned job, before anything is converted; raises HubError or PlanError."""
+    check_endpoint()
     if local.plan.recipe.target != "nvfp4":
         raise PlanError("--to bf16 goes to a folder: only NVFP4 checkpoints are validated, and so published.")
     file_bytes = {item.name: item.output_bytes for item in output_items(local)}

@@ -83,12 +83,10 @@ class Hub:
     @property
     def endpoint(self) -> str:
         """HF_ENDPOINT as it is now, else the library's own address; raises HubError where it is no address."""
-        address = os.environ.get("HF_ENDPOINT")
-        if address and not _is_address(address):  # the library's import fails for some that are none
-            raise HubError(f"HF_ENDPOINT is {address!r}: not an address. Write for example https://huggingface.co.")
+        check_endpoint()
         from huggingface_hub import constants
 
-        return (address or constants.ENDPOINT).rstrip("/")
+        return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
 
     def api(self) -> "HfApi":
         """The library's client; raises HubError at once when the network is switched off."""
@@ -182,6 +180,13 @@ class Hub:
             return bytes(data)
 
         return self.call(f"fetch bytes {begin}-{end - 1} of {url}", fetch) if end > begin else b""
+
+
+def check_endpoint() -> None:
+    """Raise HubError when HF_ENDPOINT is no address: the library's import fails for some that are none."""
+    address = os.environ.get("HF_ENDPOINT")
+    if address and not _is_address(address):
+        raise HubError(f"HF_ENDPOINT is {address!r}: not an address. Write for example https://huggingface.co.")
 
 
 def _is_address(text: str) -> bool:

@@ -318,6 +318,20 @@ def test_a_folder_in_place_of_a_download_is_named(
     assert "Is a directory" in done.stderr.replace("\n", " ")
 
 
+@pytest.mark.parametrize("verb", ["run", "publish", "inspect"])
+def test_an_endpoint_that_is_no_address_ends_every_command_in_one_line(
+    hub_process: HubCli, tiny: Path, local_result: Path, verb: str
+) -> None:
+    arguments = {
+        "run": (tiny, "hf://me/out", "--dry-run"),
+        "publish": (local_result, "--repo", "me/out"),
+        "inspect": ("hf://moon/tiny",),
+    }[verb]
+    done = hub_process(verb, *arguments, HF_ENDPOINT="http://[::1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: HF_ENDPOINT is 'http://[::1': not an address")
+
+
 def test_a_work_folder_that_cannot_be_made_is_named(tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path) -> None:
     (workplace / "link").symlink_to("nowhere")
     arguments = ("run", "moon/tiny", "hf://me/out", "--work-dir", "link/w")
