@@ -149,7 +149,7 @@ def _is_record(path: str, data: bytes) -> bool:
         if folder == UPLOADS:
             return _upload_record(document) is not None
         return f"{ShardRecord.from_dict(document).shard}.json" == name
-    except (CheckpointError, UnicodeDecodeError, KeyError, TypeError):
+    except (CheckpointError, ValueError):
         return False
 
 
