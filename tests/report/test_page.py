@@ -109,8 +109,9 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, edit_json: E
 
     edit_json(record, poison_record)
     edit_json(records_only / "k2convert.json", poison_ledger)
-    (records_only / ".k2convert/shards/extra.json").write_text(
-        json.dumps(json.loads(record.read_text()) | {"shard": HOSTILE, "projections": []})
+    shard = HOSTILE.replace("/", "")  # as far as a file can have this name
+    (records_only / f".k2convert/shards/{shard}.json").write_text(
+        json.dumps(json.loads(record.read_text()) | {"shard": shard, "projections": []})
     )
     rule = {"number": 1, "title": HOSTILE, "verdict": "fail", "count": 1, "note": HOSTILE}
     rule["offenders"] = [{"name": HOSTILE, "problem": HOSTILE}]
