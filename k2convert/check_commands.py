@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from k2convert import console
+from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint, read_json_file
 from k2convert.errors import CheckpointError, InvalidCheckpointError
 from k2convert.layers.result import LayerBudget, LayersReport
@@ -25,6 +26,7 @@ def validate(
 ) -> None:
     """Validate and show; no `layers` are all of them, None is none. InvalidCheckpointError where something fails."""
     opened = None if source is None else open_checkpoint(source)
+    _check_operands(opened, layers=layers, hidden_states=hidden_states, against=against)
 
     def compute_layers(original: Checkpoint, converted: Checkpoint) -> LayersReport:
         from k2convert.layers.check import check_layers, moe_layers
@@ -58,6 +60,22 @@ def validate(
         raise InvalidCheckpointError(f"{destination}: validation failed; see above. Do not publish or serve it.")
     if not as_json:
         console.print_next(console.command("vllm", "serve", destination, "--trust-remote-code"))
+
+
+def _check_operands(
+    source: Checkpoint | None, *, layers: tuple[int, ...] | None, hidden_states: Path | None, against: Path | None
+) -> None:
+    """Open now what is needed after the pass over the shards, which takes hours for a large model; CheckpointError."""
+    if source is not None and layers:
+        from k2convert.layers.check import check_layers_exist
+
+        check_layers_exist(source, layers)
+    if hidden_states is not None:
+        if not hidden_states.is_file():
+            raise CheckpointError(f"{hidden_states}: no such file of hidden states.")
+        read_header(hidden_states)
+    if against is not None:
+        open_checkpoint(against)
 
 
 def report(destination: Path, *, source: Path | None, validation: Path | None, out: Path | None, as_json: bool) -> None:

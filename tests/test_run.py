@@ -123,6 +123,25 @@ def test_one_flipped_block_scale_of_a_plain_result_is_found(
     assert journal["mismatches"] == [name.removesuffix(".weight_scale")]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layers", "9"], "layer 9 has no MoE block"),
+        (["--layers", "1", "--hidden-states", "nope"], "nope: no such file of hidden states"),
+        (["--against", "nope"], "nope"),
+    ],
+)
+def test_what_validate_needs_later_is_looked_for_at_once(
+    plain_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    flip_block_scale(plain_result / "model-00002-of-000005.safetensors")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", str(plain_result), "--source", str(tiny), *options])
+    assert ended.value.code == 1  # and not 3, as after the pass
+    assert words in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_a_library_that_decoded_one_other_byte_would_not_agree(plain_result: Path) -> None:
     layout = "compressed-tensors" if "compressed" in (plain_result / "config.json").read_text() else "modelopt"
     names, decode = LAYOUTS[layout], create_decoder(layout)

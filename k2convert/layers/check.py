@@ -40,6 +40,14 @@ def moe_layers(source: Checkpoint) -> tuple[int, ...]:
     return read_architecture(source.config, where=str(source.folder)).moe_layers
 
 
+def check_layers_exist(source: Checkpoint, layers: Sequence[int]) -> None:
+    """Refuse layers that are not there or not mixtures of experts (CheckpointError); from the config alone."""
+    known = moe_layers(source)
+    if unknown := [layer for layer in layers if layer not in known]:
+        there = f"{known[0]}..{known[-1]}" if known else "none"
+        raise CheckpointError(f"{source.folder}: layer {unknown[0]} has no MoE block. Layers that have: {there}.")
+
+
 @torch.inference_mode()
 def check_layers(
     *,
@@ -56,10 +64,7 @@ def check_layers(
 
     `hidden_states` is a file of captured states (see `hidden_states`); without it they are drawn from `seed`.
     """
-    known = moe_layers(source)
-    if unknown := [layer for layer in layers if layer not in known]:
-        there = f"{known[0]}..{known[-1]}" if known else "none"
-        raise CheckpointError(f"{source.folder}: layer {unknown[0]} has no MoE block. Layers that have: {there}.")
+    check_layers_exist(source, layers)
     described = f"captured: {hidden_states.name}" if hidden_states else f"synthetic, seed {seed}"
     with closing(WeightReader(source)) as from_source, closing(WeightReader(converted)) as from_converted:
         results: list[LayerResult] = []
