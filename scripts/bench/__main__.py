@@ -39,7 +39,7 @@ class Job:
 
 
 class Bench:
-    """One session: a work folder, the number of runs, and the results so far."""
+    """One run of the bench: a work folder, the number of runs, and the results so far."""
 
     def __init__(self, work: Path, runs: int, device: str) -> None:
         self.work, self.runs, self.device = work, runs, device
