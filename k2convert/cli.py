@@ -4,6 +4,7 @@ Heavy libraries are imported inside the commands, so that `--help` answers at on
 """
 
 import gc
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -118,6 +119,8 @@ def run(
     scales = input_scales(input_scale, down_input_scale)
     overrides = recipe_overrides(rule, layout, activations, quantizer, to, kv_cache, scales)
     place, hub = read_destination(destination, work_folder=work_dir), Hub(notify=console.print_note)
+    if place.repo is None and (public or work_dir is not None):
+        raise typer.BadParameter("--public and --work-dir are for a destination on the Hub: hf://owner/name")
     if place.repo is not None:
         bound_memory()
     with open_source(source, hub=hub, pinned=Journal(place.folder).pinned_revision()) as opened:
@@ -138,6 +141,8 @@ def run(
         else:
             from k2convert.local_commands import run_local, show_local_plan
 
+            if max_disk is not None:
+                raise typer.BadParameter("--max-disk is for jobs with the Hub: between folders nothing is kept twice")
             if dry_run:
                 show_local_plan(job, as_json)
             else:
@@ -277,6 +282,7 @@ def _interrupt(_signal: int, frame: FrameType | None) -> None:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
     gc.disable()  # plans are hundreds of thousands of small objects without cycles; scanning them doubles the time
+    _fill_closed_streams()
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):  # the last is an interrupt put off
             signal.signal(number, _interrupt)
@@ -293,6 +299,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         _say(str(error), as_error=True)
         sys.exit(1)
     sys.exit(0)
+
+
+def _fill_closed_streams() -> None:
+    """Put a stream in the place of each that the caller closed: else a shard's file could become the next stdout."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - as long as the process lives
 
 
 def _say(message: str, *, as_error: bool) -> None:

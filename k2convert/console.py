@@ -1,10 +1,13 @@
 """The only file that imports rich. Data goes to stdout, everything else to stderr; `--json` prints data alone."""
 
 import json
+import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Any
@@ -22,14 +25,33 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from k2convert.errors import OutputError
+
 _out = Console(highlight=False, soft_wrap=True)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 PLAIN_LINE_SECONDS = 10.0
 
 
+@contextmanager
+def _on_stdout() -> Generator[None]:
+    """Let what is printed within the block out at once; OutputError where there is no room for it."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough
+        raise
+    except OSError as error:
+        with Path(os.devnull).open("w") as nowhere:  # what is left in the buffer would fail again at exit
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise OutputError(
+            f"standard output: writing failed ({error.strerror}). What was done before is done."
+        ) from None
+
+
 def print_json(document: Any) -> None:
     """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    with _on_stdout():
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
 def print_table(
@@ -41,17 +63,24 @@ def print_table(
         table.add_column(column, justify="left" if i in left else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    with _on_stdout():
+        Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def print_line(text: str) -> None:
     """One line of result on stdout."""
-    _out.print(Text(text))
+    with _on_stdout():
+        _out.print(Text(text))
 
 
 def print_note(text: str) -> None:
     """One line for the person watching, on stderr."""
-    _err.print(Text(text))
+    _to_stderr(Text(text))
+
+
+def _to_stderr(text: Text) -> None:
+    with suppress(OSError):  # hours of work do not end because a log has no room
+        _err.print(text)
 
 
 def command(*words: object) -> str:
@@ -66,12 +95,12 @@ def own_command(*, without: str) -> str:
 
 def print_next(command: str) -> None:
     """The command that follows, on stderr."""
-    _err.print(Text.assemble(("next: ", "dim"), command))
+    _to_stderr(Text.assemble(("next: ", "dim"), command))
 
 
 def print_error(message: str) -> None:
     """A refusal or failure, on stderr."""
-    _err.print(Text.assemble(("error: ", "bold red"), message))
+    _to_stderr(Text.assemble(("error: ", "bold red"), message))
 
 
 def format_bytes(count: float) -> str:
@@ -136,7 +165,7 @@ class RunDisplay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
-        elif not self._quiet and kind is None:
+        elif not self._quiet and kind is None and self._fresh:
             self._print_line()
 
     def advance(self, *, bytes_in: int, bytes_out: int, tensors: int, shard_finished: bool) -> None:

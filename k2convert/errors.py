@@ -59,6 +59,10 @@ class DestinationWriteError(K2ConvertError, OSError):
     """The operating system failed to write the result, for another reason than a full disk."""
 
 
+class OutputError(K2ConvertError, OSError):
+    """The operating system failed to write to standard output."""
+
+
 class MissingDependencyError(K2ConvertError, ImportError):
     """An optional library is needed for what was asked and is not installed."""
 

@@ -19,7 +19,7 @@ from k2convert.hub.card import CARD_NAME, SourceCard, accepted_card, read_source
 from k2convert.hub.client import SCHEME, Hub, RepoRef, check_endpoint, parse_repo
 from k2convert.hub.preflight import check_target, is_published
 from k2convert.hub.publish import Publication
-from k2convert.hub.source import read_file, resolve_source
+from k2convert.hub.source import RemoteRepo, read_file, resolve_source
 from k2convert.hub.xet import bound_memory
 from k2convert.job import LocalJob
 from k2convert.plan import fingerprint_digest
@@ -176,9 +176,11 @@ def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: st
     base = None if base_model is None else _base_repo(base_model)
     ledger = read_ledger_document(folder)
     base = base or ledger["source"].get("repo")
-    card = _source_card(hub, base, None if base_model else ledger["source"].get("revision"))
+    revision = None if base_model else ledger["source"].get("revision")
+    source = None if base is None else resolve_source(hub, RepoRef(base, revision))
+    card = SourceCard() if source is None else _source_card(hub, source)
     file_bytes = {name: int(shard["bytes"]) for name, shard in ledger["shards"].items()}
-    target = check_target(hub, repo=repo, private=private, file_bytes=file_bytes, licence=card.licence, source=base)
+    target = check_target(hub, repo=repo, private=private, file_bytes=file_bytes, licence=card.licence, source=source)
     for notice in target.notices:
         console.print_note(f"note: {notice}")
     is_published(hub, target, fingerprint=ledger["fingerprint"], ledger_name="k2convert.json")
@@ -229,12 +231,9 @@ def _named(text: str) -> RepoRef:
     return ref
 
 
-def _source_card(hub: Hub, base: str | None, revision: str | None) -> SourceCard:
+def _source_card(hub: Hub, source: RemoteRepo) -> SourceCard:
     """The base model's card, for its licence."""
-    if base is None:
-        return SourceCard()
-    remote = resolve_source(hub, RepoRef(base, revision))
-    file = remote.files.get(CARD_NAME)
+    file = source.files.get(CARD_NAME)
     if file is None:
         return SourceCard()
-    return read_source_card(read_file(hub, base, remote.commit, file).decode(errors="replace"))
+    return read_source_card(read_file(hub, source.repo, source.commit, file).decode(errors="replace"))

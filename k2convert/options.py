@@ -94,6 +94,17 @@ def recipe_overrides(
     input_scale: dict[str, float] | None,
 ) -> dict[str, Any]:
     """What the options replace in a recipe; the reference quantizer implies the one rule it knows."""
+    nvfp4_alone = {
+        "--rule": rule,
+        "--layout": layout,
+        "--activations": activations,
+        "--quantizer": quantizer,
+        "--kv-cache": kv_cache,
+        "--input-scale and --down-input-scale": input_scale,
+    }
+    given = [name for name, value in nvfp4_alone.items() if value is not None]
+    if target is Target.bf16 and given:
+        raise typer.BadParameter(f"--to bf16 only decodes the weights: leave out {', '.join(given)}")
     if quantizer is QuantizerKind.reference and rule is None:
         rule = Rule.plain
     chosen = {"rule": rule, "layout": layout, "activations": activations, "quantizer": quantizer, "target": target}

@@ -25,7 +25,7 @@ def check_job_target(local: LocalJob, opened: OpenedSource, *, repo: str, privat
         raise PlanError("--to bf16 goes to a folder: only NVFP4 checkpoints are validated, and so published.")
     file_bytes = {item.name: item.output_bytes for item in output_items(local)}
     return check_target(
-        hub, repo=repo, private=private, file_bytes=file_bytes, licence=opened.card.licence, source=opened.repo
+        hub, repo=repo, private=private, file_bytes=file_bytes, licence=opened.card.licence, source=opened.remote
     )
 
 

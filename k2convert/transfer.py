@@ -212,7 +212,7 @@ def _run_pipeline(
     BUFFERS.limit(2 * inflight)  # the rest is what arrives and what is being written
     with (
         conversion_pool() as pool,
-        reading_pool(len(local.devices)) as reading,
+        reading_pool(local.workers) as reading,
         ShardReader(local.source.path) as reader,
     ):
         converters = [
@@ -227,11 +227,11 @@ def _run_pipeline(
                 header_digests={name: header.digest for name, header in local.source.headers.items()},
                 stop=stop,
                 for_upload=shipping is not None,
-                inflight_bytes=inflight // len(local.devices),
+                inflight_bytes=inflight // local.workers,
             )
             for device in local.devices
         ]
-        free = list(converters)
+        free = [converters[worker % len(converters)] for worker in range(local.workers)]
 
         def convert(item: Item, shrinking: bool) -> None:
             converter = free.pop()
@@ -256,7 +256,7 @@ def _run_pipeline(
             source_bytes=job.source_bytes,
             room=job.max_disk - job.base_bytes,
             stages=stages,
-            num_workers=len(converters),
+            num_workers=local.workers,
             stop=stop,
             waiting=waiting,
         ).run()

@@ -51,10 +51,9 @@ def download_shard(
     file = source.shard(shard)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_file() and target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
-        progress(file.num_bytes)
-        return
-    with writing(target):
+        if target.is_file() and target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
+            progress(file.num_bytes)
+            return
         target.unlink(missing_ok=True)  # an interrupted conversion in tight room uses up its source
     partial = open_partial(target, file)
     try:
@@ -110,7 +109,8 @@ def _fill(
             if position == frontier:
                 partial.wait(0.2)
             else:
-                count = os.preadv(partial.descriptor, [buffer[: frontier - position].data], position)
+                with writing(partial.path):
+                    count = os.preadv(partial.descriptor, [buffer[: frontier - position].data], position)
                 digest.update(buffer[:count].data)
                 position += count
             partial.record()

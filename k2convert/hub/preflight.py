@@ -13,7 +13,7 @@ from typing import Any, cast
 from k2convert.errors import HubError
 from k2convert.hub.client import Hub, parse_repo
 from k2convert.hub.request_errors import HubRequestError
-from k2convert.hub.source import RemoteFile, list_files, read_file
+from k2convert.hub.source import RemoteFile, RemoteRepo, list_files, read_file
 
 MAX_FILE_BYTES = 50_000_000_000  # the Hub's hard limit over HTTP; it recommends 20 GB
 RECOMMENDED_FILE_BYTES = 20_000_000_000
@@ -43,13 +43,19 @@ class Target:
 
 
 def check_target(
-    hub: Hub, *, repo: str, private: bool, file_bytes: Mapping[str, int], licence: Licence, source: str | None = None
+    hub: Hub,
+    *,
+    repo: str,
+    private: bool,
+    file_bytes: Mapping[str, int],
+    licence: Licence,
+    source: RemoteRepo | None = None,
 ) -> Target:
     """Check token, name, visibility, sizes and licence; raises HubError for what would fail later.
 
     `file_bytes` are the shards to publish. `source` is the repository converted from, which is never written to.
     """
-    if parse_repo(f"hf://{repo}") is None or repo == source:
+    if parse_repo(f"hf://{repo}") is None or (source is not None and repo == source.repo):
         raise HubError(f"{repo}: is the source itself. Publish under another name.")
     account = _account(hub)
     namespace = repo.partition("/")[0]
@@ -65,6 +71,8 @@ def check_target(
     notices = [*_size_notices(account, namespace, file_bytes, private=is_private if head else private)]
     if head is not None and is_private and not private:
         notices.append(f"{repo} exists and is private: --public does not change that, its settings page does")
+    if source is not None and source.private and not (is_private if head else private):
+        notices.append(f"{source.repo} is private, and what is made of it will be public")
     if licence.id is None:
         notices.append("the source states no licence: the card will say so; make sure that you may publish the result")
     return Target(repo, is_private if head else private, head, files, tuple(notices))

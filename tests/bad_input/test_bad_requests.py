@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -257,13 +258,51 @@ def test_write_that_fails_on_the_way_keeps_what_is_finished(k2_shaped: Path, des
 
 @pytest.mark.parametrize(
     "words",
-    [["run"], ["run", "a"], ["run", "a", "b", "--fast"], ["run", "a", "b", "--rule", "best"], ["convert", "a", "b"]],
+    [
+        ["run"],
+        ["run", "a"],
+        ["run", "a", "b", "--fast"],
+        ["run", "a", "b", "--rule", "best"],
+        ["run", "a", "b", "--public"],
+        ["run", "a", "b", "--work-dir", "c"],
+        ["run", "a", "b", "--to", "bf16", "--rule", "plain"],
+        ["run", "a", "b", "--to", "bf16", "--input-scale", "0.5"],
+        ["convert", "a", "b"],
+    ],
 )
 def test_senseless_words_are_usage_errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_limit_on_disk_is_for_jobs_with_the_hub(source: Path, dest: Path, run_cli: RunCli) -> None:
+    done = run_cli("run", source, dest, "--max-disk", "1TB")
+    assert done.returncode == 2
+    assert "--max-disk is for jobs with the Hub" in done.stderr
+    assert not dest.exists()
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["inspect", "--json"]], ids=["text", "JSON"])
+def test_standard_output_without_room_is_one_line(words: list[str], source: Path) -> None:
+    command = [sys.executable, "-m", "k2convert", *words, source]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "standard output: writing failed (No space left on device)" in done.stderr
+
+
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&-", "2>/dev/full"])
+def test_a_job_needs_no_stream_to_talk_to(streams: str, k2_shaped: Path, dest: Path) -> None:
+    words = shlex.join([sys.executable, "-m", "k2convert", "run", str(k2_shaped), str(dest), "--device", "cpu"])
+    done = subprocess.run(["/bin/sh", "-c", f"{words} {streams}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as checked:
+        main(["validate", str(dest), "--source", str(k2_shaped), "--json"])
+    assert checked.value.code == 0
 
 
 def test_command_in_its_own_process_says_the_same(source: Path, dest: Path, run_cli: RunCli) -> None:

@@ -4,14 +4,16 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults import Fault, Kind
+from faults import Fault, Kind, Line
 from hub_cli import HubCli, cli_environment, command
 from loopback import LoopbackHub
 from loopback_store import Entry
@@ -224,6 +226,24 @@ def used_bytes(folder: Path) -> int:
     return total
 
 
+@contextlib.contextmanager
+def most_used(folder: Path) -> Iterator[list[int]]:
+    """The most bytes that a folder's files took during the block, as the one member of a list."""
+    peak, over = [0], threading.Event()
+
+    def sample() -> None:
+        while not over.wait(0.002):
+            peak[0] = max(peak[0], used_bytes(folder))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        sampler.join()
+
+
 @pytest.mark.parametrize("room", [4_000_000, 6_000_000])
 def test_disk_stays_under_its_limit(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, tiny: Path, room: int
@@ -231,23 +251,40 @@ def test_disk_stays_under_its_limit(
     largest = max(p.stat().st_size for p in tiny.glob("*.safetensors"))
     assert room < 2 * largest or room == 6_000_000
     tiny_on_hub.traffic.bytes_per_second = 3_000_000.0
-    peak, over = 0, threading.Event()
-
-    def sample() -> None:
-        nonlocal peak
-        while not over.wait(0.002):
-            peak = max(peak, used_bytes(workplace))
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    try:
+    with most_used(workplace) as peak:
         done = hub_cli(*JOB, "--max-disk", str(room))
-    finally:
-        over.set()
-        sampler.join()
     assert done.returncode == 0, done.stderr
     assert_published(tiny_on_hub, local_result)
-    assert largest < peak < room
+    assert largest < peak[0] < room
+
+
+def test_a_job_continued_with_less_room_keeps_to_it(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, tiny: Path, without_xet: None
+) -> None:
+    """Killed with two shards waiting for their upload and two fetched; all that and one more would be too much."""
+    room, work = 7_000_000, workplace / "k2convert-work" / "me--out"
+    shards = sorted(path.name for path in tiny.glob("*.safetensors"))
+    tiny_on_hub.traffic.up = Line(1000.0)
+    with subprocess.Popen(
+        command(*JOB), env=cli_environment() | {"HF_HUB_DISABLE_XET": "1"}, cwd=workplace, stderr=subprocess.DEVNULL
+    ) as process:
+        while len(list((work / ".k2convert" / "shards").glob("*.json"))) < len(shards) and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+    (work / ".k2convert" / "download").mkdir(exist_ok=True)
+    for name in shards[2:]:
+        (work / name).unlink()
+        (work / ".k2convert" / "shards" / f"{name}.json").unlink()
+        (work / ".k2convert" / "uploads" / f"{name}.json").unlink(missing_ok=True)
+    for name in shards[2:4]:
+        shutil.copy(tiny / name, work / ".k2convert" / "download")
+    assert used_bytes(workplace) < room
+    tiny_on_hub.traffic.up = Line(1_500_000.0)
+    with most_used(workplace) as peak:
+        done = hub_cli(*JOB, "--max-disk", str(room))
+    assert done.returncode == 0, done.stderr
+    assert_published(tiny_on_hub, local_result)
+    assert peak[0] < room
 
 
 @pytest.mark.parametrize("name", ["00002-of-000005.safetensors", "tokenizer.json"], ids=["header", "small file"])

@@ -11,9 +11,10 @@ from loopback import TOKEN, LoopbackHub
 
 from k2convert.errors import ChangedFileError, HubError
 from k2convert.hub import publish
-from k2convert.hub.client import Hub
+from k2convert.hub.client import Hub, RepoRef
 from k2convert.hub.preflight import Licence, Target, check_target
 from k2convert.hub.publish import Publication, Upload
+from k2convert.hub.source import resolve_source
 
 MIT = Licence("mit")
 BRANCH = "k2convert-0123"
@@ -304,9 +305,19 @@ def test_limits_are_named_before_the_start(server: LoopbackHub, hub: Hub) -> Non
     assert check_target(hub, repo="me/out", private=False, file_bytes=shards, licence=MIT).notices == ()
 
 
-def test_the_source_is_never_the_destination(server: LoopbackHub, hub: Hub) -> None:
+def test_the_source_is_never_the_destination(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
+    server.store.add_folder("me/out", tiny)
+    source = resolve_source(hub, RepoRef("me/out"))
     with pytest.raises(HubError, match="is the source itself"):
-        check_target(hub, repo="me/out", private=True, file_bytes={}, licence=MIT, source="me/out")
+        check_target(hub, repo="me/out", private=True, file_bytes={}, licence=MIT, source=source)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_making_a_private_source_public_is_said(server: LoopbackHub, hub: Hub, tiny: Path, private: bool) -> None:
+    server.store.add_folder("me/secret", tiny, private=True)
+    source = resolve_source(hub, RepoRef("me/secret"))
+    found = check_target(hub, repo="me/out", private=private, file_bytes={}, licence=MIT, source=source)
+    assert any("me/secret is private" in notice for notice in found.notices) == (not private)
 
 
 def test_no_request_but_to_the_hub_carries_the_token(

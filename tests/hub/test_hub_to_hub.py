@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from faults import Fault
 from hub_cli import HubCli
 from loopback import TOKEN, LoopbackHub
 from published import assert_published
+
+from k2convert.convert import Report, ShardConverter
+from k2convert.journal import ShardRecord
+from k2convert.plan import ShardJob
 
 SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 6)]
 
@@ -55,6 +60,22 @@ def test_hub_to_folder_gives_the_local_bytes(
     commit = tiny_on_hub.store.repos["moon/tiny"].refs["main"]
     assert json.loads((workplace / "out" / "k2convert.json").read_text())["source"]["revision"] == commit
     assert hub_cli("validate", "out").returncode == 0
+
+
+def test_several_shards_are_converted_at_once_where_asked_for(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, convert = threading.Barrier(2), ShardConverter.convert
+
+    def together(self: ShardConverter, job: ShardJob, *, report: Report) -> ShardRecord:
+        if job.name in SHARDS[:2]:
+            both.wait(timeout=60)  # the first waits here until another thread has come with the second
+        return convert(self, job, report=report)
+
+    monkeypatch.setattr(ShardConverter, "convert", together)
+    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert_published(tiny_on_hub, local_result)
 
 
 def test_folder_to_hub_keeps_the_source(server: LoopbackHub, hub_cli: HubCli, tiny: Path, local_result: Path) -> None:
