@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from k2convert.checkpoint.header import mapping_or_empty
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError
 from k2convert.k2 import (
@@ -99,8 +100,8 @@ def _headline(config: dict[str, Any]) -> dict[str, Any]:
     keys = ("quant_method", "format", "quant_algo", "kv_cache_scheme")
     result = {key: config[key] for key in keys if config.get(key) is not None}
     # Shown as found and trusted with nothing: what is INT4 is decided by the tensors.
-    first = next(iter(_mapping(config.get("config_groups")).values()), None)
-    weights = _mapping(_mapping(first).get("weights"))
+    first = next(iter(mapping_or_empty(config.get("config_groups")).values()), None)
+    weights = mapping_or_empty(mapping_or_empty(first).get("weights"))
     return result | {key: weights[key] for key in ("num_bits", "type", "group_size", "symmetric") if key in weights}
 
 
@@ -121,10 +122,6 @@ def _holdings(source: Checkpoint, names: dict[str, TensorName]) -> list[Holding]
         entry[1] += tensor.num_bytes
         entry[2] += weights
     return [Holding(role, form, *entry) for (role, form), entry in sorted(sums.items(), key=lambda i: -i[1][1])]
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 def _strings(value: object) -> list[str]:

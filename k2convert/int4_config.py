@@ -5,8 +5,9 @@ states another one is believed, and the source refused.
 """
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
+from k2convert.checkpoint.header import mapping_or_empty
 from k2convert.errors import PlanError
 from k2convert.k2 import text_config
 from k2convert.projections import GROUP_SIZE
@@ -34,14 +35,10 @@ def _statements(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], d
     if (inner := text_config(config)) is not config:
         holders["text_config.quantization_config"] = inner
     for place, holder in holders.items():
-        quantization = _mapping(holder.get("quantization_config"))
+        quantization = mapping_or_empty(holder.get("quantization_config"))
         yield place, quantization, _KNOWN_CONFIG
-        for name, group in _mapping(quantization.get("config_groups")).items():
-            weights = _mapping(_mapping(group).get("weights"))
+        for name, group in mapping_or_empty(quantization.get("config_groups")).items():
+            weights = mapping_or_empty(mapping_or_empty(group).get("weights"))
             yield f"{place}.config_groups.{name}.weights", weights, _KNOWN_WEIGHTS
             if weights:
-                yield f"{place}.config_groups.{name}", _mapping(group), _KNOWN_GROUP
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+                yield f"{place}.config_groups.{name}", mapping_or_empty(group), _KNOWN_GROUP

@@ -150,6 +150,11 @@ def parse_json_object(text: str, *, where: str) -> dict[str, Any]:
     return cast(dict[str, Any], document)
 
 
+def mapping_or_empty(value: object) -> dict[str, Any]:
+    """A part of a JSON document where an object belongs: it, or nothing where somebody put something else there."""
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
+from k2convert.checkpoint.header import mapping_or_empty
 from k2convert.checkpoint.index import read_json_file
 from k2convert.checkpoint.sidecars import LEDGER_NAME
 from k2convert.errors import CheckpointError, RecipeError
@@ -33,18 +33,20 @@ def read_ledger(folder: Path) -> Ledger:
     problems: list[str] = []
     recipe: Recipe | None = None
     try:
-        recipe = build_recipe(_mapping(document.get("recipe")), where=str(path))
+        recipe = build_recipe(mapping_or_empty(document.get("recipe")), where=str(path))
     except RecipeError as error:
         problems.append(f"recipe: {error}")
-    if not _mapping(document.get("fingerprint")):
+    if not mapping_or_empty(document.get("fingerprint")):
         problems.append("fingerprint: missing")
-    source = _mapping(document.get("source"))
-    headers = {name: digest for name, digest in _mapping(source.get("headers")).items() if isinstance(digest, str)}
+    source = mapping_or_empty(document.get("source"))
+    headers = {
+        name: digest for name, digest in mapping_or_empty(source.get("headers")).items() if isinstance(digest, str)
+    }
     if not source.get("revision") and not headers:
         problems.append("source: neither a revision nor the digests of its headers")
     shards: dict[str, tuple[str, int]] = {}
-    for name, entry in _mapping(document.get("shards")).items():
-        stated = _mapping(entry)
+    for name, entry in mapping_or_empty(document.get("shards")).items():
+        stated = mapping_or_empty(entry)
         digest, size = stated.get("blake3"), stated.get("bytes")
         if isinstance(digest, str) and isinstance(size, int):
             shards[name] = (digest, size)
@@ -53,7 +55,3 @@ def read_ledger(folder: Path) -> Ledger:
     return Ledger(
         is_present=True, problems=tuple(problems), recipe=recipe, shards=shards, source_headers=headers
     )  # fmt: skip
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, cast
 
+from k2convert.checkpoint.header import mapping_or_empty
 from k2convert.checkpoint.index import CONFIG_NAME, read_json_file
 from k2convert.checkpoint.layouts import BLOCK_SIZE, HF_QUANT_CONFIG_NAME, MODELOPT, quant_algo
 from k2convert.contract.findings import Findings
@@ -22,11 +23,7 @@ def exclude_entries(subject: Subject) -> list[str]:
 
 
 def _declared(subject: Subject) -> dict[str, Any]:
-    return _mapping((subject.config or {}).get(QUANTIZATION_KEYS[0]))
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    return mapping_or_empty((subject.config or {}).get(QUANTIZATION_KEYS[0]))
 
 
 def check_quantization_config(subject: Subject) -> Findings:
@@ -55,7 +52,7 @@ def check_quantization_config(subject: Subject) -> Findings:
 
 
 def _find_keys(node: Any, path: str) -> Iterator[str]:
-    for key, value in _mapping(node).items():
+    for key, value in mapping_or_empty(node).items():
         place = f"{path}.{key}" if path else key
         if key in QUANTIZATION_KEYS:
             yield place
@@ -73,7 +70,7 @@ def _expected_compressed_tensors() -> dict[str, Any]:
 
 
 def _check_groups(subject: Subject, declared: dict[str, Any], found: Findings) -> None:
-    groups = _mapping(declared.get("config_groups"))
+    groups = mapping_or_empty(declared.get("config_groups"))
     if not groups:
         found.error("quantization_config.config_groups", "missing")
     shared: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
@@ -83,13 +80,13 @@ def _check_groups(subject: Subject, declared: dict[str, Any], found: Findings) -
     dynamic: Any = False if subject.layout == MODELOPT else "local"
     for name, group in groups.items():
         where = f"quantization_config.config_groups.{name}"
-        _check_scheme(_mapping(group).get("weights"), shared | {"dynamic": False}, f"{where}.weights", found)
-        activations = _mapping(group).get("input_activations")
+        _check_scheme(mapping_or_empty(group).get("weights"), shared | {"dynamic": False}, f"{where}.weights", found)
+        activations = mapping_or_empty(group).get("input_activations")
         if subject.has_input_scale:
             _check_scheme(activations, shared | {"dynamic": dynamic}, f"{where}.input_activations", found)
         elif activations is not None:
             found.error(f"{where}.input_activations", "present, but the tensors are W4A16: there is no input scale")
-        if "Linear" not in (_mapping(group).get("targets") or []):
+        if "Linear" not in (mapping_or_empty(group).get("targets") or []):
             found.error(f"{where}.targets", "does not name Linear")
 
 
@@ -98,7 +95,7 @@ def _check_scheme(scheme: Any, expected: dict[str, Any], where: str, found: Find
         found.error(where, "missing; engines would take the checkpoint for another scheme")
         return
     for key, value in expected.items():
-        stated = _mapping(cast(object, scheme)).get(key)
+        stated = mapping_or_empty(cast(object, scheme)).get(key)
         if not _same(stated, value):
             found.error(f"{where}.{key}", f"{stated!r}, expected {value!r}")
 
@@ -125,7 +122,7 @@ def check_config_unchanged(subject: Subject) -> Findings:
 
 
 def _differences(before: Any, after: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    left, right = _mapping(before), _mapping(after)
+    left, right = mapping_or_empty(before), mapping_or_empty(after)
     for key in (*left, *(key for key in right if key not in left)):
         if key in QUANTIZATION_KEYS:
             continue
@@ -157,10 +154,10 @@ def check_hf_quant_config(subject: Subject, *, compare_lists: bool) -> Findings:
     except CheckpointError as error:
         found.error(HF_QUANT_CONFIG_NAME, str(error))
         return found
-    producer = _mapping(document.get("producer")).get("name")
+    producer = mapping_or_empty(document.get("producer")).get("name")
     if producer != "modelopt":
         found.error("producer.name", f"{producer!r}, expected 'modelopt'")
-    stated, expected = _mapping(document.get("quantization")), _expected_modelopt(subject)
+    stated, expected = mapping_or_empty(document.get("quantization")), _expected_modelopt(subject)
     del expected["quant_method"]
     recipe, declared = subject.ledger.recipe, _declared(subject)
     has_fp8_cache = recipe.kv_cache is not None if recipe is not None else declared.get("kv_cache_scheme") is not None

@@ -38,11 +38,3 @@ def encode_e4m3(values: Tensor) -> Tensor:
 def decode_e4m3(scale_bytes: Tensor) -> Tensor:
     """Return the float64 values of E4M3 bytes (uint8), of the same shape."""
     return scale_bytes.view(torch.float8_e4m3fn).to(torch.float32).to(torch.float64)
-
-
-def normal_byte(mantissa: int, exponent: int) -> int:
-    """Return the byte of the normal scale mantissa * 2**exponent; ValueError where there is none."""
-    byte = (exponent + 10) << 3 | (mantissa - 8)
-    if not 8 <= mantissa <= 15 or not MIN_NORMAL_BYTE <= byte <= MAX_BYTE:
-        raise ValueError(f"{mantissa} * 2**{exponent} is not a normal E4M3 value")
-    return byte

@@ -9,8 +9,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
+from k2convert.checkpoint.header import mapping_or_empty
 from k2convert.checkpoint.index import CONFIG_NAME, read_json_file
 from k2convert.checkpoint.sidecars import LEDGER_NAME
 from k2convert.errors import CheckpointError
@@ -57,7 +58,7 @@ def collect_report(
     ledger, job = _read_documents(folder)
     records = Journal(folder).records()
     missing: list[str] = []
-    planned = max(len(_mapping(ledger.get("shards"))), len(_mapping(job.get("shards"))), len(records))
+    planned = max(len(mapping_or_empty(ledger.get("shards"))), len(mapping_or_empty(job.get("shards"))), len(records))
     finished = planned if ledger else len(records)
     if len(records) == planned:
         totals, tensors = _from_records(records, folder)
@@ -100,7 +101,7 @@ def _read_documents(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{folder}: neither {LEDGER_NAME} nor {WORK_FOLDER} is here, so there is nothing to report on. Somebody "
             "else's NVFP4 checkpoint is measured by `k2convert validate` with --source."
         )
-    if _mapping(ledger.get("recipe") or job.get("recipe")).get("target") == "bf16":
+    if mapping_or_empty(ledger.get("recipe") or job.get("recipe")).get("target") == "bf16":
         raise CheckpointError(f"{folder}: holds a BF16 copy (--to bf16): an exact dequantisation, with no error in it.")
     return ledger, job
 
@@ -151,8 +152,10 @@ def _from_partial(
 ) -> tuple[dict[str, WeightMetrics], tuple[TensorFigures, ...]]:
     if not ledger:
         return _from_records(records, folder)
-    stated = _mapping(ledger.get("totals"))
-    totals = {role: read_metrics(_mapping(m), where=f"{folder / LEDGER_NAME}: totals") for role, m in stated.items()}
+    stated = mapping_or_empty(ledger.get("totals"))
+    totals = {
+        role: read_metrics(mapping_or_empty(m), where=f"{folder / LEDGER_NAME}: totals") for role, m in stated.items()
+    }
     if "total" not in totals:
         raise CheckpointError(f"{folder / LEDGER_NAME}: states no totals. Measure the folder: `k2convert validate`.")
     if measured:
@@ -202,27 +205,25 @@ def read_metrics(document: Mapping[str, Any], *, where: str) -> WeightMetrics:
 
 
 def _provenance(ledger: Mapping[str, Any], job: Mapping[str, Any], records: Mapping[str, ShardRecord]) -> Provenance:
-    fingerprint = _mapping(ledger.get("fingerprint") or job.get("fingerprint"))
-    source = _mapping(ledger.get("source"))
+    fingerprint = mapping_or_empty(ledger.get("fingerprint") or job.get("fingerprint"))
+    source = mapping_or_empty(ledger.get("source"))
     recorded = {shard: digest for record in records.values() for shard, digest in record.source_headers.items()}
-    headers = _mapping(source.get("headers")) or dict(sorted(recorded.items()))
-    shards = {name: _mapping(entry).get("blake3") for name, entry in _mapping(ledger.get("shards")).items()}
+    headers = mapping_or_empty(source.get("headers")) or dict(sorted(recorded.items()))
+    shards = {
+        name: mapping_or_empty(entry).get("blake3") for name, entry in mapping_or_empty(ledger.get("shards")).items()
+    }
     version = ledger.get("k2convert") or fingerprint.get("k2convert")
     return Provenance(
-        family=_text(source.get("family") or _mapping(job.get("recipe")).get("family")),
+        family=_text(source.get("family") or mapping_or_empty(job.get("recipe")).get("family")),
         repo=_text(source.get("repo")),
         revision=_text(source.get("revision") or fingerprint.get("source_revision")),
         source_headers={str(name): str(digest) for name, digest in headers.items()},
-        recipe=_mapping(ledger.get("recipe") or job.get("recipe")),
+        recipe=mapping_or_empty(ledger.get("recipe") or job.get("recipe")),
         fingerprint=fingerprint,
-        versions={"k2convert": version, **_mapping(ledger.get("versions"))},
+        versions={"k2convert": version, **mapping_or_empty(ledger.get("versions"))},
         shards={name: str(digest) for name, digest in shards.items()}
         or {name: record.blake3 for name, record in sorted(records.items())},
     )
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 def _text(value: object) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import pairwise
 
-import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from exact_search import E2M1, e4m3_value, nearest
@@ -19,7 +18,7 @@ from k2convert.formats.e2m1 import (
     pack_nibbles,
     unpack_nibbles,
 )
-from k2convert.formats.e4m3 import decode_e4m3, encode_e4m3, normal_byte
+from k2convert.formats.e4m3 import decode_e4m3, encode_e4m3
 
 ALL_BYTES = torch.arange(256, dtype=torch.uint8)
 
@@ -76,11 +75,3 @@ def test_scales_round_to_the_nearest_byte_ties_to_even() -> None:
     middles = [(low + high) / 2 for low, high in pairwise(grid)]
     assert encode_e4m3(torch.tensor(grid)).tolist() == list(range(0x7F))
     assert encode_e4m3(torch.tensor(middles)).tolist() == [byte + byte % 2 for byte in range(0x7E)]
-
-
-def test_normal_bytes_come_from_mantissa_and_exponent() -> None:
-    assert normal_byte(8, -9) == 0x08
-    assert normal_byte(14, 5) == 0x7E
-    for mantissa, exponent in ((15, 5), (8, -10), (7, 0), (16, 0)):
-        with pytest.raises(ValueError, match="not a normal E4M3"):
-            normal_byte(mantissa, exponent)
