@@ -22,7 +22,7 @@ from k2convert.checkpoint.layouts import (
     unquantized_config,
 )
 from k2convert.checkpoint.sidecars import LEDGER_NAME, list_sidecars
-from k2convert.checkpoint.writer import holds_exactly, make_folder, write_atomically
+from k2convert.checkpoint.writer import Content, holds_exactly, make_folder, write_atomically
 from k2convert.errors import K2ConvertError
 from k2convert.formats.metrics import WeightMetrics, total_metrics
 from k2convert.journal import ShardRecord
@@ -101,10 +101,10 @@ def assembled_files(
     records: Mapping[str, ShardRecord],
     fingerprint: dict[str, Any],
     repo: str | None = None,
-) -> Iterator[tuple[Path, bytes]]:
+) -> Iterator[tuple[Path, Content]]:
     """Everything that is not a shard, by relative path, as it has to stand in `destination`; config.json comes last."""
     for relative in list_sidecars(source.folder):
-        yield relative, (source.folder / relative).read_bytes()
+        yield relative, source.folder / relative
     ledger = ledger_document(plan=plan, source=source, records=records, fingerprint=fingerprint, repo=repo)
     yield Path(LEDGER_NAME), dump_json(_keep_versions(destination / LEDGER_NAME, ledger))
     recipe = plan.recipe

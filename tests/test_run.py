@@ -1,9 +1,12 @@
 """The main job through the real command, on every kind of source, in every layout, held against the libraries."""
 
+import filecmp
 import json
 import shlex
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -23,6 +26,13 @@ from k2convert.quantizers.decoders import agrees, create_decoder
 
 RunCli = Callable[..., CompletedProcess[str]]
 SOURCES = ("tiny", "k25", "split", "reap", "minus8", "zeros", "i64", "subnormal", "wide")
+
+
+PEAK = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""  # in a process of its own: a child's peak begins with what its parent has
 
 
 def convert(source: Path, destination: Path, *options: str) -> Path:
@@ -198,6 +208,19 @@ def test_nothing_but_converted_tensors_differs(k25: Path, tmp_path: Path) -> Non
     assert before.tensor_bytes == after.tensor_bytes
     for sidecar in ("tokenizer.json", "chat_template.jinja"):
         assert (k25 / sidecar).read_bytes() == (tmp_path / "out" / sidecar).read_bytes()
+
+
+def test_a_large_file_beside_the_weights_is_never_whole_in_memory(tiny: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
+    with (source / "samples.tar").open("wb") as file:
+        file.truncate(600_000_000)
+        file.seek(300_000_000)
+        file.write(b"in the middle")
+    command = [sys.executable, "-m", "k2convert", "run", str(source), str(tmp_path / "out"), "--device", "cpu"]
+    for _ in range(2):  # the second run looks whether everything stands as it should
+        done = subprocess.run([sys.executable, "-c", PEAK, *command], capture_output=True, text=True, check=True)
+        assert int(done.stdout.splitlines()[-1]) < 500_000  # kB; without the file about 300,000
+    assert filecmp.cmp(source / "samples.tar", tmp_path / "out" / "samples.tar", shallow=False)
 
 
 def test_stale_quantization_config_is_removed(k25: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import mmap
 import os
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,24 +22,48 @@ from numpy.typing import NDArray
 
 from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.page_cache import start_writing
-from k2convert.errors import DestinationWriteError, DiskFullError, K2ConvertError
+from k2convert.errors import DestinationWriteError, DiskFullError, K2ConvertError, SourceReadError
 
 TEMPORARY_SUFFIX = ".tmp"
 ALIGNMENT = 4096
 STAGING_BYTES = 16 << 20
 STAGING_BYTES_CACHED = 4 << 20  # what goes to the page cache gains nothing from large writes
 NUM_STAGING = 4
+PIECE_BYTES = 1 << 20
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+Content = bytes | Path
+"""What a file is to hold: bytes, or those of another file, which are never all in memory."""
+
+
+def pieces(content: Content) -> Iterator[bytes]:
+    """The bytes of `content` in order; raises SourceReadError where a file cannot be read."""
+    if isinstance(content, bytes):
+        yield content
+        return
+    try:
+        with content.open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                yield piece
+    except OSError as error:
+        raise SourceReadError(f"{content}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+
+
+def num_bytes_of(content: Content) -> int:
+    """The length of `content`; raises OSError where a file is not there."""
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def write_atomically(path: Path, content: Content) -> None:
     """Put `content` under `path`: complete and on disk, or not at all."""
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            view = memoryview(content)
-            while len(view):
-                view = view[os.write(descriptor, view) :]
+            for piece in pieces(content):
+                view = memoryview(piece)
+                while len(view):
+                    view = view[os.write(descriptor, view) :]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -71,12 +95,13 @@ def make_folder(folder: Path) -> None:
         ) from None
 
 
-def holds_exactly(path: Path, content: bytes) -> bool:
+def holds_exactly(path: Path, content: Content) -> bool:
     """Whether `path` is a real file with these bytes already."""
     try:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size != len(content):
+        if path.is_symlink() or not path.is_file() or path.stat().st_size != num_bytes_of(content):
             return False
-        return path.read_bytes() == content
+        with path.open("rb") as file:
+            return all(file.read(len(piece)) == piece for piece in pieces(content))
     except OSError:
         return False
 

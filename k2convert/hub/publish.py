@@ -264,10 +264,7 @@ class Publication:
         for name, expected in shards.items():
             if name not in listed or (listed[name].sha256, listed[name].num_bytes) != expected:
                 return False
-        return all(
-            path in listed and matches(content if isinstance(content, bytes) else content.read_bytes(), listed[path])
-            for path, content in files.items()
-        )
+        return all(path in listed and matches(content, listed[path]) for path, content in files.items())
 
     def delete_branch(self) -> None:
         """Delete the work branch, if it is there."""

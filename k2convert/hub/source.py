@@ -26,6 +26,7 @@ from k2convert.checkpoint.index import (
     build_checkpoint,
     read_json_file,
 )
+from k2convert.checkpoint.writer import Content, num_bytes_of, pieces
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError
 from k2convert.hub.client import Hub, RepoRef, ignore
 
@@ -167,9 +168,14 @@ def _named_shards(index: dict[str, Any] | None) -> set[str]:
 def fetch_small_files(hub: Hub, source: RemoteRepo, *, folder: Path) -> None:
     """Fetch every file that is no weight file into `folder`, checked against the Hub's hash; present ones are kept.
 
-    Raises HubError for a path that leaves the folder and for bytes that stay wrong.
+    One too large for that is named and left out. Raises HubError for a path that leaves the folder and for bytes that
+    stay wrong.
     """
-    wanted = [file for file in source.files.values() if _is_small(file)]
+    others = [file for file in source.files.values() if not file.path.endswith((SHARD_SUFFIX, *_OTHER_WEIGHTS))]
+    wanted = [file for file in others if file.num_bytes <= MAX_SMALL_FILE_BYTES]
+    for file in others:
+        if file.num_bytes > MAX_SMALL_FILE_BYTES:
+            hub.notify(f"{file.path} is left out: {file.num_bytes:,} bytes, and no weights. Copy it by hand if need be")
     missing = [file for file in wanted if not _is_there(_small_path(source, file, folder=folder), file)]
     for file, data in _in_threads(lambda file: read_file(hub, source.repo, source.commit, file), missing):
         _keep_small_file(_small_path(source, file, folder=folder), data)
@@ -215,10 +221,6 @@ def _take(queue: SimpleQueue[T]) -> T:
             return queue.get(timeout=0.2)
 
 
-def _is_small(file: RemoteFile) -> bool:
-    return not file.path.endswith((SHARD_SUFFIX, *_OTHER_WEIGHTS)) and file.num_bytes <= MAX_SMALL_FILE_BYTES
-
-
 def _small_path(source: RemoteRepo, file: RemoteFile, *, folder: Path) -> Path:
     parts = PurePosixPath(file.path)
     if parts.is_absolute() or ".." in parts.parts or "\\" in file.path or "\0" in file.path:
@@ -227,7 +229,7 @@ def _small_path(source: RemoteRepo, file: RemoteFile, *, folder: Path) -> Path:
 
 
 def _is_there(path: Path, file: RemoteFile) -> bool:
-    return path.is_file() and not path.is_symlink() and matches(path.read_bytes(), file)
+    return path.is_file() and not path.is_symlink() and matches(path, file)
 
 
 def _keep_small_file(target: Path, data: bytes) -> None:
@@ -243,8 +245,9 @@ def _keep_small_file(target: Path, data: bytes) -> None:
         ) from error
 
 
-def matches(data: bytes, file: RemoteFile) -> bool:
-    """Whether these are the bytes that the Hub lists under a path."""
-    if file.sha256 is not None:
-        return hashlib.sha256(data).hexdigest() == file.sha256
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == file.git_sha1
+def matches(content: Content, file: RemoteFile) -> bool:
+    """Whether these are the bytes that the Hub lists under a path; raises SourceReadError, OSError."""
+    digest = hashlib.sha1(b"blob %d\0" % num_bytes_of(content)) if file.sha256 is None else hashlib.sha256()
+    for piece in pieces(content):
+        digest.update(piece)
+    return digest.hexdigest() == (file.git_sha1 if file.sha256 is None else file.sha256)

@@ -1,5 +1,6 @@
 """Names, the pinned commit, headers by range, small files: what planning needs of a remote repository."""
 
+import shutil
 import time
 from email.utils import formatdate
 from pathlib import Path
@@ -176,6 +177,21 @@ def test_a_shard_that_the_index_does_not_name_is_no_trouble(
     assert remote.tensors == open_checkpoint(tiny).tensors
     assert remote.stray_shards == ("stray.safetensors",)
     assert server.traffic.matching("GET", "stray") == []
+
+
+def test_a_large_file_that_is_no_weights_is_left_out_and_named(server: LoopbackHub, tiny: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
+    with (source / "samples.tar").open("wb") as file:
+        file.truncate(80_000_000)
+    server.store.add_folder("moon/tiny", source)
+    notices: list[str] = []
+    hub = Hub(notify=notices.append)
+    open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
+    assert len(notices) == 1
+    assert "samples.tar is left out: 80,000,000 bytes" in notices[0]
+    assert (tmp_path / "small" / "tokenizer.json").exists()
+    assert not (tmp_path / "small" / "samples.tar").exists()
+    assert server.traffic.matching("GET", "samples") == []
 
 
 def test_a_shard_that_only_the_index_has_is_named(server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path) -> None:
