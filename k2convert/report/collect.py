@@ -17,6 +17,7 @@ from k2convert.checkpoint.sidecars import LEDGER_NAME
 from k2convert.errors import CheckpointError
 from k2convert.formats.metrics import WeightMetrics, total_metrics
 from k2convert.journal import WORK_FOLDER, Journal, ShardRecord
+from k2convert.plan import fingerprint_digest
 from k2convert.report.figures import Provenance, Report, TensorFigures, figures_from_metrics, heat_maps, locate
 
 _MAY_BE_NONE = frozenset(
@@ -56,7 +57,8 @@ def collect_report(
     Raises CheckpointError where the folder holds no conversion of ours, a BF16 copy, or figures that are no numbers.
     """
     ledger, job = _read_documents(folder)
-    records = Journal(folder).records()
+    digest = fingerprint_digest(mapping_or_empty(ledger.get("fingerprint") or job.get("fingerprint")))
+    records = {name: found for name, found in Journal(folder).records().items() if found.fingerprint == digest}
     missing: list[str] = []
     planned = max(len(mapping_or_empty(ledger.get("shards"))), len(mapping_or_empty(job.get("shards"))), len(records))
     finished = planned if ledger else len(records)

@@ -86,6 +86,15 @@ def test_measured_errors_stand_in_for_the_journal(records_only: Path, tiny: Path
     assert len(report.maps) == 3
 
 
+def test_records_of_another_job_are_not_counted(records_only: Path, edit_json: EditJson) -> None:
+    for name in ("k2convert.json", "config.json"):
+        (records_only / name).unlink()
+    other = records_only / ".k2convert/shards/model-00003-of-000005.safetensors.json"
+    edit_json(other, lambda record: record.update(fingerprint="0" * 64))
+    report = collect_report(folder=records_only)
+    assert (report.finished_shards, report.num_shards) == (4, 5)
+
+
 def test_unfinished_conversion_is_reported_as_far_as_it_is(records_only: Path) -> None:
     for name in ("k2convert.json", "config.json"):
         (records_only / name).unlink()
