@@ -1,5 +1,5 @@
 """`python -m k2convert`."""
 
-from k2convert.cli import main
+from k2convert.cli.app import main
 
 main()

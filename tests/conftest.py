@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -109,3 +110,16 @@ def run_cli() -> RunCli:
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
 
     return run
+
+
+@pytest.fixture(params=["avx2", "portable"])
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the test twice: with the AVX2 kernels, where the CPU has AVX2, and with the portable ones."""
+    from k2convert.quantize.kernels import _cpu
+
+    before = _cpu.instructions()
+    if before == "portable" and request.param != before:
+        pytest.skip("this CPU has no AVX2")
+    _cpu.use_instructions(request.param)
+    yield
+    _cpu.use_instructions(before)

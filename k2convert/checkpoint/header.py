@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from blake3 import blake3
 
+from k2convert.checkpoint.files import _DuplicateKeyError, _unique_keys, check_plain_file
 from k2convert.errors import CheckpointError, SourceReadError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -71,17 +72,6 @@ def read_header(path: Path) -> ShardHeader:
     return parse_header(raw, shard=path.name, file_bytes=file_bytes, where=str(path))
 
 
-def check_plain_file(path: Path) -> None:
-    """Refuse links, folders, pipes and devices (CheckpointError); a missing file passes, opening it will tell."""
-    if path.is_symlink():
-        raise CheckpointError(
-            f"{path}: is a link, and links are not followed. Put the file itself there "
-            "(`hf download REPO --local-dir FOLDER` does), or pass the folder that holds the real files."
-        )
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path}: is a folder or a device, not a file. Download the file again.")
-
-
 def check_header_length(prefix: bytes, *, shard: str, file_bytes: int) -> int:
     """Return the header length that the first 8 bytes state, if the file and the format allow it."""
     if len(prefix) < 8:
@@ -121,38 +111,6 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int, where: str | None =
     _check_coverage(tensors, data_begin=data_begin, file_bytes=file_bytes, where=where)
     digest = blake3(raw[: 8 + length]).hexdigest()
     return ShardHeader(shard, file_bytes, data_begin, cast(dict[str, str], metadata), tensors, digest)
-
-
-class _DuplicateKeyError(Exception):
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        raise _DuplicateKeyError(next(key for key, _ in pairs if key in seen or seen.add(key)))
-    return result
-
-
-def parse_json_object(text: str, *, where: str) -> dict[str, Any]:
-    """Parse a JSON object without duplicate keys; `where` names the file in messages."""
-    try:
-        document: Any = json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not JSON ({error}). Download the file again.") from None
-    except _DuplicateKeyError as error:
-        raise CheckpointError(f"{where}: the key {error.key!r} stands twice. Download the file again.") from None
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{where}: not a JSON object. Download the file again.")
-    return cast(dict[str, Any], document)
-
-
-def mapping_or_empty(value: object) -> dict[str, Any]:
-    """A part of a JSON document where an object belongs: it, or nothing where somebody put something else there."""
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
 
 
 def _is_count(value: object) -> bool:

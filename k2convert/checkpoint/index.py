@@ -3,19 +3,15 @@
 No tensor byte is read here. The same `Checkpoint` is built from a local folder or from headers fetched elsewhere.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from k2convert.checkpoint.header import ShardHeader, TensorInfo, check_plain_file, parse_json_object, read_header
-from k2convert.errors import CheckpointError, SourceReadError
-
-CONFIG_NAME = "config.json"
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_SHARD_NAME = "model.safetensors"
-SHARD_SUFFIX = ".safetensors"
+from k2convert.checkpoint.files import read_json_file
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
+from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
+from k2convert.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +79,6 @@ def build_checkpoint(
         raise CheckpointError(f"{folder / INDEX_NAME}: metadata is not a JSON object. Download the file again.")
     stray = tuple(shard for shard in present if shard not in headers)
     return Checkpoint(folder, config, headers, tensors, cast(dict[str, Any], metadata), stray)
-
-
-def read_json_file(path: Path) -> dict[str, Any]:
-    """Read one JSON object from a real file (no link); raises CheckpointError naming the file."""
-    try:
-        check_plain_file(path)
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing. A checkpoint needs it: download it again.") from None
-    except OSError as error:
-        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(f"{path}: not UTF-8 text. Download the file again.") from None
-    return parse_json_object(text, where=str(path))
-
-
-def dump_json(document: dict[str, Any]) -> bytes:
-    """JSON as the checkpoint's own files are written: two spaces, UTF-8, a final newline."""
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str] | None:

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from k2convert.checkpoint.index import dump_json
+from k2convert.checkpoint.files import dump_json
 from k2convert.errors import FormatError
 
 MODELOPT = "modelopt"
 COMPRESSED_TENSORS = "compressed-tensors"
 BLOCK_SIZE = 16
-HF_QUANT_CONFIG_NAME = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, slots=True)

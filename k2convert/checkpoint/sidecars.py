@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-from k2convert.checkpoint.index import CONFIG_NAME, INDEX_NAME
-from k2convert.checkpoint.layouts import HF_QUANT_CONFIG_NAME
+from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError
 
-LEDGER_NAME = "k2convert.json"
 # The source's own card would describe the wrong weights; the rest is rewritten or is weights in another form.
 _NOT_COPIED = frozenset({CONFIG_NAME, INDEX_NAME, HF_QUANT_CONFIG_NAME, LEDGER_NAME, "README.md"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".tmp", ".part"})

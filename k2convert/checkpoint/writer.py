@@ -10,9 +10,8 @@ import hashlib
 import mmap
 import os
 from collections import deque
-from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -21,89 +20,13 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.buffers import BUFFERS
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, _publish, _write_error
 from k2convert.checkpoint.page_cache import start_writing
-from k2convert.errors import DestinationWriteError, DiskFullError, K2ConvertError, SourceReadError
 
-TEMPORARY_SUFFIX = ".tmp"
 ALIGNMENT = 4096
 STAGING_BYTES = 16 << 20
 STAGING_BYTES_CACHED = 4 << 20  # what goes to the page cache gains nothing from large writes
 NUM_STAGING = 4
-PIECE_BYTES = 1 << 20
-
-
-Content = bytes | Path
-"""What a file is to hold: bytes, or those of another file, which are never all in memory."""
-
-
-def pieces(content: Content) -> Iterator[bytes]:
-    """The bytes of `content` in order; raises SourceReadError where a file cannot be read."""
-    if isinstance(content, bytes):
-        yield content
-        return
-    try:
-        with content.open("rb") as file:
-            while piece := file.read(PIECE_BYTES):
-                yield piece
-    except OSError as error:
-        raise SourceReadError(f"{content}: cannot be read ({error.strerror}). Check permissions and disk.") from None
-
-
-def num_bytes_of(content: Content) -> int:
-    """The length of `content`; raises OSError where a file is not there."""
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
-
-
-def write_atomically(path: Path, content: Content) -> None:
-    """Put `content` under `path`: complete and on disk, or not at all."""
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            for piece in pieces(content):
-                view = memoryview(piece)
-                while len(view):
-                    view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        _publish(temporary, path)
-    except OSError as error:
-        with suppress(OSError):  # in a folder that is read-only, removing fails too
-            temporary.unlink(missing_ok=True)
-        raise _write_error(path, error) from error
-
-
-@contextmanager
-def writing(path: Path) -> Generator[None]:
-    """Turn the system's errors within the block into DiskFullError or DestinationWriteError that name `path`."""
-    try:
-        yield
-    except K2ConvertError:
-        raise
-    except OSError as error:
-        raise _write_error(path, error) from error
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it; DestinationWriteError where that is not possible."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DestinationWriteError(
-            f"{folder}: cannot be made ({error.strerror}). Name a folder you may write to."
-        ) from None
-
-
-def holds_exactly(path: Path, content: Content) -> bool:
-    """Whether `path` is a real file with these bytes already."""
-    try:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size != num_bytes_of(content):
-            return False
-        with path.open("rb") as file:
-            return all(file.read(len(piece)) == piece for piece in pieces(content))
-    except OSError:
-        return False
 
 
 class ShardWriter:
@@ -247,25 +170,3 @@ def _open_direct(path: Path) -> int | None:
                 return None
             raise
     return descriptor
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _write_error(path: Path, error: OSError) -> OSError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFullError(
-            f"{path}: no room left on the disk. Finished shards are kept: free space and run the same command again."
-        )
-    if isinstance(error, K2ConvertError):
-        return error
-    return DestinationWriteError(
-        f"{path}: writing failed ({error.strerror}). Finished shards are kept: check permissions, limits and the disk, "
-        "or start over in a folder on another one."
-    )

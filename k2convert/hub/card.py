@@ -5,15 +5,12 @@ job give the same page. Built and checked by huggingface_hub's ModelCard.
 """
 
 import math
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, cast
 
-from k2convert.formats.metrics import WeightMetrics
-from k2convert.hub.client import Hub
-from k2convert.hub.preflight import Licence
+from k2convert.hub.source_card import SourceCard, _carried_over
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
-CARD_NAME = "README.md"
 PICTURES = ("report.png", "report.svg")
 _TP_SIZES = (8, 4, 2)
 _ENGINE_NAMES = {"modelopt": "`modelopt`", "compressed-tensors": "`compressed-tensors` (nvfp4-pack-quantized)"}
@@ -23,15 +20,6 @@ _ROLE_NAMES = {
     "dense_mlp": "dense MLP of the first layers",
     "total": "all converted weights",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SourceCard:
-    """What the source's own card states and the result's card carries over."""
-
-    licence: Licence = field(default_factory=Licence)
-    pipeline_tag: str | None = None
-    library_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,44 +54,6 @@ class CardFacts:
         return next((size for size in _TP_SIZES if width and width % (64 * size) == 0), 1)
 
 
-def read_source_card(text: str) -> SourceCard:
-    """Licence, task and library from a card's front matter; empty where there is none."""
-    from huggingface_hub import ModelCard
-
-    text = text.lstrip("\ufeff \t\r\n")
-    if not text.startswith("---"):
-        return SourceCard()
-    try:
-        data: dict[str, Any] = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # the parser's errors are not the library's; and somebody else's page is no reason to stop
-        return SourceCard()
-    stated: Any = data.get("license")
-    choices = cast(list[Any], stated) if isinstance(stated, list) else [stated]
-    return SourceCard(
-        Licence(_text(next(iter(choices), None)), _text(data.get("license_name")), _text(data.get("license_link"))),
-        _text(data.get("pipeline_tag")),
-        _text(data.get("library_name")),
-    )
-
-
-def read_source_card_file(path: Path) -> SourceCard:
-    """The same from a file that need not exist."""
-    return read_source_card(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else SourceCard()
-
-
-def accepted_card(hub: Hub, card: SourceCard) -> SourceCard:
-    """What of a source's card the Hub takes in another one: a licence that it does not know goes under `other`.
-
-    To be asked before the work: the Hub refuses the commit that has a page it does not accept. Raises HubError.
-    """
-    licence = card.licence
-    other = Licence("other", licence.name or licence.id, licence.link)
-    for offered in (card, replace(card, pipeline_tag=None), replace(card, licence=other), SourceCard(other)):
-        if hub.accepts_card(f"---\n{_carried_over(offered)}\n---\n"):
-            return offered
-    return SourceCard(Licence(name=licence.name or licence.id, link=licence.link))
-
-
 def build_card(facts: CardFacts) -> str:
     """The whole README.md, front matter first."""
     from huggingface_hub import ModelCard
@@ -111,10 +61,6 @@ def build_card(facts: CardFacts) -> str:
     sections = [_title(facts), _conversion(facts), _error(facts), _serving(facts), _hardware(facts), _provenance(facts)]
     body = "\n\n".join(section.strip() for section in sections)
     return str(ModelCard(f"---\n{_front_matter(facts)}\n---\n\n{body}\n"))
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None
 
 
 def _front_matter(facts: CardFacts) -> str:
@@ -129,21 +75,6 @@ def _front_matter(facts: CardFacts) -> str:
         pipeline_tag=facts.source.pipeline_tag or ("image-text-to-text" if _has_vision(facts) else "text-generation"),
         tags=tags,
     )
-
-
-def _carried_over(source: SourceCard, **more: Any) -> str:
-    """Front matter with what the source's card stated, and `more` in its place."""
-    from huggingface_hub import ModelCardData
-
-    fields: dict[str, Any] = {
-        "license": source.licence.id or "unknown",
-        "license_name": source.licence.name,
-        "license_link": source.licence.link,
-        "library_name": source.library_name,
-        "pipeline_tag": source.pipeline_tag,
-    }
-    data: Any = ModelCardData(**{key: value for key, value in (fields | more).items() if value is not None})
-    return str(data.to_yaml()).strip()
 
 
 def _has_vision(facts: CardFacts) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from k2convert.buffers import BUFFERS
-from k2convert.checkpoint.writer import writing
+from k2convert.checkpoint.files import writing
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError
 from k2convert.hub.client import Hub, ignore
 from k2convert.hub.request_errors import HubRequestError

@@ -14,21 +14,13 @@ from k2convert.errors import HubError
 from k2convert.hub.client import Hub, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteFile, RemoteRepo, list_files, read_file
+from k2convert.hub.source_card import Licence
 
 MAX_FILE_BYTES = 50_000_000_000  # the Hub's hard limit over HTTP; it recommends 20 GB
 RECOMMENDED_FILE_BYTES = 20_000_000_000
 FREE_PRIVATE_BYTES = 100_000_000_000  # private storage of a free account
 PRO_PRIVATE_BYTES = 1_000_000_000_000
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-
-
-@dataclass(frozen=True, slots=True)
-class Licence:
-    """A model's licence as its card states it; `name` and `link` belong to the Hub's licence `other`."""
-
-    id: str | None = None
-    name: str | None = None
-    link: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

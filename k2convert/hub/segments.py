@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from k2convert.checkpoint.writer import writing
+from k2convert.checkpoint.files import writing
 from k2convert.errors import DiskFullError, HubError
 from k2convert.hub.source import RemoteFile
 

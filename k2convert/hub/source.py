@@ -16,17 +16,10 @@ from pathlib import Path, PurePosixPath
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
+from k2convert.checkpoint.files import Content, num_bytes_of, pieces, read_json_file
 from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
-from k2convert.checkpoint.index import (
-    CONFIG_NAME,
-    INDEX_NAME,
-    SHARD_SUFFIX,
-    SINGLE_SHARD_NAME,
-    Checkpoint,
-    build_checkpoint,
-    read_json_file,
-)
-from k2convert.checkpoint.writer import Content, num_bytes_of, pieces
+from k2convert.checkpoint.index import Checkpoint, build_checkpoint
+from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError
 from k2convert.hub.client import Hub, RepoRef, ignore
 

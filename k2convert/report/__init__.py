@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k2convert.checkpoint.writer import make_folder, write_atomically
+from k2convert.checkpoint.files import make_folder, write_atomically
 from k2convert.errors import DestinationError
 from k2convert.report.checks import read_checks
 from k2convert.report.collect import MeasuredError, can_be_validated, check_folder, collect_report

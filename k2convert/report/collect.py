@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from k2convert.checkpoint.header import mapping_or_empty
-from k2convert.checkpoint.index import CONFIG_NAME, read_json_file
-from k2convert.checkpoint.sidecars import LEDGER_NAME
+from k2convert.checkpoint.files import mapping_or_empty, read_json_file
+from k2convert.checkpoint.names import CONFIG_NAME, LEDGER_NAME, WORK_FOLDER
 from k2convert.errors import CheckpointError
-from k2convert.formats.metrics import WeightMetrics, total_metrics
-from k2convert.journal import WORK_FOLDER, Journal, ShardRecord
-from k2convert.plan import fingerprint_digest
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
+from k2convert.records.fingerprint import fingerprint_digest
+from k2convert.records.journal import Journal
+from k2convert.records.shard_record import ShardRecord
 from k2convert.report.figures import Provenance, Report, TensorFigures, figures_from_metrics, heat_maps, locate
 
 _MAY_BE_NONE = frozenset(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from k2convert.formats.metrics import WeightMetrics
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.report.checks import Checks, Verdicts
 from k2convert.report.figures import Report, TensorFigures, scale_value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from k2convert.formats.metrics import WeightMetrics
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.report.checks import read_checks
 from k2convert.report.figures import Report, TensorFigures
 

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.errors import PlanError
-from k2convert.formats.metrics import WeightMetrics
-from k2convert.k2 import TEXT_PREFIX, WRAPPED_PREFIX, Role, TensorName, parse_tensor_name
+from k2convert.models.kimi import TEXT_PREFIX, WRAPPED_PREFIX, parse_tensor_name
+from k2convert.models.names import Role, TensorName
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
 PROJECTIONS = ("gate", "up", "down")
 MAX_CELLS = 1 << 20  # of one map; K2 has 23,040. A made-up expert number must not ask for terabytes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.validate import measure_folder
+from k2convert.validate.validation import measure_folder
 from scripts.bench.measure import Run, describe_machine, evict, run_once, summarize, warm
 from scripts.fixture_maker.__main__ import main as make_fixture
 

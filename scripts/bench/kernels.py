@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from k2convert.formats.arrays import Int4Arrays, as_arrays
-from k2convert.formats.int4 import Int4Weight, dequantize_int4
-from k2convert.formats.rule import Rule
-from k2convert.kernels import cpu
-from k2convert.quantizers import Quantizer, create_quantizer
+from k2convert.choices import Rule
+from k2convert.quantize.formats.arrays import Int4Arrays, as_arrays
+from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
+from k2convert.quantize.kernels import cpu
+from k2convert.quantize.quantizer import Quantizer, create_quantizer
 
 ROWS, COLUMNS = 2048, 7168
 NUM_TENSORS = 8
@@ -84,7 +84,7 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
     """Both rules with their counts on the device, its own copies, and ModelOpt's sweep over all E4M3 scales."""
     from modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep import nvfp4_fp8_scale_sweep
 
-    from k2convert.kernels import cuda
+    from k2convert.quantize.kernels import cuda
 
     device = torch.device("cuda")
     on_device = [weight.to(device) for weight in weights]

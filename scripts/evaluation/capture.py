@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from k2convert.layers.hidden_states import TENSOR_NAME
+from k2convert.forward.hidden_states import TENSOR_NAME
 from scripts.evaluation.models import build_model, source_mlps
 
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.k2 import Role, detect_family, parse_tensor_name
-from k2convert.layers.mlp import PROJECTIONS, Mlp
-from k2convert.layers.weights import DenseWeight, Projection, WeightReader, exact_weight
+from k2convert.forward.mlp import PROJECTIONS, Mlp
+from k2convert.forward.weights import DenseWeight, Projection, WeightReader, exact_weight
+from k2convert.models.kimi import detect_family, parse_tensor_name
+from k2convert.models.names import Role
 
 Mlps = dict[str, Mlp]
 """Module name of an MLP (`model.layers.1.mlp.experts.0`) to its weights."""

@@ -15,7 +15,7 @@ import pytest
 from blake3 import blake3
 from safetensors import safe_open
 
-from k2convert.cli import main
+from k2convert.cli.app import main
 
 REMEDY = re.compile(
     r"\b([Dd]ownload|Put|Give|[Nn]ame|[Ss]tart|Use|[Aa]dd|Free|[Rr]emove|[Dd]elete|Nothing to do|[Kk]nown|Shipped"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from k2convert.cli import main
+from k2convert.cli.app import main
 from scripts import fixture_maker as fixtures
 from scripts.fixture_maker.damage import edit_checkpoint, edit_config, edit_json
 from scripts.fixture_maker.folder import SmallCheckpoint

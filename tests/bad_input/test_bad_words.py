@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from k2convert.cli import main
+from k2convert.cli.app import main
 from scripts.fixture_maker.damage import edit_config, edit_json
 
 INDEX = "model.safetensors.index.json"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 HERE = Path(__file__).parent
-# The weights are those of the CPU kernels' tests.
-sys.path.insert(0, str(HERE.parent / "kernels"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,15 +7,15 @@ import pytest
 import torch
 from int4_makers import MAKERS, assert_same_counts, trained_like
 
-from k2convert.formats.arrays import as_arrays
-from k2convert.formats.int4 import Int4Weight
-from k2convert.formats.magnitude import Magnitude, measure
-from k2convert.formats.optimal import optimal_global_scale, quantize_optimal
-from k2convert.formats.optimal_bf16 import quantize_optimal_bf16
-from k2convert.formats.plain import plain_global_scale, quantize_plain
-from k2convert.formats.rule import RULES, Rule
-from k2convert.kernels import cpu, cuda
-from k2convert.quantizers import create_quantizer
+from k2convert.choices import RULES, Rule
+from k2convert.quantize.formats.arrays import as_arrays
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.kernels import cpu, cuda
+from k2convert.quantize.quantizer import create_quantizer
+from k2convert.quantize.rules.magnitude import Magnitude, measure
+from k2convert.quantize.rules.optimal import optimal_global_scale, quantize_optimal
+from k2convert.quantize.rules.optimal_bf16 import quantize_optimal_bf16
+from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

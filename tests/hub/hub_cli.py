@@ -31,7 +31,7 @@ def cli_environment() -> dict[str, str]:
 
 def run_here(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the command's entry point in this process."""
-    from k2convert.cli import main
+    from k2convert.cli.app import main
 
     out, err, code = io.StringIO(), io.StringIO(), 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}

@@ -11,9 +11,9 @@ import yaml
 from hub_cli import cli_environment
 from loopback import LoopbackHub
 
-from k2convert.checkpoint.index import read_json_file
-from k2convert.hub.card import CardFacts, SourceCard, build_card, read_source_card
-from k2convert.hub.preflight import Licence
+from k2convert.checkpoint.files import read_json_file
+from k2convert.hub.card import CardFacts, build_card
+from k2convert.hub.source_card import Licence, SourceCard, read_source_card
 
 # As documented for vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.2.
 KNOWN_OPTIONS = {

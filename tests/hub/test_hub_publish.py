@@ -10,11 +10,12 @@ from faults import Fault, Kind
 from loopback import TOKEN, LoopbackHub
 
 from k2convert.errors import ChangedFileError, HubError
-from k2convert.hub import publish
+from k2convert.hub import branch as publish
+from k2convert.hub.branch import Publication, Upload
 from k2convert.hub.client import Hub, RepoRef
-from k2convert.hub.preflight import Licence, Target, check_target
-from k2convert.hub.publish import Publication, Upload
+from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import resolve_source
+from k2convert.hub.source_card import Licence
 
 MIT = Licence("mit")
 BRANCH = "k2convert-0123"
@@ -220,7 +221,7 @@ def test_commits_stay_below_the_hourly_limit(
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr(publish, "MAX_COMMITS_PER_HOUR", 2)
-    monkeypatch.setattr("k2convert.hub.publish.time.sleep", waits.append)
+    monkeypatch.setattr("k2convert.hub.branch.time.sleep", waits.append)
     publication = Publication(hub, target_of(hub), BRANCH)
     publication.open()
     for upload in uploads(tiny):

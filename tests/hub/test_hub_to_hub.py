@@ -13,9 +13,9 @@ from hub_cli import HubCli
 from loopback import TOKEN, LoopbackHub
 from published import assert_published
 
-from k2convert.convert import Report, ShardConverter
-from k2convert.journal import ShardRecord
-from k2convert.plan import ShardJob
+from k2convert.job.shard import Report, ShardConverter
+from k2convert.plan.plan import ShardJob
+from k2convert.records.shard_record import ShardRecord
 
 SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 6)]
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from k2convert.errors import CheckpointError, DestinationError
-from k2convert.formats.metrics import WeightMetrics
-from k2convert.journal import Journal
-from k2convert.report import collect_report, write_report
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.records.journal import Journal
+from k2convert.report import write_report
+from k2convert.report.collect import collect_report
 from k2convert.report.figures import figures_from_metrics, heat_maps, locate
 
 EditJson = Callable[[Path, Callable[[dict[str, Any]], object]], None]
@@ -73,7 +74,7 @@ def test_folder_without_journal_falls_back_on_the_ledger(records_only: Path, con
 
 def test_measured_errors_stand_in_for_the_journal(records_only: Path, tiny: Path, converted: Path) -> None:
     from k2convert.checkpoint.index import open_checkpoint
-    from k2convert.validate import validate_checkpoint
+    from k2convert.validate.validation import validate_checkpoint
 
     validated = validate_checkpoint(folder=converted, source=open_checkpoint(tiny))
     assert validated.weights is not None

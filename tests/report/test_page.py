@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k2convert.report import ReportFiles, collect_report, write_report
+from k2convert.report import ReportFiles, write_report
 from k2convert.report.charts import draw_block_scales
 from k2convert.report.checks import read_checks
+from k2convert.report.collect import collect_report
 from k2convert.report.content import headline
 from k2convert.report.figures import HeatMap
 from k2convert.report.heat_map import colour_scale, draw_heat_maps

@@ -1,0 +1,92 @@
+"""How a validation is shown: every rule, the weights, the layers, the comparison."""
+
+import math
+
+from k2convert.cli.console import print_line, print_table
+from k2convert.validate.contract.findings import ContractReport
+from k2convert.validate.decode import DecodedError
+from k2convert.validate.layers.result import LayersReport
+from k2convert.validate.results import Comparison, ValidationReport, WeightsReport
+
+
+def show_validation(report: ValidationReport) -> None:
+    """Print a validation: every rule, the weights, the layers, the comparison."""
+    _show_contract(report.contract)
+    if report.weights is not None:
+        _show_weights("weight error, decoded from the written bytes", report.weights)
+    if report.layers is not None:
+        _show_layers(report.layers)
+    if report.comparison is not None:
+        _show_comparison(report.comparison)
+    print_line(f"{report.folder}: {'passed' if report.passed else 'FAILED'}")
+
+
+def _show_contract(contract: ContractReport) -> None:
+    rows = [
+        (str(rule.number), rule.verdict, f"{rule.count:,}" if rule.count else "", f"{rule.title}{_note(rule.note)}")
+        for rule in contract.rules
+    ]
+    title = f"servable contract: {contract.folder} ({contract.layout}, {contract.activations})"
+    print_table(title, ("rule", "verdict", "count", "what must hold"), rows, left=(0, 1, 3))
+    for rule in contract.rules:
+        for offender in rule.offenders:
+            print_line(f"rule {rule.number} {rule.verdict}: {offender.name}: {offender.problem}")
+
+
+def _note(text: str) -> str:
+    return f" ({text})" if text else ""
+
+
+def _error_row(label: str, error: DecodedError) -> tuple[str, ...]:
+    sqnr = error.sqnr_db
+    shown = "zero" if sqnr is None else f"{sqnr:.2f} dB" if math.isfinite(sqnr) else "exact" if sqnr > 0 else "broken"
+    equal = f"{100 * error.equal_nonzero / error.num_nonzero:.2f} %" if error.num_nonzero else ""
+    steps = "" if error.max_error_steps is None else f"{error.max_error_steps:.2f}"
+    return label, f"{error.num_weights:,}", shown, f"{error.relative_mse:.5f}", steps, equal
+
+
+_ERROR_COLUMNS = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged")
+
+
+def _show_weights(title: str, weights: WeightsReport) -> None:
+    rows = [_error_row(role, error) for role, error in weights.totals().items()]
+    rows += [_error_row(f"worst: {module}", error) for module, error in weights.worst(1)]
+    print_table(title, _ERROR_COLUMNS, rows)
+    if weights.journal_compared:
+        wrong = len(weights.journal_mismatches)
+        print_line(f"journal: {weights.journal_compared:,} tensors compared, {wrong:,} differ{_first(wrong, weights)}")
+    if weights.decoder_compared:
+        wrong = len(weights.decoder_mismatches)
+        print_line(f"library decoder: {weights.decoder_compared:,} tensors compared, {wrong:,} differ")
+
+
+def _first(wrong: int, weights: WeightsReport) -> str:
+    return f", first {weights.journal_mismatches[0]}" if wrong else ""
+
+
+def _show_layers(report: LayersReport) -> None:
+    rows = [
+        (
+            f"{layer.layer} {error.variant}",
+            f"{error.sqnr_db:.2f} dB",
+            f"{error.cosine:.6f}",
+            f"{error.worst_expert} ({error.worst_expert_sqnr_db:.2f} dB)",
+            "unchanged" if layer.router_unchanged else "CHANGED",
+        )
+        for layer in report.layers
+        for error in layer.errors
+    ]
+    title = f"reference layers, output against INT4 in FP32 ({report.hidden_states})"
+    print_table(title, ("layer", "output SQNR", "cosine", "worst expert", "router"), rows)
+    for layer in report.layers:
+        for failure in layer.failures:
+            print_line(f"layer {layer.layer}: {failure}")
+
+
+def _show_comparison(comparison: Comparison) -> None:
+    _show_contract(comparison.contract)
+    _show_weights(f"weight error of {comparison.folder}", comparison.weights)
+    print_line(
+        f"tensor by tensor: less error here in {comparison.better_here:,}, there in {comparison.better_there:,}, "
+        f"equal in {comparison.equal:,}"
+    )

@@ -1,0 +1,66 @@
+"""Inputs of a MoE block: captured from a model, or synthetic ones of the same shape.
+
+Captured states are a safetensors file with one tensor a layer, `layers.{N}.mlp.input` [tokens, hidden], floating point:
+what post_attention_layernorm gives to the MoE block. `scripts/eval capture` writes one.
+
+Synthetic states stand in where nobody can run the model. They have what matters for quantisation: RMS-normed rows, the
+layer's own norm weight, a log-normal spread of channels, a few channels that are much larger, and a mean that is not
+zero. They do not know the model's router, so experts are chosen more evenly than by real text.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.errors import CheckpointError
+from k2convert.forward.weights import WeightReader
+from k2convert.models.kimi import text_config
+
+TENSOR_NAME: Final = "layers.{layer}.mlp.input"
+CHANNEL_SIGMA: Final = 0.6
+OUTLIER_SHARE: Final = 0.003
+OUTLIER_FACTOR: Final = 8.0
+MEAN_SHARE: Final = 0.3
+
+
+def load_hidden_states(path: Path, *, layer: int, hidden_size: int, tokens: int) -> Tensor:
+    """Read the first `tokens` captured states of a layer as f32 [<= tokens, hidden]; CheckpointError if not there."""
+    header = read_header(path)
+    name = TENSOR_NAME.format(layer=layer)
+    info = header.tensors.get(name)
+    if info is None:
+        raise CheckpointError(
+            f"{path}: no tensor {name}. It has {', '.join(sorted(header.tensors)[:3]) or 'none'}; captured hidden "
+            f"states are named {TENSOR_NAME}, [tokens, hidden]."
+        )
+    if len(info.shape) != 2 or info.shape[1] != hidden_size or info.shape[0] == 0:
+        raise CheckpointError(f"{path}: {name} has shape {list(info.shape)}, expected [tokens, {hidden_size}].")
+    states = Checkpoint(path.parent, {}, {path.name: header}, header.tensors, {}, ())
+    reader = WeightReader(states)
+    try:
+        return reader.read(name, num_rows=min(tokens, info.shape[0])).float()
+    finally:
+        reader.close()
+
+
+def draw_hidden_states(norm_weight: Tensor, *, config: dict[str, Any], layer: int, tokens: int, seed: int) -> Tensor:
+    """Draw f32 [tokens, hidden] for a layer with post_attention_layernorm weight [hidden]; a seed fixes the values."""
+    hidden_size = norm_weight.numel()
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{layer}".encode()))
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    channels = torch.exp(CHANNEL_SIGMA * gaussian(hidden_size))
+    outliers = torch.randperm(hidden_size, generator=generator)[: max(1, round(OUTLIER_SHARE * hidden_size))]
+    channels[outliers] *= OUTLIER_FACTOR
+    states = (gaussian(tokens, hidden_size) + MEAN_SHARE * gaussian(hidden_size)) * channels
+    epsilon = float(text_config(config).get("rms_norm_eps", 1e-6))
+    return states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + epsilon) * norm_weight.float()

@@ -1,0 +1,46 @@
+"""One MLP of a MoE block, with the weights of every variant.
+
+Gate, up and down are read and converted by `plain` on the fly for one MLP at a time; weights stay coded until used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from k2convert.forward.activations import quantize_activations
+from k2convert.forward.weights import Projection
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(silu(gate(x)) * up(x)), inputs quantised where a projection has an input scale."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        """Map f32 [T, hidden] to f32 [T, hidden]."""
+        return self._run(x_TK, 0)
+
+    def on_both_inputs(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The output on FP32 inputs and the output on quantised ones; each weight is decoded once."""
+        tokens = x_TK.shape[0]
+        outputs = self._run(torch.cat([x_TK, x_TK]), tokens)
+        return outputs[:tokens], outputs[tokens:]
+
+    def _run(self, x_TK: Tensor, first: int) -> Tensor:
+        """Quantise the inputs of the tokens from `first` on."""
+        hidden = torch.nn.functional.silu(_linear(x_TK, self.gate, first)) * _linear(x_TK, self.up, first)
+        return _linear(hidden, self.down, first)
+
+
+def _linear(x_TK: Tensor, projection: Projection, first: int) -> Tensor:
+    if projection.input_scale is not None:
+        x_TK = torch.cat([x_TK[:first], quantize_activations(x_TK[first:], projection.input_scale)])
+    return projection.weight.linear(x_TK)

@@ -1,0 +1,98 @@
+"""The router of a Kimi K2 MoE block: sigmoid scores, a correction bias for the choice alone, group-limited top-k.
+
+Kimi K2 uses DeepSeek-V3's (`topk_method` noaux_tc); the arithmetic here is that of transformers' DeepseekV3TopkRouter
+(5.17) in FP32, and equal to it bit for bit. Converting does not touch the router: it decides which experts a wrong
+weight reaches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k2convert.errors import CheckpointError
+from k2convert.forward.weights import WeightReader
+from k2convert.models.kimi import text_config
+
+SCORES_PER_GROUP = 2
+"""A group's score is the sum of its best two."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """What config.json says about routing."""
+
+    experts_per_token: int
+    num_groups: int
+    chosen_groups: int
+    normalise: bool
+    scaling_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """For T tokens and k experts each: `experts` int64 [T, k], `weights` f32 [T, k]; `scores` f32 [T, E] of all."""
+
+    experts: Tensor
+    weights: Tensor
+    scores: Tensor
+
+    def tokens_of(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Tokens (int64 [t]) that chose an expert, and the weights (f32 [t]) they give it."""
+        tokens, places = torch.where(self.experts == expert)
+        return tokens, self.weights[tokens, places]
+
+    def likeliest_tokens(self, expert: int, count: int) -> Tensor:
+        """The tokens (int64) with the highest scores for an expert that none of them may have chosen."""
+        return torch.topk(self.scores[:, expert], min(count, self.scores.shape[0])).indices
+
+
+def read_router_config(config: dict[str, Any], *, where: str) -> RouterConfig:
+    """Read the routing fields of config.json; CheckpointError names what is missing or not DeepSeek-V3's method."""
+    text = text_config(config)
+
+    def field(key: str, kind: type) -> Any:
+        value = text.get(key)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise CheckpointError(f"{where}: config.json: {key} is {value!r}, but the router needs it.")
+        return value
+
+    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if text.get(key, known) != known:
+            raise CheckpointError(
+                f"{where}: config.json: {key} is {text[key]!r}, not {known!r}: this is not Kimi K2's router."
+            )
+    return RouterConfig(
+        experts_per_token=field("num_experts_per_tok", int),
+        num_groups=field("n_group", int),
+        chosen_groups=field("topk_group", int),
+        normalise=field("norm_topk_prob", bool),
+        scaling_factor=float(field("routed_scaling_factor", int | float)),  # type: ignore[arg-type]
+    )
+
+
+def route(hidden_TK: Tensor, weight_EK: Tensor, bias_E: Tensor, config: RouterConfig) -> Routing:
+    """Choose experts for FP32 hidden states [T, K] by router weight [E, K] and e_score_correction_bias [E]."""
+    num_experts = weight_EK.shape[0]
+    scores_TE = torch.nn.functional.linear(hidden_TK.float(), weight_EK.float()).sigmoid()
+    # The bias balances the load: it takes part in the choice, not in the weight.
+    choice_TE = scores_TE + bias_E.float()
+    grouped = choice_TE.view(-1, config.num_groups, num_experts // config.num_groups)
+    group_scores = grouped.topk(SCORES_PER_GROUP, dim=-1).values.sum(dim=-1)
+    chosen = torch.topk(group_scores, k=config.chosen_groups, dim=-1, sorted=False).indices
+    is_open = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, chosen, True)
+    choice_TE = grouped.masked_fill(~is_open.unsqueeze(-1), float("-inf")).reshape(-1, num_experts)
+    experts = torch.topk(choice_TE, k=config.experts_per_token, dim=-1, sorted=False).indices
+    weights = scores_TE.gather(1, experts)
+    if config.normalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return Routing(experts=experts, weights=weights * config.scaling_factor, scores=scores_TE)
+
+
+def route_block(source: WeightReader, stem: str, hidden_TK: Tensor, config: RouterConfig) -> Routing:
+    """Route hidden states f32 [T, hidden] by the router of the block `stem` (`...layers.N.mlp`)."""
+    weight, bias = source.read(f"{stem}.gate.weight"), source.read(f"{stem}.gate.e_score_correction_bias")
+    return route(hidden_TK, weight, bias, config)

@@ -1,0 +1,209 @@
+"""Weights read from a checkpoint one projection at a time and decoded by tables of their own, some rows at a time.
+
+The decoders here share nothing with `formats`: what the converter wrote is read back from its bytes as the format
+documents describe them, so a mistake in the codecs shows as a wrong layer.
+
+    INT4   byte k of a row: column 2k in the low nibble, 2k + 1 in the high one, code q + 8; times BF16 s per 32
+    NVFP4  the same nibble order; nibble = sign << 3 | index of {0, .5, 1, 1.5, 2, 3, 4, 6}; times E4M3 b per 16,
+           times g (modelopt layout) or divided by 1/g (compressed-tensors layout)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.errors import CheckpointError
+from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE
+from k2convert.quantize.formats.int4 import Int4Weight
+
+_DTYPES: Final = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
+_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+CHUNK_ROWS: Final = 64
+"""Rows decoded at once: 1.8 MB at K2's size, which the allocator keeps, where a whole weight is 59 MB of new pages."""
+
+
+def _pairs(values: list[float]) -> Tensor:
+    """For 16 nibble values the table from a byte to its two columns, low nibble first: f32 pairs as int64 [256]."""
+    return torch.tensor([(values[byte & 15], values[byte >> 4]) for byte in range(256)]).view(torch.int64).flatten()
+
+
+def _e4m3_values() -> Tensor:
+    """Values f32 [256] of the E4M3 (fn) bytes: bias 7, subnormals below 2^-6, 0x7F and 0xFF are NaN."""
+    values: list[float] = []
+    for byte in range(256):
+        exponent, mantissa = (byte >> 3) & 15, byte & 7
+        value = math.ldexp(8 + mantissa, exponent - 10) if exponent else math.ldexp(mantissa, -9)
+        value = math.nan if byte & 0x7F == 0x7F else value
+        values.append(-value if byte & 0x80 else value)
+    return torch.tensor(values)
+
+
+_INT4_PAIRS: Final = _pairs([float(nibble - 8) for nibble in range(16)])
+_E2M1_PAIRS: Final = _pairs([*_E2M1, *(-value for value in _E2M1)])
+_E4M3: Final = _e4m3_values()
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeight:
+    """A weight [N, K] in BF16 or FP32."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def linear(self, x_TK: Tensor) -> Tensor:
+        """x W^T in f32 [T, N]."""
+        return torch.nn.functional.linear(x_TK, self.values.float())
+
+    def decode(self) -> Tensor:
+        """The weight as f32 [N, K]."""
+        return self.values.float()
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """Codes uint8 [N, K/2], what each byte means (f32 pairs as int64 [256]), and f32 steps [N, K/block]."""
+
+    packed: Tensor
+    pairs: Tensor
+    steps: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.packed.shape[0], 2 * self.packed.shape[1]
+
+    def linear(self, x_TK: Tensor) -> Tensor:
+        """x W^T in f32 [T, N], the weight decoded a few rows at a time."""
+        rows = self.shape[0]
+        result = torch.empty(x_TK.shape[0], rows)
+        for start in range(0, rows, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, rows)
+            result[:, start:stop] = torch.nn.functional.linear(x_TK, self.rows(start, stop))
+        return result
+
+    def decode(self) -> Tensor:
+        """The weight as f32 [N, K]."""
+        return self.rows(0, self.shape[0])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Some rows of the weight as f32 [stop - start, K]."""
+        values = self.pairs.index_select(0, self.packed[start:stop].flatten().int()).view(torch.float32)
+        steps = self.steps[start:stop]
+        values.view(*steps.shape, -1).mul_(steps.unsqueeze(-1))
+        return values.view(stop - start, self.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear layer; `input_scale` is None where its input is not quantised."""
+
+    weight: DenseWeight | CodedWeight
+    input_scale: float | None = None
+
+
+class WeightReader:
+    """Reads the tensors of one checkpoint by name; holds files open until closed."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._shards = ShardReader(checkpoint.path)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._shards.close()
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of that name."""
+        return name in self.checkpoint.tensors
+
+    def info(self, name: str) -> TensorInfo:
+        """Where a tensor lies; CheckpointError where there is none."""
+        found = self.checkpoint.tensors.get(name)
+        if found is None:
+            raise CheckpointError(f"{self.checkpoint.folder}: tensor {name} is missing. The layer cannot be computed.")
+        return found
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor's bytes, uint8 [num_bytes]."""
+        return torch.frombuffer(self._shards.read(self.info(name)), dtype=torch.uint8)
+
+    def read(self, name: str, *, num_rows: int | None = None) -> Tensor:
+        """A floating-point or U8 tensor in its own dtype and shape, or its first `num_rows` rows."""
+        info = self.info(name)
+        if info.dtype not in _DTYPES:
+            raise CheckpointError(f"{info.shard}: {name} is {info.dtype}; expected one of {', '.join(_DTYPES)}.")
+        shape = info.shape if num_rows is None else (num_rows, *info.shape[1:])
+        dtype = _DTYPES[info.dtype]
+        buffer = self._shards.read(info, end=math.prod(shape) * dtype.itemsize)
+        return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+    def read_source(self, module: str) -> Int4Weight | Tensor:
+        """A projection of the INT4 source as it is stored: INT4, or bf16 [N, K]."""
+        if not self.has(f"{module}.{WEIGHT_PACKED}"):
+            return self.read(f"{module}.{WEIGHT}")
+        rows = self.info(f"{module}.{WEIGHT_PACKED}").shape[0]
+        packed = self.raw(f"{module}.{WEIGHT_PACKED}").view(rows, -1)
+        return Int4Weight(packed=packed, scales=self.read(f"{module}.{WEIGHT_SCALE}"))
+
+    def is_nvfp4(self, module: str) -> bool:
+        """Whether a projection is stored as NVFP4, in either layout."""
+        return self._layout(module) is not None
+
+    def read_converted(self, module: str, *, shape: tuple[int, int] | None = None) -> Projection:
+        """A projection of a converted checkpoint, NVFP4 or left in BF16; CheckpointError where it is not of `shape`."""
+        names = self._layout(module)
+        found = self._nvfp4(module, names) if names else Projection(DenseWeight(self.read(f"{module}.{WEIGHT}")))
+        if shape is not None and found.weight.shape != shape:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: {module} is {list(found.weight.shape)}, in the source {list(shape)}. "
+                "The two are not checkpoints of the same model."
+            )
+        return found
+
+    def _layout(self, module: str) -> LayoutNames | None:
+        return next((n for n in LAYOUTS.values() if self.has(f"{module}.{n.global_scale}")), None)
+
+    def _nvfp4(self, module: str, names: LayoutNames) -> Projection:
+        packed = self.read(f"{module}.{names.weight}")
+        name = f"{module}.{names.block_scale}"
+        scales = self.raw(name).view(self.info(name).shape)
+        if packed.ndim != 2 or scales.shape != (packed.shape[0], packed.shape[1] // 8):
+            raise CheckpointError(
+                f"{self.info(name).shard}: {name}: shape {list(scales.shape)} does not fit codes {list(packed.shape)}."
+            )
+        has_input_scale = self.has(f"{module}.{names.input_scale}")
+        return Projection(
+            nvfp4_weight(packed, scales, self._scalar(module, names, names.global_scale)),
+            self._scalar(module, names, names.input_scale) if has_input_scale else None,
+        )
+
+    def _scalar(self, module: str, names: LayoutNames, parameter: str) -> float:
+        return names.decode_scalar(self.raw(f"{module}.{parameter}").numpy().tobytes())
+
+
+def exact_weight(weight: Int4Weight | Tensor) -> DenseWeight | CodedWeight:
+    """The source's weight: q * s is exact in FP32 (4 and 8 bits of significand); bf16 [N, K] is taken as it is."""
+    if isinstance(weight, Tensor):
+        return DenseWeight(weight)
+    return CodedWeight(weight.packed, _INT4_PAIRS, weight.scales.float())
+
+
+def nvfp4_weight(packed: Tensor, block_scales: Tensor, global_scale: float) -> CodedWeight:
+    """The weight v * (b * g) of codes uint8 [N, K/2] and E4M3 bytes uint8 [N, K/16]."""
+    steps = _E4M3[block_scales.int()] * torch.tensor(global_scale, dtype=torch.float32)
+    return CodedWeight(packed, _E2M1_PAIRS, steps)

@@ -1,0 +1,82 @@
+"""hub.source_card."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from k2convert.hub.client import Hub
+
+
+@dataclass(frozen=True, slots=True)
+class Licence:
+    """A model's licence as its card states it; `name` and `link` belong to the Hub's licence `other`."""
+
+    id: str | None = None
+    name: str | None = None
+    link: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCard:
+    """What the source's own card states and the result's card carries over."""
+
+    licence: Licence = field(default_factory=Licence)
+    pipeline_tag: str | None = None
+    library_name: str | None = None
+
+
+def read_source_card(text: str) -> SourceCard:
+    """Licence, task and library from a card's front matter; empty where there is none."""
+    from huggingface_hub import ModelCard
+
+    text = text.lstrip("\ufeff \t\r\n")
+    if not text.startswith("---"):
+        return SourceCard()
+    try:
+        data: dict[str, Any] = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # the parser's errors are not the library's; and somebody else's page is no reason to stop
+        return SourceCard()
+    stated: Any = data.get("license")
+    choices = cast(list[Any], stated) if isinstance(stated, list) else [stated]
+    return SourceCard(
+        Licence(_text(next(iter(choices), None)), _text(data.get("license_name")), _text(data.get("license_link"))),
+        _text(data.get("pipeline_tag")),
+        _text(data.get("library_name")),
+    )
+
+
+def read_source_card_file(path: Path) -> SourceCard:
+    """The same from a file that need not exist."""
+    return read_source_card(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else SourceCard()
+
+
+def accepted_card(hub: Hub, card: SourceCard) -> SourceCard:
+    """What of a source's card the Hub takes in another one: a licence that it does not know goes under `other`.
+
+    To be asked before the work: the Hub refuses the commit that has a page it does not accept. Raises HubError.
+    """
+    licence = card.licence
+    other = Licence("other", licence.name or licence.id, licence.link)
+    for offered in (card, replace(card, pipeline_tag=None), replace(card, licence=other), SourceCard(other)):
+        if hub.accepts_card(f"---\n{_carried_over(offered)}\n---\n"):
+            return offered
+    return SourceCard(Licence(name=licence.name or licence.id, link=licence.link))
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _carried_over(source: SourceCard, **more: Any) -> str:
+    """Front matter with what the source's card stated, and `more` in its place."""
+    from huggingface_hub import ModelCardData
+
+    fields: dict[str, Any] = {
+        "license": source.licence.id or "unknown",
+        "license_name": source.licence.name,
+        "license_link": source.licence.link,
+        "library_name": source.library_name,
+        "pipeline_tag": source.pipeline_tag,
+    }
+    data: Any = ModelCardData(**{key: value for key, value in (fields | more).items() if value is not None})
+    return str(data.to_yaml()).strip()

@@ -1,0 +1,159 @@
+"""Recipes: what to make of a checkpoint, as data. YAML in, frozen and complete object out.
+
+A recipe names roles, never regular expressions. Unknown keys are refused: a misspelt key would otherwise silently
+change what is published.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from k2convert.errors import RecipeError
+from k2convert.models.names import Family
+
+Layout = Literal["modelopt", "compressed-tensors"]
+Rule = Literal["optimal", "plain"]
+Activations = Literal["w4a4", "w4a16"]
+QuantizerName = Literal["native", "reference"]
+Target = Literal["nvfp4", "bf16"]
+RoleName = Literal["experts", "shared_experts", "dense_mlp"]
+
+
+def _is_fp32_scale(value: float) -> float:
+    """One layout stores the scale, the other its reciprocal."""
+    if not 2.0**-126 <= value <= 2.0**126:
+        raise ValueError("must be between 1.2e-38 and 8.5e+37: it and its reciprocal are stored in FP32")
+    return value
+
+
+Fp32Scale = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_is_fp32_scale)]
+
+_FORBID = ConfigDict(extra="forbid", frozen=True)
+
+
+class InputScale(BaseModel):
+    """Constant activation scales: activation amax / 2688, one for gate and up, one for down."""
+
+    model_config = _FORBID
+    gate_up: Fp32Scale = 1.0
+    down: Fp32Scale = 1.0
+
+
+class Budget(BaseModel):
+    """What `validate` accepts: the least SQNR in dB of a converted tensor, a reference layer, a single expert in it."""
+
+    model_config = _FORBID
+    tensor_sqnr_db: float = 17.0
+    layer_sqnr_db: float = 15.0
+    expert_sqnr_db: float = 12.0
+
+
+class Recipe(BaseModel):
+    """One artefact: which roles become NVFP4, by which rule, in which layout."""
+
+    model_config = _FORBID
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    family: Family | None = None
+    target: Target = "nvfp4"
+    layout: Layout = "modelopt"
+    rule: Rule = "optimal"
+    quantizer: QuantizerName = "native"
+    activations: Activations = "w4a4"
+    roles: tuple[RoleName, ...] = ("experts",)
+    input_scale: InputScale = InputScale()
+    kv_cache: Literal["fp8"] | None = None
+    budget: Budget = Budget()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Recipe":
+        if len(set(self.roles)) != len(self.roles):
+            raise ValueError("roles: a role stands twice; remove one")
+        if "experts" not in self.roles:
+            raise ValueError("roles: 'experts' must be among them; the routed experts are what is INT4 in the source")
+        if self.quantizer == "reference" and self.rule != "plain":
+            raise ValueError("quantizer 'reference' is the published pipeline and knows one rule; add 'rule: plain'")
+        return self
+
+    def document(self) -> dict[str, Any]:
+        """The resolved recipe as plain data, every default written out."""
+        return self.model_dump(mode="json")
+
+
+def recipes_folder() -> Path:
+    """Where the shipped recipes lie: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "_recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the recipes that come with k2convert."""
+    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+
+
+def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
+    """Load a recipe by shipped name or by path; `overrides` that are not None replace its fields."""
+    path = Path(name_or_path)
+    if not path.is_file():
+        path = recipes_folder() / f"{name_or_path}.yaml"
+    if not path.is_file():
+        raise RecipeError(
+            f"recipe {name_or_path}: neither a file nor a shipped recipe. Shipped: {', '.join(shipped_recipes())}."
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        repeated = _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader))
+        document: Any = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"{path}: not YAML ({reason}). Start from a shipped recipe.") from None
+    if repeated is not None:
+        raise RecipeError(f"{path}: the key {repeated!r} stands twice. Remove one.")
+    if not isinstance(document, dict):
+        raise RecipeError(f"{path}: a recipe must be a mapping of keys to values. Start from a shipped one.")
+    return build_recipe(cast(dict[str, Any], document), where=str(path), **overrides)
+
+
+def build_recipe(document: dict[str, Any], *, where: str, **overrides: Any) -> Recipe:
+    """Check a recipe document; raises RecipeError naming file, key and what is allowed."""
+    merged = document | {key: value for key, value in overrides.items() if value is not None}
+    try:
+        return Recipe.model_validate(merged)
+    except ValidationError as error:
+        raise RecipeError(f"{where}: {_explain(error)}") from None
+
+
+def default_recipe_name(family: Family) -> str:
+    """The shipped recipe that serves a family when none is named: routed experts only, every engine's default."""
+    return {Family.K2_THINKING: "kimi-k2-thinking-nvfp4", Family.K2_5: "kimi-k2.5-nvfp4"}[family]
+
+
+def _explain(error: ValidationError) -> str:
+    parts: list[str] = []
+    for problem in error.errors():
+        place = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = {"input_scale": InputScale, "budget": Budget}.get(str(problem["loc"][0]), Recipe).model_fields
+            parts.append(f"unknown key {place!r}; known keys: {', '.join(known)}")
+        else:
+            reason = problem["msg"].removeprefix("Value error, ")
+            parts.append(f"{place}: {reason}" if place else reason)
+    return "; ".join(parts)
+
+
+def _repeated_key(node: yaml.Node | None) -> str | None:
+    """The first key that a mapping holds twice; YAML itself would silently take the last."""
+    if isinstance(node, yaml.SequenceNode):
+        return next((key for key in map(_repeated_key, node.value) if key is not None), None)
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    seen: set[str] = set()
+    for key, value in node.value:
+        if key.value in seen:
+            return str(key.value)
+        seen.add(str(key.value))
+        if (inner := _repeated_key(value)) is not None:
+            return inner
+    return None

@@ -1,0 +1,125 @@
+"""The tables of `formats.scale_tables`, cut to what a kernel needs to find a block's best scale in one look.
+
+The definition of `optimal` compares 82 candidates. Which of them can win depends on which magnitudes occur in the
+block: a block with 1, 2, 3, 5 and 7 in it is never served best by t = 4. So the 255 sets of magnitudes fall into
+`NUM_WINDOWS` windows of 16 neighbouring candidates that hold every winner, for every mantissa of s; 31 sets, which
+hold few and even magnitudes and hardly ever occur, need a look at two windows. That this loses nothing is proven by
+exhaustion: tests/kernels/test_windows.py compares all 735,470 histograms under all 128 mantissas with the full search.
+
+A position p counts candidates upwards (larger scale, larger t): position 6 is the first with t >= 1. Errors are
+integers in units of (s / ms)**2, capped at 2**16 - 1; less 2**15 they are 16-bit numbers. A sum without a capped error
+is exact and others are at most too small, so the least sum is the winner's wherever it has none. Where it has one,
+which hardly ever happens, the kernel searches again among all candidates. (A CUDA device has room for larger numbers.)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from k2convert.quantize.kernels._cpu import SearchTables
+from k2convert.quantize.rules.scale_tables import (
+    FIRST_CANDIDATE,
+    MIN_MANTISSA,
+    NUM_CANDIDATES,
+    NUM_MANTISSAS,
+    ZERO_CANDIDATE,
+    candidate_tables,
+)
+
+LANES: Final = 16
+WINDOW_STARTS: Final = (0, 7, 11, 13, 15, 16, 19, 21, 23)
+NUM_WINDOWS: Final = len(WINDOW_STARTS)
+PAIRS: Final = ((0, 5), (1, 8))
+NUM_POSITIONS: Final = WINDOW_STARTS[-1] + LANES
+WINDOW_OF_SET: Final = (
+    "001030004010100061102910491019107010300011101000a110211011101110"
+    "81919111419191112190211021901110a1919111319191112190211021901110"
+    "8110210041101100411021004110110021102100111011002110211011101100"
+    "a1919111419191114190211041901110a1919111319091102190211021901110"
+)
+"""The window of each set of magnitudes, one hexadecimal digit; bit k - 1 of the place says that |q| = k occurs. 9 and a
+stand for two windows that join: the first and the sixth (positions 0 to 31), the second and the last (7 to 38)."""
+
+BOUND_ASSIGNMENTS: Final = (
+    (0, 1, 2, 3, 4, 6, 6, 8, 8),
+    (0, 1, 2, 4, 4, 6, 8, 8, 8),
+    (0, 1, 3, 4, 6, 6, 8, 8, 12),
+    (0, 1, 3, 4, 6, 8, 8, 8, 12),
+    (0, 2, 3, 4, 6, 8, 8, 12, 12),
+    (0, 3, 6, 8, 12, 12, 12, 12, 12),
+)
+"""Of the assignments in formats.block_bound those that some histogram needs, as doubled values: for all 735,471 of them
+the greatest quotient is the same without the others (tests/kernels/test_windows.py)."""
+
+FLOAT_ERROR_CAP: Final = (1 << 20) - 1
+"""Sums of 16 errors up to this are exact in float32; no winner is near it."""
+ERROR_CAP: Final = (1 << 16) - 1
+ERROR_SHIFT: Final = 1 << 15
+LARGEST_KEY: Final = 255
+"""A key is error << 8 | LARGEST_KEY - position: the least has the least error, and of equal ones the larger scale."""
+LOWEST_STEP: Final = 6
+"""Positions below the first candidate with t >= 1."""
+LAST_GRID_RANK: Final = NUM_CANDIDATES - 2
+SHIFT_OF_ONE: Final = 4
+"""mb * 2**4 reaches every ms: the first candidate with t >= 1 has this shift, or mb = 8 and one more."""
+
+
+@lru_cache(maxsize=1)
+def search_tables() -> SearchTables:
+    """Build the tables for the CPU kernels; cpp/groups.hpp says what each one is."""
+    tables = candidate_tables()
+    maps, map_ids = np.unique(tables.nibble_maps, return_inverse=True)
+    nibbles = (maps.view(np.uint64)[:, None] >> (4 * np.arange(16, dtype=np.uint64))) & np.uint64(15)
+    positions = np.array(WINDOW_STARTS)[:, None] + np.arange(LANES)
+    return SearchTables(
+        windows=np.array([int(digit, 16) for digit in WINDOW_OF_SET], dtype=np.uint8),
+        errors=_paired_errors().reshape(-1),
+        keys=(LARGEST_KEY - positions).astype(np.int32).reshape(-1),
+        choices=(map_ids.reshape(-1) | _capped_magnitudes().reshape(-1) << 8).astype(np.uint16),
+        maps=nibbles.astype(np.uint8).reshape(-1),
+        full_errors=tables.errors.reshape(-1),
+        scale_bytes=tables.scale_bytes.reshape(-1),
+    )
+
+
+def _capped_magnitudes() -> NDArray[np.uint16]:
+    """Return uint16 [128, 82]: bit k - 1 is set where the error of |q| = k is above the cap."""
+    errors_SkC = candidate_tables().errors[:, 1:, :]
+    bits_k1 = (1 << np.arange(8, dtype=np.uint16))[:, None]
+    return ((errors_SkC / 4 > ERROR_CAP) * bits_k1).sum(axis=1).astype(np.uint16)
+
+
+def lowest_rank(mantissas: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rank in CandidateTables of position 0 for each ms; position p has rank `lowest_rank - p`."""
+    grid_index = 8 * SHIFT_OF_ONE + (mantissas + 15) // 16 - 8 - LOWEST_STEP
+    return LAST_GRID_RANK - grid_index
+
+
+def set_windows() -> NDArray[np.uint8]:
+    """Return uint8 [256, 2]: the windows to look at for each set of magnitudes, one twice where it is enough."""
+    entries = [int(digit, 16) for digit in WINDOW_OF_SET]
+    return np.array([PAIRS[e - NUM_WINDOWS] if e >= NUM_WINDOWS else (e, e) for e in entries], dtype=np.uint8)
+
+
+def window_errors() -> NDArray[np.float32]:
+    """Return float32 [128, 9, 8, 16]: error of |q| = 1..8 under each candidate of each window, for every ms."""
+    errors_SkC = candidate_tables().errors
+    mantissas_S = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS, dtype=np.int64)
+    ranks_SP = lowest_rank(mantissas_S)[:, None] - np.arange(NUM_POSITIONS)
+    assert ranks_SP.min() >= FIRST_CANDIDATE > ZERO_CANDIDATE
+    by_position = np.take_along_axis(errors_SkC[:, 1:, :], ranks_SP[:, None, :], axis=2)
+    # Every candidate here has a shift of at least one, so errors in units of (s / 2ms)**2 are multiples of four.
+    capped = np.minimum(by_position / 4, FLOAT_ERROR_CAP).astype(np.float32)
+    windows = [capped[:, :, start : start + LANES] for start in WINDOW_STARTS]
+    return np.ascontiguousarray(np.stack(windows, axis=1))
+
+
+def _paired_errors() -> NDArray[np.int16]:
+    """Return int16 [128, 9, 4, 16, 2]: the same by pairs of |q|, less ERROR_SHIFT."""
+    shifted = (np.minimum(window_errors(), ERROR_CAP) - ERROR_SHIFT).astype(np.int16)
+    pairs = shifted.reshape(NUM_MANTISSAS, NUM_WINDOWS, -1, 2, LANES)
+    return np.ascontiguousarray(pairs.swapaxes(-1, -2))

@@ -1,0 +1,33 @@
+"""records.fingerprint."""
+
+import json
+from typing import Any
+
+from blake3 import blake3
+
+from k2convert import __version__
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.plan.recipe import Recipe
+
+ARITHMETIC_VERSION = 1  # raise whenever the same input would give other bytes
+
+
+def job_fingerprint(*, source: Checkpoint, recipe: Recipe, revision: str | None) -> dict[str, Any]:
+    """Everything the result's bytes depend on, field by field, so that a refused resume can name what changed."""
+    headers = blake3()
+    for shard, header in sorted(source.headers.items()):
+        headers.update(f"{shard}\0{header.digest}\0{header.file_bytes}\n".encode())
+    config = blake3(json.dumps(source.config, sort_keys=True).encode())
+    identity: dict[str, Any] = {
+        "k2convert": __version__,
+        "arithmetic": ARITHMETIC_VERSION,
+        "source_revision": revision,
+        "source_headers": headers.hexdigest(),
+        "source_config": config.hexdigest(),
+    }
+    return identity | {k: v for k, v in recipe.document().items() if k not in ("name", "family", "budget")}
+
+
+def fingerprint_digest(fingerprint: dict[str, Any]) -> str:
+    """One short name for a fingerprint, as records carry it."""
+    return blake3(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,187 @@
+"""Rules 11, 12, 13 and 15: config.json and hf_quant_config.json against the tensors and the source."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, cast
+
+from k2convert.checkpoint.files import mapping_or_empty, read_json_file
+from k2convert.checkpoint.layouts import BLOCK_SIZE, MODELOPT, quant_algo
+from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME
+from k2convert.errors import CheckpointError
+from k2convert.validate.contract.findings import Findings
+from k2convert.validate.contract.subject import Subject
+
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_ABSENT = object()
+
+
+def exclude_entries(subject: Subject) -> list[str]:
+    """The list of modules that stay BF16, as config.json gives it; empty where there is none."""
+    declared = _declared(subject)
+    entries: Any = declared.get("ignore", declared.get("exclude_modules"))
+    return [e for e in cast(list[Any], entries) if isinstance(e, str)] if isinstance(entries, list) else []
+
+
+def _declared(subject: Subject) -> dict[str, Any]:
+    return mapping_or_empty((subject.config or {}).get(QUANTIZATION_KEYS[0]))
+
+
+def check_quantization_config(subject: Subject) -> Findings:
+    """Rule 11. A second or nested quantization_config is what engines may read instead of this one."""
+    found = Findings(11)
+    if (subject.folder / CONFIG_NAME).is_symlink():
+        found.skip("config.json is a link, see rule 16")
+        return found
+    if subject.config is None:
+        found.error(CONFIG_NAME, subject.config_problem)
+        return found
+    places = list(_find_keys(subject.config, ""))
+    for place in places:
+        if place != QUANTIZATION_KEYS[0]:
+            found.error(place, "a quantization config in a place of its own; engines may read this one")
+    if QUANTIZATION_KEYS[0] not in places:
+        found.error(QUANTIZATION_KEYS[0], "missing at the top level")
+        return found
+    declared = _declared(subject)
+    expected = _expected_modelopt(subject) if subject.layout == MODELOPT else _expected_compressed_tensors()
+    for key, value in expected.items():
+        if not _same(declared.get(key), value):
+            found.error(f"quantization_config.{key}", f"{declared.get(key)!r}, expected {value!r}")
+    _check_groups(subject, declared, found)
+    return found
+
+
+def _find_keys(node: Any, path: str) -> Iterator[str]:
+    for key, value in mapping_or_empty(node).items():
+        place = f"{path}.{key}" if path else key
+        if key in QUANTIZATION_KEYS:
+            yield place
+        elif isinstance(value, dict):
+            yield from _find_keys(value, place)
+
+
+def _expected_modelopt(subject: Subject) -> dict[str, Any]:
+    algo = quant_algo("w4a4" if subject.has_input_scale else "w4a16")
+    return {"quant_method": "modelopt", "quant_algo": algo, "group_size": BLOCK_SIZE}
+
+
+def _expected_compressed_tensors() -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+
+
+def _check_groups(subject: Subject, declared: dict[str, Any], found: Findings) -> None:
+    groups = mapping_or_empty(declared.get("config_groups"))
+    if not groups:
+        found.error("quantization_config.config_groups", "missing")
+    shared: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
+    if subject.layout != MODELOPT:
+        shared |= {"strategy": "tensor_group", "symmetric": True}
+    # Local scales are taken from each block of the activation at run time; modelopt has no word for it.
+    dynamic: Any = False if subject.layout == MODELOPT else "local"
+    for name, group in groups.items():
+        where = f"quantization_config.config_groups.{name}"
+        _check_scheme(mapping_or_empty(group).get("weights"), shared | {"dynamic": False}, f"{where}.weights", found)
+        activations = mapping_or_empty(group).get("input_activations")
+        if subject.has_input_scale:
+            _check_scheme(activations, shared | {"dynamic": dynamic}, f"{where}.input_activations", found)
+        elif activations is not None:
+            found.error(f"{where}.input_activations", "present, but the tensors are W4A16: there is no input scale")
+        if "Linear" not in (mapping_or_empty(group).get("targets") or []):
+            found.error(f"{where}.targets", "does not name Linear")
+
+
+def _check_scheme(scheme: Any, expected: dict[str, Any], where: str, found: Findings) -> None:
+    if not isinstance(scheme, dict):
+        found.error(where, "missing; engines would take the checkpoint for another scheme")
+        return
+    for key, value in expected.items():
+        stated = mapping_or_empty(cast(object, scheme)).get(key)
+        if not _same(stated, value):
+            found.error(f"{where}.{key}", f"{stated!r}, expected {value!r}")
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Equal as JSON: True is not 1, and 1 is not 1.0."""
+    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
+
+
+def check_config_unchanged(subject: Subject) -> Findings:
+    """Rule 12: engines read much more than the quantisation from config.json, and defaults differ between them."""
+    found = Findings(12)
+    if subject.source is None:
+        found.skip("needs --source")
+    elif subject.config is None:
+        found.skip("config.json cannot be read, see rule 11")
+    else:
+        for place, before, after in _differences(subject.source.config, subject.config, ""):
+            if before is _ABSENT:
+                found.error(place, f"{after!r}, not in the source")
+            else:
+                found.error(place, "missing" if after is _ABSENT else f"{after!r}, was {before!r}")
+    return found
+
+
+def _differences(before: Any, after: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    left, right = mapping_or_empty(before), mapping_or_empty(after)
+    for key in (*left, *(key for key in right if key not in left)):
+        if key in QUANTIZATION_KEYS:
+            continue
+        place = f"{path}.{key}" if path else key
+        one, other = left.get(key, _ABSENT), right.get(key, _ABSENT)
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _differences(cast(object, one), cast(object, other), place)
+        elif one is _ABSENT or other is _ABSENT or not _same(one, other):
+            yield place, one, other
+
+
+def check_hf_quant_config(subject: Subject, *, compare_lists: bool) -> Findings:
+    """Rule 13. TensorRT-LLM reads this file first; vLLM's fallback reader wants `modelopt` as the producer's name.
+
+    What config.json itself may have wrong is expected here as it should be, so that a fault in one file is found there;
+    `compare_lists` is off where rule 14 has found config.json's list wrong, or found none.
+    """
+    found = Findings(13)
+    path = subject.folder / HF_QUANT_CONFIG_NAME
+    if subject.layout != MODELOPT:
+        if path.exists():
+            found.error(HF_QUANT_CONFIG_NAME, "of the modelopt layout, but the tensors are compressed-tensors'")
+        return found
+    if path.is_symlink():
+        found.skip(f"{HF_QUANT_CONFIG_NAME} is a link, see rule 16")
+        return found
+    try:
+        document = read_json_file(path)
+    except CheckpointError as error:
+        found.error(HF_QUANT_CONFIG_NAME, str(error))
+        return found
+    producer = mapping_or_empty(document.get("producer")).get("name")
+    if producer != "modelopt":
+        found.error("producer.name", f"{producer!r}, expected 'modelopt'")
+    stated, expected = mapping_or_empty(document.get("quantization")), _expected_modelopt(subject)
+    del expected["quant_method"]
+    recipe, declared = subject.ledger.recipe, _declared(subject)
+    has_fp8_cache = recipe.kv_cache is not None if recipe is not None else declared.get("kv_cache_scheme") is not None
+    expected["kv_cache_quant_algo"] = "FP8" if has_fp8_cache else None
+    if compare_lists:
+        expected["exclude_modules"] = declared.get("ignore", declared.get("exclude_modules"))
+    for key in {**expected, "exclude_modules": None}:
+        if key not in stated:
+            found.error(f"quantization.{key}", "missing; vLLM refuses the file without it")
+        elif key in expected and not _same(stated[key], expected[key]):
+            found.error(f"quantization.{key}", f"{stated[key]!r}, expected {expected[key]!r} as in config.json")
+    return found
+
+
+def check_kv_cache(subject: Subject) -> Findings:
+    """Rule 15. An FP8 cache changes answers at long context, so it is a choice of its own; without scales it is 1.0."""
+    found = Findings(15)
+    scheme = _declared(subject).get("kv_cache_scheme")
+    recipe = subject.ledger.recipe
+    place = "quantization_config.kv_cache_scheme"
+    if recipe is not None and (recipe.kv_cache is not None) != (scheme is not None):
+        asked = "asked for it" if recipe.kv_cache is not None else "did not ask for one"
+        found.error(place, f"{scheme!r}, but the recipe {asked}")
+    elif scheme is not None:
+        known = "" if recipe is not None else "; nothing says whether it was asked for"
+        found.warn(place, f"FP8 cache without k and v scales: engines take 1.0{known}")
+    return found

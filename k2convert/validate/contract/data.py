@@ -1,0 +1,118 @@
+"""Rules 4, 5, 6, 7 and 18: what the bytes say."""
+
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Protocol
+
+from k2convert.models.names import Role
+from k2convert.plan.recipe import Budget
+from k2convert.validate.contract.findings import Findings
+from k2convert.validate.contract.scan import ScanResult
+from k2convert.validate.contract.subject import Subject
+
+
+class TensorError(Protocol):
+    """What rule 18 needs of a measured tensor: its SQNR in dB against the INT4 source."""
+
+    @property
+    def sqnr_db(self) -> float | None: ...
+
+
+def check_block_scales(scan: ScanResult) -> Findings:
+    """Rule 4: 0x7F and 0xFF are NaN, signs are not read as such, and a block of scale zero holds plain zeros."""
+    found = Findings(4)
+    for name, count in scan.invalid_scales.items():
+        found.error(name, f"{count:,} block scales are NaN or negative", count=count)
+    for name, count in scan.zero_blocks_with_codes.items():
+        found.error(name, f"{count:,} blocks have scale zero and codes that are not", count=count)
+    return found
+
+
+def check_subnormal_scales(scan: ScanResult) -> Findings:
+    """Rule 5, a warning: the Marlin kernels on Hopper flush these block scales (bytes 0x01-0x07) to zero."""
+    found = Findings(5)
+    for name, count in scan.subnormal_scales.items():
+        found.warn(name, f"{count:,} block scales below 2^-6", count=count)
+    return found
+
+
+def check_scalars(subject: Subject, scan: ScanResult) -> Findings:
+    """Rule 6. Engines use gate's global scale for both or the larger of the two; either way the other's rows are wrong.
+
+    Input scales that vary within a layer are a warning: most kernels use the layer's maximum, so variation is lost.
+    """
+    found = Findings(6)
+    shared: dict[tuple[str, str], dict[str, bytes]] = defaultdict(dict)
+    by_layer: dict[str, dict[bytes, str]] = defaultdict(dict)
+    for name, raw in scan.scalars.items():
+        module_name, _, parameter = name.rpartition(".")
+        value = struct.unpack("<f", raw)[0]
+        if not math.isfinite(value) or value <= 0:
+            found.error(name, f"{value!r}, expected finite and positive")
+        module = subject.modules[module_name]
+        shared[module.parts.sharing_key, parameter][name] = raw
+        if parameter == subject.names.input_scale and module.parts.role is Role.EXPERTS:
+            kind = "down" if module.parts.projection == "down" else "gate and up"
+            by_layer[f"layer {module.parts.layer} {kind}"].setdefault(raw, name)
+    for members in shared.values():
+        if len(set(members.values())) > 1:
+            stated = " and ".join(f"{struct.unpack('<f', raw)[0]!r}" for raw in members.values())
+            found.error(next(iter(members)), f"gate and up differ: {stated}")
+    for where, values in by_layer.items():
+        if len(values) > 1 and not found.errors:
+            found.warn(where, f"{len(values)} different input scales; kernels use one a layer")
+    return found
+
+
+def check_copies(subject: Subject, scan: ScanResult) -> Findings:
+    """Rule 7: dtype, shape and bytes of everything that was not converted; what is missing is rule 8's."""
+    found = Findings(7)
+    if subject.source is None:
+        found.skip("needs --source")
+        return found
+    compared = 0
+    for name, tensor in subject.tensors.items():
+        before = subject.source.tensors.get(name)
+        module = subject.modules.get(name.rpartition(".")[0])
+        if before is None or (module is not None and module.is_converted):
+            continue
+        compared += 1
+        if (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
+            was = f"{before.dtype} {list(before.shape)}"
+            found.error(name, f"{tensor.dtype} {list(tensor.shape)}, was {was}")
+        elif name in scan.different:
+            found.error(name, f"{scan.different[name]:,} of {tensor.num_bytes:,} bytes differ")
+    found.note = f"{compared:,} tensors compared"
+    return found
+
+
+def check_errors(
+    subject: Subject, tensor_errors: Mapping[str, TensorError] | None, budget_sqnr_db: float | None
+) -> Findings:
+    """Rule 18: every converted tensor has a measured SQNR, and it is not below the recipe's budget."""
+    found = Findings(18)
+    if tensor_errors is None:
+        found.skip("needs --source" if subject.source is None else "the weights were not measured")
+        return found
+    recipe = subject.ledger.recipe
+    budget = budget_sqnr_db
+    if budget is None:
+        budget = (recipe.budget if recipe is not None else Budget()).tensor_sqnr_db
+    worst = math.inf
+    for module in subject.converted:
+        measured = tensor_errors.get(module.name)
+        if measured is None:
+            # A projection that cannot be decoded is named by rule 1 or 3.
+            if set(subject.expected_parameters) <= set(module.parameters):
+                found.error(module.name, "was not measured")
+            continue
+        sqnr = measured.sqnr_db
+        if sqnr is None:
+            continue  # an all-zero tensor has no ratio
+        worst = min(worst, sqnr)
+        if not sqnr >= budget:
+            found.error(module.name, f"SQNR {sqnr:.2f} dB, the budget is {budget:.2f}")
+    found.note = f"worst {worst:.2f} dB, budget {budget:.2f} dB" if math.isfinite(worst) else f"budget {budget:.2f} dB"
+    return found

@@ -1,0 +1,131 @@
+"""Rules 16, 17 and 19: the folder as a package."""
+
+from pathlib import Path
+from typing import Any, cast
+
+from k2convert.checkpoint.names import INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
+from k2convert.checkpoint.sidecars import list_sidecars
+from k2convert.validate.contract.findings import Findings
+from k2convert.validate.contract.scan import ScanResult
+from k2convert.validate.contract.subject import Subject
+
+_TEMPORARY_SUFFIXES = (".tmp", ".part", ".incomplete")
+_COMPARE_BYTES = 1 << 20
+
+
+def check_package(subject: Subject) -> Findings:
+    """Rule 16: what an engine opens is what the index says, whole, and no leftover of a run lies beside it."""
+    found = Findings(16)
+    for shard, problem in subject.unreadable.items():
+        found.error(shard, problem)
+    _check_index(subject, found)
+    for path in _visible_files(subject.folder):
+        name = str(path.relative_to(subject.folder))
+        if path.is_symlink():
+            if name not in subject.unreadable and name != INDEX_NAME:  # those were refused when opened
+                found.error(name, "is a link")
+        elif path.suffix == SHARD_SUFFIX and name not in subject.headers and name not in subject.unreadable:
+            found.error(name, "a shard that the index does not name")
+        elif path.suffix in _TEMPORARY_SUFFIXES:
+            found.error(name, "a temporary file")
+    return found
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    """Everything but folders; hidden folders (the journal, a download cache) are not part of the package."""
+    result: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts[:-1])
+        if not hidden and (path.is_symlink() or path.is_file()):
+            result.append(path)
+    return result
+
+
+def _check_index(subject: Subject, found: Findings) -> None:
+    single = subject.index is None and list(subject.headers) == [SINGLE_SHARD_NAME]
+    if single and not (subject.folder / INDEX_NAME).exists():
+        return
+    if subject.index is None:
+        found.error(INDEX_NAME, subject.index_problem)
+        return
+    weight_map: Any = subject.index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        found.error(INDEX_NAME, "has no weight_map")
+        return
+    mapped = cast(dict[str, Any], weight_map)
+    lies_in = {name: shard for shard, header in subject.headers.items() for name in header.tensors}
+    for name, shard in mapped.items():
+        if shard not in subject.unreadable and lies_in.get(name) != shard:
+            where = f"is in {lies_in[name]}" if name in lies_in else "is in no shard"
+            found.error(name, f"the index says {shard}, it {where}")
+    for name, shard in lies_in.items():
+        if name not in mapped:
+            found.error(name, f"in {shard}, but not in the index")
+    total: Any = cast(dict[str, Any], subject.index.get("metadata") or {}).get("total_size")
+    actual = sum(t.num_bytes for header in subject.headers.values() for t in header.tensors.values())
+    if not subject.unreadable and (total != actual or isinstance(total, float)):
+        found.error(f"{INDEX_NAME}: metadata.total_size", f"{total!r}, the tensors have {actual}")
+    num_found = sum(len(header.tensors) for header in subject.headers.values())
+    if num_found != len(lies_in):
+        found.error(INDEX_NAME, f"{num_found - len(lies_in)} tensors stand in two shards")
+
+
+def check_sidecars(subject: Subject) -> Findings:
+    """Rule 17. The files are compared with the source's, never run; code the source does not have is refused."""
+    found = Findings(17)
+    if subject.source is None:
+        found.skip("needs --source")
+        return found
+    expected = list_sidecars(subject.source.folder)
+    for relative in expected:
+        path = subject.folder / relative
+        if path.is_symlink():
+            continue  # rule 16 names it
+        if not path.is_file():
+            found.error(str(relative), "missing")
+        elif not _same_bytes(path, subject.source.folder / relative):
+            found.error(str(relative), "differs from the source's")
+    for path in _visible_files(subject.folder):
+        relative = path.relative_to(subject.folder)
+        if path.suffix == ".py" and relative not in expected:
+            found.error(str(relative), "code that is not in the source")
+    found.note = f"{len(expected)} files compared"
+    return found
+
+
+def _same_bytes(left: Path, right: Path) -> bool:
+    if left.stat().st_size != right.stat().st_size:
+        return False
+    with left.open("rb") as one, right.open("rb") as other:
+        while block := one.read(_COMPARE_BYTES):
+            if block != other.read(_COMPARE_BYTES):
+                return False
+    return True
+
+
+def check_ledger(subject: Subject, scan: ScanResult) -> Findings:
+    """Rule 19: the ledger says from what and by which recipe, and every shard has the size and hash it states."""
+    found = Findings(19)
+    ledger = subject.ledger
+    if (subject.folder / LEDGER_NAME).is_symlink():
+        found.skip(f"{LEDGER_NAME} is a link, see rule 16")
+        return found
+    for problem in ledger.problems:
+        found.error(LEDGER_NAME, problem)
+    if not ledger.is_present:
+        return found
+    for shard, digest in scan.digests.items():
+        stated = ledger.shards.get(shard)
+        if stated is None:
+            found.error(shard, "is not in the ledger")
+        elif stated[0] != digest:
+            found.error(shard, "its blake3 is not the ledger's: the file was changed after it was written")
+        elif shard in subject.headers and stated[1] != subject.headers[shard].file_bytes:
+            found.error(shard, f"{subject.headers[shard].file_bytes:,} bytes, the ledger says {stated[1]:,}")
+    for shard in sorted(set(ledger.shards) - set(scan.digests) - set(subject.unreadable)):
+        found.error(shard, "is in the ledger but not there")
+    if subject.source is not None and ledger.source_headers:
+        headers = {shard: header.digest for shard, header in subject.source.headers.items()}
+        if headers != ledger.source_headers:
+            found.warn(LEDGER_NAME, "names other source headers than those of --source")
+    return found

@@ -1,0 +1,252 @@
+"""The one pass over the shards' bytes: hashes, block scales, scalars and copied tensors, in bounded memory.
+
+Reading is most of what a check of 594 GB costs, so everything that needs data takes it from the same read: each shard
+is read once in file order, in batches of whole tensors, the next batch while this one is looked at. Whoever wants the
+converted tensors' bytes too (to decode and measure them) gets them through `observe`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from k2convert.checkpoint.header import ShardHeader, TensorInfo
+from k2convert.checkpoint.reader import Bytes, ShardReader
+from k2convert.validate.contract.subject import Module, Subject
+from k2convert.validate.contract.tensors import shape_problems
+
+BATCH_BYTES = 16 << 20
+SUBNORMAL_LAST = 0x07
+LARGEST_FINITE = 0x7E
+_BLOCKS_AT_ONCE = 1 << 20
+_CODE_BYTES_A_BLOCK = 8
+
+Observe = Callable[[str, str, Bytes], None]
+"""Called as observe(module, parameter, bytes) with every tensor of every converted module, whole, in file order."""
+Advance = Callable[[int], None]
+"""Called with the number of bytes just dealt with."""
+Passing = Callable[[str, Bytes], None]
+"""Called as passing(shard, bytes) with all bytes of all shards in order, mostly from another thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [begin, end) of one tensor, lying at `offset` in the batch that was read."""
+
+    tensor: TensorInfo
+    begin: int
+    end: int
+    offset: int
+
+
+@dataclass(slots=True)
+class ScanResult:
+    """What the pass found, by the tensors' expected names (see Subject)."""
+
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+    invalid_scales: dict[str, int] = field(default_factory=dict[str, int])
+    subnormal_scales: dict[str, int] = field(default_factory=dict[str, int])
+    zero_blocks_with_codes: dict[str, int] = field(default_factory=dict[str, int])
+    scalars: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    different: dict[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What one tensor of the folder is: its expected name, its converted module if any, its source if copied."""
+
+    name: str
+    parameter: str
+    module: Module | None
+    is_readable: bool
+    source: TensorInfo | None
+
+
+def scan_shards(
+    subject: Subject,
+    *,
+    observe: Observe | None,
+    advance: Advance | None,
+    passing: Passing | None = None,
+    digests: Mapping[str, str] | None = None,
+) -> ScanResult:
+    """Read every readable shard once; raises SourceReadError where the system cannot read one.
+
+    Of a shard whose blake3 is among `digests` only scales and scalars are read: its bytes are vouched for elsewhere.
+    """
+    result = ScanResult()
+    targets = _targets(subject)
+    source = subject.source
+    with (
+        ShardReader(lambda shard: subject.folder / shard) as reader,
+        ShardReader(
+            lambda shard: source.path(shard) if source is not None else subject.folder / shard
+        ) as source_reader,
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan") as ahead,
+    ):
+        scan = _Scan(subject, targets, reader, source_reader, result, observe, ahead, passing, digests or {})
+        for shard, header in subject.headers.items():
+            result.digests[shard] = scan.shard(header, advance)
+            reader.close()
+        for shard in subject.unreadable:
+            path = subject.folder / shard
+            if path.is_file() and not path.is_symlink():
+                result.digests[shard] = _hash_file(path)
+    return result
+
+
+def _hash_file(path: Path) -> str:
+    digest = blake3(max_threads=blake3.AUTO)
+    with path.open("rb") as file:
+        while block := file.read(BATCH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _targets(subject: Subject) -> dict[tuple[str, str], _Target]:
+    """(shard, name found) -> what it is."""
+    targets: dict[tuple[str, str], _Target] = {}
+    problems = {module.name: shape_problems(subject, module) for module in subject.converted}
+    for name, tensor in subject.tensors.items():
+        module_name, _, parameter = name.rpartition(".")
+        if module_name in problems:
+            readable = parameter not in problems[module_name]
+            targets[tensor.shard, tensor.name] = _Target(name, parameter, subject.modules[module_name], readable, None)
+            continue
+        before = subject.source.tensors.get(name) if subject.source is not None else None
+        same_form = before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
+        targets[tensor.shard, tensor.name] = _Target(name, parameter, None, True, before if same_form else None)
+    return targets
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    subject: Subject
+    targets: dict[tuple[str, str], _Target]
+    reader: ShardReader
+    source_reader: ShardReader
+    result: ScanResult
+    observe: Observe | None
+    ahead: ThreadPoolExecutor
+    passing: Passing | None
+    digests: Mapping[str, str]
+
+    def shard(self, header: ShardHeader, advance: Advance | None) -> str:
+        """Go through one shard; returns the blake3 of the whole file."""
+        known, digest = self.digests.get(header.shard), blake3(max_threads=blake3.AUTO)
+        if known is None:
+            digest.update(self._read(header.shard, 0, header.data_begin).data)
+        batches = list(self._batches(header, whole=known is None))
+        reading = self.ahead.submit(self._read_batch, batches[0]) if batches else None
+        for number, batch in enumerate(batches):
+            assert reading is not None
+            data = reading.result()
+            if number + 1 < len(batches):
+                reading = self.ahead.submit(self._read_batch, batches[number + 1])
+            if known is None:
+                digest.update(data.data)
+            for piece in batch:
+                self._look_at(piece, data[piece.offset : piece.offset + piece.end - piece.begin])
+            if advance is not None:
+                advance(len(data))
+        return known or digest.hexdigest()
+
+    def _batches(self, header: ShardHeader, *, whole: bool) -> Iterator[list[Piece]]:
+        """Neighbouring pieces in file order; tensors of converted modules stay whole, large copied ones are cut.
+
+        Those of a shard that is not looked at as a `whole` are what the rules check by itself.
+        """
+        batch: list[Piece] = []
+        filled = 0
+        for tensor in sorted(header.tensors.values(), key=lambda t: (t.begin, t.end)):
+            target = self.targets.get((tensor.shard, tensor.name))
+            if not whole and not self._is_checked(target):
+                continue
+            stays_whole = target is not None and target.module is not None
+            size = max(tensor.num_bytes, 1) if stays_whole else BATCH_BYTES
+            for begin in range(0, max(tensor.num_bytes, 1), size):
+                end = min(begin + size, tensor.num_bytes)
+                adjoins = batch and batch[-1].tensor.begin + batch[-1].end == tensor.begin + begin
+                if batch and (not adjoins or filled + end - begin > BATCH_BYTES):
+                    yield batch
+                    batch, filled = [], 0
+                batch.append(Piece(tensor, begin, end, filled))
+                filled += end - begin
+        if batch:
+            yield batch
+
+    def _is_checked(self, target: _Target | None) -> bool:
+        names = self.subject.names
+        checked = (names.block_scale, names.global_scale, names.input_scale)
+        return target is not None and target.module is not None and target.parameter in checked
+
+    def _read_batch(self, batch: list[Piece]) -> Bytes:
+        first, last = batch[0], batch[-1]
+        return self._read(first.tensor.shard, first.tensor.begin + first.begin, last.tensor.begin + last.end)
+
+    def _read(self, shard: str, begin: int, end: int) -> Bytes:
+        data = self.reader.read(TensorInfo("(all)", "U8", (end - begin,), begin, end, shard))
+        if self.passing is not None:
+            self.passing(shard, data)
+        return data
+
+    def _look_at(self, piece: Piece, data: Bytes) -> None:
+        target = self.targets.get((piece.tensor.shard, piece.tensor.name))
+        if target is None:
+            return
+        if target.source is not None:
+            self._compare(target, piece, data)
+        elif target.module is not None:
+            if target.is_readable:
+                self._check_converted(target, target.module, data)
+            if self.observe is not None:
+                self.observe(target.module.name, target.parameter, data)
+
+    def _compare(self, target: _Target, piece: Piece, data: Bytes) -> None:
+        assert target.source is not None
+        before = self.source_reader.read(target.source, begin=piece.begin, end=piece.end)
+        if not np.array_equal(before, data):
+            changed = int(np.count_nonzero(before != data))
+            self.result.different[target.name] = self.result.different.get(target.name, 0) + changed
+
+    def _check_converted(self, target: _Target, module: Module, data: Bytes) -> None:
+        names = self.subject.names
+        if target.parameter in (names.global_scale, names.input_scale):
+            self.result.scalars[target.name] = data.tobytes()
+        elif target.parameter == names.block_scale and _outside(data, SUBNORMAL_LAST + 1, LARGEST_FINITE):
+            self._count_scales(target, module, data)
+
+    def _count_scales(self, target: _Target, module: Module, scales: Bytes) -> None:
+        """Only reached where some byte is outside 2^-6 .. 448; the usual tensor is done with one comparison."""
+        counts = np.bincount(scales, minlength=256)
+        invalid = int(counts[LARGEST_FINITE + 1 :].sum())
+        if invalid:
+            self.result.invalid_scales[target.name] = invalid
+        subnormal = int(counts[1 : SUBNORMAL_LAST + 1].sum())
+        if subnormal:
+            self.result.subnormal_scales[target.name] = subnormal
+        weight = module.parameters.get(self.subject.names.weight)
+        if counts[0] and weight is not None and not shape_problems(self.subject, module):
+            dirty = self._zero_blocks_with_codes(weight, scales)
+            if dirty:
+                self.result.zero_blocks_with_codes[f"{module.name}.{self.subject.names.weight}"] = dirty
+
+    def _zero_blocks_with_codes(self, weight: TensorInfo, scales: Bytes) -> int:
+        dirty = 0
+        for begin in range(0, scales.size, _BLOCKS_AT_ONCE):
+            zero = np.flatnonzero(scales[begin : begin + _BLOCKS_AT_ONCE] == 0)
+            if zero.size:
+                first, last = begin + int(zero[0]), begin + int(zero[-1]) + 1
+                codes = self.reader.read(
+                    weight, begin=first * _CODE_BYTES_A_BLOCK, end=last * _CODE_BYTES_A_BLOCK
+                ).reshape(-1, _CODE_BYTES_A_BLOCK)
+                dirty += int(np.count_nonzero(codes[zero + begin - first].any(axis=1)))
+        return dirty
+
+
+def _outside(data: Bytes, least: int, largest: int) -> bool:
+    """Whether any byte lies outside least .. largest, by two reductions and no temporary."""
+    return bool(data.size) and (int(data.min()) < least or int(data.max()) > largest)

@@ -1,0 +1,114 @@
+"""The MoE block of one layer, computed expert by expert in every variant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from k2convert.forward.router import Routing
+from k2convert.forward.weights import WeightReader
+from k2convert.validate.layers.result import W4A4_VARIANTS, Variant, VariantError
+from k2convert.validate.layers.versions import read_mlp
+
+PROBE_TOKENS = 2
+"""Tokens given to an expert that none has chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockError:
+    """Errors of one block by variant; `expert_sqnr_db` of each expert's own output, weight-only."""
+
+    errors: tuple[VariantError, ...]
+    expert_sqnr_db: tuple[float, ...]
+    num_reached: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """Outputs f64 [T, hidden] of the block so far, and each expert's own SQNR."""
+
+    reference: Tensor
+    variants: dict[Variant, Tensor]
+    expert_sqnr_db: dict[Variant, list[float]] = field(default_factory=dict[Variant, list[float]])
+    shared_sqnr_db: dict[Variant, float] = field(default_factory=dict[Variant, float])
+
+    def add(self, tokens: Tensor, reference: Tensor, outputs: dict[Variant, Tensor], weights: Tensor | None) -> None:
+        """Add an MLP's outputs f32 [t, hidden], weighted by f32 [t], to the block's for those tokens."""
+        factor = 1.0 if weights is None else weights.unsqueeze(-1)
+        self.reference.index_add_(0, tokens, (reference * factor).double())
+        for variant, output in outputs.items():
+            self.variants[variant].index_add_(0, tokens, (output * factor).double())
+
+
+def compute_block(
+    stem: str,
+    hidden_TK: Tensor,
+    routing: Routing,
+    *,
+    source: WeightReader,
+    converted: WeightReader,
+    with_fp4_inputs: bool,
+    progress: Callable[[int, int], None] | None = None,
+) -> BlockError:
+    """Compute the block `stem` for f32 [T, hidden] from both checkpoints and compare every variant's output.
+
+    `with_fp4_inputs` computes the W4A4 variants too; it needs a checkpoint with input scales.
+    """
+    num_experts = routing.scores.shape[1]
+    variants = [variant for variant in Variant if with_fp4_inputs or variant not in W4A4_VARIANTS]
+    outputs = _Outputs(
+        torch.zeros_like(hidden_TK, dtype=torch.float64),
+        {variant: torch.zeros_like(hidden_TK, dtype=torch.float64) for variant in variants},
+        {variant: [] for variant in variants},
+    )
+    num_reached = 0
+    for expert in range(num_experts):
+        mlp = read_mlp(f"{stem}.experts.{expert}", source=source, converted=converted)
+        tokens, weights = routing.tokens_of(expert)
+        is_reached = tokens.numel() > 0
+        num_reached += is_reached
+        probe = tokens if is_reached else routing.likeliest_tokens(expert, PROBE_TOKENS)
+        reference, results = mlp.run(hidden_TK[probe], with_fp4_inputs=with_fp4_inputs)
+        for variant, result in results.items():
+            outputs.expert_sqnr_db[variant].append(sqnr_db(reference, result))
+        if is_reached:
+            outputs.add(tokens, reference, results, weights)
+        if progress is not None:
+            progress(expert + 1, num_experts)
+    if source.has(f"{stem}.shared_experts.gate_proj.weight"):
+        mlp = read_mlp(f"{stem}.shared_experts", source=source, converted=converted)
+        reference, results = mlp.run(hidden_TK, with_fp4_inputs=with_fp4_inputs)
+        outputs.shared_sqnr_db.update({variant: sqnr_db(reference, result) for variant, result in results.items()})
+        outputs.add(torch.arange(hidden_TK.shape[0]), reference, results, None)
+    errors = tuple(_variant_error(variant, outputs) for variant in variants)
+    return BlockError(errors, tuple(outputs.expert_sqnr_db[Variant.CONVERTED]), num_reached)
+
+
+def _variant_error(variant: Variant, outputs: _Outputs) -> VariantError:
+    result, experts = outputs.variants[variant], outputs.expert_sqnr_db[variant]
+    cosine = torch.nn.functional.cosine_similarity(outputs.reference, result, dim=-1)
+    worst = min(range(len(experts)), key=experts.__getitem__)
+    return VariantError(
+        variant=variant,
+        sqnr_db=sqnr_db(outputs.reference, result),
+        cosine=float(cosine.mean()),
+        worst_cosine=float(cosine.min()),
+        worst_expert=worst,
+        worst_expert_sqnr_db=experts[worst],
+        shared_experts_sqnr_db=outputs.shared_sqnr_db.get(variant),
+    )
+
+
+def sqnr_db(reference: Tensor, result: Tensor) -> float:
+    """10 log10 of signal over noise energy; infinite without noise, -infinite where something is not finite."""
+    signal = float(reference.double().square().sum())
+    noise = float((result.double() - reference.double()).square().sum())
+    if not math.isfinite(noise):
+        return -math.inf
+    if noise == 0.0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf

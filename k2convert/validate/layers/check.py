@@ -1,0 +1,127 @@
+"""Reference layers: a MoE block computed for real, from the source's INT4 weights and from the converted bytes.
+
+The router, every routed expert and the shared experts are computed in FP32 on the same hidden states, once with the
+source's exact q*s and once per variant: the converted weights, the converted weights on FP4 activations, what `plain`
+makes of the same source, and FP4 activations alone. Experts stream one by one, so a K2 layer needs under 4 GB.
+
+An expert no token chose is run on the tokens that came nearest to choosing it: it cannot hide, but it adds nothing to
+the layer's output. Input scales are taken expert by expert as stored; engines that use one per layer take the largest,
+which is the same number wherever they are constant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.errors import CheckpointError
+from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
+from k2convert.forward.router import read_router_config, route_block
+from k2convert.forward.weights import WeightReader
+from k2convert.models.kimi import detect_family, read_architecture
+from k2convert.validate.layers.block import BlockError, compute_block
+from k2convert.validate.layers.result import LayerBudget, LayerResult, LayersReport, Variant
+
+Progress = Callable[[int, int, int], None]
+"""Called with layer, experts done, experts in all."""
+
+ROUTER_PARAMETERS = ("weight", "e_score_correction_bias")
+
+
+def moe_layers(source: Checkpoint) -> tuple[int, ...]:
+    """The layers that can be checked."""
+    return read_architecture(source.config, where=str(source.folder)).moe_layers
+
+
+def check_layers_exist(source: Checkpoint, layers: Sequence[int]) -> None:
+    """Refuse layers that are not there or not mixtures of experts (CheckpointError); from the config alone."""
+    known = moe_layers(source)
+    if unknown := [layer for layer in layers if layer not in known]:
+        there = f"{known[0]}..{known[-1]}" if known else "none"
+        raise CheckpointError(f"{source.folder}: layer {unknown[0]} has no MoE block. Layers that have: {there}.")
+
+
+@torch.inference_mode()
+def check_layers(
+    *,
+    source: Checkpoint,
+    converted: Checkpoint,
+    layers: Sequence[int],
+    hidden_states: Path | None = None,
+    tokens: int = 256,
+    seed: int = 0,
+    budget: LayerBudget,
+    progress: Progress | None = None,
+) -> LayersReport:
+    """Compute MoE layers from both checkpoints and judge the difference; CheckpointError where one cannot be computed.
+
+    `hidden_states` is a file of captured states (see `hidden_states`); without it they are drawn from `seed`.
+    """
+    check_layers_exist(source, layers)
+    described = f"captured: {hidden_states.name}" if hidden_states else f"synthetic, seed {seed}"
+    with closing(WeightReader(source)) as from_source, closing(WeightReader(converted)) as from_converted:
+        results: list[LayerResult] = []
+        for layer in layers:
+            stem = f"{detect_family(source)[1]}layers.{layer}"
+            norm = from_source.read(f"{stem}.post_attention_layernorm.weight")
+            if hidden_states is not None:
+                states = load_hidden_states(hidden_states, layer=layer, hidden_size=norm.numel(), tokens=tokens)
+            else:
+                states = draw_hidden_states(norm, config=source.config, layer=layer, tokens=tokens, seed=seed)
+            report = partial(progress, layer) if progress else None
+            results.append(_check_layer(layer, f"{stem}.mlp", states, from_source, from_converted, budget, report))
+    return LayersReport(described, budget, tuple(results))
+
+
+def _check_layer(
+    layer: int,
+    stem: str,
+    states: Tensor,
+    source: WeightReader,
+    converted: WeightReader,
+    budget: LayerBudget,
+    progress: Callable[[int, int], None] | None,
+) -> LayerResult:
+    config = read_router_config(source.checkpoint.config, where=str(source.checkpoint.folder))
+    routing = route_block(source, stem, states, config)
+    has_scales = converted.read_converted(f"{stem}.experts.0.down_proj").input_scale is not None
+    block = compute_block(
+        stem, states, routing, source=source, converted=converted, with_fp4_inputs=has_scales, progress=progress
+    )
+    unchanged = all(_same_bytes(f"{stem}.gate.{name}", source, converted) for name in ROUTER_PARAMETERS)
+    return LayerResult(
+        layer=layer,
+        tokens=states.shape[0],
+        num_experts=len(block.expert_sqnr_db),
+        num_reached=block.num_reached,
+        router_unchanged=unchanged,
+        errors=block.errors,
+        failures=_failures(block, budget=budget, router_unchanged=unchanged),
+    )
+
+
+def _same_bytes(name: str, source: WeightReader, converted: WeightReader) -> bool:
+    one, other = source.info(name), converted.info(name)
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(source.raw(name), converted.raw(name))
+
+
+def _failures(block: BlockError, *, budget: LayerBudget, router_unchanged: bool) -> tuple[str, ...]:
+    failures: list[str] = []
+    if not router_unchanged:
+        failures.append("the router's weight or correction bias differs from the source's")
+    for error in block.errors:
+        if error.variant is Variant.CONVERTED and error.sqnr_db < budget.layer_sqnr_db:
+            failures.append(f"output SQNR {error.sqnr_db:.2f} dB, under the budget of {budget.layer_sqnr_db:g} dB")
+        elif error.sqnr_db == -math.inf:
+            failures.append(f"{error.variant}: the output is not finite")
+    for expert, sqnr in sorted(enumerate(block.expert_sqnr_db), key=lambda item: item[1]):
+        if sqnr < budget.expert_sqnr_db:
+            failures.append(f"expert {expert}: SQNR {sqnr:.2f} dB, under the budget of {budget.expert_sqnr_db:g} dB")
+    return tuple(failures)

@@ -1,0 +1,71 @@
+"""validate.layers.versions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from k2convert.forward.mlp import PROJECTIONS, Mlp
+from k2convert.forward.weights import CodedWeight, DenseWeight, Projection, WeightReader, exact_weight, nvfp4_weight
+from k2convert.quantize.formats.arrays import Int4Arrays, as_arrays
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.native import NativeQuantizer
+from k2convert.validate.layers.result import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class MlpVersions:
+    """An MLP with the source's weights, the converted ones, and what `plain` makes of the source; same input scales."""
+
+    source: Mlp
+    converted: Mlp
+    plain: Mlp
+
+    def run(self, x_TK: Tensor, *, with_fp4_inputs: bool) -> tuple[Tensor, dict[Variant, Tensor]]:
+        """The source's output f32 [T, hidden] for f32 [T, hidden], and every variant's."""
+        if not with_fp4_inputs:
+            return self.source(x_TK), {Variant.CONVERTED: self.converted(x_TK), Variant.PLAIN: self.plain(x_TK)}
+        reference, activations_only = self.source.on_both_inputs(x_TK)
+        converted, converted_w4a4 = self.converted.on_both_inputs(x_TK)
+        plain, plain_w4a4 = self.plain.on_both_inputs(x_TK)
+        return reference, {
+            Variant.CONVERTED: converted,
+            Variant.CONVERTED_W4A4: converted_w4a4,
+            Variant.PLAIN: plain,
+            Variant.PLAIN_W4A4: plain_w4a4,
+            Variant.ACTIVATIONS_ONLY: activations_only,
+        }
+
+
+def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> MlpVersions:
+    """Read the MLP `stem` (a module name without its last part) from both checkpoints; CheckpointError if it cannot."""
+    raw = {name: source.read_source(f"{stem}.{name}") for name in PROJECTIONS}
+    ours = [converted.read_converted(f"{stem}.{name}", shape=_shape(raw[name])) for name in PROJECTIONS]
+    exact = [exact_weight(weight) for weight in raw.values()]
+    plain = _plain_weights(raw) if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}") else exact
+    scales = [projection.input_scale for projection in ours]
+    return MlpVersions(
+        source=Mlp(*map(Projection, exact, scales)),
+        converted=Mlp(*ours),
+        plain=Mlp(*map(Projection, plain, scales)),
+    )
+
+
+def _plain_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
+    plain = NativeQuantizer("plain", "cpu")
+    sources = {name: as_arrays(weight) for name, weight in raw.items()}
+    measured = {name: plain.measure(source, name=name) for name, source in sources.items()}
+    gate_up = measured["gate_proj"].merge(measured["up_proj"])
+    weights: list[DenseWeight | CodedWeight] = []
+    for name, source in sources.items():
+        magnitude = measured[name] if name == "down_proj" else gate_up
+        scale = plain.global_scale(magnitude, is_int4=isinstance(source, Int4Arrays))
+        arrays, _ = plain.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
+        result = arrays.to_torch()
+        weights.append(nvfp4_weight(result.packed, result.block_scales, result.global_scale))
+    return weights
+
+
+def _shape(weight: Int4Weight | Tensor) -> tuple[int, int]:
+    rows, columns = weight.shape
+    return rows, columns

@@ -1,0 +1,79 @@
+"""Somebody else's decoders: the libraries' own dequantisers for written NVFP4 tensors, one a layout.
+
+ModelOpt decodes what it exports, compressed-tensors what it packs; `validate --reference` holds both against the
+exact product v * b * g. With g a power of two, nothing is rounded on the way, and a library must answer that product
+rounded once to its dtype. With any other g, its two or three steps in FP32 round, and it must come as near as they
+allow: far nearer than a wrong nibble or block scale would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from k2convert.checkpoint.layouts import BLOCK_SIZE, MODELOPT
+from k2convert.quantize.libraries import import_reference
+
+Decoder = Callable[[Tensor, Tensor, float], Tensor]
+"""decode(packed uint8 [N, K/2], block_scales uint8 [N, K/16], stored FP32 scalar) -> the library's weight [N, K]."""
+
+FP32_STEPS_TOLERANCE: Final = 2.0**-22
+"""Relative; four roundings to FP32 of at most 2**-24 each."""
+SMALLEST_STEPS: Final = 8 * 2.0**-149
+"""What a step rounded below FP32's normal range may be off by, times the largest element."""
+
+
+def agrees(theirs: Tensor, exact: Tensor, *, stored: float) -> bool:
+    """Whether a library's weight [N, K] is the exact float64 one, as near as its FP32 arithmetic can tell.
+
+    `stored` is the global scale as the file has it.
+    """
+    if math.frexp(stored)[0] == 0.5:  # a power of two
+        return torch.equal(theirs, exact.to(theirs.dtype))
+    limits = torch.finfo(theirs.dtype)
+    allowed = max(FP32_STEPS_TOLERANCE, limits.eps) * exact.abs() + max(SMALLEST_STEPS, limits.tiny * limits.eps)
+    allowed = torch.where(exact == 0, 0.0, allowed)
+    return bool(((theirs.to(torch.float64) - exact).abs() <= allowed).all())
+
+
+def create_decoder(layout: str) -> Decoder:
+    """The library decoder of a layout; MissingDependencyError where the library is not installed."""
+    return _modelopt_decoder() if layout == MODELOPT else _compressed_tensors_decoder()
+
+
+def _modelopt_decoder() -> Decoder:
+    qtensor: Any = import_reference("modelopt.torch.quantization.qtensor.nvfp4_tensor").NVFP4QTensor
+
+    def decode(packed: Tensor, block_scales: Tensor, stored: float) -> Tensor:
+        shape = torch.Size((packed.shape[0], packed.shape[1] * 2))
+        return qtensor(shape, torch.float32, packed).dequantize(
+            dtype=torch.float32,
+            scale=block_scales.view(torch.float8_e4m3fn),
+            double_scale=torch.tensor(stored, dtype=torch.float32),
+            block_sizes={-1: BLOCK_SIZE},
+        )
+
+    return decode
+
+
+def _compressed_tensors_decoder() -> Decoder:
+    compressor: Any = import_reference("compressed_tensors.compressors.nvfp4.base").NVFP4PackedCompressor
+    quantization: Any = import_reference("compressed_tensors.quantization")
+    weights = quantization.QuantizationArgs(
+        num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=BLOCK_SIZE
+    )
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+
+    def decode(packed: Tensor, block_scales: Tensor, stored: float) -> Tensor:
+        state = {
+            "weight_packed": packed,
+            "weight_scale": block_scales.view(torch.float8_e4m3fn),
+            "weight_global_scale": torch.tensor([stored], dtype=torch.float32),
+        }
+        return compressor.decompress(state, scheme)["weight"]
+
+    return decode

@@ -1,0 +1,140 @@
+"""validate.results."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from k2convert.checkpoint.files import read_json_file
+from k2convert.checkpoint.names import LEDGER_NAME
+from k2convert.plan.recipe import Budget
+from k2convert.validate.contract.findings import ContractReport
+from k2convert.validate.decode import DecodedError
+from k2convert.validate.layers.result import LayersReport
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """Measured error of every converted tensor by module, and where somebody's record or decoder disagrees."""
+
+    errors: dict[str, DecodedError]
+    roles: dict[str, str]
+    journal_mismatches: tuple[str, ...]
+    journal_compared: int
+    decoder_mismatches: tuple[str, ...]
+    decoder_compared: int
+
+    @property
+    def passed(self) -> bool:
+        return not self.journal_mismatches and not self.decoder_mismatches
+
+    def totals(self) -> dict[str, DecodedError]:
+        """Errors added up by role, and under "total"."""
+        by_role: dict[str, list[DecodedError]] = defaultdict(list)
+        for module, error in self.errors.items():
+            by_role[self.roles[module]].append(error)
+        result = {role: _add(found) for role, found in sorted(by_role.items())}
+        return result | {"total": _add(list(self.errors.values()))} if result else result
+
+    def worst(self, count: int) -> list[tuple[str, DecodedError]]:
+        """The tensors with the least SQNR."""
+        return sorted(self.errors.items(), key=lambda item: -item[1].relative_mse)[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Another checkpoint of the same source, measured and held to the contract beside ours."""
+
+    folder: str
+    contract: ContractReport
+    weights: WeightsReport
+    better_here: int
+    better_there: int
+    equal: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """Everything `validate` found; `passed` decides the exit code."""
+
+    folder: str
+    contract: ContractReport
+    weights: WeightsReport | None
+    layers: LayersReport | None
+    comparison: Comparison | None
+
+    @property
+    def passed(self) -> bool:
+        parts = (self.weights, self.layers)
+        return self.contract.passed and all(part.passed for part in parts if part is not None)
+
+
+def _add(errors: list[DecodedError]) -> DecodedError:
+    steps = [e.max_error_steps for e in errors if e.max_error_steps is not None]
+    return DecodedError(
+        num_weights=sum(e.num_weights for e in errors),
+        num_nonzero=sum(e.num_nonzero for e in errors),
+        equal_nonzero=sum(e.equal_nonzero for e in errors),
+        energy=math.fsum(e.energy for e in errors),
+        squared_error=math.fsum(e.squared_error for e in errors),
+        max_error_steps=max(steps) if steps else None,
+    )
+
+
+def report_document(report: ValidationReport) -> dict[str, Any]:
+    """The whole report as plain data, for --json and the HTML report."""
+    document: dict[str, Any] = {
+        "folder": report.folder,
+        "passed": report.passed,
+        "contract": report.contract.to_dict(),
+        "weights": None if report.weights is None else _weights_document(report.weights),
+        "layers": None if report.layers is None else report.layers.to_dict(),
+        "against": None,
+    }
+    if report.comparison is not None:
+        other = report.comparison
+        document["against"] = {
+            "folder": other.folder,
+            "contract": other.contract.to_dict(),
+            "weights": _weights_document(other.weights),
+            "better_here": other.better_here,
+            "better_there": other.better_there,
+            "equal": other.equal,
+        }
+    return document
+
+
+def _weights_document(weights: WeightsReport) -> dict[str, Any]:
+    return {
+        "passed": weights.passed,
+        "totals": {role: error_document(error) for role, error in weights.totals().items()},
+        "worst": {module: error_document(error) for module, error in weights.worst(8)},
+        "journal": {"compared": weights.journal_compared, "mismatches": list(weights.journal_mismatches)},
+        "library_decoder": {"compared": weights.decoder_compared, "mismatches": list(weights.decoder_mismatches)},
+    }
+
+
+def error_document(error: DecodedError) -> dict[str, Any]:
+    """One tensor's or total's figures; ratios that are not finite become None."""
+    figures = {"sqnr_db": error.sqnr_db, "relative_mse": error.relative_mse, "squared_error": error.squared_error}
+    return {
+        "num_weights": error.num_weights,
+        "num_nonzero": error.num_nonzero,
+        "equal_nonzero": error.equal_nonzero,
+        "energy": error.energy,
+        "max_error_steps": error.max_error_steps,
+        **{key: value if value is not None and math.isfinite(value) else None for key, value in figures.items()},
+    }
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of the shards in a folder."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def folder_budget(folder: Path) -> Budget:
+    """The budget of the recipe a folder was made by, or the default one where no ledger says."""
+    path = folder / LEDGER_NAME
+    recipe: dict[str, Any] = read_json_file(path).get("recipe", {}) if path.is_file() else {}
+    return Budget.model_validate(recipe.get("budget", {}))

@@ -1,0 +1,49 @@
+"""INT4 weights for the tests, packed by compressed-tensors, and blocks chosen to be awkward."""
+
+from __future__ import annotations
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from torch import Tensor
+
+from k2convert.quantize.formats.int4 import GROUP_SIZE, Int4Weight
+
+
+def int4_weight(codes_NK: Tensor, scales_NG: Tensor) -> Int4Weight:
+    """Pack codes -8..7 with the reference packer."""
+    return Int4Weight(packed=pack_to_int32(codes_NK.to(torch.int8), 4).view(torch.uint8), scales=scales_NG)
+
+
+def trained_like(rows: int, columns: int, *, seed: int) -> Int4Weight:
+    """Gaussian weights quantised as K2's were: s = bf16(amax / 7), codes -7..7."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(rows, columns // GROUP_SIZE, GROUP_SIZE, generator=generator) * 0.02
+    scales = (weights.abs().amax(dim=-1) / 7).to(torch.bfloat16)
+    codes = torch.round(weights / scales.to(torch.float32).unsqueeze(-1)).clamp(-8, 7)
+    return int4_weight(codes.view(rows, columns), scales)
+
+
+def any_codes(rows: int, columns: int, *, seed: int) -> Tensor:
+    """Codes -8..7 int8 [rows, columns], from blocks of several kinds: dense, sparse, few magnitudes, one element."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(-8, 8, (rows * columns // 16, 16), generator=generator, dtype=torch.int8)
+    kind = torch.arange(blocks.shape[0]) % 6
+    sparse = torch.rand(blocks.shape, generator=generator) < 0.15
+    limit = torch.randint(1, 9, (blocks.shape[0], 1), generator=generator).to(torch.int8)
+    blocks = torch.where((kind == 1).unsqueeze(-1) & ~sparse, torch.zeros_like(blocks), blocks)
+    blocks = torch.where((kind == 2).unsqueeze(-1), torch.maximum(torch.minimum(blocks, limit), -limit), blocks)
+    blocks = torch.where((kind == 3).unsqueeze(-1), blocks[:, :1].expand_as(blocks), blocks)
+    only = torch.zeros_like(blocks).scatter_(1, limit.long() + 3, blocks[:, :1])
+    blocks = torch.where((kind == 4).unsqueeze(-1), only, blocks)
+    blocks[0] = 0
+    return blocks.reshape(rows, columns)
+
+
+def bf16_from_bits(bits: Tensor) -> Tensor:
+    """BF16 numbers from their bit patterns."""
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def blocks_of(weights_NK: Tensor) -> Tensor:
+    """Cut [N, K] into blocks [N * K/16, 16]."""
+    return weights_NK.reshape(-1, 16)

@@ -1,0 +1,261 @@
+"""The scheduler: everything gets through, never more than the room, nothing twice, and the first failure stops it."""
+
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from k2convert.job.pipeline import Pipeline, Stages
+from k2convert.job.room import Item, plan_disk
+
+
+@dataclass
+class Disk:
+    """Counts what lies on a disk that does not exist, and remembers the most."""
+
+    files: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, name: str, size: int) -> None:
+        with self.lock:
+            assert name not in self.files
+            self.files[name] = size
+            self.peak = max(self.peak, sum(self.files.values()))
+
+    def drop(self, name: str) -> None:
+        with self.lock:
+            del self.files[name]
+
+
+@dataclass
+class Branch:
+    """Commits what was sent when four shards wait; `delay` is how long sending and committing take, in seconds."""
+
+    delay: float = 0.0
+    sent: list[str] = field(default_factory=list)
+    committed: list[str] = field(default_factory=list)
+    commits: int = 0
+    most_uploads: int = 0
+    uploading: set[str] = field(default_factory=set)
+    committing: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.sent)
+
+    def upload(self, name: str) -> None:
+        self.uploading.add(name)
+        self.most_uploads = max(self.most_uploads, len(self.uploading))
+        time.sleep(self.delay)
+        self.uploading.discard(name)
+        self.sent.append(name)
+
+    def is_group_due(self) -> bool:
+        return len(self.sent) >= 4
+
+    def commit(self) -> list[str]:
+        assert self.committing.acquire(blocking=False), "two commits at once"
+        group = list(self.sent)
+        time.sleep(self.delay)
+        del self.sent[: len(group)]
+        self.committed += group
+        self.commits += 1
+        self.committing.release()
+        return group
+
+
+def make_job(seed: int) -> tuple[list[Item], dict[str, int]]:
+    choice = random.Random(seed)
+    sources = {f"s{i}": choice.randrange(1, 100) for i in range(choice.randrange(1, 12))}
+    names = list(sources)
+    items: list[Item] = []
+    for i in range(choice.randrange(1, 15)):
+        needed = tuple(sorted(choice.sample(names, k=min(len(names), choice.randrange(1, 3)))))
+        items.append(Item(f"o{i}", needed, choice.randrange(1, 100)))
+    return items, sources
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("publish", [True, False])
+def test_any_job_that_fits_ends_within_its_room(seed: int, publish: bool) -> None:
+    items, sources = make_job(seed)
+    least = plan_disk(items, source_bytes=sources, room=10**9, outputs_leave=publish, can_shrink=False).needed_bytes
+    room = least + random.Random(seed).choice([0, 0, 50, 500])
+    disk, branch, converted = Disk(), Branch(), Counter[str]()
+
+    def convert(item: Item, shrinking: bool) -> None:
+        assert not shrinking
+        assert all(source in disk.files for source in item.sources)
+        disk.add(item.name, item.output_bytes)
+        converted[item.name] += 1
+
+    Pipeline(
+        items,
+        disk=plan_disk(items, source_bytes=sources, room=room, outputs_leave=publish, can_shrink=False),
+        source_bytes=sources,
+        room=room,
+        stages=Stages(
+            fetch=lambda source: disk.add(source, sources[source]),
+            convert=convert,
+            drop_source=disk.drop,
+            drop_output=disk.drop,
+            publisher=branch if publish else None,
+        ),
+        num_workers=1 + seed % 3,
+        stop=threading.Event(),
+    ).run()
+    assert disk.peak <= room
+    assert converted == Counter(item.name for item in items)
+    assert sorted(branch.committed) == (sorted(converted) if publish else [])
+    assert set(disk.files) == (set() if publish else set(converted))
+
+
+@pytest.mark.parametrize("stage", ["fetch", "convert", "upload"])
+def test_the_first_failure_stops_everything_and_is_raised(stage: str) -> None:
+    items = [Item(f"o{i}", (f"s{i}",), 10) for i in range(8)]
+    calls = Counter[str]()
+
+    def fail_at(name: str) -> None:
+        calls[name] += 1
+        if name == stage and calls[name] == 3:
+            raise OSError("no more")
+
+    class Failing(Branch):
+        def upload(self, name: str) -> None:
+            fail_at("upload")
+            super().upload(name)
+
+    sources = {f"s{i}": 10 for i in range(8)}
+    stop = threading.Event()
+    pipeline = Pipeline(
+        items,
+        disk=plan_disk(items, source_bytes=sources, room=40, outputs_leave=True, can_shrink=False),
+        source_bytes=sources,
+        room=40,
+        stages=Stages(
+            fetch=lambda _: fail_at("fetch"),
+            convert=lambda *_: fail_at("convert"),
+            drop_source=lambda _: None,
+            drop_output=lambda _: None,
+            publisher=Failing(),
+        ),
+        num_workers=1,
+        stop=stop,
+    )
+    with pytest.raises(OSError, match="no more"):
+        pipeline.run()
+    assert stop.is_set()
+    assert calls[stage] == 3
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+def test_an_interrupt_while_the_threads_are_being_started_is_passed_on() -> None:
+    """Raised by a real signal, which the first thread sends while many others are still to be started."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise Interrupt
+
+    def fetch(_source: str) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        stop.wait(10)
+
+    items, stop = [Item("o", ("s",), 1)], threading.Event()
+    stages = Stages(fetch, lambda _item, _shrinking: None, lambda _name: None, lambda _name: None, None)
+    pipeline = Pipeline(
+        items,
+        disk=plan_disk(items, source_bytes={"s": 1}, room=10, outputs_leave=False, can_shrink=False),
+        source_bytes={"s": 1},
+        room=10,
+        stages=stages,
+        num_workers=200,
+        stop=stop,
+    )
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupt):
+            pipeline.run()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert stop.is_set()
+
+
+def test_stages_overlap() -> None:
+    items = [Item(f"o{i}", (f"s{i}",), 10) for i in range(8)]
+    sources = {f"s{i}": 10 for i in range(8)}
+
+    class Slow(Branch):
+        def upload(self, name: str) -> None:
+            time.sleep(0.05)
+            super().upload(name)
+
+    start = time.monotonic()
+    Pipeline(
+        items,
+        disk=plan_disk(items, source_bytes=sources, room=100, outputs_leave=True, can_shrink=False),
+        source_bytes=sources,
+        room=100,
+        stages=Stages(
+            fetch=lambda _: time.sleep(0.05),
+            convert=lambda *_: time.sleep(0.05),
+            drop_source=lambda _: None,
+            drop_output=lambda _: None,
+            publisher=Slow(),
+        ),
+        num_workers=1,
+        stop=threading.Event(),
+    ).run()
+    assert time.monotonic() - start < 0.8 * 3 * 8 * 0.05
+
+
+def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
+    items = [Item(f"o{i}", (f"s{i}",), 10) for i in range(24)]
+    sources, disk, branch = {f"s{i}": 10 for i in range(24)}, Disk(), Branch(delay=0.02)
+    Pipeline(
+        items,
+        disk=plan_disk(items, source_bytes=sources, room=10**9, outputs_leave=True, can_shrink=False),
+        source_bytes=sources,
+        room=10**9,
+        stages=Stages(
+            fetch=lambda source: disk.add(source, 10),
+            convert=lambda item, _: disk.add(item.name, 10),
+            drop_source=disk.drop,
+            drop_output=disk.drop,
+            publisher=branch,
+        ),
+        num_workers=1,
+        stop=threading.Event(),
+    ).run()
+    assert sorted(branch.committed) == sorted(item.name for item in items)
+    assert branch.most_uploads == 2
+    assert branch.commits <= 24 // 4 + 1
+    assert not disk.files
+
+
+def test_uploads_left_by_an_earlier_run_are_finished_first() -> None:
+    branch, dropped = Branch(), list[str]()
+    waiting = [Item("old", ("gone",), 10)]
+    Pipeline(
+        [],
+        disk=plan_disk([], source_bytes={}, room=5, outputs_leave=True, can_shrink=False),
+        source_bytes={},
+        room=5,
+        stages=Stages(
+            fetch=lambda _: None,
+            convert=lambda *_: None,
+            drop_source=lambda _: None,
+            drop_output=dropped.append,
+            publisher=branch,
+        ),
+        num_workers=1,
+        stop=threading.Event(),
+        waiting=waiting,
+    ).run()
+    assert branch.committed == dropped == ["old"]

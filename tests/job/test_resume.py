@@ -1,0 +1,286 @@
+"""A run may die at any moment; running it again ends in the same bytes, without doing finished shards again."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME
+from k2convert.cli.app import main
+from k2convert.errors import K2ConvertError, LockedError
+from k2convert.records.journal import Journal
+
+# A server that has imported everything and forks one real process a run: runs start in milliseconds, so that kills
+# fall into the work and not into the imports.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(
+    ["k2convert.cli.app", "k2convert.job.prepare", "k2convert.cli.views", "k2convert.quantize.native"]
+)
+
+
+def _run(arguments: list[str]) -> None:
+    with Path(os.devnull).open("w") as nothing:
+        sys.stdout = sys.stderr = nothing
+        main(arguments)
+
+
+def start(*arguments: object) -> BaseProcess:
+    process = _processes.Process(target=_run, args=([str(a) for a in arguments],))
+    process.start()
+    return process
+
+
+def finish(*arguments: object) -> int | None:
+    process = start(*arguments)
+    process.join(120)
+    return process.exitcode
+
+
+def send(process: BaseProcess, number: signal.Signals) -> None:
+    """Signal a run, which may just have ended by itself."""
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a result but the lock, whose content is the last owner's business."""
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name != "lock")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """An uninterrupted run, and the seconds it took."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert finish("run", tiny, folder / "warm-up") == 0
+    begin = time.monotonic()
+    assert finish("run", tiny, folder / "result") == 0
+    return folder / "result", time.monotonic() - begin
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_killed_run_resumes_to_identical_bytes(
+    seed: int, tiny: Path, whole: tuple[Path, float], tmp_path: Path
+) -> None:
+    result, seconds = whole
+    process = start("run", tiny, tmp_path / "out")
+    time.sleep(random.Random(seed).uniform(0, seconds))
+    send(process, signal.SIGKILL)
+    process.join()
+    destination = tmp_path / "out"
+    if process.exitcode == -signal.SIGKILL and destination.exists() and not (destination / CONFIG_NAME).exists():
+        assert len(Journal(destination).finished()) <= 5
+    for shard in destination.glob("*.safetensors"):
+        assert shard.read_bytes() == (result / shard.name).read_bytes(), f"{shard.name} was published half-written"
+    done = {p.name: p.stat().st_mtime_ns for p in destination.glob("*.safetensors")}
+    recorded = {p.name.removesuffix(".json") for p in (destination / ".k2convert" / "shards").glob("*.json")}
+    assert recorded <= set(done), "a record without its shard"
+
+    assert finish("run", tiny, destination) == 0
+    assert contents(destination) == contents(result)
+    redone = [name for name in recorded if (destination / name).stat().st_mtime_ns != done[name]]
+    assert not redone, "finished shards were converted again"
+    assert not list(destination.rglob("*.tmp"))
+
+
+def test_interrupted_destination_has_neither_config_nor_index(tiny: Path, tmp_path: Path, split: Path) -> None:
+    destination = tmp_path / "out"
+    process = start("run", tiny, destination)
+    records = destination / ".k2convert" / "shards"
+    while process.is_alive() and not any(records.glob("*.json")):
+        time.sleep(0.001)
+    send(process, signal.SIGKILL)
+    process.join()
+    if process.exitcode == -signal.SIGKILL and len(list(records.glob("*.json"))) < 5:
+        assert not (destination / CONFIG_NAME).exists()
+        assert not (destination / INDEX_NAME).exists()
+        with pytest.raises(K2ConvertError, match=r"config\.json: missing"):
+            open_checkpoint(destination)
+
+
+def test_ctrl_c_ends_with_130_and_resumes(tiny: Path, whole: tuple[Path, float], tmp_path: Path) -> None:
+    result, _ = whole
+    destination = tmp_path / "out"
+    process = start("run", tiny, destination)
+    while process.is_alive() and not (destination / ".k2convert" / "job.json").exists():
+        time.sleep(0.001)
+    send(process, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130
+    assert not list(destination.glob("*.tmp"))
+    assert finish("run", tiny, destination) == 0
+    assert contents(destination) == contents(result)
+
+
+_SWALLOWS = """
+import importlib, os, signal, sys
+from k2convert.cli import main
+
+class Swallows:
+    '''Imports numpy as compiled modules do: whatever ends the import is cleared.'''
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            sys.meta_path.remove(self)
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                importlib.import_module("numpy")
+            except BaseException:
+                pass
+
+sys.meta_path.insert(0, Swallows())
+main(sys.argv[1:])
+"""
+
+
+def test_an_interrupt_during_an_import_waits_for_its_end(tiny: Path, tmp_path: Path) -> None:
+    """Torch, for one, imports numpy from C++ and goes on with half of it when an exception ends that."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SWALLOWS, "run", tiny, tmp_path / "out"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "the same command resumes" in done.stderr) == (130, True), done.stderr
+    assert not (tmp_path / "out" / CONFIG_NAME).exists()
+
+
+def test_number_of_workers_does_not_change_a_byte(tiny: Path, whole: tuple[Path, float], tmp_path: Path) -> None:
+    assert finish("run", tiny, tmp_path / "out", "--workers", 4) == 0
+    assert contents(tmp_path / "out") == contents(whole[0])
+
+
+def test_finished_run_is_left_alone(whole: tuple[Path, float], tiny: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in whole[0].glob("*") if p.is_file()}
+    assert finish("run", tiny, whole[0]) == 0
+    assert {p: p.stat().st_mtime_ns for p in whole[0].glob("*") if p.is_file()} == before
+
+
+def test_what_a_complete_folder_lost_is_restored(
+    tiny: Path, whole: tuple[Path, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    destination = tmp_path / "out"
+    shutil.copytree(whole[0], destination)
+    (destination / "report.html").write_text("<html>")
+    before = contents(destination)
+    for name in ("tokenizer.json", "hf_quant_config.json", "k2convert.json"):
+        (destination / name).unlink()
+    (destination / CONFIG_NAME).write_text("{}")
+    for word in ("resuming: 5 of 5", "complete already: 5 of 5"):
+        with pytest.raises(SystemExit) as ended:
+            main(["run", str(tiny), str(destination)])
+        assert ended.value.code == 0
+        assert word in capsys.readouterr().err
+        assert contents(destination) == before
+
+
+def test_ledger_keeps_the_versions_of_the_run_that_converted(
+    tiny: Path, whole: tuple[Path, float], tmp_path: Path
+) -> None:
+    destination = tmp_path / "out"
+    shutil.copytree(whole[0], destination)
+    ledger = json.loads((destination / LEDGER_NAME).read_text())
+    content = json.dumps(ledger | {"versions": {"python": "3.11.0", "torch": "2.0.0"}}, indent=2) + "\n"
+    (destination / LEDGER_NAME).write_text(content)
+    assert finish("run", tiny, destination) == 0
+    assert (destination / LEDGER_NAME).read_text() == content
+
+
+def test_status_is_not_complete_without_a_shard(
+    whole: tuple[Path, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    destination = tmp_path / "out"
+    shutil.copytree(whole[0], destination)
+    (destination / "model-00002-of-000005.safetensors").unlink()
+    with pytest.raises(SystemExit):
+        main(["status", str(destination), "--json"])
+    state = json.loads(capsys.readouterr().out)
+    assert not state["complete"]
+    assert state["pending"] == ["model-00002-of-000005.safetensors"]
+
+
+def test_lost_or_truncated_shard_is_made_again(tiny: Path, whole: tuple[Path, float], tmp_path: Path) -> None:
+    destination = tmp_path / "out"
+    shutil.copytree(whole[0], destination)
+    (destination / "model-00002-of-000005.safetensors").unlink()
+    shard = destination / "model-00003-of-000005.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert finish("run", tiny, destination) == 0
+    assert contents(destination) == contents(whole[0])
+
+
+def test_records_of_another_job_are_not_resumed(tiny: Path, whole: tuple[Path, float], tmp_path: Path) -> None:
+    """Somebody deleted what names the job, and some shards, but not the records."""
+    destination = tmp_path / "out"
+    shutil.copytree(whole[0], destination)
+    for name in (CONFIG_NAME, INDEX_NAME, ".k2convert/job.json"):
+        (destination / name).unlink()
+    for number in (2, 4):
+        (destination / f"model-0000{number}-of-000005.safetensors").unlink()
+    assert finish("run", tiny, destination, "--rule", "plain") == 0
+    assert finish("run", tiny, tmp_path / "plain", "--rule", "plain") == 0
+    assert contents(destination) == contents(tmp_path / "plain")
+
+
+def test_second_run_on_the_same_destination_refuses(tmp_path: Path) -> None:
+    with (
+        Journal(tmp_path).locked(),
+        pytest.raises(LockedError, match=f"process {os.getpid()}"),
+        Journal(tmp_path).locked(),
+    ):
+        pass
+
+
+def test_lock_of_a_dead_process_is_taken_over(tiny: Path, tmp_path: Path) -> None:
+    destination = tmp_path / "out"
+    (destination / ".k2convert").mkdir(parents=True)
+    (destination / ".k2convert" / "lock").write_text("999999")
+    assert finish("run", tiny, destination) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (["--rule", "plain"], "rule was 'optimal', now 'plain'"),
+        (["--activations", "w4a16"], "activations was 'w4a4', now 'w4a16'"),
+        (["--input-scale", "0.5"], "input_scale was"),
+        (["--layout", "compressed-tensors"], "layout was 'modelopt'"),
+    ],
+)
+def test_changed_recipe_is_refused_by_field(
+    change: list[str], field: str, tiny: Path, whole: tuple[Path, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(tiny), str(whole[0]), *change])
+    assert ended.value.code == 1
+    assert field in capsys.readouterr().err
+
+
+def test_changed_source_is_refused_by_field(
+    tiny: Path, whole: tuple[Path, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny, changed)
+    config = json.loads((changed / CONFIG_NAME).read_text())
+    (changed / CONFIG_NAME).write_text(json.dumps(config | {"rope_theta": 1.0}))
+    with pytest.raises(SystemExit):
+        main(["run", str(changed), str(whole[0])])
+    assert "source_config was" in capsys.readouterr().err
+
+
+def test_shard_files_have_ordinary_permissions_and_aligned_data(whole: tuple[Path, float]) -> None:
+    mask = os.umask(0)
+    os.umask(mask)
+    for shard in whole[0].glob("*.safetensors"):
+        assert shard.stat().st_mode & 0o777 == 0o666 & ~mask
+        assert read_header(shard).data_begin % 4096 == 0

@@ -1,0 +1,388 @@
+"""The main job through the real command, on every kind of source, in every layout, held against the libraries."""
+
+import filecmp
+import json
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.cli.app import main
+from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.validate.library_decoders import agrees, create_decoder
+
+RunCli = Callable[..., CompletedProcess[str]]
+SOURCES = ("tiny", "k25", "split", "reap", "minus8", "zeros", "i64", "subnormal", "wide")
+
+
+PEAK = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""  # in a process of its own: a child's peak begins with what its parent has
+
+
+def convert(source: Path, destination: Path, *options: str) -> Path:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(source), str(destination), "--json", *options])
+    assert ended.value.code == 0
+    return destination
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(set(index["weight_map"].values())):
+        tensors |= load_file(folder / shard)
+    assert tensors.keys() == index["weight_map"].keys()
+    assert sum(t.nbytes for t in tensors.values()) == index["metadata"]["total_size"]
+    return tensors
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.glob("*.safetensors")}
+
+
+@pytest.fixture(params=SOURCES)
+def source(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+def test_native_plain_equals_the_two_libraries_byte_for_byte(source: Path, tmp_path: Path) -> None:
+    native = convert(source, tmp_path / "native", "--rule", "plain")
+    reference = convert(source, tmp_path / "reference", "--quantizer", "reference")
+    assert shards(native) == shards(reference)
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_everything_holds_on_every_source(
+    source: Path, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = convert(source, tmp_path / "out", "--layout", layout)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", str(result), "--source", str(source), "--reference", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    failed = [rule for rule in report["contract"]["rules"] if rule["verdict"] == "fail"]
+    # A wholly zero or absurdly spread tensor cannot meet an SQNR budget; everything else must hold there too.
+    expected = {18} if source.name in ("zeros", "subnormal", "wide") else set()
+    assert {rule["number"] for rule in failed} <= expected, failed
+    assert ended.value.code == (3 if failed else 0)
+    decoder = report["weights"]["library_decoder"]
+    assert decoder["compared"] > 0
+    assert decoder["mismatches"] == []
+    assert report["weights"]["journal"]["mismatches"] == []
+
+
+@pytest.fixture(params=["modelopt", "compressed-tensors"])
+def plain_result(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Path:
+    """A conversion whose global scales are no powers of two."""
+    return convert(tiny, tmp_path / "out", "--rule", "plain", "--layout", request.param)
+
+
+def flip_block_scale(shard: Path) -> str:
+    """Flip one bit of one block scale in the middle of a tensor; returns the tensor's name."""
+    with safe_open(shard, "pt") as opened:
+        name = next(key for key in opened.keys() if key.endswith(".weight_scale"))  # noqa: SIM118 - no mapping
+    tensor = read_header(shard).tensors[name]
+    data = bytearray(shard.read_bytes())
+    data[(tensor.begin + tensor.end) // 2] ^= 1
+    shard.write_bytes(data)
+    return name
+
+
+def test_a_plain_result_is_valid_in_both_layouts(
+    plain_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    for options in ([], ["--reference"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["validate", str(plain_result), "--source", str(tiny), "--json", *options])
+        weights = json.loads(capsys.readouterr().out)["weights"]
+        assert ended.value.code == 0, weights
+        assert weights["journal"] == {"compared": 144, "mismatches": []}
+        assert weights["library_decoder"] == {"compared": 144 if options else 0, "mismatches": []}
+
+
+def test_one_flipped_block_scale_of_a_plain_result_is_found(
+    plain_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = flip_block_scale(plain_result / "model-00002-of-000005.safetensors")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", str(plain_result), "--source", str(tiny), "--reference", "--json"])
+    assert ended.value.code == 3
+    journal = json.loads(capsys.readouterr().out)["weights"]["journal"]
+    assert journal["mismatches"] == [name.removesuffix(".weight_scale")]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layers", "9"], "layer 9 has no MoE block"),
+        (["--layers", "1", "--hidden-states", "nope"], "nope: no such file of hidden states"),
+        (["--against", "nope"], "nope"),
+    ],
+)
+def test_what_validate_needs_later_is_looked_for_at_once(
+    plain_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    flip_block_scale(plain_result / "model-00002-of-000005.safetensors")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", str(plain_result), "--source", str(tiny), *options])
+    assert ended.value.code == 1  # and not 3, as after the pass
+    assert words in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_library_that_decoded_one_other_byte_would_not_agree(plain_result: Path) -> None:
+    layout = "compressed-tensors" if "compressed" in (plain_result / "config.json").read_text() else "modelopt"
+    names, decode = LAYOUTS[layout], create_decoder(layout)
+    tensors = load(plain_result)
+    module = "model.layers.1.mlp.experts.0.down_proj"
+    packed = tensors[f"{module}.{names.weight}"]
+    scales = tensors[f"{module}.{names.block_scale}"].view(torch.uint8)
+    stored = tensors[f"{module}.{names.global_scale}"].item()
+    exact = dequantize_nvfp4(Nvfp4Weight(packed, scales, names.decode_scalar(struct.pack("<f", stored))))
+    assert agrees(decode(packed, scales, stored), exact, stored=stored)
+    row, column = (int(i) for i in (exact[:, ::2] != 0).nonzero()[0])
+    other_packed, other_scales = packed.clone(), scales.clone()
+    other_packed[row, column] ^= 1
+    other_scales[row, column // 8] ^= 1
+    assert not agrees(decode(other_packed, scales, stored), exact, stored=stored)
+    assert not agrees(decode(packed, other_scales, stored), exact, stored=stored)
+
+
+def test_a_scale_without_a_reciprocal_is_refused_in_one_line(subnormal: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    options = ("--rule", "plain", "--layout", "compressed-tensors")
+    done = run_cli("run", subnormal, tmp_path / "out", *options)
+    assert done.returncode == 1
+    assert "does not fit into FP32. Use the layout modelopt." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_gate_and_up_share_one_global_scale_bit_for_bit(source: Path, tmp_path: Path) -> None:
+    for rule in ("optimal", "plain"):
+        tensors = load(convert(source, tmp_path / rule, "--rule", rule))
+        pairs = 0
+        for name, scale in tensors.items():
+            if name.endswith("gate_proj.weight_scale_2"):
+                up = tensors[name.replace("gate_proj", "up_proj")]
+                assert scale.view(torch.int32).item() == up.view(torch.int32).item()
+                pairs += 1
+        assert pairs
+
+
+def test_split_partners_give_the_bytes_of_a_whole_checkpoint(tiny: Path, split: Path, tmp_path: Path) -> None:
+    whole, apart = load(convert(tiny, tmp_path / "whole")), load(convert(split, tmp_path / "apart"))
+    assert whole.keys() == apart.keys()
+    assert all(torch.equal(raw(whole[name]), raw(apart[name])) for name in whole)
+
+
+def test_nothing_but_converted_tensors_differs(k25: Path, tmp_path: Path) -> None:
+    before, after = open_checkpoint(k25), open_checkpoint(convert(k25, tmp_path / "out"))
+    kept = [name for name in before.tensors if ".experts." not in name]
+    assert kept
+    for name in kept:
+        one, other = before.tensors[name], after.tensors[name]
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        first = before.path(one.shard).read_bytes()[one.begin : one.end]
+        assert first == after.path(other.shard).read_bytes()[other.begin : other.end]
+    assert before.tensor_bytes == after.tensor_bytes
+    for sidecar in ("tokenizer.json", "chat_template.jinja"):
+        assert (k25 / sidecar).read_bytes() == (tmp_path / "out" / sidecar).read_bytes()
+
+
+def test_a_large_file_beside_the_weights_is_never_whole_in_memory(tiny: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
+    with (source / "samples.tar").open("wb") as file:
+        file.truncate(600_000_000)
+        file.seek(300_000_000)
+        file.write(b"in the middle")
+    command = [sys.executable, "-m", "k2convert", "run", str(source), str(tmp_path / "out"), "--device", "cpu"]
+    for _ in range(2):  # the second run looks whether everything stands as it should
+        done = subprocess.run([sys.executable, "-c", PEAK, *command], capture_output=True, text=True, check=True)
+        assert int(done.stdout.splitlines()[-1]) < 500_000  # kB; without the file about 300,000
+    assert filecmp.cmp(source / "samples.tar", tmp_path / "out" / "samples.tar", shallow=False)
+
+
+def test_stale_quantization_config_is_removed(k25: Path, tmp_path: Path) -> None:
+    config = json.loads((convert(k25, tmp_path / "out") / "config.json").read_text())
+    assert "quantization_config" not in config["text_config"]
+    assert config["quantization_config"]["quant_algo"] == "NVFP4"
+    assert config["quantization_config"]["quant_method"] == "modelopt"
+
+
+def test_weight_only_has_no_input_scales(tiny: Path, tmp_path: Path) -> None:
+    result = convert(tiny, tmp_path / "out", "--activations", "w4a16")
+    config = json.loads((result / "config.json").read_text())["quantization_config"]
+    assert config["quant_algo"] == "W4A16_NVFP4"
+    assert "input_activations" not in config["config_groups"]["group_0"]
+    assert not [name for name in load(result) if name.endswith("input_scale")]
+
+
+def test_input_scales_and_kv_cache_are_settable(tiny: Path, tmp_path: Path) -> None:
+    options = ("--input-scale", "0.5", "--down-input-scale", "0.25", "--kv-cache", "fp8")
+    result = convert(tiny, tmp_path / "out", *options)
+    tensors = load(result)
+    found = {(name.split(".")[-2], t.item()) for name, t in tensors.items() if name.endswith("input_scale")}
+    assert found == {("gate_proj", 0.5), ("up_proj", 0.5), ("down_proj", 0.25)}
+    assert json.loads((result / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+    quantization = json.loads((result / "hf_quant_config.json").read_text())["quantization"]
+    assert quantization["kv_cache_quant_algo"] == "FP8"
+
+
+def test_both_layouts_hold_the_same_numbers(tiny: Path, tmp_path: Path) -> None:
+    modelopt = load(convert(tiny, tmp_path / "a"))
+    other = load(convert(tiny, tmp_path / "b", "--layout", "compressed-tensors"))
+    decode_modelopt, decode_other = create_decoder("modelopt"), create_decoder("compressed-tensors")
+    modules = [name.removesuffix(".weight_packed") for name in other if name.endswith(".weight_packed")]
+    assert len(modules) == 144
+    for module in modules:
+        scales = modelopt[f"{module}.weight_scale"].view(torch.uint8)
+        one = decode_modelopt(modelopt[f"{module}.weight"], scales, modelopt[f"{module}.weight_scale_2"].item())
+        two = decode_other(
+            other[f"{module}.weight_packed"],
+            other[f"{module}.weight_scale"].view(torch.uint8),
+            other[f"{module}.weight_global_scale"].item(),
+        )
+        assert torch.equal(one.to(two.dtype), two)
+
+
+def test_bf16_equals_the_librarys_dequantisation(tiny: Path, tmp_path: Path) -> None:
+    before, after = load(tiny), load(convert(tiny, tmp_path / "out", "--to", "bf16"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    modules = [name.removesuffix(".weight_packed") for name in before if name.endswith(".weight_packed")]
+    for module in modules:
+        packed = before[f"{module}.weight_packed"].view(torch.uint8)
+        expected = dequantize_int4(Int4Weight(packed, before[f"{module}.weight_scale"]))
+        assert torch.equal(after[f"{module}.weight"], expected)
+    assert not [name for name in after if "weight_packed" in name or "weight_shape" in name]
+
+
+def test_shared_experts_and_dense_mlp_are_converted_on_request(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = convert(tiny, tmp_path / "out", "--recipe", "kimi-k2-thinking-nvfp4-mlp")
+    capsys.readouterr()
+    tensors = load(result)
+    assert tensors["model.layers.1.mlp.shared_experts.gate_proj.weight"].dtype == torch.uint8
+    assert tensors["model.layers.0.mlp.down_proj.weight"].dtype == torch.uint8
+    assert tensors["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", str(result), "--source", str(tiny), "--reference"])
+    assert ended.value.code == 0, capsys.readouterr().out
+    ignore = json.loads((result / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "*shared_experts*" not in ignore
+    assert not [entry for entry in ignore if "layers.0" in entry]
+
+
+def test_plain_on_bf16_roles_equals_the_libraries(tiny: Path, tmp_path: Path) -> None:
+    recipe = ("--recipe", "kimi-k2-thinking-nvfp4-mlp", "--rule", "plain")
+    native = convert(tiny, tmp_path / "native", *recipe)
+    reference = convert(tiny, tmp_path / "reference", *recipe, "--quantizer", "reference")
+    assert shards(native) == shards(reference)
+
+
+def test_error_is_half_of_plains_and_near_the_bound(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    optimal = json.loads(run_cli("run", tiny, tmp_path / "o", "--json").stdout)["totals"]["experts"]
+    plain = json.loads(run_cli("run", tiny, tmp_path / "p", "--rule", "plain", "--json").stdout)["totals"]["experts"]
+    assert optimal["squared_error"] / plain["squared_error"] <= 0.56
+    assert optimal["sampled_error_achieved"] / optimal["sampled_error_bound"] <= 1.15
+    assert optimal["sqnr_db"] == pytest.approx(22.617, abs=0.005)
+    assert plain["sqnr_db"] == pytest.approx(19.655, abs=0.005)
+
+
+def test_source_is_never_touched(tiny: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny, source)
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in source.iterdir()}
+    convert(source, tmp_path / "out")
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in source.iterdir()} == before
+
+
+def test_dry_run_touches_nothing(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    done = run_cli("run", tiny, tmp_path / "out", "--dry-run", "--json")
+    plan = json.loads(done.stdout)
+    assert not (tmp_path / "out").exists()
+    assert plan["actions"]["convert"]["projections"] == 144
+    assert plan["tensor_bytes_in"] == plan["tensor_bytes_out"] == 7_453_760
+    assert len(plan["shards"]) == 5
+
+
+def test_whole_k2_thinking_is_planned_from_headers(k2_headers: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    found = json.loads(run_cli("inspect", k2_headers, "--json").stdout)
+    assert found["num_tensors"] == 208_215
+    assert found["tensor_bytes"] == 594_205_904_896
+    assert found["int4_projections"] == 69_120
+    plan = json.loads(run_cli("run", k2_headers, tmp_path / "out", "--dry-run", "--json").stdout)
+    assert plan["num_tensors_out"] == 277_335
+    assert plan["tensor_bytes_out"] == 594_205_904_896
+    assert plan["shards"][0]["name"] == "model-00001-of-000062.safetensors"
+
+
+def test_result_opens_with_safetensors(tiny: Path, tmp_path: Path) -> None:
+    result = convert(tiny, tmp_path / "out")
+    with safe_open(result / "model-00002-of-000005.safetensors", "pt") as shard:
+        assert shard.metadata() == {"format": "pt"}
+        names = set(shard.keys())
+    assert "model.layers.1.mlp.experts.0.gate_proj.weight" in names
+
+
+def test_inspect_names_what_it_finds(k25: Path, run_cli: RunCli) -> None:
+    found = json.loads(run_cli("inspect", k25, "--json").stdout)
+    assert found["family"] == "kimi-k2.5"
+    assert found["quantization"]["where"] == "config.json text_config"
+    assert {"vision_tower", "mm_projector"} <= {holding["role"] for holding in found["holdings"]}
+
+
+def following(done: CompletedProcess[str]) -> list[str]:
+    """The words of the command that the output names as the next one."""
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("next: "))
+    return shlex.split(line.removeprefix("next: "))
+
+
+def test_next_command_can_be_pasted(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    """It keeps the options of the dry run, and the quotes that its paths need."""
+    source, destination = tmp_path / "my source", tmp_path / "it's $here"
+    source.symlink_to(tiny)
+    assert following(run_cli("inspect", source)) == ["k2convert", "run", str(source), "DEST", "--dry-run"]
+    words = ["run", str(source), str(destination), "--rule", "plain", "--input-scale", "0.5"]
+    assert following(run_cli(*words, "--dry-run")) == ["k2convert", *words]
+    validate = ["k2convert", "validate", str(destination)]
+    assert following(run_cli(*words)) == [*validate, "--source", str(source)]
+    assert following(run_cli("status", destination)) == validate
+    assert following(run_cli(*validate[1:]))[2] == str(destination)
+    assert following(run_cli("report", destination))[2] == str(destination)
+
+
+def test_nothing_follows_a_bf16_copy(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    convert(tiny, tmp_path / "out", "--to", "bf16")
+    done = run_cli("status", tmp_path / "out")
+    assert "complete" in done.stdout
+    assert "next: " not in done.stderr
+
+
+def test_commands_end_with_the_next_one(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    assert "k2convert run" in run_cli("inspect", tiny).stderr
+    assert "k2convert validate" in run_cli("run", tiny, tmp_path / "out").stderr
+    assert "complete" in run_cli("status", tmp_path / "out").stdout
+    assert run_cli("run", tiny).returncode == 2

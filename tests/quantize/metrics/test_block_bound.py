@@ -1,0 +1,85 @@
+"""The bound holds for every block and every scale, and is reached by some real scale."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import torch
+from block_makers import any_codes, blocks_of, int4_weight, trained_like
+from exact_search import E2M1, exact_search
+
+from k2convert.quantize.formats.blocks import block_histograms, unpack_histograms
+from k2convert.quantize.formats.int4 import unpack_int4
+from k2convert.quantize.metrics.bf16_error import bf16_block_bounds
+from k2convert.quantize.metrics.block_bound import int4_assignments, int4_block_bounds
+
+VALUES = [float(value) for value in E2M1]
+
+
+def nearest_values(t: float) -> tuple[int, ...]:
+    return tuple(int(2 * min(VALUES, key=lambda v: abs(k - v * t))) for k in range(9))
+
+
+def some_histograms() -> np.ndarray:
+    weights = (trained_like(8, 256, seed=0), int4_weight(any_codes(32, 256, seed=1), torch.ones(32, 8).bfloat16()))
+    return np.concatenate([unpack_histograms(block_histograms(weight.packed)).numpy() for weight in weights])
+
+
+def test_histograms_count_every_magnitude() -> None:
+    weight = int4_weight(any_codes(16, 128, seed=2), torch.ones(16, 4).bfloat16())
+    expected = [[sum(abs(q) == k for q in block) for k in range(9)] for block in blocks_of(unpack_int4(weight.packed))]
+    assert unpack_histograms(block_histograms(weight.packed)).tolist() == expected
+
+
+def test_there_are_at_most_57_assignments_and_a_fine_sweep_finds_no_other() -> None:
+    known = {tuple(row) for row in int4_assignments().tolist()}
+    assert len(known) <= 57
+    swept = {nearest_values(t) for t in np.geomspace(0.1, 40.0, 10_007)}
+    assert swept <= known
+    assert len(known - swept) <= 2  # only intervals narrower than the sweep may be missed
+
+
+def test_the_bound_is_the_minimum_over_all_real_scales() -> None:
+    histograms = some_histograms()
+    bounds = int4_block_bounds(histograms)
+    k = np.arange(9)
+    least = np.full(len(histograms), np.inf)
+    values = np.array(VALUES)
+    for t in np.geomspace(0.1, 40.0, 4001):
+        residual = np.min(np.abs(k[:, None] - values * t), axis=1)
+        least = np.minimum(least, histograms @ (residual * residual))
+    assert (bounds <= least + 1e-9).all()
+    assert np.allclose(bounds, least, rtol=2e-3, atol=2e-4)
+
+
+def test_the_bound_equals_its_value_in_fractions() -> None:
+    histograms = some_histograms()[::7]
+    for histogram, bound in zip(histograms.tolist(), int4_block_bounds(histograms).tolist(), strict=True):
+        energy = Fraction(sum(n * k * k for k, n in enumerate(histogram)))
+        explained = [Fraction(0)]
+        for values in int4_assignments().tolist():
+            norm = sum(n * v * v for n, v in zip(histogram, values, strict=True))
+            if norm:
+                inner = sum(n * k * v for k, (n, v) in enumerate(zip(histogram, values, strict=True)))
+                explained.append(Fraction(inner * inner, norm))
+        exact = energy - max(explained)
+        assert bound >= 0
+        assert abs(Fraction(bound) - exact) <= Fraction(1, 10**11)
+
+
+def test_no_scale_of_the_exhaustive_search_beats_the_bound() -> None:
+    histograms = some_histograms()[::11]
+    search = exact_search(Fraction(177, 2**14), Fraction(1, 2**13))
+    unit = Fraction(177, 2**14) ** 2
+    for histogram, bound in zip(histograms.tolist(), int4_block_bounds(histograms).tolist(), strict=True):
+        magnitudes = [k for k, n in enumerate(histogram) for _ in range(n)]
+        least = min(search.error(magnitudes, byte) for byte in search.errors)
+        assert (Fraction(bound) - Fraction(1, 10**11)) * unit <= least
+
+
+def test_the_bound_of_bf16_blocks_agrees_with_the_one_of_int4_blocks() -> None:
+    codes = any_codes(16, 128, seed=3)
+    weight = int4_weight(codes, torch.ones(16, 4).bfloat16())
+    expected = int4_block_bounds(unpack_histograms(block_histograms(weight.packed)).numpy())
+    assert np.allclose(bf16_block_bounds(blocks_of(codes.to(torch.bfloat16))).numpy(), expected, rtol=0, atol=1e-9)

@@ -1,0 +1,184 @@
+"""Metrics equal what an element-by-element comparison of source and decoded result says, and add up."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from block_makers import any_codes, bf16_from_bits, blocks_of, int4_weight, trained_like
+from torch import Tensor
+
+from k2convert.choices import RULES, Rule
+from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4, unpack_int4
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantize.metrics.int4_error import measure_error
+from k2convert.quantize.metrics.pair_counts import PairCounts, count_pairs, merge_counts
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
+from k2convert.quantize.rules.magnitude import Magnitude, measure
+from k2convert.quantize.rules.optimal import optimal_global_scale, quantize_optimal
+from k2convert.quantize.rules.optimal_bf16 import quantize_optimal_bf16
+from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
+
+
+def convert(weight: Int4Weight, rule: Rule, magnitude: Magnitude | None = None) -> tuple[Nvfp4Weight, WeightMetrics]:
+    magnitude = magnitude or measure(weight)
+    if rule == "plain":
+        result = quantize_plain(weight, plain_global_scale(magnitude))
+    else:
+        result = quantize_optimal(weight, optimal_global_scale(magnitude, is_int4=True))
+    return result, measure_error(weight, result, rule=rule, magnitude=magnitude, sample_seed=12345)
+
+
+def exact_weight(weight: Int4Weight) -> Tensor:
+    scales = weight.scales.to(torch.float64).repeat_interleave(32, dim=-1)
+    return unpack_int4(weight.packed).to(torch.float64) * scales
+
+
+def awkward() -> Int4Weight:
+    bits = torch.randint(0x3800, 0x3C00, (96, 8), generator=torch.Generator().manual_seed(1))
+    bits[7] = 0
+    return int4_weight(any_codes(96, 256, seed=1), bf16_from_bits(bits))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("make", [awkward, lambda: trained_like(32, 512, seed=2)], ids=["awkward", "trained-like"])
+def test_every_figure_equals_an_element_by_element_comparison(rule: Rule, make: object) -> None:
+    weight = make()  # type: ignore[operator]
+    result, metrics = convert(weight, rule)
+    wanted, written = exact_weight(weight), dequantize_nvfp4(result)
+    codes = unpack_int4(weight.packed).to(torch.float64)
+    scales = weight.scales.to(torch.float64).repeat_interleave(32, dim=-1)
+    error = wanted - written
+    assert metrics.energy == pytest.approx(float((wanted**2).sum()), rel=1e-12)
+    assert metrics.squared_error == pytest.approx(float((error**2).sum()), rel=1e-12)
+    assert metrics.num_weights == metrics.num_codes == wanted.numel()
+    assert metrics.num_blocks == wanted.numel() // 16
+    assert metrics.num_nonzero == int((wanted != 0).sum())
+    assert metrics.equal_nonzero == int(((wanted != 0) & (error == 0)).sum())
+    assert metrics.equal_blocks == int((blocks_of(error) == 0).all(dim=-1).sum())
+    steps = torch.where(scales > 0, written / scales, 0.0)
+    assert metrics.max_error_steps == float(torch.where(scales > 0, error.abs() / scales, 0.0).max())
+    assert metrics.recoverable_codes == int((torch.round(steps) == codes).sum())
+    assert metrics.num_five_or_seven == int(((codes.abs() == 5) | (codes.abs() == 7)).sum())
+    assert metrics.num_minus_eight == int((codes == -8).sum())
+    used, counts = np.unique(result.block_scales.numpy(), return_counts=True)
+    assert metrics.scale_histogram == tuple(zip(used.tolist(), counts.tolist(), strict=True))
+    assert (metrics.min_scale_byte, metrics.max_scale_byte) == (int(used[0]), int(used[-1]))
+    assert metrics.sqnr_db == pytest.approx(-10 * math.log10(metrics.relative_mse))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_on_a_small_tensor_every_block_is_sampled(rule: Rule) -> None:
+    weight = trained_like(32, 512, seed=3)
+    _, metrics = convert(weight, rule)
+    _, plain = convert(weight, "plain")
+    assert metrics.sampled_blocks == metrics.num_blocks
+    assert metrics.sampled_error_achieved == pytest.approx(metrics.squared_error, rel=1e-12)
+    assert metrics.sampled_error_plain == pytest.approx(plain.squared_error, rel=1e-12)
+    assert metrics.sampled_error_bound <= metrics.sampled_error_achieved
+    assert (metrics.achieved_to_plain == 1.0) == (rule == "plain")
+
+
+def test_a_large_tensor_is_sampled_one_block_in_64_by_its_seed() -> None:
+    weight = trained_like(1024, 4096, seed=4)
+    magnitude = measure(weight)
+    result = quantize_optimal(weight, optimal_global_scale(magnitude, is_int4=True))
+    runs = [measure_error(weight, result, rule="optimal", magnitude=magnitude, sample_seed=seed) for seed in (1, 2, 65)]
+    assert runs[0].sampled_blocks == 4096
+    assert runs[0] == runs[2]
+    assert runs[0].sampled_error_achieved != runs[1].sampled_error_achieved
+    errors = blocks_of((exact_weight(weight) - dequantize_nvfp4(result)) ** 2).sum(dim=-1)
+    assert runs[1].sampled_error_achieved == pytest.approx(float(errors[2::64].sum()), rel=1e-12)
+    assert runs[0].achieved_to_plain == pytest.approx(0.5, abs=0.03)
+    assert runs[0].achieved_to_bound == pytest.approx(1.13, abs=0.03)
+
+
+def test_counting_in_parts_gives_equal_metrics() -> None:
+    weight = awkward()
+    result, _ = convert(weight, "optimal")
+    whole = count_pairs(weight, result, rule="optimal")
+    parts: list[PairCounts] = []
+    for start in (64, 0, 32):
+        rows = slice(start, start + 32)
+        part = Nvfp4Weight(result.packed[rows], result.block_scales[rows], result.global_scale)
+        parts.append(count_pairs(weight.rows(start, start + 32), part, rule="optimal"))
+    merged = merge_counts(parts)
+    for name in ("keys", "num_blocks", "magnitude_counts"):
+        assert np.array_equal(getattr(whole, name), getattr(merged, name))
+    assert (whole.equal_blocks, whole.outside_normal) == (merged.equal_blocks, merged.outside_normal)
+
+
+def test_a_wide_spread_of_scales_is_flagged_for_the_shared_set() -> None:
+    codes = any_codes(2, 32, seed=5)
+    near = int4_weight(codes, torch.tensor([[1.0], [2.0**-13]]).to(torch.bfloat16))
+    far = int4_weight(codes, torch.tensor([[1.0], [0.99 * 2.0**-13]]).to(torch.bfloat16))
+    assert convert(near, "optimal")[1].scale_spread_exceeded == 0
+    assert convert(far, "optimal")[1].scale_spread_exceeded == 1
+    partner = Magnitude(scale_max=2.0, amax=16.0)
+    assert convert(near, "optimal", measure(near).merge(partner))[1].scale_spread_exceeded == 1
+    assert total_metrics(convert(w, "optimal")[1] for w in (near, far, far)).scale_spread_exceeded == 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_empty_tensor_and_a_tensor_of_zeros_have_finite_figures(rule: Rule) -> None:
+    zeros = int4_weight(torch.zeros(4, 64, dtype=torch.int8), torch.full((4, 2), 0.01, dtype=torch.bfloat16))
+    _, metrics = convert(zeros, rule)
+    assert (metrics.energy, metrics.squared_error, metrics.relative_mse) == (0.0, 0.0, 0.0)
+    assert metrics.sqnr_db == math.inf
+    assert metrics.equal_blocks == metrics.num_blocks == 16
+    nothing = Int4Weight(torch.zeros(0, 32, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.bfloat16))
+    _, metrics = convert(nothing, rule)
+    assert metrics.num_weights == 0
+    assert metrics.min_scale_byte is None
+
+
+def test_metrics_survive_json_exactly() -> None:
+    for rule in RULES:
+        _, metrics = convert(awkward(), rule)
+        assert WeightMetrics.from_dict(json.loads(json.dumps(metrics.to_dict()))) == metrics
+    record = metrics.to_dict()
+    del record["energy"]
+    with pytest.raises(ValueError, match="energy"):
+        WeightMetrics.from_dict(record)
+
+
+def test_totals_are_sums_in_any_order_and_skip_what_a_tensor_does_not_have() -> None:
+    parts = [convert(trained_like(8, 256, seed=seed), "optimal")[1] for seed in range(6)]
+    bf16 = dequantize_int4(trained_like(8, 256, seed=9))
+    magnitude = measure(bf16)
+    result = quantize_optimal_bf16(bf16, optimal_global_scale(magnitude, is_int4=False))
+    parts.append(measure_error(bf16, result, rule="optimal", magnitude=magnitude, sample_seed=0))
+    total = total_metrics(parts)
+    shuffled = parts.copy()
+    random.Random(0).shuffle(shuffled)
+    assert total_metrics(shuffled) == total
+    assert total.num_weights == 7 * 2048
+    assert total.num_codes == 6 * 2048
+    assert total.recoverable_codes == sum(part.recoverable_codes or 0 for part in parts)
+    assert total.squared_error == math.fsum(part.squared_error for part in parts)
+    with pytest.raises(ValueError, match="no metrics"):
+        total_metrics([])
+
+
+def test_bf16_figures_equal_an_element_by_element_comparison() -> None:
+    weight = (torch.randn(40, 512, generator=torch.Generator().manual_seed(6)) * 0.02).to(torch.bfloat16)
+    weight[3], weight[5, 7] = 0, 2.0**-6
+    magnitude = measure(weight)
+    result = quantize_optimal_bf16(weight, optimal_global_scale(magnitude, is_int4=False))
+    metrics = measure_error(weight, result, rule="optimal", magnitude=magnitude, sample_seed=3)
+    error = weight.to(torch.float64) - dequantize_nvfp4(result)
+    assert metrics.squared_error == pytest.approx(float((error**2).sum()), rel=1e-12)
+    assert metrics.energy == pytest.approx(float((weight.to(torch.float64) ** 2).sum()), rel=1e-12)
+    assert metrics.equal_blocks == int((blocks_of(error) == 0).all(dim=-1).sum())
+    assert metrics.equal_nonzero == int(((weight != 0) & (error == 0)).sum())
+    assert metrics.sampled_error_achieved == pytest.approx(metrics.squared_error, rel=1e-12)
+    plain = quantize_plain(weight, plain_global_scale(magnitude))
+    plain_error = float(((weight.to(torch.float64) - dequantize_nvfp4(plain)) ** 2).sum())
+    assert metrics.sampled_error_plain == pytest.approx(plain_error, rel=1e-12)
+    assert metrics.sampled_error_bound < metrics.sampled_error_achieved < metrics.sampled_error_plain
+    assert metrics.num_codes is None
+    assert WeightMetrics.from_dict(json.loads(json.dumps(metrics.to_dict()))) == metrics

@@ -1,0 +1,182 @@
+"""Both quantizers on the trained tiny checkpoint, and what they refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from k2convert.choices import RULES, Rule
+from k2convert.errors import FormatError, MissingDependencyError, RecipeError
+from k2convert.quantize.formats.arrays import Nvfp4Arrays, as_arrays
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.metrics.int4_error import measure_error
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
+from k2convert.quantize.quantizer import Quantizer, create_quantizer
+from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.rules.optimal import quantize_optimal
+from k2convert.quantize.rules.plain import quantize_plain
+
+Converted = dict[str, tuple[Nvfp4Arrays, WeightMetrics]]
+
+
+@pytest.fixture(scope="module")
+def projections(tiny: Path) -> dict[str, Int4Weight]:
+    """All 144 INT4 projections of the tiny checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(tiny.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys() if ".experts." in name}  # noqa: SIM118
+    names = [name.removesuffix("_packed") for name in tensors if name.endswith("weight_packed")]
+    return {name: Int4Weight(tensors[f"{name}_packed"].view(torch.uint8), tensors[f"{name}_scale"]) for name in names}
+
+
+def convert(quantizer: Quantizer, projections: dict[str, Int4Weight], *, threads: int = 1) -> Converted:
+    """Convert everything, gate and up of an expert sharing their global scale."""
+    magnitudes = {name: quantizer.measure(as_arrays(weight), name=name) for name, weight in projections.items()}
+
+    def one(name: str) -> tuple[Nvfp4Arrays, WeightMetrics]:
+        magnitude = magnitudes[name]
+        partner = name.replace("gate_proj", "up_proj") if "gate_proj" in name else name.replace("up_proj", "gate_proj")
+        magnitude = magnitude.merge(magnitudes[partner])
+        scale = quantizer.global_scale(magnitude, is_int4=True)
+        return quantizer.quantize(as_arrays(projections[name]), name=name, magnitude=magnitude, global_scale=scale)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(projections, pool.map(one, projections), strict=True))
+
+
+@pytest.fixture(scope="module")
+def optimal(projections: dict[str, Int4Weight]) -> Converted:
+    return convert(create_quantizer("native", rule="optimal", device="cpu"), projections)
+
+
+@pytest.fixture(scope="module")
+def plain(projections: dict[str, Int4Weight]) -> Converted:
+    return convert(create_quantizer("native", rule="plain", device="cpu"), projections)
+
+
+def assert_same_bytes(one: Nvfp4Arrays, other: Nvfp4Arrays, name: str) -> None:
+    assert np.array_equal(one.packed, other.packed), name
+    assert np.array_equal(one.block_scales, other.block_scales), name
+
+
+def total(converted: Converted) -> WeightMetrics:
+    return total_metrics(metrics for _, metrics in converted.values())
+
+
+def test_the_tiny_checkpoint_has_its_known_error_under_both_rules(optimal: Converted, plain: Converted) -> None:
+    assert len(optimal) == 144
+    assert total(plain).sqnr_db == pytest.approx(19.655, abs=0.005)
+    assert total(optimal).sqnr_db == pytest.approx(22.617, abs=0.005)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_defining_torch_code_gives_the_same_bytes_and_figures(
+    rule: Rule, optimal: Converted, plain: Converted, projections: dict[str, Int4Weight]
+) -> None:
+    quantize = quantize_optimal if rule == "optimal" else quantize_plain
+    converted = optimal if rule == "optimal" else plain
+    for name, weight in projections.items():
+        result, metrics = converted[name]
+        defined = quantize(weight, result.global_scale)
+        assert_same_bytes(as_arrays(defined), result, name)
+        partner = name.replace("gate_proj", "up_proj") if "gate_proj" in name else name.replace("up_proj", "gate_proj")
+        magnitude = measure(weight).merge(measure(projections[partner]))
+        seed = zlib.crc32(name.encode())
+        assert measure_error(weight, defined, rule=rule, magnitude=magnitude, sample_seed=seed) == metrics, name
+
+
+def test_optimal_halves_the_error_of_plain_and_is_near_the_bound(optimal: Converted, plain: Converted) -> None:
+    ours = total(optimal)
+    assert ours.squared_error <= 0.56 * total(plain).squared_error
+    assert ours.sampled_blocks == ours.num_blocks
+    assert ours.sampled_error_plain == pytest.approx(total(plain).squared_error, rel=1e-12)
+    assert ours.achieved_to_bound <= 1.15
+    for _, metrics in optimal.values():
+        assert metrics.sampled_error_bound <= metrics.sampled_error_achieved < 0.6 * metrics.sampled_error_plain
+
+
+def test_gate_and_up_share_their_global_scale(optimal: Converted, plain: Converted) -> None:
+    for converted in (optimal, plain):
+        for name, (result, _) in converted.items():
+            if "gate_proj" in name:
+                assert result.global_scale == converted[name.replace("gate_proj", "up_proj")][0].global_scale
+
+
+def test_native_plain_equals_the_two_library_pipeline_byte_for_byte(
+    plain: Converted, projections: dict[str, Int4Weight]
+) -> None:
+    reference = convert(create_quantizer("reference", rule="plain", device="cpu"), projections)
+    for name, (result, metrics) in plain.items():
+        theirs, their_metrics = reference[name]
+        assert result.global_scale == theirs.global_scale, name
+        assert_same_bytes(result, theirs, name)
+        assert metrics == their_metrics, name
+
+
+def test_threads_do_not_change_a_byte_or_a_figure(optimal: Converted, projections: dict[str, Int4Weight]) -> None:
+    some = {name: weight for name, weight in projections.items() if ".layers.1." in name}
+    again = convert(create_quantizer("native", rule="optimal", device="cpu"), some, threads=4)
+    for name, (result, metrics) in again.items():
+        assert_same_bytes(result, optimal[name][0], name)
+        assert metrics == optimal[name][1]
+
+
+def test_the_reference_quantizer_writes_zeros_where_modelopt_writes_nan() -> None:
+    weight = Int4Weight(torch.full((2, 32), 0x88, dtype=torch.uint8), torch.ones(2, 2, dtype=torch.bfloat16))
+    quantizer = create_quantizer("reference", rule="plain", device="cpu")
+    magnitude = quantizer.measure(as_arrays(weight), name="w")
+    scale = quantizer.global_scale(magnitude, is_int4=True)
+    result, _ = quantizer.quantize(as_arrays(weight), name="w", magnitude=magnitude, global_scale=scale)
+    assert scale == 1.0
+    assert (result.block_scales == 0x38).all()
+    assert not result.packed.any()
+
+
+@pytest.mark.parametrize("kind", ["native", "reference"])
+def test_bf16_weights_are_the_same_from_both(kind: str) -> None:
+    weight = (torch.randn(16, 128, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
+    quantizer = create_quantizer(kind, rule="plain", device="cpu")  # type: ignore[arg-type]
+    magnitude = quantizer.measure(as_arrays(weight), name="w")
+    scale = quantizer.global_scale(magnitude, is_int4=False)
+    result, metrics = quantizer.quantize(as_arrays(weight), name="w", magnitude=magnitude, global_scale=scale)
+    native = create_quantizer("native", rule="plain", device="cpu")
+    expected, expected_metrics = native.quantize(as_arrays(weight), name="w", magnitude=magnitude, global_scale=scale)
+    assert_same_bytes(result, expected, "w")
+    assert metrics == expected_metrics
+
+
+@pytest.mark.parametrize("kind", ["native", "reference"])
+def test_a_bad_scale_is_refused_naming_the_tensor(kind: str) -> None:
+    weight = Int4Weight(torch.zeros(1, 16, dtype=torch.uint8), torch.tensor([[float("nan")]], dtype=torch.bfloat16))
+    quantizer = create_quantizer(kind, rule="plain", device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match=r"experts\.3\.down_proj"):
+        quantizer.measure(as_arrays(weight), name="model.layers.1.mlp.experts.3.down_proj.weight")
+
+
+def test_the_reference_quantizer_offers_plain_alone() -> None:
+    with pytest.raises(RecipeError, match="plain"):
+        create_quantizer("reference", rule="optimal", device="cpu")
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "modelopt.torch.quantization.qtensor.nvfp4_tensor", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install k2convert\[reference\]"):
+        create_quantizer("reference", rule="plain", device="cpu")
+
+
+def test_the_native_quantizer_imports_no_library_and_no_torch() -> None:
+    program = (
+        "import sys; from k2convert.quantize.quantizer import create_quantizer; "
+        "create_quantizer('native', rule='optimal', device='cpu'); "
+        "assert not {'modelopt', 'compressed_tensors', 'llmcompressor', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

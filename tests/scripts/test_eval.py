@@ -1,0 +1,183 @@
+"""The end-to-end evaluation: its models are transformers', and its figures are the known ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.forward.mlp import Mlp
+from k2convert.forward.weights import DenseWeight, Projection
+from k2convert.validate.layers.check import check_layers
+from k2convert.validate.layers.result import LayerBudget, Variant
+from scripts.evaluation import smollm2
+from scripts.evaluation.__main__ import FP4, FP32, INT4, SUBJECTS, convert, evaluate
+from scripts.evaluation.austen import paragraphs
+from scripts.evaluation.capture import capture
+from scripts.evaluation.measure import compare, encode
+from scripts.evaluation.models import build_model, source_mlps
+from scripts.evaluation.table import Evaluation, Row, markdown
+
+TOKENS = 1024
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower on several threads, by far where other tests run beside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where conversions are kept."""
+    return tmp_path_factory.mktemp("eval")
+
+
+@pytest.fixture(scope="module")
+def evaluation(work: Path) -> Evaluation:
+    """Four windows of the tiny checkpoint's own evaluation, converted by the command."""
+    return evaluate(SUBJECTS["tiny"](work), work, tokens=TOKENS)
+
+
+def row(evaluation: Evaluation, weights: str, activations: str) -> Row:
+    return next(r for r in evaluation.rows if (r.weights, r.activations) == (weights, activations))
+
+
+def divergence(evaluation: Evaluation, weights: str, activations: str) -> float:
+    found = row(evaluation, weights, activations).score.kl_mean
+    assert found is not None
+    return found
+
+
+def test_forward_equals_transformers_with_its_own_experts(tiny: Path) -> None:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    mlps = source_mlps(tiny)
+    model = build_model(tiny)
+    model.install(mlps)
+    ids = encode(tiny, (tiny / "eval.txt").read_text(), tokens=256)
+    config = {k: v for k, v in open_checkpoint(tiny).config.items() if k not in ("quantization_config", "model_type")}
+    theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**config)).float().eval()
+    state = {k: v for k, v in model.network.state_dict().items() if ".mlp." not in k or ".gate." in k}
+    for layer in range(4):
+        stem = f"model.layers.{layer}.mlp"
+        if layer == 0:
+            state |= linear_weights(stem, mlps[stem])
+            continue
+        experts = [mlps[f"{stem}.experts.{expert}"] for expert in range(16)]
+        state |= linear_weights(f"{stem}.shared_experts", mlps[f"{stem}.shared_experts"])
+        state[f"{stem}.experts.gate_up_proj"] = torch.stack(
+            [torch.cat([e.gate.weight.decode(), e.up.weight.decode()]) for e in experts]
+        )
+        state[f"{stem}.experts.down_proj"] = torch.stack([e.down.weight.decode() for e in experts])
+    theirs.load_state_dict(state, strict=True)
+    with torch.inference_mode():
+        ours, expected = model.logits(ids), theirs(ids).logits
+    assert torch.allclose(ours, expected, rtol=1e-3, atol=1e-3)
+
+
+def linear_weights(stem: str, mlp: Mlp) -> dict[str, torch.Tensor]:
+    parts = {"gate_proj": mlp.gate, "up_proj": mlp.up, "down_proj": mlp.down}
+    return {f"{stem}.{name}.weight": projection.weight.decode() for name, projection in parts.items()}
+
+
+def test_figures_of_the_tiny_checkpoint_are_the_known_ones(evaluation: Evaluation) -> None:
+    assert evaluation.positions == TOKENS // 256 * 255
+    assert row(evaluation, INT4, FP32).score.perplexity == pytest.approx(14.09, abs=0.01)
+    assert row(evaluation, "plain", FP32).weight_sqnr_db == pytest.approx(19.655, abs=5e-4)
+    assert row(evaluation, "optimal", FP32).weight_sqnr_db == pytest.approx(22.617, abs=5e-4)
+    # On the whole of the text 0.00249 and 0.00156; on these four windows a little more.
+    assert divergence(evaluation, "plain", FP32) == pytest.approx(0.00306, abs=1e-4)
+    assert divergence(evaluation, "optimal", FP32) == pytest.approx(0.00206, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_figures_on_the_whole_text_are_those_of_an_independent_converter(work: Path) -> None:
+    whole = evaluate(SUBJECTS["tiny"](work), work)
+    assert whole.positions == 16_320
+    assert row(whole, INT4, FP32).score.perplexity == pytest.approx(19.21, abs=5e-3)
+    for rule, kl, top1 in (("plain", 0.00249, 0.964), ("optimal", 0.00156, 0.975)):
+        assert divergence(whole, rule, FP32) == pytest.approx(kl, abs=5e-6)
+        assert row(whole, rule, FP32).score.top1_agreement == pytest.approx(top1, abs=5e-4)
+
+
+def test_the_order_of_variants_is_as_expected(evaluation: Evaluation) -> None:
+    for activations in (FP32, FP4):
+        assert divergence(evaluation, "optimal", activations) < divergence(evaluation, "plain", activations)
+    assert divergence(evaluation, INT4, FP4) < divergence(evaluation, "optimal", FP4)
+    for found in evaluation.rows[1:]:
+        assert found.score.kl_mean is not None
+        assert found.score.kl_p999 is not None
+        assert 0 < found.score.kl_mean < found.score.kl_p999
+        assert 0.9 < (found.score.top1_agreement or 0) < 1
+
+
+def test_a_model_does_not_diverge_from_itself(tiny: Path) -> None:
+    mlps = source_mlps(tiny)
+    windows = encode(tiny, (tiny / "eval.txt").read_text(), tokens=256)
+    reference, scores = compare(build_model(tiny), mlps, {"same": mlps}, windows, batch=1)
+    assert scores["same"].perplexity == reference.perplexity
+    assert scores["same"].kl_mean == 0
+    assert scores["same"].top1_agreement == 1
+
+
+def test_table_has_a_line_for_every_variant(evaluation: Evaluation) -> None:
+    lines = markdown(evaluation).splitlines()
+    assert len(lines) == 4 + 6
+    assert len({line.count("|") for line in lines[2:]}) == 1
+    assert "| optimal | FP32 | 22.62 | " in markdown(evaluation)
+
+
+def test_captured_states_serve_the_layer_check(tiny: Path, work: Path, evaluation: Evaluation) -> None:
+    windows = encode(tiny, (tiny / "eval.txt").read_text(), tokens=512)
+    path = capture(tiny, windows, work / "states.safetensors")
+    converted = convert(tiny, work / "k2-tiny-optimal", "optimal")
+    report = check_layers(
+        source=open_checkpoint(tiny),
+        converted=open_checkpoint(converted),
+        layers=(1, 2, 3),
+        hidden_states=path,
+        budget=LayerBudget(),
+    )
+    assert report.passed
+    for layer in report.layers:
+        ours, usual = layer.error(Variant.CONVERTED), layer.error(Variant.PLAIN)
+        assert ours is not None
+        assert usual is not None
+        assert ours.sqnr_db > usual.sqnr_db + 2
+
+
+def test_slices_of_an_mlp_add_up_to_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"gate_proj": (512, 64), "up_proj": (512, 64), "down_proj": (64, 512)}
+    dense = {name: torch.randn(*shape, generator=generator).mul_(0.05).bfloat16() for name, shape in shapes.items()}
+    pieces: dict[str, torch.Tensor] = {}
+    for name, weight in dense.items():
+        pieces |= smollm2.as_moe(f"model.layers.1.mlp.{name}.weight", weight)
+    hidden = torch.randn(8, 64, generator=generator)
+    whole = Mlp(*(Projection(DenseWeight(weight)) for weight in dense.values()))(hidden)
+    parts = [f"model.layers.1.mlp.experts.{expert}" for expert in range(smollm2.NUM_EXPERTS)]
+    shared = "model.layers.1.mlp.shared_experts"
+    total = Mlp(*(Projection(DenseWeight(pieces[f"{shared}.{name}.weight"])) for name in shapes))(hidden)
+    for part in parts:
+        total += Mlp(*(Projection(DenseWeight(unpack(pieces, f"{part}.{name}"))) for name in shapes))(hidden)
+    error = float((total - whole).square().sum() / whole.square().sum())
+    assert error < 0.05  # INT4's own error, -20 dB a projection
+
+
+def unpack(pieces: dict[str, torch.Tensor], module: str) -> torch.Tensor:
+    packed, scales = pieces[f"{module}.weight_packed"].view(torch.uint8), pieces[f"{module}.weight_scale"].float()
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).float() - 8
+    return (codes.unflatten(-1, (-1, 32)) * scales[..., None]).flatten(-2)
+
+
+def test_paragraphs_become_single_lines() -> None:
+    assert paragraphs("one\ntwo\n\nthree  four\n") == "one two\n\nthree four"

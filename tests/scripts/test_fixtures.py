@@ -1,0 +1,253 @@
+"""The made checkpoints are what they claim to be, as the safetensors library and compressed-tensors see them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from scripts import fixture_maker as fixtures
+from scripts.fixture_maker.__main__ import main
+from scripts.fixture_maker.edges import unpack
+from scripts.fixture_maker.folder import read_small
+from scripts.fixture_maker.headers import k2_thinking_parts, k25_parts
+from scripts.fixture_maker.inventory import TensorSpec
+from scripts.fixture_maker.shaped import experts_for
+from scripts.fixture_maker.shards import write_streamed
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["tiny", "k25", "split", "reap", "i64", "minus8", "zeros", "subnormal", "wide", "k2_shaped"]
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Load every tensor of a small checkpoint with the safetensors library."""
+    return read_small(folder).tensors()
+
+
+def codes_of(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
+    """Unpack a projection's codes with compressed-tensors."""
+    return unpack(tensors[f"{module}.weight_packed"])
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Hash every file of a folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)
+
+
+def experts(layer: int, expert: int, kind: str) -> str:
+    return f"model.layers.{layer}.mlp.experts.{expert}.{kind}_proj"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_index_covers_exactly_the_shards_and_config_counts_the_experts(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(name)
+    checkpoint = read_small(folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: shard for shard, members in checkpoint.shards.items() for name in members}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in checkpoint.tensors().values())
+    text = checkpoint.config.get("text_config", checkpoint.config)
+    routers = [tensor for name, tensor in checkpoint.tensors().items() if name.endswith("mlp.gate.weight")]
+    assert len(routers) == text["num_hidden_layers"] - text["first_k_dense_replace"]
+    assert {router.shape for router in routers} == {(text["n_routed_experts"], text["hidden_size"])}
+
+
+@pytest.mark.parametrize("maker", [fixtures.make_k25, fixtures.make_minus8, fixtures.make_subnormal])
+def test_same_arguments_give_the_same_bytes(maker: object, tmp_path: Path) -> None:
+    assert callable(maker)
+    assert digest(maker(tmp_path / "one")) == digest(maker(tmp_path / "two"))
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(SystemExit, match="not empty"):
+        fixtures.make_i64(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_streamed_shard_is_the_library_s_own_file(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.arange(6, dtype=torch.int32).reshape(2, 3),
+        "a": torch.randn(4, 4).bfloat16(),
+        "c": torch.tensor([1, 2]),
+        "d.10": torch.randn(3),
+        "d.9": torch.randn(2),
+    }
+    dtypes = {torch.int32: "I32", torch.bfloat16: "BF16", torch.int64: "I64", torch.float32: "F32"}
+    specs = [TensorSpec(name, dtypes[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    write_streamed(tmp_path / "ours", specs, lambda spec: [tensors[spec.name].view(torch.uint8).numpy().tobytes()])
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_k25_wraps_the_same_language_model(k25: Path, tiny: Path) -> None:
+    wrapped, plain = tensors_of(k25), tensors_of(tiny)
+    assert all(same(wrapped[f"language_model.{name}"], tensor) for name, tensor in plain.items())
+    others = {name for name in wrapped if not name.startswith("language_model.")}
+    assert {name.split(".")[0] for name in others} == {"vision_tower", "mm_projector"}
+    assert wrapped["vision_tower.patch_embed.proj.weight"].ndim == 4
+    config = json.loads((k25 / "config.json").read_text())
+    assert config["model_type"] == "kimi_k25"
+    assert "quantization_config" not in config
+    assert config["text_config"] == json.loads((tiny / "config.json").read_text())
+
+
+def test_split_scatters_partners_and_changes_no_tensor(split: Path, tiny: Path) -> None:
+    scattered, whole = tensors_of(split), tensors_of(tiny)
+    assert scattered.keys() == whole.keys()
+    assert all(same(scattered[name], whole[name]) for name in whole)
+    where = json.loads((split / "model.safetensors.index.json").read_text())["weight_map"]
+
+    def apart(left: str, right: str) -> bool:
+        return where[left] != where[right]
+
+    assert apart(f"{experts(1, 0, 'gate')}.weight_packed", f"{experts(1, 0, 'up')}.weight_packed")
+    assert apart(f"{experts(2, 1, 'gate')}.weight_packed", f"{experts(2, 1, 'gate')}.weight_scale")
+    assert apart(f"{experts(3, 3, 'up')}.weight_packed", f"{experts(3, 3, 'up')}.weight_shape")
+    assert apart(f"{experts(1, 5, 'down')}.weight_packed", f"{experts(1, 4, 'down')}.weight_packed")
+
+
+def test_reap_keeps_whole_experts_with_their_router_rows(reap: Path, tiny: Path) -> None:
+    pruned, whole = tensors_of(reap), tensors_of(tiny)
+    for layer in (1, 2, 3):
+        router, rows = (tensors[f"model.layers.{layer}.mlp.gate.weight"] for tensors in (pruned, whole))
+        kept = [next(i for i in range(16) if torch.equal(rows[i], row)) for row in router]
+        assert kept == sorted(set(kept))
+        assert kept != list(range(10)), "pruning the tail alone would not show a wrong renumbering"
+        bias = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        assert same(pruned[bias], whole[bias][kept])
+        for new, old in enumerate(kept):
+            for kind in ("gate", "up", "down"):
+                for leaf in ("weight_packed", "weight_scale", "weight_shape"):
+                    assert same(
+                        pruned[f"{experts(layer, new, kind)}.{leaf}"], whole[f"{experts(layer, old, kind)}.{leaf}"]
+                    )
+    assert not any(".experts.10." in name for name in pruned)
+
+
+def test_i64_changes_the_dtype_of_shapes_alone(i64: Path, tiny: Path) -> None:
+    changed, plain = tensors_of(i64), tensors_of(tiny)
+    for name, tensor in plain.items():
+        assert same(changed[name], tensor.long() if name.endswith("weight_shape") else tensor)
+
+
+def test_minus8_has_many_codes_that_training_never_gives(minus8: Path, tiny: Path) -> None:
+    planted, plain = tensors_of(minus8), tensors_of(tiny)
+    module = experts(2, 3, "up")
+    assert (codes_of(plain, module) == -8).sum() == 0
+    codes = codes_of(planted, module)
+    assert (codes[3] == -8).all()
+    assert 0.005 < (codes == -8).double().mean() < 0.03
+    kept = codes != -8
+    assert torch.equal(codes[kept], codes_of(plain, module)[kept])
+
+
+def test_zeros_has_zeros_of_every_kind(zeros: Path) -> None:
+    tensors = tensors_of(zeros)
+
+    def scales(module: str) -> torch.Tensor:
+        return tensors[f"{module}.weight_scale"]
+
+    blocks = codes_of(tensors, experts(1, 0, "down")).unflatten(1, (-1, 16))
+    assert 0.05 < (blocks == 0).all(2).double().mean() < 0.2
+    module = experts(1, 1, "down")
+    groups_zero = (codes_of(tensors, module).unflatten(1, (-1, 32)) == 0).all(2)
+    assert (scales(module) == 0)[groups_zero].any()
+    assert (scales(module) == 0)[~groups_zero].any()
+    assert scales(module).view(torch.int16).min() == -(2**15), "the bits of -0"
+    assert not scales(experts(1, 2, "gate")).any()
+    assert codes_of(tensors, experts(1, 2, "gate")).any()
+    assert scales(experts(1, 2, "up")).all()
+    assert not codes_of(tensors, experts(1, 3, "down")).any()
+    assert scales(experts(1, 3, "down")).all()
+    assert not codes_of(tensors, experts(1, 4, "up")).any()
+    assert not scales(experts(1, 4, "up")).any()
+
+
+def test_subnormal_and_wide_scales_are_finite_and_far_from_ordinary(subnormal: Path, wide: Path) -> None:
+    tensors = tensors_of(subnormal)
+    smallest_normal = torch.finfo(torch.bfloat16).tiny
+    every = tensors[f"{experts(1, 0, 'gate')}.weight_scale"].float()
+    assert ((every > 0) & (every < smallest_normal)).all()
+    assert every[0, 0] == 2.0**-133
+    some = tensors[f"{experts(1, 2, 'gate')}.weight_scale"].float() < smallest_normal
+    assert 0.02 < some.double().mean() < 0.3
+    tensors = tensors_of(wide)
+    spread = tensors[f"{experts(1, 0, 'down')}.weight_scale"].float()
+    assert spread.max() / spread.min() > 2**20
+    gate, up = (tensors[f"{experts(1, 2, kind)}.weight_scale"].float().max() for kind in ("gate", "up"))
+    assert gate / up > 2**13
+    assert tensors[f"{experts(1, 3, 'up')}.weight_scale"].max() == 2.0**100
+
+
+def test_k2_shaped_values_are_those_of_quantisation_aware_training(k2_shaped: Path) -> None:
+    tensors = tensors_of(k2_shaped)
+    assert tensors["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    for expert in (0, 1):
+        for kind, shape in fixtures.SMALL_SHAPE.projections().items():
+            module = f"model.layers.1.mlp.experts.{expert}.{kind}"
+            codes = codes_of(tensors, module)
+            assert codes.shape == shape == tuple(tensors[f"{module}.weight_shape"].tolist())
+            assert (codes.unflatten(1, (-1, 32)).abs().amax(2) == 7).all()
+            scales = tensors[f"{module}.weight_scale"].float()
+            assert ((scales > 1e-4) & (scales < 1)).all()
+    one, other = (tensors[f"{experts(1, expert, 'up')}.weight_packed"] for expert in (0, 1))
+    assert not torch.equal(one, other)
+
+
+def test_k2_shaped_layers_spread_over_any_number_of_shards(tmp_path: Path, k2_shaped: Path) -> None:
+    spread = fixtures.make_k2_shaped(tmp_path / "spread", shape=fixtures.SMALL_SHAPE, shards=3)
+    assert len(list(spread.glob("*.safetensors"))) == 1 + 3 + 1
+    one, other = tensors_of(k2_shaped), tensors_of(spread)
+    assert one.keys() == other.keys()
+    assert all(same(one[name], other[name]) for name in one)
+
+
+def test_experts_for_a_size_meets_it() -> None:
+    real_layer = sum(spec.num_bytes for spec in k2_thinking_parts()[1])
+    assert real_layer == 9_808_554_496
+    assert experts_for(real_layer, fixtures.K2_SHAPE) == 384
+
+
+def test_k2_headers_are_the_whole_model_in_a_few_megabytes(k2_headers: Path) -> None:
+    shards = sorted(k2_headers.glob("*.safetensors"))
+    assert shards[0].name == "model-00001-of-000062.safetensors"
+    assert len(shards) == 62
+    index = json.loads((k2_headers / "model.safetensors.index.json").read_text())
+    assert len(index["weight_map"]) == 208_215
+    assert index["metadata"]["total_size"] == 594_205_904_896
+    assert sum(path.stat().st_size for path in shards) > 594_205_904_896
+    assert sum(path.stat().st_blocks * 512 for path in shards) < 64e6
+    with safe_open(shards[60], "pt") as shard:
+        assert len(list(shard.keys())) == 3470
+        assert shard.get_tensor(f"{experts(60, 383, 'down')}.weight_shape").tolist() == [7168, 2048]
+    assert json.loads((k2_headers / "config.json").read_text())["num_hidden_layers"] == 61
+
+
+def test_k25_inventory_adds_up_to_the_released_model() -> None:
+    parts = k25_parts()
+    assert len(parts) == 64
+    assert sum(len(specs) for specs in parts) == 208_550
+    assert sum(spec.num_bytes for specs in parts for spec in specs) == 595_148_192_736
+    assert sum(spec.num_bytes for spec in parts[0]) == 995_000_320
+
+
+def test_command_lists_and_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = subprocess.run([ROOT / "scripts" / "fixtures", "list"], capture_output=True, text=True, check=True).stdout
+    assert {line.split()[0] for line in listed.splitlines()} >= {"k25", "split", "k2-shaped", "k2-thinking-headers"}
+    out = tmp_path / "shaped"
+    size = ["--experts", "2", "--hidden", "256", "--intermediate", "256", "--dense-layers", "0"]
+    main(["k2-shaped", str(out), *size])
+    assert str(out) in capsys.readouterr().out
+    assert tensors_of(out)["model.layers.0.mlp.gate.weight"].shape == (2, 256)

@@ -1,0 +1,90 @@
+"""Good checkpoints of every kind, made by real conversions, and copies of them to break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from converted import GOOD, Converted, Kind, copy_of
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.job.prepare import choose_recipe, execute, prepare
+from scripts.fixture_maker.folder import SmallCheckpoint, read_small, write_small
+
+KEEP = 4  # experts; as many as a token chooses
+
+
+def keep_experts(checkpoint: SmallCheckpoint, count: int) -> None:
+    """Drop every expert from `count` on, and cut router and config to match."""
+    for shard, members in checkpoint.shards.items():
+        kept = {n: t for n, t in members.items() if ".experts." not in n or int(_expert(n)) < count}
+        checkpoint.shards[shard] = {n: t[:count] if ".mlp.gate." in n else t for n, t in kept.items()}
+    checkpoint.config.get("text_config", checkpoint.config)["n_routed_experts"] = count
+
+
+def _expert(name: str) -> str:
+    return name.split(".experts.")[1].split(".")[0]
+
+
+@pytest.fixture(scope="session")
+def sources(tiny: Path, k25: Path, reap: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """INT4 sources by name style; the first two with few experts, to be quick."""
+    folder = tmp_path_factory.mktemp("contract-sources")
+    made = {"reap": reap, "tiny": tiny}
+    for name, whole in (("thinking", tiny), ("k2.5", k25)):
+        checkpoint = read_small(whole)
+        keep_experts(checkpoint, KEEP)
+        made[name] = write_small(checkpoint, folder / name)
+    return made
+
+
+@pytest.fixture(scope="session")
+def convert(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Converted]:
+    """Convert by kind, once a session."""
+    folder = tmp_path_factory.mktemp("contract-converted")
+    made: dict[Kind, Converted] = {}
+
+    def run(kind: Kind) -> Converted:
+        if kind not in made:
+            source = open_checkpoint(sources[kind.source])
+            recipe = choose_recipe(
+                source, None, {"layout": kind.layout, "activations": kind.activations, "rule": kind.rule}
+            )
+            destination = folder / str(len(made))
+            job = prepare(source=source, destination=destination, recipe=recipe, device="cpu", workers=1)
+            execute(job, report=lambda _: None)
+            made[kind] = Converted(kind, destination, source.folder)
+        return made[kind]
+
+    return run
+
+
+@pytest.fixture(params=GOOD, ids=str)
+def good(request: pytest.FixtureRequest, convert: Callable[[Kind], Converted]) -> Converted:
+    """A good checkpoint to read, of every kind in turn."""
+    return convert(request.param)
+
+
+@pytest.fixture(params=[GOOD[0], GOOD[-1]], ids=str)
+def breakable(request: pytest.FixtureRequest, convert: Callable[[Kind], Converted], tmp_path: Path) -> Converted:
+    """A copy of a good checkpoint to break: modelopt in K2-Thinking's names, compressed-tensors in K2.5's."""
+    return copy_of(convert(request.param), tmp_path / "copy")
+
+
+@pytest.fixture
+def modelopt(convert: Callable[[Kind], Converted], tmp_path: Path) -> Converted:
+    """A copy of a good checkpoint in the modelopt layout, to break."""
+    return copy_of(convert(GOOD[0]), tmp_path / "copy")
+
+
+@pytest.fixture
+def packed(convert: Callable[[Kind], Converted], tmp_path: Path) -> Converted:
+    """A copy of a good checkpoint in the compressed-tensors layout and K2.5's names, to break."""
+    return copy_of(convert(GOOD[-1]), tmp_path / "copy")
+
+
+@pytest.fixture
+def weight_only(convert: Callable[[Kind], Converted], tmp_path: Path) -> Converted:
+    """A copy of a good W4A16 checkpoint in the modelopt layout, to break."""
+    return copy_of(convert(GOOD[1]), tmp_path / "copy")

@@ -1,0 +1,90 @@
+"""A good checkpoint passes all nineteen rules, whatever its layout, name style, activations and expert count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from converted import GOOD, Converted, Kind, copy_of, verdicts
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.validate.contract import check_contract
+from k2convert.validate.contract.findings import Severity, Verdict
+from k2convert.validate.contract.subject import open_subject
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    sqnr_db: float | None
+
+
+def test_every_rule_passes(good: Converted) -> None:
+    subject = open_subject(good.folder, source=open_checkpoint(good.source))
+    errors = {module.name: Measured(20.0) for module in subject.converted}
+    report = check_contract(checkpoint_folder=good.folder, source_folder=good.source, tensor_errors=errors)
+    # The reference's rule may choose block scales that Hopper flushes; that is counted, not refused.
+    assert {n: v for n, v in verdicts(report).items() if n != 5} == {}
+    assert report.passed
+    assert [rule.number for rule in report.rules] == list(range(1, 20))
+    assert [rule.number for rule in report.rules if rule.verdict is Verdict.SKIPPED] == []
+    assert (report.layout, report.activations) == (good.kind.layout, good.kind.activations)
+
+
+def test_optimal_has_no_block_scale_that_hopper_flushes(convert: Callable[[Kind], Converted]) -> None:
+    optimal = next(kind for kind in GOOD if kind.rule == "optimal")
+    assert verdicts(convert(optimal).check()) == {}
+
+
+def test_without_a_source_the_rules_that_need_one_say_so(good: Converted) -> None:
+    report = check_contract(checkpoint_folder=good.folder)
+    skipped = {rule.number: rule.note for rule in report.rules if rule.verdict is Verdict.SKIPPED}
+    assert skipped == dict.fromkeys((7, 8, 12, 17, 18), "needs --source")
+    assert report.passed
+
+
+def test_layout_and_activations_are_told_from_the_tensors_without_ledger_and_source(good: Converted) -> None:
+    subject = open_subject(good.folder, source=None)
+    assert (subject.layout, subject.has_input_scale) == (good.kind.layout, good.kind.activations == "w4a4")
+
+
+def test_a_foreign_checkpoint_fails_for_its_ledger_alone(modelopt: Converted) -> None:
+    (modelopt.folder / "k2convert.json").unlink()
+    assert verdicts(modelopt.check()) == {19: Verdict.FAIL}
+
+
+def test_observer_sees_every_converted_tensor_once_and_whole(good: Converted) -> None:
+    subject = open_subject(good.folder, source=None)
+    seen: dict[str, int] = {}
+
+    def observe(module: str, parameter: str, data: object) -> None:
+        assert f"{module}.{parameter}" not in seen
+        seen[f"{module}.{parameter}"] = memoryview(data).nbytes  # type: ignore[arg-type]
+
+    total = []
+    check_contract(checkpoint_folder=good.folder, observe=observe, progress=total.append)
+    expected = {f"{m.name}.{p}": t.num_bytes for m in subject.converted for p, t in m.parameters.items()}
+    assert seen == expected
+    assert sum(total) == sum(tensor.num_bytes for tensor in subject.tensors.values())
+
+
+def test_report_as_json_has_number_verdict_count_and_offenders(modelopt: Converted) -> None:
+    (modelopt.folder / "tokenizer.json").write_text("{}")
+    document = modelopt.check().to_dict()
+    assert (document["passed"], document["failed"]) == (False, [17])
+    rule = document["rules"][16]
+    assert {key: rule[key] for key in ("number", "severity", "verdict", "count")} == {
+        "number": 17,
+        "severity": str(Severity.ERROR),
+        "verdict": "fail",
+        "count": 1,
+    }
+    assert rule["offenders"] == [{"name": "tokenizer.json", "problem": "differs from the source's"}]
+
+
+def test_many_offenders_are_counted_and_the_first_few_named(modelopt: Converted, tmp_path: Path) -> None:
+    copy = copy_of(modelopt, tmp_path / "again")
+    for number in range(30):
+        (copy.folder / f"{number:02d}.tmp").write_bytes(b"")
+    rule = copy.check().rules[15]
+    assert (rule.verdict, rule.count, len(rule.offenders)) == (Verdict.FAIL, 30, 8)

@@ -1,0 +1,54 @@
+"""Conversions of the tiny checkpoint by the real pipeline, made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.job.prepare import choose_recipe, execute, prepare
+
+Convert = Callable[..., Path]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower on several threads, by far where other tests run beside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def convert(tmp_path_factory: pytest.TempPathFactory) -> Convert:
+    """`convert(source, rule="plain", layout=...)` returns the folder; the keywords are the recipe's."""
+    made: dict[object, Path] = {}
+
+    def run(source: Path, **fields: object) -> Path:
+        key = (source, repr(sorted(fields.items())))
+        if key not in made:
+            checkpoint = open_checkpoint(source)
+            destination = tmp_path_factory.mktemp("layers") / "converted"
+            recipe = choose_recipe(checkpoint, None, dict(fields))
+            job = prepare(source=checkpoint, destination=destination, recipe=recipe, device="cpu", workers=1)
+            execute(job, report=lambda _: None)
+            made[key] = destination
+        return made[key]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def optimal(tiny: Path, convert: Convert) -> Path:
+    """The tiny checkpoint converted by the default rule."""
+    return convert(tiny, rule="optimal")
+
+
+@pytest.fixture(scope="session")
+def plain(tiny: Path, convert: Convert) -> Path:
+    """The tiny checkpoint converted by `plain`."""
+    return convert(tiny, rule="plain")
