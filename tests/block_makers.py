@@ -6,7 +6,8 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from torch import Tensor
 
-from k2convert.quantize.formats.int4 import GROUP_SIZE, Int4Weight
+from k2convert.choices import GROUP_SIZE
+from k2convert.quantize.formats.int4 import Int4Weight
 
 
 def int4_weight(codes_NK: Tensor, scales_NG: Tensor) -> Int4Weight:

@@ -108,7 +108,7 @@ def test_help_does_not_import_heavy_libraries() -> None:
 
 def test_int4_is_converted_and_validated_on_cpus_without_torch(tiny: Path, tmp_path: Path) -> None:
     """It takes seconds to import, and memory that a machine may want for other things."""
-    code = "import sys, k2convert.cli.app\ntry: k2convert.cli.app.main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    code = "import sys\nfrom k2convert.cli.app import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
     for arguments in (("run", tiny, tmp_path / "out"), ("validate", tmp_path / "out", "--source", tiny)):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == "False"

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from k2convert.checkpoint.files import dump_json
+from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
 
 MODELOPT = "modelopt"
 COMPRESSED_TENSORS = "compressed-tensors"
-BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from k2convert.checkpoint.files import mapping_or_empty
+from k2convert.choices import GROUP_SIZE
 from k2convert.errors import PlanError
 from k2convert.models.kimi import text_config
-from k2convert.models.projections import GROUP_SIZE
 
 _KNOWN_CONFIG = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 _KNOWN_GROUP = {"format": "pack-quantized"}

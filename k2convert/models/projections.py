@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.choices import GROUP_SIZE
 from k2convert.errors import PlanError
 from k2convert.models.names import (
     CONVERTIBLE_ROLES,
@@ -22,7 +23,6 @@ from k2convert.models.names import (
     TensorName,
 )
 
-GROUP_SIZE = 32
 _REMEDY = "Download the checkpoint again, or start from Moonshot's INT4 release."
 
 

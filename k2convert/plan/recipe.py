@@ -5,20 +5,14 @@ change what is published.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from k2convert.choices import Activations, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
 from k2convert.errors import RecipeError
 from k2convert.models.names import Family
-
-Layout = Literal["modelopt", "compressed-tensors"]
-Rule = Literal["optimal", "plain"]
-Activations = Literal["w4a4", "w4a16"]
-QuantizerName = Literal["native", "reference"]
-Target = Literal["nvfp4", "bf16"]
-RoleName = Literal["experts", "shared_experts", "dense_mlp"]
 
 
 def _is_fp32_scale(value: float) -> float:
@@ -59,11 +53,11 @@ class Recipe(BaseModel):
     target: Target = "nvfp4"
     layout: Layout = "modelopt"
     rule: Rule = "optimal"
-    quantizer: QuantizerName = "native"
+    quantizer: QuantizerKind = "native"
     activations: Activations = "w4a4"
     roles: tuple[RoleName, ...] = ("experts",)
     input_scale: InputScale = InputScale()
-    kv_cache: Literal["fp8"] | None = None
+    kv_cache: KvCache | None = None
     budget: Budget = Budget()
 
     @model_validator(mode="after")

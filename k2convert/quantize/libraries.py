@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from k2convert.choices import Rule
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, Rule
 from k2convert.errors import MissingDependencyError
 from k2convert.quantize.formats.arrays import Nvfp4Arrays, SourceArrays, as_arrays
-from k2convert.quantize.formats.int4 import GROUP_SIZE, Int4Weight
-from k2convert.quantize.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.int4_error import measure_error
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.magnitude import Magnitude, check_bf16, measure

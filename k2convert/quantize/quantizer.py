@@ -8,15 +8,13 @@ A quantizer holds no state that a call changes: any number of threads may share 
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
-from k2convert.choices import Rule
+from k2convert.choices import QuantizerKind, Rule
 from k2convert.errors import RecipeError
 from k2convert.quantize.formats.arrays import Nvfp4Arrays, SourceArrays
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.magnitude import Magnitude
-
-QuantizerKind = Literal["native", "reference"]
 
 
 class Quantizer(Protocol):

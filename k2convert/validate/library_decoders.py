@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from k2convert.checkpoint.layouts import BLOCK_SIZE, MODELOPT
+from k2convert.checkpoint.layouts import MODELOPT
+from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.libraries import import_reference
 
 Decoder = Callable[[Tensor, Tensor, float], Tensor]

@@ -127,7 +127,7 @@ def test_ctrl_c_ends_with_130_and_resumes(tiny: Path, whole: tuple[Path, float],
 
 _SWALLOWS = """
 import importlib, os, signal, sys
-from k2convert.cli import main
+from k2convert.cli.app import main
 
 class Swallows:
     '''Imports numpy as compiled modules do: whatever ends the import is cleared.'''

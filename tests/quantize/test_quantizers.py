@@ -7,13 +7,14 @@ import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
-from k2convert.choices import RULES, Rule
+from k2convert.choices import Rule
 from k2convert.errors import FormatError, MissingDependencyError, RecipeError
 from k2convert.quantize.formats.arrays import Nvfp4Arrays, as_arrays
 from k2convert.quantize.formats.int4 import Int4Weight
@@ -78,7 +79,7 @@ def test_the_tiny_checkpoint_has_its_known_error_under_both_rules(optimal: Conve
     assert total(optimal).sqnr_db == pytest.approx(22.617, abs=0.005)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_the_defining_torch_code_gives_the_same_bytes_and_figures(
     rule: Rule, optimal: Converted, plain: Converted, projections: dict[str, Int4Weight]
 ) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from k2convert.quantize.formats.int4 import GROUP_SIZE, MAX_MAGNITUDE, NUM_MAGNITUDES
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
+from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, NUM_MAGNITUDES
 from k2convert.quantize.formats.lazy_torch import torch
-from k2convert.quantize.formats.nvfp4 import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from k2convert.choices import GROUP_SIZE
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.e2m1 import unpack_nibbles
 from k2convert.quantize.formats.lazy_torch import torch
@@ -19,7 +20,6 @@ from k2convert.quantize.formats.lazy_torch import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUP_SIZE: Final = 32
 MAX_MAGNITUDE: Final = 8
 NUM_MAGNITUDES: Final = MAX_MAGNITUDE + 1
 """|q| takes the values 0..8; 8 belongs to code -8 alone."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.e2m1 import decode_e2m1, unpack_nibbles
 from k2convert.quantize.formats.e4m3 import decode_e4m3
@@ -22,8 +23,6 @@ from k2convert.quantize.formats.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-BLOCK_SIZE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)

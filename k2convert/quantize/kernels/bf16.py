@@ -8,10 +8,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import Rule
+from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.quantize.formats.arrays import Bf16Array, Nvfp4Arrays, as_arrays
 from k2convert.quantize.formats.blocks import sampled_range
-from k2convert.quantize.formats.nvfp4 import BLOCK_SIZE, check_global_scale
+from k2convert.quantize.formats.nvfp4 import check_global_scale
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import allocate_nvfp4, flat
 from k2convert.quantize.metrics.bf16_error import finish_bf16_metrics

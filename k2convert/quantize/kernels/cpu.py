@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.buffers import BUFFERS
-from k2convert.choices import Rule
+from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.quantize.formats.arrays import Int4Arrays, Nvfp4Arrays
 from k2convert.quantize.formats.blocks import sampled_range
 from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, check_int4_scales
-from k2convert.quantize.formats.nvfp4 import BLOCK_SIZE, check_global_scale
+from k2convert.quantize.formats.nvfp4 import check_global_scale
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.search_tables import BOUND_ASSIGNMENTS, search_tables
 from k2convert.quantize.metrics.int4_error import PairFigures

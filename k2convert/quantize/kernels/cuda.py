@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k2convert.choices import Rule
+from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.quantize.formats.e2m1 import SIGN_BIT
 from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight
-from k2convert.quantize.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, check_global_scale
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
 from k2convert.quantize.kernels import cuda_kernel
 from k2convert.quantize.kernels.search_tables import (
     LAST_GRID_RANK,

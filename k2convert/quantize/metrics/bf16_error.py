@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.blocks import row_chunks, sampled_blocks
 from k2convert.quantize.formats.e2m1 import (
     DOUBLED_VALUES,
@@ -24,7 +25,7 @@ from k2convert.quantize.formats.e2m1 import (
 )
 from k2convert.quantize.formats.e4m3 import decode_e4m3
 from k2convert.quantize.formats.lazy_torch import torch
-from k2convert.quantize.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.metrics.sampled_error import SampledError
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.magnitude import Magnitude

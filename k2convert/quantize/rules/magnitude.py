@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.blocks import row_chunks
-from k2convert.quantize.formats.int4 import GROUP_SIZE, Int4Weight, check_int4_scales, unpack_int4
+from k2convert.quantize.formats.int4 import Int4Weight, check_int4_scales, unpack_int4
 from k2convert.quantize.formats.lazy_torch import torch
-from k2convert.quantize.formats.nvfp4 import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
+from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.blocks import (
     BLOCKS_PER_GROUP,
@@ -30,7 +31,7 @@ from k2convert.quantize.formats.e2m1 import pack_nibbles, unpack_nibbles
 from k2convert.quantize.formats.e4m3 import MAX_EXPONENT, MIN_EXPONENT, ONE_BYTE
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.lazy_torch import torch
-from k2convert.quantize.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, check_global_scale
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.quantize.rules.scale_tables import (
     HIGHEST_OFFSET,

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.blocks import row_chunks
 from k2convert.quantize.formats.e2m1 import E2M1_MAX, SIGN_BIT, nearest_code, pack_nibbles
 from k2convert.quantize.formats.e4m3 import E4M3_MAX, MAX_BYTE, MIN_NORMAL_BYTE, ONE_BYTE, decode_e4m3
 from k2convert.quantize.formats.lazy_torch import torch
-from k2convert.quantize.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules.optimal import global_exponent
 
 if TYPE_CHECKING:

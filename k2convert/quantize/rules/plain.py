@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.blocks import row_chunks
 from k2convert.quantize.formats.e2m1 import E2M1_MAX, SIGN_BIT, nearest_code, pack_nibbles
 from k2convert.quantize.formats.e4m3 import E4M3_MAX, E4M3_SMALLEST, encode_e4m3
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.formats.lazy_torch import torch
-from k2convert.quantize.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules.magnitude import Magnitude
 
 if TYPE_CHECKING:

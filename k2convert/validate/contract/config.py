@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from k2convert.checkpoint.files import mapping_or_empty, read_json_file
-from k2convert.checkpoint.layouts import BLOCK_SIZE, MODELOPT, quant_algo
+from k2convert.checkpoint.layouts import MODELOPT, quant_algo
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME
+from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.subject import Subject

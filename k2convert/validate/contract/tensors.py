@@ -9,7 +9,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from k2convert.checkpoint.header import TensorInfo
-from k2convert.checkpoint.layouts import BLOCK_SIZE, projection_tensors
+from k2convert.checkpoint.layouts import projection_tensors
+from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
 from k2convert.models.kimi import LEGACY_PREFIX, read_architecture, text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role

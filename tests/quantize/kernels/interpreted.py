@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import get_args
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from int4_makers import MAKERS, assert_same_counts, int4_weight, trained_like
 
-from k2convert.choices import RULES, Rule
+from k2convert.choices import Rule
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cuda
 from k2convert.quantize.metrics.pair_counts import count_pairs
@@ -56,7 +57,7 @@ def compare_scales() -> None:
 def compare_replicas() -> None:
     """More blocks than one set of counters takes."""
     cuda.MAX_COUNTED = 2 * cuda.TILE  # type: ignore[misc]
-    for rule in RULES:
+    for rule in get_args(Rule):
         weight = trained_like(40, seed=3)
         magnitude = measure(weight)
         scale = plain_global_scale(magnitude) if rule == "plain" else optimal_global_scale(magnitude, is_int4=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from k2convert.choices import RULES, Rule
+from k2convert.choices import Rule
 from k2convert.quantize.formats.arrays import as_arrays
 from k2convert.quantize.kernels.bf16 import measure_bf16_error, quantize_bf16
 from k2convert.quantize.metrics.bf16_error import measure_bf16_error as measure_by_formats
@@ -78,7 +79,7 @@ def assert_equals_formats(weight: Tensor, rule: Rule, global_scale: float) -> No
     assert torch.equal(result.packed, expected.packed)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("maker", MAKERS)
 def test_bytes_and_figures_equal_formats(maker: str, rule: Rule) -> None:
     weight = MAKERS[maker]()

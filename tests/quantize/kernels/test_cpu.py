@@ -7,6 +7,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 from int4_makers import MAKERS, assert_same_counts, int4_weight, trained_like
 from safetensors.torch import load_file
 
-from k2convert.choices import RULES, Rule
+from k2convert.choices import Rule
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.arrays import Nvfp4Arrays, as_arrays
 from k2convert.quantize.formats.int4 import Int4Weight
@@ -51,7 +52,7 @@ def assert_equals_formats(weight: Int4Weight, rule: Rule, global_scale: float) -
     assert_same_counts(counts, expected_counts)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("maker", MAKERS)
 def test_bytes_and_counts_equal_formats(maker: str, rule: Rule) -> None:
     weight = MAKERS[maker]()
@@ -70,7 +71,7 @@ def test_plain_equals_formats_for_any_global_scale(global_scale: float) -> None:
         assert_equals_formats(MAKERS[maker](), "plain", float(np.float32(global_scale)))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_every_projection_of_the_tiny_checkpoint(tiny: Path, rule: Rule) -> None:
     index = json.loads((tiny / "model.safetensors.index.json").read_text())["weight_map"]
     shard = load_file(tiny / index["model.layers.1.mlp.experts.0.gate_proj.weight_packed"])
@@ -82,7 +83,7 @@ def test_every_projection_of_the_tiny_checkpoint(tiny: Path, rule: Rule) -> None
     assert len(modules) == 48
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_row_splits_and_threads_do_not_matter(rule: Rule) -> None:
     weight = MAKERS["every-scale"]()
     scale = own_scale(weight, rule)
@@ -101,7 +102,7 @@ def test_row_splits_and_threads_do_not_matter(rule: Rule) -> None:
     assert_same_counts(merge_counts(parts), whole_counts)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_one_thread_may_convert_tensor_after_tensor(rule: Rule) -> None:
     """Nothing of a tensor is left in the thread's buffers for the next one."""
     for maker in ("every-scale", "trained", "zeros", "trained"):
@@ -124,7 +125,7 @@ def test_unusable_scales_are_refused_by_name(bits: int) -> None:
         measure_int4(as_arrays(weight), name="experts.3.up_proj")
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("maker", MAKERS)
 def test_sampled_figures_equal_formats(maker: str, rule: Rule) -> None:
     weight = MAKERS[maker]()
@@ -141,7 +142,7 @@ def test_sampled_figures_equal_formats(maker: str, rule: Rule) -> None:
             assert sample_int4_error(as_arrays(weight), result, **arguments) == expected
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_more_pairs_than_the_buffers_hold(rule: Rule) -> None:
     """The largest sample there is of distinct scales and of blocks outside the normal range, in one tensor."""
     rng = np.random.default_rng(9)
@@ -152,7 +153,7 @@ def test_more_pairs_than_the_buffers_hold(rule: Rule) -> None:
 
 def test_empty_weight() -> None:
     weight = Int4Weight(torch.empty(0, 128, dtype=torch.uint8), torch.empty(0, 8, dtype=torch.bfloat16))
-    for rule in RULES:
+    for rule in get_args(Rule):
         result, counts = convert_int4(as_arrays(weight), rule=rule, global_scale=1.0)
         assert result.shape == (0, 256)
         assert counts.keys.size == 0
@@ -160,11 +161,11 @@ def test_empty_weight() -> None:
 
 def test_large_tensor_of_every_rule() -> None:
     weight = trained_like(2048, seed=10)
-    for rule in RULES:
+    for rule in get_args(Rule):
         assert_equals_formats(weight, rule, own_scale(weight, rule))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("maker", MAKERS)
 def test_figures_of_pairs_equal_formats(maker: str, rule: Rule) -> None:
     weight = MAKERS[maker]()

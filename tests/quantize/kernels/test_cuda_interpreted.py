@@ -17,7 +17,7 @@ ROOT = HERE.parents[2]
 
 
 def run(script: str, *arguments: str, **environment: str) -> str:
-    paths = os.pathsep.join([str(ROOT), str(HERE)])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(HERE)])
     finished = subprocess.run(
         [sys.executable, HERE / script, *arguments],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from block_makers import any_codes, bf16_from_bits, blocks_of, int4_weight, trained_like
 from torch import Tensor
 
-from k2convert.choices import RULES, Rule
+from k2convert.choices import Rule
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4, unpack_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.metrics.int4_error import measure_error
@@ -44,7 +45,7 @@ def awkward() -> Int4Weight:
     return int4_weight(any_codes(96, 256, seed=1), bf16_from_bits(bits))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 @pytest.mark.parametrize("make", [awkward, lambda: trained_like(32, 512, seed=2)], ids=["awkward", "trained-like"])
 def test_every_figure_equals_an_element_by_element_comparison(rule: Rule, make: object) -> None:
     weight = make()  # type: ignore[operator]
@@ -71,7 +72,7 @@ def test_every_figure_equals_an_element_by_element_comparison(rule: Rule, make: 
     assert metrics.sqnr_db == pytest.approx(-10 * math.log10(metrics.relative_mse))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_on_a_small_tensor_every_block_is_sampled(rule: Rule) -> None:
     weight = trained_like(32, 512, seed=3)
     _, metrics = convert(weight, rule)
@@ -123,7 +124,7 @@ def test_a_wide_spread_of_scales_is_flagged_for_the_shared_set() -> None:
     assert total_metrics(convert(w, "optimal")[1] for w in (near, far, far)).scale_spread_exceeded == 2
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", get_args(Rule))
 def test_an_empty_tensor_and_a_tensor_of_zeros_have_finite_figures(rule: Rule) -> None:
     zeros = int4_weight(torch.zeros(4, 64, dtype=torch.int8), torch.full((4, 2), 0.01, dtype=torch.bfloat16))
     _, metrics = convert(zeros, rule)
@@ -137,7 +138,7 @@ def test_an_empty_tensor_and_a_tensor_of_zeros_have_finite_figures(rule: Rule) -
 
 
 def test_metrics_survive_json_exactly() -> None:
-    for rule in RULES:
+    for rule in get_args(Rule):
         _, metrics = convert(awkward(), rule)
         assert WeightMetrics.from_dict(json.loads(json.dumps(metrics.to_dict()))) == metrics
     record = metrics.to_dict()
