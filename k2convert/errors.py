@@ -1,12 +1,15 @@
-"""The one error tree. Each class also inherits the standard error it stands for, so callers may catch either.
+"""The error tree. Each class also inherits the standard error it corresponds to, so callers may catch either.
 
-Messages are written for the person at the terminal: what is wrong, where (file, tensor), what to do about it.
-The command line prints this tree alone; any other exception keeps its traceback, because it is our bug.
+Messages are for the person at the terminal: what is wrong, where (file, tensor), what to do. The command line prints
+this tree without a traceback. Any other exception keeps its traceback, because it is a bug of k2convert.
 """
+
+from collections.abc import Generator
+from contextlib import contextmanager
 
 
 class K2ConvertError(Exception):
-    """Anything k2convert refuses or fails at knowingly; the command exits with code 1."""
+    """Base of every failure that k2convert expects. The command exits with code 1."""
 
 
 class FormatError(K2ConvertError, ValueError):
@@ -14,41 +17,48 @@ class FormatError(K2ConvertError, ValueError):
 
 
 class CheckpointError(K2ConvertError, ValueError):
-    """A checkpoint folder, index or shard that is damaged, hostile or not of the expected form."""
+    """A checkpoint folder, index or shard that is damaged, hostile or of an unexpected form."""
+
+
+class MalformedFileError(CheckpointError):
+    """A file that is missing or malformed. The message states the problem only; the caller adds what to do.
+
+    The reader of a file cannot know where the file came from. Its caller can: see `remedy`.
+    """
 
 
 class ChangedFileError(CheckpointError):
-    """A finished shard whose bytes are not those that were written."""
+    """A finished shard whose bytes do not match its record."""
 
     def __init__(self, path: object) -> None:
         super().__init__(
-            f"{path}: is no longer what was written: its bytes have another hash than its record. Delete it and run "
-            "the conversion again: it makes this shard anew. If it happens twice, suspect disk or memory."
+            f"{path}: does not match its recorded hash. Delete it and rerun; only this shard is converted again. "
+            "If this happens twice, check the disk and the memory."
         )
 
 
 class RecipeError(K2ConvertError, ValueError):
-    """A recipe that cannot be read or asks for something that does not exist."""
+    """A recipe that cannot be read, or that asks for something that does not exist."""
 
 
 class PlanError(K2ConvertError, ValueError):
-    """Source and recipe do not fit together: something is unclaimed, missing or matches nothing."""
+    """Source and recipe do not fit together: a tensor is unclaimed, missing or matches nothing."""
 
 
 class DestinationError(K2ConvertError, ValueError):
-    """The destination cannot be used: it is the source, or holds something that is not ours."""
+    """The destination cannot be used: it is the source, or it holds files that k2convert did not write."""
 
 
 class ResumeError(K2ConvertError, ValueError):
-    """The destination holds another job's work: a field of the fingerprint differs."""
+    """The destination holds the work of a different job: a field of the fingerprint differs."""
 
 
 class LockedError(K2ConvertError, BlockingIOError):
-    """Another live run works on the same destination."""
+    """Another running process works on the same destination."""
 
 
 class DiskFullError(K2ConvertError, OSError):
-    """Not enough room for the result, found before the start or during a write."""
+    """Not enough room for the result. Found before the start or during a write."""
 
 
 class SourceReadError(K2ConvertError, OSError):
@@ -56,7 +66,7 @@ class SourceReadError(K2ConvertError, OSError):
 
 
 class DestinationWriteError(K2ConvertError, OSError):
-    """The operating system failed to write the result, for another reason than a full disk."""
+    """The operating system failed to write the result, and the reason is not a full disk."""
 
 
 class OutputError(K2ConvertError, OSError):
@@ -64,12 +74,21 @@ class OutputError(K2ConvertError, OSError):
 
 
 class MissingDependencyError(K2ConvertError, ImportError):
-    """An optional library is needed for what was asked and is not installed."""
+    """The request needs an optional library that is not installed."""
 
 
 class InvalidCheckpointError(K2ConvertError, ValueError):
-    """A finished checkpoint failed validation; the command exits with code 3."""
+    """A finished checkpoint failed validation. The command exits with code 3."""
 
 
 class HubError(K2ConvertError, OSError):
-    """The Hub refused or failed; the message says what to do."""
+    """The Hub refused or failed. The message says what to do."""
+
+
+@contextmanager
+def remedy(text: str) -> Generator[None]:
+    """Add what to do to a MalformedFileError raised in the block; it becomes a CheckpointError."""
+    try:
+        yield
+    except MalformedFileError as error:
+        raise CheckpointError(f"{error} {text}") from error

@@ -1,0 +1,12 @@
+"""Safetensors shards and checkpoint folders: reading, writing, names, and the files that declare NVFP4.
+
+names       every file and folder name
+files       JSON read strictly, small files written atomically
+header      one shard's header
+index       a folder's index, config and headers together
+reader      tensor bytes by positioned reads; page_cache: what the system holds of a file
+writer      one shard written atomically
+layouts     the two NVFP4 layouts: tensor names, dtypes, shapes, configs
+sidecars    tokenizer, template, license: copied byte for byte
+holes       a source file that shrinks while its result grows
+"""

@@ -1,6 +1,6 @@
-"""A checkpoint folder as its index, config and headers describe it, held against each other.
+"""A checkpoint folder as its index, config and headers describe it, checked for agreement.
 
-No tensor byte is read here. The same `Checkpoint` is built from a local folder or from headers fetched elsewhere.
+No tensor is read. The same `Checkpoint` is built from a local folder and from headers fetched over a network.
 """
 
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from typing import Any, cast
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
-from k2convert.errors import CheckpointError
+from k2convert.errors import CheckpointError, MalformedFileError
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Headers, index and config of one checkpoint; `tensors` spans all shards."""
+    """Headers, index and config of one checkpoint. `tensors` spans all shards."""
 
     folder: Path
     config: dict[str, Any]
@@ -34,15 +34,15 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read config, index and every header of a local folder; raises CheckpointError naming what does not fit."""
+    """Read config, index and every header of a local folder; raises CheckpointError if they do not fit together."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder. Give the folder that holds config.json and the shards.")
+        raise CheckpointError(f"{folder}: no such folder. Pass the folder that holds config.json and the shards.")
     config = read_json_file(folder / CONFIG_NAME)
     index_path = folder / INDEX_NAME
     index = read_json_file(index_path) if index_path.exists() or index_path.is_symlink() else None
     if index is None and not (folder / SINGLE_SHARD_NAME).exists():
-        raise CheckpointError(
-            f"{folder}: neither {INDEX_NAME} nor {SINGLE_SHARD_NAME} is there. The download is not complete, "
+        raise MalformedFileError(
+            f"{folder}: has neither {INDEX_NAME} nor {SINGLE_SHARD_NAME}. The download is incomplete, "
             "or this is not a safetensors checkpoint."
         )
     present = sorted(p.name for p in folder.glob(f"*{SHARD_SUFFIX}"))
@@ -59,7 +59,7 @@ def build_checkpoint(
     present: list[str],
     load: Callable[[str], ShardHeader],
 ) -> Checkpoint:
-    """Hold an index against the headers that `load(shard name)` returns; `present` are the shard files there are."""
+    """Check an index against the headers that `load(shard name)` returns. `present` names the existing shard files."""
     weight_map = _weight_map(index, folder=folder)
     names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_SHARD_NAME]
     headers = {shard: load(shard) for shard in names}
@@ -67,16 +67,16 @@ def build_checkpoint(
     for header in headers.values():
         for name, tensor in header.tensors.items():
             if name in tensors:
-                raise CheckpointError(
-                    f"{folder}: tensor {name} stands in {tensors[name].shard} and in {tensor.shard}. "
-                    "The shards are not of one checkpoint: download them again."
+                raise MalformedFileError(
+                    f"{folder}: tensor {name} appears in both {tensors[name].shard} and {tensor.shard}: these shards "
+                    "are from different checkpoints."
                 )
             tensors[name] = tensor
     if weight_map is not None:
         _check_weight_map(weight_map, tensors, folder=folder)
     metadata: object = (index or {}).get("metadata") or {}
     if not isinstance(metadata, dict):
-        raise CheckpointError(f"{folder / INDEX_NAME}: metadata is not a JSON object. Download the file again.")
+        raise MalformedFileError(f"{folder / INDEX_NAME}: metadata is not a JSON object.")
     stray = tuple(shard for shard in present if shard not in headers)
     return Checkpoint(folder, config, headers, tensors, cast(dict[str, Any], metadata), stray)
 
@@ -87,20 +87,17 @@ def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str]
     where = folder / INDEX_NAME
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{where}: has no weight_map. Download the file again.")
+        raise MalformedFileError(f"{where}: has no weight_map.")
     checked: set[str] = set()
     for tensor, shard in cast(dict[str, Any], weight_map).items():
         if isinstance(shard, str) and shard in checked:
             continue
         if not isinstance(shard, str) or not shard.endswith(SHARD_SUFFIX):
-            raise CheckpointError(
-                f"{where}: tensor {tensor} is mapped to {shard!r}, not to a {SHARD_SUFFIX} file. "
-                "Download the index again."
-            )
+            raise MalformedFileError(f"{where}: tensor {tensor} is mapped to {shard!r}, not to a {SHARD_SUFFIX} file.")
         if PurePosixPath(shard).name != shard or "\\" in shard or not shard.isprintable():
-            raise CheckpointError(
-                f"{where}: tensor {tensor} is mapped to {shard!r}, a path outside the folder. Refused: "
-                "a shard is a plain file name. Download the index from its publisher again."
+            raise MalformedFileError(
+                f"{where}: tensor {tensor} is mapped to {shard!r}, a path outside the folder. "
+                "A shard must be a plain file name."
             )
         checked.add(shard)
     return cast(dict[str, str], weight_map)
@@ -111,12 +108,7 @@ def _check_weight_map(weight_map: dict[str, str], tensors: dict[str, TensorInfo]
         tensor = tensors.get(name)
         if tensor is None or tensor.shard != shard:
             found = "no shard has it" if tensor is None else f"it is in {tensor.shard}"
-            raise CheckpointError(
-                f"{folder / INDEX_NAME}: tensor {name} is mapped to {shard}, but {found}. "
-                "Download index and shard again."
-            )
+            raise MalformedFileError(f"{folder / INDEX_NAME}: tensor {name} is mapped to {shard}, but {found}.")
     if len(weight_map) != len(tensors):
         extra = next(name for name in tensors if name not in weight_map)
-        raise CheckpointError(
-            f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}. Download index and shard again."
-        )
+        raise MalformedFileError(f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}.")

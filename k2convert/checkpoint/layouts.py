@@ -1,9 +1,8 @@
-"""The two NVFP4 checkpoint layouts engines read: tensor names, dtypes, shapes and the configs that declare them.
+"""The two NVFP4 checkpoint layouts: tensor names, dtypes, shapes, and the configs that declare them.
 
-`modelopt` is what NVIDIA's ModelOpt 0.47 exports (vLLM, SGLang and TensorRT-LLM read it); `compressed-tensors` is the
-format nvfp4-pack-quantized of compressed-tensors 0.19. They hold the same codes and block scales; the second stores
-both scalars as divisors (1/g). With g a power of two the two hold exactly the same numbers; any other g is rounded to
-FP32 once more.
+`modelopt` is what NVIDIA's ModelOpt 0.47 exports. vLLM, SGLang and TensorRT-LLM read it. `compressed-tensors` is the
+format nvfp4-pack-quantized of compressed-tensors 0.19. Both hold the same codes and block scales. The second stores
+both scalars as divisors (1/g): if g is a power of two both hold the same numbers, any other 1/g is rounded to FP32.
 """
 
 import struct
@@ -22,7 +21,7 @@ COMPRESSED_TENSORS = "compressed-tensors"
 
 @dataclass(frozen=True, slots=True)
 class LayoutNames:
-    """Parameter names of one converted projection, and whether scalars are stored as divisors of shape [1]."""
+    """Parameter names of one converted projection. `is_divisor`: scalars are stored as 1/g with shape [1]."""
 
     weight: str
     block_scale: str
@@ -35,7 +34,7 @@ class LayoutNames:
         return (1,) if self.is_divisor else ()
 
     def encode_scalar(self, value: float) -> bytes:
-        """FP32 bytes of a scale as this layout stores it; FormatError where FP32 has no such number."""
+        """Return the FP32 bytes of a scale as this layout stores it; raises FormatError if FP32 cannot hold it."""
         try:
             return struct.pack("<f", 1.0 / value if self.is_divisor else value)
         except (OverflowError, ZeroDivisionError):
@@ -44,16 +43,16 @@ class LayoutNames:
             raise FormatError(f"the scale {stored} does not fit into FP32.{advice}") from None
 
     def stores(self, value: float, raw: bytes) -> bool:
-        """Whether four stored bytes are exactly those of a scale."""
+        """Return whether four stored bytes are exactly those of a scale."""
         try:
             return self.encode_scalar(value) == raw
         except (FormatError, TypeError, struct.error):
             return False
 
     def decode_scalar(self, raw: bytes) -> float:
-        """The FP32 scale that four stored bytes mean; infinite or zero where the bytes are senseless.
+        """Return the FP32 scale that four stored bytes mean; infinite or zero if the bytes are invalid.
 
-        Engines take the reciprocal of a divisor in FP32, so its exact reciprocal is nothing that anybody computes with.
+        The reciprocal of a divisor is taken in FP32, as engines do.
         """
         (value,) = struct.unpack("<f", raw)
         if not self.is_divisor:
@@ -73,7 +72,7 @@ LAYOUTS = {
 def projection_tensors(
     *, layout: str, num_rows: int, num_columns: int, has_input_scale: bool
 ) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """(parameter, dtype, shape, num_bytes) of one converted projection [num_rows, num_columns], in file order."""
+    """Return (parameter, dtype, shape, num_bytes) of one converted projection [num_rows, num_columns], in file order."""
     names = LAYOUTS[layout]
     packed, blocks = (num_rows, num_columns // 2), (num_rows, num_columns // BLOCK_SIZE)
     tensors = [
@@ -89,7 +88,7 @@ def projection_tensors(
 def quantized_config(
     config: dict[str, Any], *, layout: str, activations: str, kv_cache: str | None, excludes: list[str], version: str
 ) -> dict[str, Any]:
-    """config.json of the result: the source's, with exactly one quantization_config, at the top level."""
+    """Return config.json of the result: the source's with exactly one quantization_config, at the top level."""
     result = unquantized_config(config)
     if layout == MODELOPT:
         result["quantization_config"] = _modelopt_config(activations, kv_cache, excludes, version)
@@ -99,7 +98,7 @@ def quantized_config(
 
 
 def unquantized_config(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json without any quantization_config: engines read a stale one in `text_config` too."""
+    """Return config.json without any quantization_config. Engines would also read a stale one in `text_config`."""
     result = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
     for key, value in result.items():
         if isinstance(value, dict) and "quantization_config" in value:
@@ -108,12 +107,12 @@ def unquantized_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quant_algo(activations: str) -> str:
-    """ModelOpt's name of the scheme: with 4-bit activations, or weight-only."""
+    """Return ModelOpt's name of the scheme: with 4-bit activations, or weight-only."""
     return "NVFP4" if activations == "w4a4" else "W4A16_NVFP4"
 
 
 def hf_quant_config(*, activations: str, kv_cache: str | None, excludes: list[str], version: str) -> bytes:
-    """hf_quant_config.json, modelopt layout. vLLM's fallback reader wants "modelopt" as the producer's name."""
+    """Return hf_quant_config.json of the modelopt layout. vLLM's fallback reader requires the producer name "modelopt"."""
     return dump_json(
         {
             "producer": {"name": "modelopt", "version": f"k2convert {version}"},

@@ -1,14 +1,14 @@
 """Tensor bytes from shards by positioned reads.
 
-`pread` and not `mmap`: a file that is cut short or fails under a memory map kills the process with SIGBUS, and mapped
-pages count as its memory. What the system's cache holds is copied from there; the rest goes past the cache (O_DIRECT)
-where the filesystem allows it, because a checkpoint is larger than memory and every page put into the cache costs as
-much as converting it. Readers are thread-safe; every read names file and tensor when it fails.
+`pread` is used instead of `mmap`: a mapped file that is truncated or fails kills the process with SIGBUS, and mapped
+pages count as its memory. Bytes in the page cache are copied from it. Other bytes are read with O_DIRECT if the
+filesystem allows it: a checkpoint is larger than memory, and filling the page cache costs as much as converting (cold
+rows against `cp` in scripts/bench/RESULTS.md). Readers are thread-safe. A failed read names file and tensor.
 """
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from k2convert.buffers import BUFFERS, PAGE_BYTES
 from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo
+from k2convert.checkpoint.holes import ShrinkingFile
 from k2convert.checkpoint.page_cache import PageCache
 from k2convert.errors import SourceReadError
 
@@ -27,7 +28,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One open shard; `direct` goes past the cache, None where the filesystem will not."""
+    """One open shard. `direct` is the O_DIRECT descriptor, None if the filesystem refuses it."""
 
     buffered: int
     direct: int | None
@@ -35,39 +36,37 @@ class _File:
 
 
 class ShardReader:
-    """Reads tensors of any shard of one checkpoint; `locate` maps a shard's name to its file.
+    """Reads tensors of any shard of one checkpoint. `locate` maps a shard's name to its file.
 
-    `consumed`, if given, is called with (shard, first byte, byte after the last) when a read is done.
+    The files in `shrinking`, by shard name, are freed as they are read.
     """
 
-    def __init__(
-        self, locate: Callable[[str], Path], *, consumed: Callable[[str, int, int], None] | None = None
-    ) -> None:
+    def __init__(self, locate: Callable[[str], Path], *, shrinking: Mapping[str, ShrinkingFile] | None = None) -> None:
         self._locate = locate
-        self._consumed = consumed
+        self._shrinking = shrinking or {}
         self._files: dict[str, _File] = {}
         self._lock = Lock()
 
     def read(self, tensor: TensorInfo, *, begin: int = 0, end: int | None = None) -> Bytes:
-        """Bytes [begin, end) of one tensor as a uint8 array of the caller's own; raises SourceReadError."""
+        """Return bytes [begin, end) of one tensor as a new uint8 array; raises SourceReadError."""
         begin, end = tensor.begin + begin, tensor.begin + (tensor.num_bytes if end is None else end)
         try:
             data = self._read(tensor, begin, end)
-            if self._consumed is not None:
-                self._consumed(tensor.shard, begin, end)
+            if tensor.shard in self._shrinking:
+                self._shrinking[tensor.shard].consume(begin, end)
         except SourceReadError:
             raise
         except OSError as error:
             raise SourceReadError(
                 f"{self._locate(tensor.shard)}: tensor {tensor.name}: reading failed ({error.strerror}). "
-                "Check the disk and run again: finished shards stay finished."
+                "Check the disk and run the same command again: finished shards are kept."
             ) from error
-        # What lies across its elements' boundaries in the file is copied to where an element may begin.
+        # Unaligned tensors are copied to an aligned buffer.
         return data if begin % DTYPE_BYTES[tensor.dtype] == 0 else data.copy()
 
     def _read(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
         file, first = self._open(tensor.shard), begin - begin % PAGE_BYTES
-        pages = BUFFERS.empty_pages(end - begin)  # every byte goes where it lies in its page of the file
+        pages = BUFFERS.empty_pages(end - begin)  # each byte keeps its offset within a page, as O_DIRECT requires
         position = begin
         descriptor, unit = file.buffered, 1
         if file.direct is not None and file.cache is not None and not file.cache.holds_most(begin, end):
@@ -78,7 +77,7 @@ class ShardReader:
             if start + count <= position:
                 raise SourceReadError(
                     f"{self._locate(tensor.shard)}: tensor {tensor.name}: the file ends at byte {position}. "
-                    "It has been cut short since the start: restore it and run again."
+                    "It was truncated after the start: restore it and run the same command again."
                 )
             position = start + count
         return pages[begin - first : end - first]
@@ -90,7 +89,7 @@ class ShardReader:
             return self._files[shard]
 
     def close(self) -> None:
-        """Close every file; the reader can be used again and reopens them."""
+        """Close every file. A later read opens its file again."""
         with self._lock:
             for file in self._files.values():
                 os.close(file.buffered)
@@ -116,7 +115,7 @@ def _open_file(path: Path) -> _File:
 
 
 def _open_direct(path: Path) -> int | None:
-    """A second descriptor for O_DIRECT, proven by reading one page; None where it is refused (FUSE, some tmpfs)."""
+    """Open a second descriptor with O_DIRECT and try to read a page; None if it is refused (FUSE, some tmpfs)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:

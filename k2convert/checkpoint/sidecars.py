@@ -1,26 +1,27 @@
-"""The files beside the weights: tokenizer, chat template, processors, licence. Copied byte for byte, never executed."""
+"""The files next to the weights: tokenizer, chat template, processors, license. Copied byte for byte, never executed."""
 
 from pathlib import Path
+from typing import Final
 
-from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
-from k2convert.errors import CheckpointError
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
+from k2convert.errors import MalformedFileError
 
-# The source's own card would describe the wrong weights; the rest is rewritten or is weights in another form.
-_NOT_COPIED = frozenset({CONFIG_NAME, INDEX_NAME, HF_QUANT_CONFIG_NAME, LEDGER_NAME, "README.md"})
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".tmp", ".part"})
+# The source's model card would describe the wrong weights. The other names are written by the conversion.
+_NOT_COPIED: Final = frozenset({CONFIG_NAME, INDEX_NAME, HF_QUANT_CONFIG_NAME, LEDGER_NAME, CARD_NAME})
+_WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".tmp", ".part"})
 
 
 def list_sidecars(folder: Path) -> list[Path]:
-    """Relative paths of the files to copy, sorted; hidden files and folders are left out. Links are refused."""
+    """Return the relative paths of the files to copy, sorted. Skips hidden files and folders; refuses links."""
     found: list[Path] = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         if any(part.startswith(".") or part == "__pycache__" for part in relative.parts):
             continue
         if path.is_symlink():
-            raise CheckpointError(
-                f"{path}: is a link, and links are not followed. Put the file itself there "
-                "(`hf download REPO --local-dir FOLDER` does)."
+            raise MalformedFileError(
+                f"{path}: is a link, and links are not followed. Replace it by the file itself "
+                "(`hf download REPO --local-dir FOLDER` writes files)."
             )
         if path.is_file() and str(relative) not in _NOT_COPIED and path.suffix not in _WEIGHT_SUFFIXES:
             found.append(relative)

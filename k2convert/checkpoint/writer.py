@@ -1,8 +1,7 @@
-"""Files that are whole or absent: written beside the target as `.tmp`, synced, renamed, the folder synced.
+"""One shard, complete or absent: written as NAME.tmp, hashed on the way, synced and renamed.
 
-Shards go past the page cache where the filesystem allows it (O_DIRECT): the file is pre-sized, filled in order from
-aligned staging buffers, hashed while the bytes pass. Where O_DIRECT is refused the same writes are buffered, as are
-those of a file to be uploaded: it is read again at once.
+Shards are written with O_DIRECT if the filesystem allows it: the file is pre-sized and filled in order from aligned
+staging buffers. Otherwise writes are buffered. A file to be uploaded is always buffered, because it is read again soon.
 """
 
 import errno
@@ -20,19 +19,19 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.buffers import BUFFERS
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, _publish, _write_error
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, replace_file, write_error
 from k2convert.checkpoint.page_cache import start_writing
 
 ALIGNMENT = 4096
 STAGING_BYTES = 16 << 20
-STAGING_BYTES_CACHED = 4 << 20  # what goes to the page cache gains nothing from large writes
+STAGING_BYTES_CACHED = 4 << 20  # large writes gain nothing with the page cache
 NUM_STAGING = 4
 
 
 class ShardWriter:
-    """Writes one file of known size in order; `commit` makes it appear under its name and returns its blake3.
+    """Writes one file of known size in order. `commit` renames it to its final name and returns its blake3.
 
-    Its whole room is taken at the start, unless `preallocate` is off: then the file grows as the source shrinks. A file
+    The whole size is allocated at the start. With `preallocate` off the file grows as the source shrinks. A file
     `for_upload` stays in the page cache, and its sha256 is computed too.
     """
 
@@ -42,7 +41,7 @@ class ShardWriter:
         self._num_bytes = num_bytes
         self._hash = blake3()
         self._sha256 = hashlib.sha256() if for_upload else None
-        # Whole pages, as O_DIRECT wants; NumPy copies into them without the interpreter's lock.
+        # Whole pages, as O_DIRECT requires. NumPy copies into them without the GIL.
         self._size = STAGING_BYTES_CACHED if for_upload else STAGING_BYTES
         self._staging = [BUFFERS.empty_pages(self._size)[: self._size] for _ in range(NUM_STAGING)]
         self._current, self._filled, self._position = 0, 0, 0
@@ -65,10 +64,10 @@ class ShardWriter:
         except OSError as error:
             self._pool.shutdown()
             self._hasher.shutdown()
-            raise _write_error(path, error) from error
+            raise write_error(path, error) from error
 
     def write(self, data: "bytes | memoryview") -> None:
-        """Append bytes; they may be reused by the caller when this returns. Raises DiskFullError, OSError."""
+        """Append bytes. The caller may reuse them when this returns. Raises DiskFullError or DestinationWriteError."""
         view = np.frombuffer(data, dtype=np.uint8)
         while len(view):
             take = min(len(view), self._size - self._filled)
@@ -79,7 +78,7 @@ class ShardWriter:
                 self._flush()
 
     def commit(self) -> str:
-        """Flush, sync, rename into place; returns the blake3 of the whole file as hex."""
+        """Flush, sync and rename to the final name; returns the blake3 of the whole file as hex."""
         try:
             self._flush()
             while self._pending:
@@ -88,14 +87,14 @@ class ShardWriter:
                 raise RuntimeError(f"{self._path}: planned {self._num_bytes} bytes, wrote {self._position}")
             os.fsync(self._descriptor)
             self._close()
-            _publish(self._temporary, self._path)
+            replace_file(self._temporary, self._path)
         except OSError as error:
-            raise _write_error(self._path, error) from error
+            raise write_error(self._path, error) from error
         return self._hash.hexdigest()
 
     @property
     def sha256(self) -> str | None:
-        """The sha256 of a committed file `for_upload` as hex, None of another."""
+        """The sha256 of a committed file as hex, or None if it is not `for_upload`."""
         return None if self._sha256 is None else self._sha256.hexdigest()
 
     def _flush(self) -> None:
@@ -109,7 +108,7 @@ class ShardWriter:
             try:
                 self._settle()
             except OSError as error:
-                raise _write_error(self._path, error) from error
+                raise write_error(self._path, error) from error
 
     def _settle(self) -> None:
         for done in self._pending.popleft():
@@ -126,7 +125,9 @@ class ShardWriter:
             _write_all(self._direct, used[:aligned].data, position)
         if aligned < len(used):
             _write_all(self._descriptor, used[aligned:].data, position + aligned)
-            start_writing(self._descriptor, position + aligned, len(used) - aligned)  # or `commit` waits for all of it
+            start_writing(
+                self._descriptor, position + aligned, len(used) - aligned
+            )  # otherwise `commit` would wait for all of it
 
     def _close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -153,7 +154,7 @@ def _write_all(descriptor: int, view: memoryview, position: int) -> None:
 
 
 def _open_direct(path: Path) -> int | None:
-    """A second descriptor for O_DIRECT, proven by writing one block; None where it is refused (tmpfs, FUSE)."""
+    """Open a second descriptor with O_DIRECT and try to write a block; None if it is refused (tmpfs, FUSE)."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:

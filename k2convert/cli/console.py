@@ -1,4 +1,4 @@
-"""The only file that imports rich. Data goes to stdout, everything else to stderr; `--json` prints data alone."""
+"""Output: data on stdout, everything else on stderr. Only this module and `progress` import rich."""
 
 import json
 import os
@@ -19,24 +19,34 @@ _out = Console(highlight=False, soft_wrap=True)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def error_console() -> Console:
+    """Return the console of stderr."""
+    return _err
+
+
+def errors_are_shown_live() -> bool:
+    """Return whether stderr is a terminal, where a progress bar can move."""
+    return _err.is_terminal
+
+
 @contextmanager
 def _on_stdout() -> Generator[None]:
-    """Let what is printed within the block out at once; OutputError where there is no room for it."""
+    """Flush stdout on exit; raise OutputError if the write fails."""
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         raise
     except OSError as error:
-        with Path(os.devnull).open("w") as nowhere:  # what is left in the buffer would fail again at exit
+        with Path(os.devnull).open("w") as nowhere:  # the rest of the buffer would fail again at exit
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         raise OutputError(
-            f"standard output: writing failed ({error.strerror}). What was done before is done."
+            f"standard output: writing failed ({error.strerror}). The work done before this is complete."
         ) from None
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     with _on_stdout():
         sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
@@ -44,7 +54,7 @@ def print_json(document: Any) -> None:
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
 ) -> None:
-    """A table on stdout; columns are right-aligned but for those in `left`."""
+    """Print a table on stdout. Columns are right-aligned, except those in `left`."""
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i in left else "right", overflow="fold")
@@ -55,43 +65,43 @@ def print_table(
 
 
 def print_line(text: str) -> None:
-    """One line of result on stdout."""
+    """Print one line of result on stdout."""
     with _on_stdout():
         _out.print(Text(text))
 
 
 def print_note(text: str) -> None:
-    """One line for the person watching, on stderr."""
+    """Print one line for the person watching on stderr."""
     _to_stderr(Text(text))
 
 
 def _to_stderr(text: Text) -> None:
-    with suppress(OSError):  # hours of work do not end because a log has no room
+    with suppress(OSError):  # a full log must not end hours of work
         _err.print(text)
 
 
 def command(*words: object) -> str:
-    """A command line to paste into a shell, every word quoted that needs it."""
+    """Return a command line that can be pasted into a shell."""
     return shlex.join(map(str, words))
 
 
 def own_command(*, without: str) -> str:
-    """The command line this process was called with, but for one flag."""
+    """Return the command line of this process without one flag."""
     return command("k2convert", *(word for word in sys.argv[1:] if word != without))
 
 
 def print_next(command: str) -> None:
-    """The command that follows, on stderr."""
+    """Print the next command to run on stderr."""
     _to_stderr(Text.assemble(("next: ", "dim"), command))
 
 
 def print_error(message: str) -> None:
-    """A refusal or failure, on stderr."""
+    """Print a refusal or failure on stderr."""
     _to_stderr(Text.assemble(("error: ", "bold red"), message))
 
 
 def format_bytes(count: float) -> str:
-    """Decimal units, as disks and the Hub count."""
+    """Format a size in decimal units, as disks and the Hub do."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
@@ -100,6 +110,6 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """h:mm:ss."""
+    """Format a duration as h:mm:ss."""
     minutes, second = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"

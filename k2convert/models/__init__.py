@@ -1,0 +1,103 @@
+"""The families of checkpoints that k2convert converts, and the questions that depend on the family.
+
+    names        roles, tensor names taken apart, what describes a family
+    config       config.json of DeepSeek-V3-like models
+    kimi         the Kimi K2 family
+    int4_config  whether config.json states the INT4 scheme that is converted
+    projections  the linear layers to convert
+    weights      one projection's bytes as arrays
+
+A family is one file and its rows in FAMILIES. Nothing outside this wing asks which family a checkpoint has.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.errors import PlanError
+from k2convert.models import kimi
+from k2convert.models.names import Family, ModulePlace, TensorName
+
+FAMILIES: tuple[Family, ...] = (kimi.K2_5, kimi.K2_THINKING)
+"""Every family. A checkpoint belongs to the first whose layers its tensor names have."""
+
+
+def find_family(name: str) -> Family:
+    """Return the family of this name; raises PlanError listing the known names."""
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    raise PlanError(f"unknown family {name!r}; known: {', '.join(sorted(f.name for f in FAMILIES))}")
+
+
+def detect_family(checkpoint: Checkpoint) -> Family:
+    """Tell a checkpoint's family from its tensor names; raises PlanError if it belongs to none."""
+    names = checkpoint.tensors
+    for family in FAMILIES:
+        for prefix, reason in family.refused_prefixes.items():
+            if any(name.startswith(prefix) for name in names):
+                raise PlanError(f"{checkpoint.folder}: tensors are named {prefix}*, {reason}. {family.source_hint}")
+    for family in FAMILIES:
+        if _has_layers(family, names):
+            return family
+    expected = " or ".join(f"{_layers_prefix(family)}*" for family in reversed(FAMILIES))
+    titles = " or ".join(dict.fromkeys(family.title for family in FAMILIES))
+    hints = " ".join(dict.fromkeys(family.source_hint for family in FAMILIES))
+    raise PlanError(f"{checkpoint.folder}: no tensor is named {expected}: not a {titles} checkpoint. {hints}")
+
+
+def expected_family(config: Mapping[str, Any] | None, names: Iterable[str]) -> Family:
+    """Return the family that a damaged checkpoint most likely belongs to: by its config, else by its tensor names."""
+    if config is not None:
+        return next((family for family in FAMILIES if family.matches_config(config)), FAMILIES[-1])
+    known = list(names)
+    return next((family for family in FAMILIES if _resembles(family, known)), FAMILIES[-1])
+
+
+def _layers_prefix(family: Family) -> str:
+    return family.layer.partition("{layer}")[0]
+
+
+def _has_layers(family: Family, names: Iterable[str]) -> bool:
+    prefix = _layers_prefix(family)
+    return any(name.startswith(prefix) for name in names)
+
+
+def _resembles(family: Family, names: list[str]) -> bool:
+    head = family.naming.wrapper or family.prefix
+    return any(name.startswith(head) for name in names)
+
+
+def parse_tensor_name(name: str, *, family: Family) -> TensorName:
+    """Take a tensor name apart; raises PlanError if no model of the family has such a tensor."""
+    module, _, parameter = name.rpartition(".")
+    place = family.classify(module)
+    if place is None:
+        raise PlanError(
+            f"tensor {name}: not part of any known {family.title} model (prefix {family.prefix}). Unknown tensor names "
+            f"are never guessed. {family.source_hint} Or add the names to k2convert/models."
+        )
+    return TensorName(module, parameter, place.role, place.layer, place.expert, place.projection)
+
+
+def parse_tensor_names(checkpoint: Checkpoint, *, family: Family) -> dict[str, TensorName]:
+    """Take every tensor name of a checkpoint apart; raises PlanError naming shard and tensor."""
+    names: dict[str, TensorName] = {}
+    for name, tensor in checkpoint.tensors.items():
+        try:
+            names[name] = parse_tensor_name(name, family=family)
+        except PlanError as error:
+            raise PlanError(f"{tensor.shard}: {error}") from None
+    return names
+
+
+def locate_module(module: str) -> ModulePlace | None:
+    """Return the place of a module in any known model; None if no family has it."""
+    for family in FAMILIES:
+        try:
+            place = family.classify(module)
+        except ValueError:  # a number with more digits than int() accepts
+            return None
+        if place is not None:
+            return place
+    return None

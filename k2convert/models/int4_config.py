@@ -1,37 +1,44 @@
-"""What config.json may say of the INT4 weights: nothing, or what the arithmetic here takes them for.
+"""Whether config.json states the INT4 scheme that k2convert converts.
 
-That weights are INT4 is decided by their tensors. But their bytes look the same in other schemes, so a config that
-states another one is believed, and the source refused.
+The tensors decide which weights are INT4. Their bytes look the same in other schemes, so a source whose config states
+a different scheme is refused. A config that states nothing is accepted.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.choices import GROUP_SIZE
 from k2convert.errors import PlanError
-from k2convert.models.kimi import text_config
+from k2convert.models.config import text_config
+from k2convert.models.names import Family
 
-_KNOWN_CONFIG = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-_KNOWN_GROUP = {"format": "pack-quantized"}
-_KNOWN_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP_SIZE}
+_KNOWN_CONFIG: Final = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+_KNOWN_GROUP: Final = {"format": "pack-quantized"}
+_KNOWN_WEIGHTS: Final = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": GROUP_SIZE,
+}
 
 
-def check_int4_config(config: dict[str, Any], *, where: str) -> None:
-    """Refuse a quantization_config that states another scheme (PlanError); what it leaves out is taken as known."""
+def check_int4_config(config: Mapping[str, Any], *, family: Family, where: str) -> None:
+    """Refuse a quantization_config that states a different scheme (PlanError). Fields it leaves out are accepted."""
     for place, found, expected in _statements(config):
         for field, known in expected.items():
             stated = found.get(field)
             if stated is not None and stated != known:
                 raise PlanError(
-                    f"{where}: config.json: {place}.{field} is {stated!r}, and this converts {known!r} alone. "
-                    "Start from Moonshot's INT4 release, or download config.json again if it is of another model."
+                    f"{where}: config.json: {place}.{field} is {stated!r}, but only {known!r} can be converted. "
+                    f"{family.source_hint}"
                 )
 
 
-def _statements(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(where it stands, what is stated, what is known) of every part that speaks of the weights."""
-    holders = {"quantization_config": config}
+def _statements(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield (place, stated fields, known fields) for every part that describes the weights."""
+    holders: dict[str, Mapping[str, Any]] = {"quantization_config": config}
     if (inner := text_config(config)) is not config:
         holders["text_config.quantization_config"] = inner
     for place, holder in holders.items():

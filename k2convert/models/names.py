@@ -1,25 +1,19 @@
-"""models.names."""
+"""What a family of checkpoints is: roles, tensor names taken apart, and the row that describes a family."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, Final
 
-WEIGHT = "weight"
-
-
-WEIGHT_PACKED = "weight_packed"
-
-
-WEIGHT_SCALE = "weight_scale"
-
-
-WEIGHT_SHAPE = "weight_shape"
-
-
-INT4_PARAMETERS = (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE)
+WEIGHT: Final = "weight"
+WEIGHT_PACKED: Final = "weight_packed"
+WEIGHT_SCALE: Final = "weight_scale"
+WEIGHT_SHAPE: Final = "weight_shape"
+INT4_PARAMETERS: Final = (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE)
 
 
 class Role(StrEnum):
-    """What a module is in the model; recipes name the first three."""
+    """What a module is in the model. A recipe may name the first three."""
 
     EXPERTS = "experts"
     SHARED_EXPERTS = "shared_experts"
@@ -33,19 +27,22 @@ class Role(StrEnum):
     MM_PROJECTOR = "mm_projector"
 
 
-CONVERTIBLE_ROLES = (Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP)
+CONVERTIBLE_ROLES: Final = (Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP)
 
 
-class Family(StrEnum):
-    """Checkpoint layouts that are known; K2.6 and K2.7-Code share K2.5's."""
+@dataclass(frozen=True, slots=True)
+class ModulePlace:
+    """Where a module is in the model. `projection` is gate, up or down, and None outside MLPs."""
 
-    K2_THINKING = "kimi-k2-thinking"
-    K2_5 = "kimi-k2.5"
+    role: Role
+    layer: int | None = None
+    expert: int | None = None
+    projection: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """A tensor name taken apart; `projection` is gate, up or down, None outside MLPs."""
+    """A tensor name taken apart."""
 
     module: str
     parameter: str
@@ -56,14 +53,14 @@ class TensorName:
 
     @property
     def sharing_key(self) -> str:
-        """Modules with the same key must share one global scale: gate and up of one MLP, down alone."""
+        """Modules with the same key must share one global scale: gate and up of one MLP; each down has its own."""
         stem = self.module.rsplit(".", 1)[0]
         return f"{stem}.{'gate_up' if self.projection in ('gate', 'up') else 'down'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The counts of config.json that names and shapes are held against."""
+    """The counts of config.json that names and shapes are checked against."""
 
     num_layers: int
     num_dense_layers: int
@@ -71,3 +68,67 @@ class Architecture:
     num_experts: int
     hidden_size: int
     moe_intermediate_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNaming:
+    """How inference engines rename a family's modules and exclude entries. Empty: they keep the checkpoint's names.
+
+    `wrapper` is a prefix that some engines cut off. Prefixes are (old, new) pairs. `renamed_modules` are whole names.
+    """
+
+    wrapper: str = ""
+    renamed_prefixes: tuple[tuple[str, str], ...] = ()
+    vllm_renamed_prefixes: tuple[tuple[str, str], ...] = ()
+    renamed_modules: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCardFacts:
+    """What a model card says of a family: its kind in words, Hub tags, and serve options for vLLM and SGLang."""
+
+    model_kind: str
+    tags: tuple[str, ...] = ()
+    vllm_options: str = ""
+    sglang_options: str = ""
+    has_vision: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family of checkpoints: everything that depends on it. `models.FAMILIES` lists them.
+
+    name                 as in recipes and ledgers
+    title                in messages
+    source_hint          which checkpoint to start from, one sentence
+    recipe               the shipped recipe to use if none is named
+    prefix               of the language model's tensors
+    layer, router, experts   names of a layer, its router and its experts; `{layer}` stands for the number
+    router_parameters    every router has these, one row an expert
+    refused_prefixes     tensor-name prefixes that no engine loads, with the reason
+    usual_num_experts    of the unpruned models
+    classify             the place of a module, None if the family has no such module
+    expected_name        the name a tensor should have if its prefix is wrong
+    read_architecture    (config.json, where) -> counts; raises PlanError
+    matches_config       whether a config.json looks like this family's
+    unconverted          (converted roles, counts) -> (name part, whether more may follow) of the modules left in BF16
+    """
+
+    name: str
+    title: str
+    source_hint: str
+    recipe: str
+    prefix: str
+    layer: str
+    router: str
+    experts: str
+    classify: Callable[[str], ModulePlace | None]
+    expected_name: Callable[[str], str]
+    read_architecture: Callable[[Mapping[str, Any], str], Architecture]
+    matches_config: Callable[[Mapping[str, Any]], bool]
+    unconverted: Callable[[Sequence[str], Architecture], list[tuple[str, bool]]]
+    card: ModelCardFacts
+    router_parameters: tuple[str, ...] = (WEIGHT,)
+    refused_prefixes: Mapping[str, str] = field(default_factory=dict[str, str])
+    usual_num_experts: int = 0
+    naming: EngineNaming = EngineNaming()

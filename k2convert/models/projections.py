@@ -1,15 +1,16 @@
-"""The linear layers of a source that become NVFP4: found by the presence of `weight_packed`, never by a config's list.
+"""The linear layers of a source that become NVFP4, found by the presence of `weight_packed`, never by a config's list.
 
-Also here: the checks that the source is the INT4 checkpoint it should be, and that experts, router and config agree.
+Also here: the checks that the source is an INT4 checkpoint, and that experts, router and config agree.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.choices import GROUP_SIZE
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import PlanError
 from k2convert.models.names import (
     CONVERTIBLE_ROLES,
@@ -19,20 +20,26 @@ from k2convert.models.names import (
     WEIGHT_SCALE,
     WEIGHT_SHAPE,
     Architecture,
+    Family,
     Role,
     TensorName,
 )
 
-_REMEDY = "Download the checkpoint again, or start from Moonshot's INT4 release."
+SOURCE_REMEDY: Final = (
+    "Check that the source is complete and unchanged: `hf download REPO --local-dir FOLDER` replaces damaged files."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One linear layer [num_rows, num_columns] to convert; INT4 (packed, scale, shape) or BF16 (weight)."""
+    """One linear layer [num_rows, num_columns] to convert: INT4 (packed, scale, shape) or BF16 (weight).
+
+    `kind` is gate, up or down.
+    """
 
     module: str
     role: Role
-    projection: str
+    kind: str
     sharing_key: str
     num_rows: int
     num_columns: int
@@ -52,33 +59,37 @@ class Projection:
         assert tensor is not None
         return tensor
 
+    @property
+    def where(self) -> str:
+        """Shard and module, for messages."""
+        return f"{self.home.shard}: {self.module}"
 
-def check_is_int4(source: Checkpoint, names: Mapping[str, TensorName]) -> None:
-    """Refuse checkpoints that are not INT4: NVFP4, FP8 and BF16-only ones, each with its own message."""
+
+def check_is_int4(source: Checkpoint, names: Mapping[str, TensorName], *, family: Family) -> None:
+    """Refuse checkpoints that are not INT4: NVFP4, FP8 and BF16 ones each get their own PlanError."""
     # NVFP4 first: its block scales are FP8 too.
     for name, parts in names.items():
         tensor = source.tensors[name]
         nvfp4 = parts.parameter in ("weight_scale_2", "weight_global_scale")
         if nvfp4 or (parts.parameter == WEIGHT_PACKED and tensor.dtype == "U8"):
             raise PlanError(
-                f"{source.folder}: {name} ({tensor.dtype}): this checkpoint is NVFP4 already. Nothing to do."
+                f"{source.folder}: {name} ({tensor.dtype}): this checkpoint is already NVFP4. There is nothing to do."
             )
     for name in names:
         tensor = source.tensors[name]
         if tensor.dtype.startswith("F8_"):
-            raise PlanError(
-                f"{source.folder}: {name} is {tensor.dtype}: an FP8 checkpoint. Start from Moonshot's INT4 release."
-            )
+            raise PlanError(f"{source.folder}: {name} is {tensor.dtype}: an FP8 checkpoint. {family.source_hint}")
     if not any(parts.parameter == WEIGHT_PACKED for parts in names.values()):
         raise PlanError(
-            f"{source.folder}: no tensor ends in .{WEIGHT_PACKED}: nothing here is INT4 (a BF16 copy?). "
-            "Start from Moonshot's INT4 release; ModelOpt or llm-compressor quantise BF16 models."
+            f"{source.folder}: no tensor ends in .{WEIGHT_PACKED}, so nothing is INT4 (a BF16 copy?). "
+            f"{family.source_hint} ModelOpt and llm-compressor quantize BF16 models."
         )
 
 
 def find_projections(
     source: Checkpoint, names: Mapping[str, TensorName], roles: tuple[str, ...]
 ) -> dict[str, Projection]:
+    """Find every INT4 module, and the BF16 modules in `roles`, by module name; raises PlanError for incomplete ones."""
     modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, parts in names.items():
         modules[parts.module][parts.parameter] = source.tensors[name]
@@ -90,7 +101,7 @@ def find_projections(
             projections[module] = _int4_projection(parts, found)
         elif parts.parameter in INT4_PARAMETERS and WEIGHT_PACKED not in found:
             raise PlanError(
-                f"{found[parts.parameter].shard}: {name}: has no {WEIGHT_PACKED} beside it in any shard. {_REMEDY}"
+                f"{found[parts.parameter].shard}: {name}: no shard has the {WEIGHT_PACKED} that belongs to it. {SOURCE_REMEDY}"
             )
         elif parts.role in roles and parts.parameter == WEIGHT:
             projections[module] = _bf16_projection(parts, found[WEIGHT])
@@ -98,7 +109,7 @@ def find_projections(
 
 
 def projection_of(source: Checkpoint, parts: TensorName) -> Projection:
-    """One module of the source as a projection, INT4 where it is packed, else BF16; PlanError where it is neither."""
+    """Return one module of the source as a projection: INT4 if it is packed, else BF16; PlanError if it is neither."""
     parameters = (*INT4_PARAMETERS, WEIGHT)
     found = {p: t for p in parameters if (t := source.tensors.get(f"{parts.module}.{p}")) is not None}
     if WEIGHT_PACKED in found:
@@ -113,14 +124,14 @@ def _int4_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Project
     where = f"{packed.shard}: {module}"
     if parts.role not in CONVERTIBLE_ROLES:
         raise PlanError(
-            f"{where}: INT4 in role {parts.role}; no engine serves that role in NVFP4 beside K2's others. {_REMEDY}"
+            f"{where}: is INT4 in the role {parts.role}; no engine loads this role in NVFP4. {SOURCE_REMEDY}"
         )
     for parameter in INT4_PARAMETERS:
         if parameter not in found:
-            raise PlanError(f"{where}.{parameter}: missing in every shard. Download the checkpoint again.")
+            raise PlanError(f"{where}.{parameter}: missing in every shard. {SOURCE_REMEDY}")
     if extra := sorted(set(found) - set(INT4_PARAMETERS)):
         raise PlanError(
-            f"{where}.{extra[0]}: not part of a symmetric INT4 projection (asymmetric or act-order?). {_REMEDY}"
+            f"{where}.{extra[0]}: not part of a symmetric INT4 projection (asymmetric or act-order?). {SOURCE_REMEDY}"
         )
     scale, shape = found[WEIGHT_SCALE], found[WEIGHT_SHAPE]
     _expect(packed, dtypes=("I32",), rank=2)
@@ -129,16 +140,16 @@ def _int4_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Project
     num_rows, num_columns = packed.shape[0], packed.shape[1] * 8
     if num_columns % GROUP_SIZE:
         raise PlanError(
-            f"{packed.shard}: {packed.name}: {num_columns} input columns are no multiple of the group size "
-            f"{GROUP_SIZE}. {_REMEDY}"
+            f"{packed.shard}: {packed.name}: {num_columns} input columns are not a multiple of the group size "
+            f"{GROUP_SIZE}. {SOURCE_REMEDY}"
         )
     if scale.shape != (num_rows, num_columns // GROUP_SIZE):
         raise PlanError(
             f"{scale.shard}: {scale.name}: shape {list(scale.shape)}, but {packed.name} {list(packed.shape)} needs "
-            f"{[num_rows, num_columns // GROUP_SIZE]} (one scale per {GROUP_SIZE} columns). {_REMEDY}"
+            f"{[num_rows, num_columns // GROUP_SIZE]} (one scale per {GROUP_SIZE} columns). {SOURCE_REMEDY}"
         )
     if shape.shape != (2,):
-        raise PlanError(f"{shape.shard}: {shape.name}: shape {list(shape.shape)}, expected [2]. {_REMEDY}")
+        raise PlanError(f"{shape.shard}: {shape.name}: shape {list(shape.shape)}, expected [2]. {SOURCE_REMEDY}")
     return Projection(
         module, parts.role, str(parts.projection), parts.sharing_key, num_rows, num_columns,
         packed=packed, scale=scale, shape=shape,
@@ -148,8 +159,10 @@ def _int4_projection(parts: TensorName, found: dict[str, TensorInfo]) -> Project
 def _bf16_projection(parts: TensorName, weight: TensorInfo) -> Projection:
     _expect(weight, dtypes=("BF16",), rank=2)
     num_rows, num_columns = weight.shape
-    if num_columns % 16:
-        raise PlanError(f"{weight.shard}: {weight.name}: {num_columns} input columns are no multiple of 16. {_REMEDY}")
+    if num_columns % BLOCK_SIZE:
+        raise PlanError(
+            f"{weight.shard}: {weight.name}: {num_columns} input columns are not a multiple of {BLOCK_SIZE}. {SOURCE_REMEDY}"
+        )
     return Projection(
         parts.module, parts.role, str(parts.projection), parts.sharing_key, num_rows, num_columns, weight=weight
     )
@@ -159,28 +172,31 @@ def _expect(tensor: TensorInfo, *, dtypes: tuple[str, ...], rank: int) -> None:
     if tensor.dtype not in dtypes or len(tensor.shape) != rank:
         raise PlanError(
             f"{tensor.shard}: {tensor.name}: {tensor.dtype} {list(tensor.shape)}, expected "
-            f"{' or '.join(dtypes)} with {rank} dimension{'s' if rank > 1 else ''}. {_REMEDY}"
+            f"{' or '.join(dtypes)} with {rank} dimension{'s' if rank > 1 else ''}. {SOURCE_REMEDY}"
         )
 
 
 def check_roles_match(roles: tuple[str, ...], projections: dict[str, Projection], source: Checkpoint) -> None:
+    """Refuse a recipe role without any tensor, and INT4 in a role that the recipe does not name (PlanError)."""
     present = {p.role for p in projections.values()}
     for role in roles:
         if role not in present:
             raise PlanError(
-                f"{source.folder}: the recipe names the role {role}, which matches no tensor here. "
+                f"{source.folder}: the recipe names the role {role}, but no tensor has it. "
                 f"Remove {role} from the recipe's roles."
             )
     for p in projections.values():
         if p.role not in roles:
             raise PlanError(
-                f"{p.home.shard}: {p.module}: is INT4, but the recipe does not name its role {p.role}. "
-                f"Add {p.role} to the recipe's roles: no INT4 may be left in an NVFP4 checkpoint."
+                f"{p.where}: is INT4, but the recipe does not name its role {p.role}. "
+                f"Add {p.role} to the recipe's roles: an NVFP4 checkpoint may not contain INT4."
             )
 
 
-def check_experts(source: Checkpoint, names: Mapping[str, TensorName], architecture: Architecture, prefix: str) -> None:
-    """Hold experts, router rows and bias of every MoE layer against n_routed_experts (pruned models included)."""
+def check_experts(
+    source: Checkpoint, names: Mapping[str, TensorName], architecture: Architecture, family: Family
+) -> None:
+    """Check experts and router of every MoE layer against n_routed_experts, in pruned models too (PlanError)."""
     experts: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for parts in names.values():
         if parts.role is Role.EXPERTS and parts.layer is not None and parts.expert is not None:
@@ -188,40 +204,43 @@ def check_experts(source: Checkpoint, names: Mapping[str, TensorName], architect
     count = architecture.num_experts
     if sorted(experts) != list(architecture.moe_layers):
         raise PlanError(
-            f"{source.folder}: MoE layers by config.json are {_span(architecture.moe_layers)}, experts are in "
-            f"{_span(tuple(sorted(experts)))}. A shard is missing, or config.json is of another model: "
-            "download the checkpoint again."
+            f"{source.folder}: config.json has the MoE layers {_span(architecture.moe_layers)}, but experts are in "
+            f"{_span(tuple(sorted(experts)))}. A shard is missing, or config.json belongs to a different model. {SOURCE_REMEDY}"
         )
     for layer, found in experts.items():
         if sorted(found) != list(range(count)):
             raise PlanError(
-                f"{source.folder}: layer {layer} has {len(found)} experts numbered {min(found)}..{max(found)}, "
-                f"config.json says n_routed_experts = {count} (expected 0..{count - 1}). {_REMEDY}"
+                f"{source.folder}: layer {layer} has {len(found)} experts numbered {min(found)}..{max(found)}, but "
+                f"config.json says n_routed_experts = {count} (expected 0..{count - 1}). {SOURCE_REMEDY}"
             )
         for expert, kinds in found.items():
             if lacking := {"gate", "up", "down"} - kinds:
                 raise PlanError(
-                    f"{source.folder}: layer {layer} expert {expert} has no {sorted(lacking)[0]}_proj. {_REMEDY}"
+                    f"{source.folder}: layer {layer} expert {expert} has no {sorted(lacking)[0]}_proj. {SOURCE_REMEDY}"
                 )
-        for suffix in (".weight", ".e_score_correction_bias"):
-            router = source.tensors.get(f"{prefix}layers.{layer}.mlp.gate{suffix}")
-            if router is None or router.shape[0] != count:
-                rows = "missing" if router is None else f"has {router.shape[0]} rows"
-                raise PlanError(
-                    f"{source.folder}: {prefix}layers.{layer}.mlp.gate{suffix} {rows}, config.json says "
-                    f"n_routed_experts = {count}. {_REMEDY}"
-                )
+        _check_router(source, layer, count, family)
+
+
+def _check_router(source: Checkpoint, layer: int, count: int, family: Family) -> None:
+    for parameter in family.router_parameters:
+        name = f"{family.router.format(layer=layer)}.{parameter}"
+        tensor = source.tensors.get(name)
+        if tensor is None or tensor.shape[0] != count:
+            rows = "is missing" if tensor is None else f"has {tensor.shape[0]} rows"
+            raise PlanError(
+                f"{source.folder}: {name} {rows}, but config.json says n_routed_experts = {count}. {SOURCE_REMEDY}"
+            )
 
 
 def check_expert_shapes(projections: dict[str, Projection], architecture: Architecture) -> None:
-    """Hold every routed expert's [out, in] against hidden_size and moe_intermediate_size of config.json."""
+    """Check every routed expert's [out, in] against hidden_size and moe_intermediate_size (PlanError)."""
     hidden, width = architecture.hidden_size, architecture.moe_intermediate_size
     for p in projections.values():
-        expected = (hidden, width) if p.projection == "down" else (width, hidden)
+        expected = (hidden, width) if p.kind == "down" else (width, hidden)
         if p.role is Role.EXPERTS and (p.num_rows, p.num_columns) != expected:
             raise PlanError(
-                f"{p.home.shard}: {p.home.name}: holds {[p.num_rows, p.num_columns]}, but config.json says "
-                f"{list(expected)} (hidden_size {hidden}, moe_intermediate_size {width}). {_REMEDY}"
+                f"{p.home.shard}: {p.home.name}: has the shape {[p.num_rows, p.num_columns]}, but config.json says "
+                f"{list(expected)} (hidden_size {hidden}, moe_intermediate_size {width}). {SOURCE_REMEDY}"
             )
 
 

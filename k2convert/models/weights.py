@@ -1,4 +1,4 @@
-"""Source weights as arrays: one projection at a time, checked as far as its bytes can be."""
+"""One projection of a source as arrays, with the checks that need its bytes."""
 
 from typing import Protocol
 
@@ -6,24 +6,24 @@ import numpy as np
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.reader import Bytes
-from k2convert.errors import CheckpointError, FormatError
+from k2convert.errors import FormatError, MalformedFileError
 from k2convert.models.projections import Projection
 from k2convert.quantize.formats.arrays import Bf16Array, Int4Arrays, SourceArrays
 from k2convert.quantize.formats.int4 import check_int4_scales
 
-SUSPICIOUS_SCALE_BITS = 0x7E00  # BF16 from 2**125 up, infinities, NaNs and everything negative
+SUSPICIOUS_SCALE_BITS = 0x7E00  # BF16 patterns from here on: 2**125 and more, infinities, NaNs, negative numbers
 
 
 class TensorSource(Protocol):
-    """Where a tensor's bytes come from: a ShardReader, or what one has read before."""
+    """The source of a tensor's bytes: a ShardReader, or bytes that were read before."""
 
     def read(self, tensor: TensorInfo) -> Bytes:
-        """All bytes of a tensor; SourceReadError where they cannot be had."""
+        """Return all bytes of a tensor; raises SourceReadError if reading fails."""
         ...
 
 
 def load_projection(reader: TensorSource, projection: Projection) -> SourceArrays:
-    """Read one projection. Refuses a weight_shape that disagrees and senseless scales."""
+    """Read one projection; raises MalformedFileError for a wrong weight_shape and for invalid scales."""
     rows, columns = projection.num_rows, projection.num_columns
     if projection.weight is not None:
         return Bf16Array(reader.read(projection.weight).view(np.uint16).reshape(rows, columns))
@@ -33,9 +33,8 @@ def load_projection(reader: TensorSource, projection: Projection) -> SourceArray
     assert shape is not None
     stored = np.frombuffer(reader.read(shape), dtype="<i4" if shape.dtype == "I32" else "<i8").tolist()
     if stored != [rows, columns]:
-        raise CheckpointError(
-            f"{shape.shard}: {shape.name}: says {stored}, but {packed.name} holds {[rows, columns]}. "
-            "Download the shard again."
+        raise MalformedFileError(
+            f"{shape.shard}: {shape.name} is {stored}, but {packed.name} has the shape {[rows, columns]}."
         )
     weight = Int4Arrays(
         packed=reader.read(packed).reshape(rows, columns // 2),
@@ -45,5 +44,5 @@ def load_projection(reader: TensorSource, projection: Projection) -> SourceArray
         try:
             check_int4_scales(weight.to_torch().scales, name=f"{scale.shard}: {scale.name}")
         except FormatError as error:
-            raise CheckpointError(f"{error} Download the shard again.") from None
+            raise MalformedFileError(str(error)) from None
     return weight

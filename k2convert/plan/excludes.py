@@ -1,22 +1,14 @@
-"""plan.excludes."""
+"""The exclude list of a config: the modules that stay BF16, in a form that every engine's matcher understands."""
 
 import re
+from collections.abc import Sequence
 
 from k2convert.checkpoint.layouts import COMPRESSED_TENSORS
-from k2convert.models.names import Architecture, Family
-from k2convert.plan.recipe import Recipe
+from k2convert.choices import Layout
 
 
-def exclude_list(recipe: Recipe, architecture: Architecture, family: Family) -> list[str]:
-    """Modules that stay BF16, in the form every engine's matcher takes: globs, or `re:` for compressed-tensors."""
-    stems: list[tuple[str, bool]] = [("self_attn", True)]
-    if "shared_experts" not in recipe.roles:
-        stems.append(("shared_experts", True))
-    if "dense_mlp" not in recipe.roles:
-        stems += [(f"layers.{layer}.mlp", True) for layer in range(architecture.num_dense_layers)]
-    stems += [("lm_head", True), ("mlp.gate", False)]
-    if family is Family.K2_5:
-        stems += [("vision_tower", True), ("mm_projector", True)]
-    if recipe.layout == COMPRESSED_TENSORS:
-        return [f"re:.*{re.escape(stem)}{'.*' if open_end else '$'}" for stem, open_end in stems]
-    return [f"*{stem}*" if open_end else f"*{stem}" for stem, open_end in stems]
+def exclude_list(unconverted: Sequence[tuple[str, bool]], *, layout: Layout) -> list[str]:
+    """Return the entries for (name part, whether more may follow): globs, or `re:` entries for compressed-tensors."""
+    if layout == COMPRESSED_TENSORS:
+        return [f"re:.*{re.escape(part)}{'.*' if is_open else '$'}" for part, is_open in unconverted]
+    return [f"*{part}*" if is_open else f"*{part}" for part, is_open in unconverted]

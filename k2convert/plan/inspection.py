@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its headers alone: family, counts, dtypes by role, where its quantization stands."""
+"""What a checkpoint is, from its headers: family, counts, dtypes by role, quantization_config, oddities."""
 
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
@@ -7,22 +7,16 @@ from typing import Any, cast
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError
-from k2convert.models.kimi import (
-    LEGACY_PREFIX,
-    detect_family,
-    find_quantization_config,
-    parse_tensor_names,
-    read_architecture,
-    text_config,
-)
-from k2convert.models.names import INT4_PARAMETERS, WEIGHT_PACKED, Architecture, TensorName
+from k2convert.models import detect_family, parse_tensor_names
+from k2convert.models.config import find_quantization_config, text_config
+from k2convert.models.names import INT4_PARAMETERS, WEIGHT_PACKED, WEIGHT_SHAPE, Architecture, Family, TensorName
 from k2convert.plan.plan import claim_projections
-from k2convert.plan.recipe import default_recipe_name, load_recipe
+from k2convert.plan.recipe import load_recipe
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Tensors of one role and one storage form: count, bytes, and weights (elements; INT4 counts unpacked)."""
+    """Tensors of one role and one storage form: their count, bytes, and weights (INT4 weights counted unpacked)."""
 
     role: str
     form: str
@@ -53,25 +47,26 @@ class Inspection:
     recipe: str | None
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for --json."""
         return asdict(self)
 
 
 def inspect_checkpoint(source: Checkpoint) -> Inspection:
-    """Describe a checkpoint; raises PlanError where it is no Kimi K2 model at all."""
-    family, prefix = detect_family(source)
-    names = parse_tensor_names(source, prefix=prefix)
-    architecture = read_architecture(source.config, where=str(source.folder))
+    """Describe a checkpoint; raises PlanError if it belongs to no known family."""
+    family = detect_family(source)
+    names = parse_tensor_names(source, family=family)
+    architecture = family.read_architecture(source.config, str(source.folder))
     found = find_quantization_config(source.config)
-    recipe = default_recipe_name(family)
-    oddities = _oddities(source, names, architecture)
+    recipe: str | None = family.recipe
+    oddities = _oddities(source, names, architecture, family)
     try:
-        claim_projections(source=source, recipe=load_recipe(recipe), names=names)
+        claim_projections(source=source, recipe=load_recipe(family.recipe), names=names)
     except PlanError as error:
         oddities.append(f"cannot be converted: {error}")
         recipe = None
     return Inspection(
         folder=str(source.folder),
-        family=family,
+        family=family.name,
         model_type=source.config.get("model_type"),
         architectures=_strings(source.config.get("architectures")),
         layers={
@@ -96,7 +91,7 @@ def inspect_checkpoint(source: Checkpoint) -> Inspection:
 def _headline(config: dict[str, Any]) -> dict[str, Any]:
     keys = ("quant_method", "format", "quant_algo", "kv_cache_scheme")
     result = {key: config[key] for key in keys if config.get(key) is not None}
-    # Shown as found and trusted with nothing: what is INT4 is decided by the tensors.
+    # Shown as found, but not relied on: the tensors decide what is INT4.
     first = next(iter(mapping_or_empty(config.get("config_groups")).values()), None)
     weights = mapping_or_empty(mapping_or_empty(first).get("weights"))
     return result | {key: weights[key] for key in ("num_bits", "type", "group_size", "symmetric") if key in weights}
@@ -125,14 +120,16 @@ def _strings(value: object) -> list[str]:
     return [str(entry) for entry in cast(list[object], value)] if isinstance(value, list) else []
 
 
-def _oddities(source: Checkpoint, names: dict[str, TensorName], architecture: Architecture) -> list[str]:
+def _oddities(
+    source: Checkpoint, names: dict[str, TensorName], architecture: Architecture, family: Family
+) -> list[str]:
     notes: list[str] = []
     if source.stray_shards:
         notes.append(f"{len(source.stray_shards)} .safetensors file(s) not in the index: {source.stray_shards[0]} ...")
     stated = source.index_metadata.get("total_size")
     if stated is not None and stated != source.tensor_bytes:
         notes.append(f"the index states total_size {stated}, the headers add up to {source.tensor_bytes}")
-    shapes = Counter(source.tensors[n].dtype for n, p in names.items() if p.parameter == "weight_shape")
+    shapes = Counter(source.tensors[n].dtype for n, p in names.items() if p.parameter == WEIGHT_SHAPE)
     if len(shapes) > 1:
         notes.append("weight_shape is " + " and ".join(f"{dtype} ({n})" for dtype, n in shapes.items()))
     apart: dict[str, set[str]] = defaultdict(set)
@@ -140,14 +137,13 @@ def _oddities(source: Checkpoint, names: dict[str, TensorName], architecture: Ar
         if parts.projection is not None:
             apart[parts.sharing_key].add(source.tensors[name].shard)
     if split := sum(len(shards) > 1 for shards in apart.values()):
-        notes.append(f"{split} gate/up pair(s) or projection(s) lie in more than one shard")
-    if any(name.startswith(LEGACY_PREFIX) for name in names):
-        notes.append(f"tensors named {LEGACY_PREFIX}*: an early naming that engines do not load")
+        notes.append(f"{split} gate/up pair(s) or projection(s) are split over several shards")
     inner, top = text_config(source.config), source.config
     if inner is not top and "quantization_config" in inner and "quantization_config" in top:
         notes.append("two quantization_config: at the top level and in text_config")
-    if architecture.num_experts not in (0, 384):
+    if architecture.num_experts not in (0, family.usual_num_experts):
         notes.append(
-            f"{architecture.num_experts} experts a layer (Moonshot's models have 384): pruned or a small model"
+            f"{architecture.num_experts} experts a layer (the family's usual count is {family.usual_num_experts}): "
+            "a pruned or a small model"
         )
     return notes

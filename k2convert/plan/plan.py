@@ -1,21 +1,21 @@
-"""Index, headers and recipe in; a frozen, complete Plan out. Nothing is read but headers.
+"""Index, headers and recipe in; a frozen, complete Plan out. Only headers are read.
 
-Every source tensor is claimed exactly once: converted, copied or dropped, with a reason. A projection's packed codes,
-scales and shape are found wherever they lie, and so is the partner of a gate or up projection, with which it must share
-one global scale. The output bytes, shard by shard and tensor by tensor, are known before the first is written.
+Every source tensor is claimed exactly once: converted, copied or dropped. A projection's packed codes, scales and shape
+may be in different shards, and so may the partner of a gate or up projection, which must share its global scale. The
+output bytes are known shard by shard and tensor by tensor before the first byte is written.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import projection_tensors
 from k2convert.errors import PlanError
+from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.int4_config import check_int4_config
-from k2convert.models.kimi import detect_family, parse_tensor_names, read_architecture
 from k2convert.models.names import WEIGHT, Architecture, Family, TensorName
 from k2convert.models.projections import (
     Projection,
@@ -28,12 +28,12 @@ from k2convert.models.projections import (
 from k2convert.plan.excludes import exclude_list
 from k2convert.plan.recipe import Recipe
 
-BF16_SHARD_BYTES = 5_000_000_000
+BF16_SHARD_BYTES: Final = 5_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor of an output shard, in file order; offsets follow from the order."""
+    """One tensor of an output shard. Its offset follows from the order."""
 
     name: str
     dtype: str
@@ -43,7 +43,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class ConvertStep:
-    """Projections written together; `partners` lie in other shards and are only measured for the shared scale."""
+    """Projections written together. `partners` are in other shards and are only measured, for the shared scale."""
 
     members: tuple[Projection, ...]
     partners: tuple[Projection, ...]
@@ -60,7 +60,7 @@ class CopyStep:
 
 @dataclass(frozen=True, slots=True)
 class ShardJob:
-    """Everything one output shard is made of, in file order."""
+    """The content of one output shard, in file order."""
 
     name: str
     metadata: tuple[tuple[str, str], ...]
@@ -89,15 +89,13 @@ class ShardJob:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole job, decided. `dropped` maps source tensors without a place in the result to the reason."""
+    """The whole job, decided. `num_dropped` counts the weight_shape tensors: the result's shapes replace them."""
 
-    family: Family
-    prefix: str
-    architecture: Architecture
+    family: str
     recipe: Recipe
     excludes: tuple[str, ...]
     jobs: tuple[ShardJob, ...]
-    dropped: dict[str, str]
+    num_dropped: int
 
     @property
     def data_bytes(self) -> int:
@@ -109,7 +107,7 @@ class Plan:
 
 
 def step_sources(step: ConvertStep | CopyStep) -> list[TensorInfo]:
-    """Source tensors that a step reads, partners included."""
+    """Return the source tensors that a step reads, including those of partners."""
     if isinstance(step, CopyStep):
         return [step.tensor]
     return [t for p in (*step.members, *step.partners) for t in p.sources]
@@ -117,51 +115,53 @@ def step_sources(step: ConvertStep | CopyStep) -> list[TensorInfo]:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a recipe claims of a source: its family and counts, and every projection to convert."""
+    """What a recipe claims of a source: its family, its counts, and every projection to convert."""
 
     family: Family
-    prefix: str
     architecture: Architecture
     projections: dict[str, Projection]
 
 
 def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str, TensorName] | None = None) -> Claim:
-    """Find what is to be converted and hold everything against config.json; raises PlanError for what does not fit.
+    """Find what to convert and check it against config.json; raises PlanError for what does not fit.
 
-    `names` are the source's names taken apart, where the caller has them already.
+    `names` are the source's parsed tensor names, if the caller has them.
     """
-    family, prefix = detect_family(source)
-    if recipe.family is not None and recipe.family != family:
+    family = detect_family(source)
+    if recipe.family is not None and recipe.family != family.name:
         raise PlanError(
-            f"recipe {recipe.name}: is for {recipe.family}, but {source.folder} is {family}. "
-            "Name another recipe, or none: the right one is then picked."
+            f"recipe {recipe.name}: is for {recipe.family}, but {source.folder} is {family.name}. "
+            "Choose a different recipe, or none: the right one is then used."
         )
-    architecture = read_architecture(source.config, where=str(source.folder))
-    names = parse_tensor_names(source, prefix=prefix) if names is None else names
-    check_is_int4(source, names)
-    check_int4_config(source.config, where=str(source.folder))
+    architecture = family.read_architecture(source.config, str(source.folder))
+    names = parse_tensor_names(source, family=family) if names is None else names
+    check_is_int4(source, names, family=family)
+    check_int4_config(source.config, family=family, where=str(source.folder))
     roles = recipe.roles if recipe.target == "nvfp4" else ("experts",)
     projections = find_projections(source, names, roles)
     check_roles_match(roles, projections, source)
-    check_experts(source, names, architecture, prefix)
+    check_experts(source, names, architecture, family)
     check_expert_shapes(projections, architecture)
-    return Claim(family, prefix, architecture, projections)
+    return Claim(family, architecture, projections)
 
 
 def plan_conversion(*, source: Checkpoint, recipe: Recipe) -> Plan:
     """Decide the whole job from headers; raises PlanError for anything unclaimed, missing or contradictory."""
     claim = claim_projections(source=source, recipe=recipe)
-    family, prefix, architecture, projections = claim.family, claim.prefix, claim.architecture, claim.projections
-    steps, dropped = _make_steps(source, projections, recipe)
+    steps = _make_steps(source, claim.projections, recipe)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
-    excludes = exclude_list(recipe, architecture, family) if recipe.target == "nvfp4" else []
-    return Plan(family, prefix, architecture, recipe, tuple(excludes), tuple(jobs), dropped)
+    excludes: list[str] = []
+    if recipe.target == "nvfp4":
+        unconverted = claim.family.unconverted(recipe.roles, claim.architecture)
+        excludes = exclude_list(unconverted, layout=recipe.layout)
+    num_dropped = sum(p.shape is not None for p in claim.projections.values())
+    return Plan(claim.family.name, recipe, tuple(excludes), tuple(jobs), num_dropped)
 
 
 def _make_steps(
     source: Checkpoint, projections: dict[str, Projection], recipe: Recipe
-) -> tuple[list[tuple[str, ConvertStep | CopyStep]], dict[str, str]]:
-    """Steps with the shard each belongs to, in source order; partners found across shards."""
+) -> list[tuple[str, ConvertStep | CopyStep]]:
+    """Return (shard, step) in source order. Partners are found across shards."""
     claimed: dict[str, Projection] = {t.name: p for p in projections.values() for t in p.sources}
     sharing: dict[str, list[Projection]] = defaultdict(list)
     for projection in projections.values():
@@ -181,9 +181,7 @@ def _make_steps(
                 done.update(p.module for p in members)
                 outputs = tuple(o for p in members for o in _projection_outputs(p, recipe))
                 steps.append((shard, ConvertStep(members, partners, outputs)))
-    reason = "its value is the result's shape" if recipe.target == "nvfp4" else "its value is the weight's shape"
-    dropped = {p.shape.name: reason for p in projections.values() if p.shape is not None}
-    return steps, dropped
+    return steps
 
 
 def _projection_outputs(projection: Projection, recipe: Recipe) -> list[OutputTensor]:
@@ -200,7 +198,7 @@ def _same_shards(source: Checkpoint, steps: list[tuple[str, ConvertStep | CopySt
     by_shard: dict[str, list[ConvertStep | CopyStep]] = defaultdict(list)
     for shard, step in steps:
         by_shard[shard].append(step)
-    # A shard that held nothing but parts of projections living elsewhere has no successor.
+    # A shard that has only parts of projections of other shards gets no output shard.
     return [
         ShardJob(shard, tuple(sorted(header.metadata.items())), tuple(by_shard[shard]))
         for shard, header in source.headers.items()
@@ -224,7 +222,7 @@ def _resharded(steps: list[tuple[str, ConvertStep | CopyStep]]) -> list[ShardJob
 
 
 def action_counts(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Tensors and bytes by action, for the dry run: source side for what goes in, result side for what comes out."""
+    """Return tensors and bytes by action, for the dry run: of the source going in, of the result coming out."""
     converts = [s for j in plan.jobs for s in j.steps if isinstance(s, ConvertStep)]
     copies = [s for j in plan.jobs for s in j.steps if isinstance(s, CopyStep)]
     sources = [t for s in converts for p in s.members for t in p.sources]

@@ -1,7 +1,7 @@
-"""Recipes: what to make of a checkpoint, as data. YAML in, frozen and complete object out.
+"""Recipes: what to convert and how, as data. YAML in, a frozen and complete object out.
 
-A recipe names roles, never regular expressions. Unknown keys are refused: a misspelt key would otherwise silently
-change what is published.
+A recipe names roles, never regular expressions. Unknown keys are refused: a misspelled key would otherwise change the
+result without a message.
 """
 
 from pathlib import Path
@@ -11,15 +11,22 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from k2convert.choices import Activations, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
-from k2convert.errors import RecipeError
-from k2convert.models.names import Family
+from k2convert.errors import PlanError, RecipeError
+from k2convert.models import find_family
 
 
 def _is_fp32_scale(value: float) -> float:
-    """One layout stores the scale, the other its reciprocal."""
+    # One layout stores the scale, the other its reciprocal.
     if not 2.0**-126 <= value <= 2.0**126:
-        raise ValueError("must be between 1.2e-38 and 8.5e+37: it and its reciprocal are stored in FP32")
+        raise ValueError("must be between 1.2e-38 and 8.5e+37, because it and its reciprocal are stored in FP32")
     return value
+
+
+def _is_family(value: str) -> str:
+    try:
+        return find_family(value).name
+    except PlanError as error:
+        raise ValueError(str(error)) from None
 
 
 Fp32Scale = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_is_fp32_scale)]
@@ -36,7 +43,7 @@ class InputScale(BaseModel):
 
 
 class Budget(BaseModel):
-    """What `validate` accepts: the least SQNR in dB of a converted tensor, a reference layer, a single expert in it."""
+    """The least SQNR in dB that `validate` accepts: of a converted tensor, a reference layer, one expert of it."""
 
     model_config = _FORBID
     tensor_sqnr_db: float = 17.0
@@ -45,11 +52,11 @@ class Budget(BaseModel):
 
 
 class Recipe(BaseModel):
-    """One artefact: which roles become NVFP4, by which rule, in which layout."""
+    """One kind of result: which roles become NVFP4, by which rule, in which layout."""
 
     model_config = _FORBID
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
-    family: Family | None = None
+    family: Annotated[str, AfterValidator(_is_family)] | None = None
     target: Target = "nvfp4"
     layout: Layout = "modelopt"
     rule: Rule = "optimal"
@@ -63,32 +70,32 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> "Recipe":
         if len(set(self.roles)) != len(self.roles):
-            raise ValueError("roles: a role stands twice; remove one")
+            raise ValueError("roles: a role is repeated; remove one")
         if "experts" not in self.roles:
-            raise ValueError("roles: 'experts' must be among them; the routed experts are what is INT4 in the source")
+            raise ValueError("roles: must contain 'experts', because the source's INT4 weights are the routed experts")
         if self.quantizer == "reference" and self.rule != "plain":
-            raise ValueError("quantizer 'reference' is the published pipeline and knows one rule; add 'rule: plain'")
+            raise ValueError("quantizer 'reference' supports only rule 'plain'; add 'rule: plain'")
         return self
 
     def document(self) -> dict[str, Any]:
-        """The resolved recipe as plain data, every default written out."""
+        """Return the resolved recipe as plain data, with every default."""
         return self.model_dump(mode="json")
 
 
 def recipes_folder() -> Path:
-    """Where the shipped recipes lie: inside the installed package, or beside it in a checkout."""
+    """Return the folder of the shipped recipes: in the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "_recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
 def shipped_recipes() -> list[str]:
-    """Names of the recipes that come with k2convert."""
+    """Return the names of the recipes that come with k2convert."""
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
 def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
-    """Load a recipe by shipped name or by path; `overrides` that are not None replace its fields."""
+    """Load a recipe by shipped name or by path. `overrides` that are not None replace its fields."""
     path = Path(name_or_path)
     if not path.is_file():
         path = recipes_folder() / f"{name_or_path}.yaml"
@@ -104,7 +111,7 @@ def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
         reason = " ".join(str(error).split())
         raise RecipeError(f"{path}: not YAML ({reason}). Start from a shipped recipe.") from None
     if repeated is not None:
-        raise RecipeError(f"{path}: the key {repeated!r} stands twice. Remove one.")
+        raise RecipeError(f"{path}: duplicate key {repeated!r}. Remove one.")
     if not isinstance(document, dict):
         raise RecipeError(f"{path}: a recipe must be a mapping of keys to values. Start from a shipped one.")
     return build_recipe(cast(dict[str, Any], document), where=str(path), **overrides)
@@ -117,11 +124,6 @@ def build_recipe(document: dict[str, Any], *, where: str, **overrides: Any) -> R
         return Recipe.model_validate(merged)
     except ValidationError as error:
         raise RecipeError(f"{where}: {_explain(error)}") from None
-
-
-def default_recipe_name(family: Family) -> str:
-    """The shipped recipe that serves a family when none is named: routed experts only, every engine's default."""
-    return {Family.K2_THINKING: "kimi-k2-thinking-nvfp4", Family.K2_5: "kimi-k2.5-nvfp4"}[family]
 
 
 def _explain(error: ValidationError) -> str:
@@ -138,7 +140,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _repeated_key(node: yaml.Node | None) -> str | None:
-    """The first key that a mapping holds twice; YAML itself would silently take the last."""
+    """Return the first key that appears twice in one mapping, or None. YAML itself would take the last value."""
     if isinstance(node, yaml.SequenceNode):
         return next((key for key in map(_repeated_key, node.value) if key is not None), None)
     if not isinstance(node, yaml.MappingNode):

@@ -1,0 +1,8 @@
+"""What a job leaves behind, typed, each read and written in one module.
+
+fingerprint   everything that the bytes of a result depend on
+shard_record  one finished shard
+journal       the records of one destination, its job description and its lock
+ledger        k2convert.json, which travels with the result
+events        what a running stage reports
+"""

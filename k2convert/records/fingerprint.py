@@ -1,7 +1,8 @@
-"""records.fingerprint."""
+"""The fingerprint of a job: everything that the bytes of its result depend on."""
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from blake3 import blake3
 
@@ -9,11 +10,11 @@ from k2convert import __version__
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.plan.recipe import Recipe
 
-ARITHMETIC_VERSION = 1  # raise whenever the same input would give other bytes
+ARITHMETIC_VERSION: Final = 1  # to be raised when the same input gives different bytes
 
 
 def job_fingerprint(*, source: Checkpoint, recipe: Recipe, revision: str | None) -> dict[str, Any]:
-    """Everything the result's bytes depend on, field by field, so that a refused resume can name what changed."""
+    """Return the fingerprint field by field, so that a refused resume can name what changed."""
     headers = blake3()
     for shard, header in sorted(source.headers.items()):
         headers.update(f"{shard}\0{header.digest}\0{header.file_bytes}\n".encode())
@@ -28,6 +29,6 @@ def job_fingerprint(*, source: Checkpoint, recipe: Recipe, revision: str | None)
     return identity | {k: v for k, v in recipe.document().items() if k not in ("name", "family", "budget")}
 
 
-def fingerprint_digest(fingerprint: dict[str, Any]) -> str:
-    """One short name for a fingerprint, as records carry it."""
+def fingerprint_digest(fingerprint: Mapping[str, Any]) -> str:
+    """Return the digest of a fingerprint, as records carry it."""
     return blake3(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()

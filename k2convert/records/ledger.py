@@ -1,147 +1,235 @@
-"""k2convert.json as the rules read it: what a shard's hash should be, and by which recipe the folder was made."""
+"""The ledger, DEST/k2convert.json: what a result was converted from, how, and what was measured.
+
+It is derived from the plan and the records, and travels with the result. This module is the only one that knows its
+form. It is written once every shard is recorded.
+"""
 
 import json
 import platform
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any
 
 from k2convert import __version__
 from k2convert.checkpoint.files import dump_json, mapping_or_empty, read_json_file
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.errors import CheckpointError, K2ConvertError, RecipeError
+from k2convert.errors import CheckpointError, MalformedFileError, RecipeError
 from k2convert.plan.plan import Plan
 from k2convert.plan.recipe import Recipe, build_recipe
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metrics, total_metrics
+from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.shard_record import ShardRecord
+
+TOTAL = "total"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerShard:
+    """One shard of the result."""
+
+    blake3: str
+    num_bytes: int
+    num_tensors: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The ledger's statements; `problems` are what is missing or unreadable, `is_present` whether there is a file."""
+    """The content of k2convert.json.
 
-    is_present: bool
-    problems: tuple[str, ...]
-    recipe: Recipe | None
-    shards: dict[str, tuple[str, int]]
-    source_headers: dict[str, str]
+    `recipe` is the resolved recipe as plain data. `headers` maps source shards to the digests of their headers.
+    `totals` maps roles, and "total", to metrics. A damaged file gives the parts that could be read, and `problems`.
+    """
+
+    tool_version: str
+    family: str | None
+    repo: str | None
+    revision: str | None
+    headers: dict[str, str]
+    recipe: dict[str, Any]
+    fingerprint: dict[str, Any]
+    versions: dict[str, str]
+    shards: dict[str, LedgerShard]
+    totals: dict[str, WeightMetrics]
+    problems: tuple[str, ...] = field(default=())
+
+    @property
+    def digest(self) -> str:
+        """The digest of the fingerprint, as the job's records carry it."""
+        return fingerprint_digest(self.fingerprint)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all shards."""
+        return sum(shard.num_bytes for shard in self.shards.values())
+
+    def checked_recipe(self) -> Recipe | None:
+        """The recipe as an object; None if this version does not accept it."""
+        try:
+            return build_recipe(self.recipe, where=LEDGER_NAME)
+        except RecipeError:
+            return None
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content."""
+        shards = {
+            name: {"blake3": shard.blake3, "bytes": shard.num_bytes, "tensors": shard.num_tensors}
+            for name, shard in sorted(self.shards.items())
+        }
+        return dump_json(
+            {
+                "k2convert": self.tool_version,
+                "source": {
+                    "family": self.family,
+                    "repo": self.repo,
+                    "revision": self.revision,
+                    "headers": dict(sorted(self.headers.items())),
+                },
+                "recipe": self.recipe,
+                "fingerprint": self.fingerprint,
+                "versions": self.versions,
+                "shards": shards,
+                "totals": {role: metrics.to_dict() for role, metrics in self.totals.items()},
+            }
+        )
 
 
-def read_ledger(folder: Path) -> Ledger:
-    """Read DEST/k2convert.json; nothing is raised, everything wrong with it is among `problems`."""
-    path = folder / LEDGER_NAME
-    if not path.exists():
-        return Ledger(is_present=False, problems=("there is none",), recipe=None, shards={}, source_headers={})
-    try:
-        document = read_json_file(path)
-    except CheckpointError as error:
-        return Ledger(is_present=True, problems=(str(error),), recipe=None, shards={}, source_headers={})
-    problems: list[str] = []
-    recipe: Recipe | None = None
-    try:
-        recipe = build_recipe(mapping_or_empty(document.get("recipe")), where=str(path))
-    except RecipeError as error:
-        problems.append(f"recipe: {error}")
-    if not mapping_or_empty(document.get("fingerprint")):
-        problems.append("fingerprint: missing")
-    source = mapping_or_empty(document.get("source"))
-    headers = {
-        name: digest for name, digest in mapping_or_empty(source.get("headers")).items() if isinstance(digest, str)
-    }
-    if not source.get("revision") and not headers:
-        problems.append("source: neither a revision nor the digests of its headers")
-    shards: dict[str, tuple[str, int]] = {}
-    for name, entry in mapping_or_empty(document.get("shards")).items():
-        stated = mapping_or_empty(entry)
-        digest, size = stated.get("blake3"), stated.get("bytes")
-        if isinstance(digest, str) and isinstance(size, int):
-            shards[name] = (digest, size)
-        else:
-            problems.append(f"shards: {name}: no blake3 and bytes")
+def build_ledger(
+    *,
+    plan: Plan,
+    source: Checkpoint,
+    records: Mapping[str, ShardRecord],
+    fingerprint: dict[str, Any],
+    repo: str | None,
+) -> Ledger:
+    """Build the ledger of a finished job. `repo` is the source's repository on the Hub, if it has one."""
     return Ledger(
-        is_present=True, problems=tuple(problems), recipe=recipe, shards=shards, source_headers=headers
-    )  # fmt: skip
+        tool_version=__version__,
+        family=plan.family,
+        repo=repo,
+        revision=fingerprint["source_revision"],
+        headers={shard: header.digest for shard, header in source.headers.items()},
+        recipe=plan.recipe.document(),
+        fingerprint=fingerprint,
+        versions={"python": platform.python_version(), "torch": version("torch")},
+        shards={
+            name: LedgerShard(record.blake3, record.file_bytes, record.num_tensors) for name, record in records.items()
+        },
+        totals=summarize(records.values()),
+    )
 
 
-def summarize(records: Mapping[str, ShardRecord]) -> dict[str, WeightMetrics]:
-    """Totals of all measured projections, by role and under "total"."""
+def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
+    """Add up the metrics of all measured projections, by role and under "total"; empty if none was measured."""
     by_role: dict[str, list[WeightMetrics]] = defaultdict(list)
-    for _, record in sorted(records.items()):
+    for record in sorted(records, key=lambda r: r.shard):
         for projection in record.projections:
             if projection.metrics is not None:
                 by_role[projection.role].append(WeightMetrics.from_dict(projection.metrics))
     totals = {role: total_metrics(found) for role, found in sorted(by_role.items())}
     if totals:
-        totals["total"] = total_metrics([m for found in by_role.values() for m in found])
+        totals[TOTAL] = total_metrics([m for found in by_role.values() for m in found])
     return totals
 
 
-def read_totals(destination: Path) -> dict[str, WeightMetrics]:
-    """The totals that the ledger of a finished conversion holds, as `summarize` made them."""
-    found: dict[str, dict[str, Any]] = read_json_file(destination / LEDGER_NAME).get("totals", {})
-    return {role: WeightMetrics.from_dict(metrics) for role, metrics in found.items()}
-
-
-def ledger_document(
-    *, plan: Plan, source: Checkpoint, records: Mapping[str, ShardRecord], fingerprint: dict[str, Any], repo: str | None
-) -> dict[str, Any]:
-    """k2convert.json: from what, by which recipe and versions, every shard's hash, and what was lost in numbers."""
-    return {
-        "k2convert": __version__,
-        "source": {
-            "family": plan.family,
-            "repo": repo,
-            "revision": fingerprint["source_revision"],
-            "headers": {shard: header.digest for shard, header in sorted(source.headers.items())},
-        },
-        "recipe": plan.recipe.document(),
-        "fingerprint": fingerprint,
-        "versions": {"python": platform.python_version(), "torch": version("torch")},
-        "shards": {
-            name: {"blake3": record.blake3, "bytes": record.file_bytes, "tensors": record.num_tensors}
-            for name, record in sorted(records.items())
-        },
-        "totals": {role: metrics.to_dict() for role, metrics in summarize(records).items()},
-    }
-
-
-def _keep_versions(path: Path, ledger: dict[str, Any]) -> dict[str, Any]:
-    """The ledger that is there if it says the same but for versions: those of the run that converted."""
+def encode_ledger(path: Path, ledger: Ledger) -> bytes:
+    """Return the bytes to write to `path`. Versions of an equal ledger there are kept: those of the run that converted."""
+    new = json.loads(ledger.to_bytes())
     try:
         found = read_json_file(path)
-    except K2ConvertError:
-        return ledger
-    same = json.loads(dump_json(ledger | {"versions": found.get("versions")})) == found
-    return found if same and isinstance(found["versions"], dict) else ledger
+    except CheckpointError:
+        return ledger.to_bytes()
+    is_same = isinstance(found.get("versions"), dict) and new | {"versions": found["versions"]} == found
+    return dump_json(found) if is_same else ledger.to_bytes()
 
 
-_LEDGER_OBJECTS = ("source", "recipe", "fingerprint", "versions", "shards", "totals")
+def parse_ledger(document: Mapping[str, Any]) -> Ledger:
+    """Read a ledger leniently: what is missing or malformed is listed in `problems`."""
+    problems: list[str] = []
+    source = mapping_or_empty(document.get("source"))
+    headers = {n: d for n, d in mapping_or_empty(source.get("headers")).items() if isinstance(d, str)}
+    recipe = mapping_or_empty(document.get("recipe"))
+    try:
+        build_recipe(recipe, where=LEDGER_NAME)
+    except RecipeError as error:
+        problems.append(f"recipe: {error}")
+    fingerprint = mapping_or_empty(document.get("fingerprint"))
+    if not fingerprint:
+        problems.append("fingerprint: missing")
+    repo, revision = (_text_or_none(source.get(key), f"source.{key}", problems) for key in ("repo", "revision"))
+    if not revision and not headers:
+        problems.append("source: has neither a revision nor the digests of its headers")
+    stated = document.get("versions")
+    if not isinstance(stated, dict):
+        problems.append("versions: missing")
+    return Ledger(
+        tool_version=str(document.get("k2convert", "")),
+        family=_text_or_none(source.get("family"), "source.family", problems),
+        repo=repo,
+        revision=revision,
+        headers=headers,
+        recipe=recipe,
+        fingerprint=fingerprint,
+        versions={name: str(value) for name, value in mapping_or_empty(stated).items()},
+        shards=_parse_shards(document.get("shards"), problems),
+        totals=_parse_totals(document.get("totals"), problems),
+        problems=tuple(problems),
+    )
 
 
-def read_ledger_document(folder: Path) -> dict[str, Any]:
-    """k2convert.json of a finished folder; raises CheckpointError where the folder is not one of ours, or damaged."""
-    if not (folder / LEDGER_NAME).is_file():
-        raise CheckpointError(f"{folder}: has no {LEDGER_NAME}, so it is no finished conversion. Finish `run` first.")
-    ledger = read_json_file(folder / LEDGER_NAME)
-    damaged = next((key for key in _LEDGER_OBJECTS if not isinstance(ledger.get(key), dict)), None)
-    if damaged is None and not all(map(_is_shard_entry, ledger["shards"].items())):
-        damaged = "shards"
-    if damaged is None and not all(isinstance(ledger["source"].get(key), str | None) for key in ("repo", "revision")):
-        damaged = "source"
-    if damaged is not None:
+def _text_or_none(value: object, where: str, problems: list[str]) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    problems.append(f"{where}: not text")
+    return None
+
+
+def _parse_shards(value: object, problems: list[str]) -> dict[str, LedgerShard]:
+    if not isinstance(value, dict):
+        problems.append("shards: missing")
+    shards: dict[str, LedgerShard] = {}
+    for name, entry in mapping_or_empty(value).items():
+        stated = mapping_or_empty(entry)
+        digest, size, count = stated.get("blake3"), stated.get("bytes"), stated.get("tensors", 0)
+        if PurePosixPath(name).name != name:
+            problems.append(f"shards: {name}: not a file name")
+        elif isinstance(digest, str) and type(size) is int and size >= 0:
+            shards[name] = LedgerShard(digest, size, count if type(count) is int else 0)
+        else:
+            problems.append(f"shards: {name}: no blake3 and bytes")
+    return shards
+
+
+def _parse_totals(value: object, problems: list[str]) -> dict[str, WeightMetrics]:
+    if not isinstance(value, dict):
+        problems.append("totals: missing")
+    totals: dict[str, WeightMetrics] = {}
+    for role, metrics in mapping_or_empty(value).items():
+        try:
+            check_metrics(mapping_or_empty(metrics), where=f"totals.{role}")
+            totals[role] = WeightMetrics.from_dict(mapping_or_empty(metrics))
+        except (ValueError, TypeError) as error:
+            problems.append(str(error))
+    return totals
+
+
+def find_ledger(folder: Path) -> Ledger | None:
+    """Read a folder's ledger leniently; None if there is none; raises MalformedFileError if it is not a JSON object."""
+    path = folder / LEDGER_NAME
+    return parse_ledger(read_json_file(path)) if path.exists() else None
+
+
+def read_ledger(folder: Path) -> Ledger:
+    """Read the ledger of a finished folder; raises CheckpointError if there is none or it is damaged."""
+    ledger = find_ledger(folder)
+    if ledger is None:
+        raise CheckpointError(f"{folder}: not a finished conversion (no {LEDGER_NAME}). Finish `k2convert run` first.")
+    if ledger.problems:
         raise CheckpointError(
-            f"{folder / LEDGER_NAME}: its {damaged} is missing or not of the form that `run` writes. "
-            "Delete the file and run the conversion again: it writes it anew from its records."
+            f"{folder / LEDGER_NAME}: {ledger.problems[0]}. Delete the file and run the conversion again: the file is "
+            "written again from the records."
         )
     return ledger
-
-
-def _is_shard_entry(item: tuple[str, Any]) -> bool:
-    """Whether this is a plain file name and an object that states its bytes."""
-    name, entry = item
-    num_bytes: Any = cast(dict[str, Any], entry).get("bytes") if isinstance(entry, dict) else None
-    return PurePosixPath(name).name == name and type(num_bytes) is int and num_bytes >= 0

@@ -1,4 +1,4 @@
-"""records.shard_record."""
+"""The record of one finished shard: plain data, ready for JSON, and checked when it is read back."""
 
 from dataclasses import dataclass, field, fields
 from types import NoneType
@@ -9,7 +9,7 @@ from k2convert.quantize.metrics.weight_metrics import check_metrics
 
 @dataclass(frozen=True, slots=True)
 class ProjectionRecord:
-    """What was measured of one converted projection; `metrics` is WeightMetrics.to_dict()."""
+    """What was measured of one converted projection. `metrics` is WeightMetrics.to_dict()."""
 
     module: str
     role: str
@@ -19,9 +19,9 @@ class ProjectionRecord:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """One finished shard: hashes and size of the file, digests of the source headers it was made from.
+    """One finished shard: hashes and size of the file, digests of the source headers it was converted from.
 
-    The sha256, which the Hub knows files by, is there if the shard was made to be uploaded.
+    `sha256`, by which the Hub identifies files, is set if the shard was written for upload.
     """
 
     shard: str
@@ -34,13 +34,13 @@ class ShardRecord:
     sha256: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; not `asdict`, which copies every one of the metrics' hundred thousand numbers."""
+        """Return plain data. `asdict` would copy each of the metrics' hundred thousand numbers."""
         document = {f.name: getattr(self, f.name) for f in fields(self)}
         return document | {"projections": [{f.name: getattr(p, f.name) for f in fields(p)} for p in self.projections]}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> "ShardRecord":
-        """Rebuild a record from `to_dict`; ValueError naming a field that is missing, unknown or of another type."""
+        """Rebuild a record from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
         stated: dict[str, Any] = {"sha256": None} | document
         _check_types(stated, _RECORD_TYPES)
         for projection in stated["projections"]:
