@@ -41,7 +41,7 @@ def check_target(
     private: bool,
     file_bytes: Mapping[str, int],
     licence: Licence,
-    source: RemoteRepo | None = None,
+    source: RemoteRepo | None,
 ) -> Target:
     """Check token, name, visibility, sizes and licence; raises HubError for what would fail later.
 

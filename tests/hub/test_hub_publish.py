@@ -23,7 +23,7 @@ SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 4)]
 
 
 def target_of(hub: Hub, *, repo: str = "me/out", private: bool = True, total: int = 10**6) -> Target:
-    return check_target(hub, repo=repo, private=private, file_bytes={"a.safetensors": total}, licence=MIT)
+    return check_target(hub, repo=repo, private=private, file_bytes={"a.safetensors": total}, licence=MIT, source=None)
 
 
 def uploads(folder: Path) -> list[Upload]:
@@ -300,10 +300,11 @@ def test_limits_are_named_before_the_start(server: LoopbackHub, hub: Hub) -> Non
     with pytest.raises(HubError, match="50 GB"):
         target_of(hub, total=60 * 10**9)
     shards = {f"{i}.safetensors": 9_800_000_000 for i in range(61)}
-    found = check_target(hub, repo="me/out", private=True, file_bytes=shards, licence=Licence())
+    found = check_target(hub, repo="me/out", private=True, file_bytes=shards, licence=Licence(), source=None)
     assert "100 GB of private storage" in found.notices[0]
     assert "no licence" in found.notices[1]
-    assert check_target(hub, repo="me/out", private=False, file_bytes=shards, licence=MIT).notices == ()
+    public = check_target(hub, repo="me/out", private=False, file_bytes=shards, licence=MIT, source=None)
+    assert public.notices == ()
 
 
 def test_the_source_is_never_the_destination(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
