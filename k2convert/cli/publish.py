@@ -8,14 +8,14 @@ from typing import Any
 import typer
 
 from k2convert.buffers import BUFFERS
-from k2convert.checkpoint.names import CARD_NAME
+from k2convert.checkpoint.names import CARD_NAME, LEDGER_NAME
 from k2convert.cli import console
 from k2convert.cli import progress as progress_views
 from k2convert.cli.options import parse_size
 from k2convert.cli.validation_view import show_validation
 from k2convert.cli.views import plan_document, run_document, show_plan, show_run
 from k2convert.errors import HubError, InvalidCheckpointError
-from k2convert.hub.branch import Publication
+from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import SCHEME, Hub, RepoRef, check_endpoint, parse_repo
 from k2convert.hub.preflight import check_target, is_published
 from k2convert.hub.source import RemoteRepo, read_file, resolve_source
@@ -64,7 +64,7 @@ def run_transfer(
         _show_plan(job, options, destination)
         return
     if target is not None and job.is_published:
-        Publication(hub, target, job.branch).delete_branch()  # killed between the commit and this, it may be there
+        Branch(hub, target, job.branch).delete()  # killed between the commit and this, it may be there
         console.print_note(f"{target.repo}: main holds this result already")
         if options.as_json:
             console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
@@ -186,7 +186,7 @@ def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: st
     target = check_target(hub, repo=repo, private=private, file_bytes=file_bytes, licence=card.licence, source=source)
     for notice in target.notices:
         console.print_note(f"note: {notice}")
-    is_published(hub, target, fingerprint=ledger["fingerprint"], ledger_name="k2convert.json")
+    is_published(hub, target, fingerprint=ledger["fingerprint"], ledger_name=LEDGER_NAME)
     card = accepted_card(hub, card)
     others = ", ".join(str(path) for path in published_files(folder, set(file_bytes)))
     console.print_note(f"beside {len(file_bytes)} shards these files go: {others}")
@@ -199,11 +199,11 @@ def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: st
             f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why."
         )
     BUFFERS.clear()
-    publication = Publication(hub, target, f"k2convert-{fingerprint_digest(ledger['fingerprint'])[:12]}")
+    branch = Branch(hub, target, branch_name(fingerprint_digest(ledger["fingerprint"])))
     with progress_views.PassDisplay(what="publish", total_bytes=total_bytes, quiet=as_json) as display:
         commit = publish_folder(
             folder=folder,
-            publication=publication,
+            branch=branch,
             sha256=hashes.sha256,
             extra=card_files(folder, repo=repo, base_model=base, source=card, validation=report),
             sent=display.advance,

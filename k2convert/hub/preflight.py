@@ -140,24 +140,32 @@ def _size_notices(
 
 
 def is_published(hub: Hub, target: Target, *, fingerprint: Mapping[str, Any], ledger_name: str) -> bool:
-    """Whether main holds this very job's finished result; raises HubError if it holds any other weights."""
-    if not holds_weights(target.files):
+    """Whether main has the finished result of this job; raises HubError if it has any other weights."""
+    data = read_published(hub, target, ledger_name)
+    if data is None:
         return False
-    ledger: Any = None
-    if ledger_name in target.files and target.head is not None:
-        data = read_file(hub, target.repo, target.head, target.files[ledger_name])
-        with suppress(ValueError):  # somebody else's file of that name
-            ledger = json.loads(data)
-    if not isinstance(ledger, dict) or cast(dict[str, Any], ledger).get("fingerprint") != dict(fingerprint):
-        raise HubError(
-            f"{target.repo}: main already holds other weights, and they are not replaced. Publish to a new repository."
-        )
-    stated = cast(dict[str, Any], ledger).get("shards")
+    document: Any = None
+    with suppress(ValueError):
+        document = json.loads(data)
+    ledger = cast(dict[str, Any], document) if isinstance(document, dict) else {}
+    if ledger.get("fingerprint") != dict(fingerprint):
+        raise _other_weights(target)
+    stated = ledger.get("shards")
     shards = cast(dict[str, dict[str, Any]], stated) if isinstance(stated, dict) else {}
-    there = (name in target.files and target.files[name].num_bytes == s.get("bytes") for name, s in shards.items())
-    return bool(shards) and all(there)
+    sizes = {name: file.num_bytes for name, file in target.files.items()}
+    return bool(shards) and all(name in sizes and sizes[name] == shard.get("bytes") for name, shard in shards.items())
 
 
-def holds_weights(files: Mapping[str, RemoteFile]) -> bool:
-    """Whether a listing has weight files of any kind."""
-    return any(path.endswith(_WEIGHTS) for path in files)
+def read_published(hub: Hub, target: Target, name: str) -> bytes | None:
+    """A file of main, or None if main has no weight files; raises HubError if main has weights but not this file."""
+    if target.head is None or not any(path.endswith(_WEIGHTS) for path in target.files):
+        return None
+    if name not in target.files:
+        raise _other_weights(target)
+    return read_file(hub, target.repo, target.head, target.files[name])
+
+
+def _other_weights(target: Target) -> HubError:
+    return HubError(
+        f"{target.repo}: main already holds other weights, and they are not replaced. Choose a new repository."
+    )

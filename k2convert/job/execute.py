@@ -22,7 +22,7 @@ from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.errors import CheckpointError, DestinationError, DestinationWriteError, DiskFullError
-from k2convert.hub.branch import Publication
+from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub
 from k2convert.hub.download import download_shard
 from k2convert.hub.preflight import Target, is_published
@@ -63,7 +63,7 @@ class TransferJob:
 
     @property
     def branch(self) -> str:
-        return f"k2convert-{fingerprint_digest(self.local.fingerprint)[:12]}"
+        return branch_name(fingerprint_digest(self.local.fingerprint))
 
     @property
     def downloads(self) -> Path:
@@ -200,9 +200,9 @@ def _settle_source(job: TransferJob) -> Path:
 def _open_shipping(job: TransferJob, journal: Journal) -> Shipping | None:
     if job.target is None:
         return None
-    publication = Publication(job.hub, job.target, job.branch)
-    publication.open()
-    shipping = Shipping(publication, journal, {})
+    branch = Branch(job.hub, job.target, job.branch)
+    branch.open()
+    shipping = Shipping(branch, journal, {})
     shipping.restore(fingerprint=fingerprint_digest(job.local.fingerprint))
     return shipping
 

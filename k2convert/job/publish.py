@@ -7,7 +7,7 @@ from threading import Event
 from typing import Any, cast
 
 from k2convert.checkpoint.page_cache import leave_cache
-from k2convert.hub.branch import Publication, Upload
+from k2convert.hub.branch import Branch, Upload
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.room import DiskPlan, Item
 from k2convert.records.ledger import read_ledger_document
@@ -26,30 +26,30 @@ def published_files(folder: Path, shards: set[str]) -> list[Path]:
 class _FolderPublisher:
     """The pipeline's Publisher for files that stay where they are."""
 
-    publication: Publication
+    branch: Branch
     uploads: Mapping[str, Upload]
     sent: Sent
 
     @property
     def num_pending(self) -> int:
-        return self.publication.num_pending
+        return self.branch.num_pending
 
     def upload(self, name: str) -> None:
-        self.publication.upload(self.uploads[name], records={})
+        self.branch.upload(self.uploads[name], records={})
         leave_cache(self.uploads[name].path)
         self.sent(self.uploads[name].num_bytes)
 
     def is_group_due(self) -> bool:
-        return self.publication.is_group_due()
+        return self.branch.is_group_due()
 
     def commit(self) -> list[str]:
-        return [upload.name for upload in self.publication.commit_group()]
+        return [upload.name for upload in self.branch.commit_group()]
 
 
 def publish_folder(
     *,
     folder: Path,
-    publication: Publication,
+    branch: Branch,
     sha256: Callable[[str], str],
     extra: Mapping[str, bytes],
     sent: Sent,
@@ -60,19 +60,19 @@ def publish_folder(
     were then. Raises HubError where the Hub refuses.
     """
     stated = cast(dict[str, dict[str, Any]], read_ledger_document(folder)["shards"])
-    publication.open()
+    branch.open()
     uploads = {name: Upload(name, folder / name, sha256(name), int(stated[name]["bytes"])) for name in sorted(stated)}
     waiting: list[Item] = []
     for upload in uploads.values():
-        if publication.has(upload.name, upload.sha256, upload.num_bytes):
+        if branch.has(upload.name, upload.sha256, upload.num_bytes):
             sent(upload.num_bytes)
         else:
             waiting.append(Item(upload.name, (), upload.num_bytes))
-    _send(waiting, _FolderPublisher(publication, uploads, sent))
+    _send(waiting, _FolderPublisher(branch, uploads, sent))
     files: dict[str, Path | bytes] = {str(path): folder / path for path in published_files(folder, set(stated))}
     shards = {name: (upload.sha256, upload.num_bytes) for name, upload in uploads.items()}
-    name = publication.repo.partition("/")[2]
-    return publication.finish(shards=shards, files=files | dict(extra), message=f"Add {name}")
+    name = branch.repo.partition("/")[2]
+    return branch.commit_to_main(shards=shards, files=files | dict(extra), message=f"Add {name}")
 
 
 def _send(waiting: list[Item], publisher: _FolderPublisher) -> None:

@@ -19,7 +19,7 @@ from k2convert.checkpoint.files import parse_json_object, read_json_file, write_
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import ChangedFileError, CheckpointError
-from k2convert.hub.branch import Publication, Upload
+from k2convert.hub.branch import Branch, Upload
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
 from k2convert.validate.contract.streamed import is_scan, scan_shard
@@ -42,7 +42,7 @@ class UploadRecord:
 class Shipping:
     """Implements the pipeline's Publisher for one job; `records` is shared with the converting side."""
 
-    publication: Publication
+    branch: Branch
     journal: Journal
     records: dict[str, ShardRecord]
     uploads: dict[str, UploadRecord] = field(default_factory=dict[str, UploadRecord])
@@ -50,10 +50,10 @@ class Shipping:
 
     @property
     def num_pending(self) -> int:
-        return self.publication.num_pending + len(self._arrived)
+        return self.branch.num_pending + len(self._arrived)
 
     def is_group_due(self) -> bool:
-        return self.publication.is_group_due() or len(self._arrived) > 0
+        return self.branch.is_group_due() or len(self._arrived) > 0
 
     def upload(self, name: str) -> None:
         """Scan a shard's file and send it unless the branch has it.
@@ -65,19 +65,19 @@ class Shipping:
         path = self.journal.destination / name
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="examine") as aside:
             examined = aside.submit(self._examine, name)
-            if name in self.publication.on_branch:
+            if name in self.branch.on_branch:
                 found = examined.result()
-                if self.publication.has(name, found.sha256, found.file_bytes):
+                if self.branch.has(name, found.sha256, found.file_bytes):
                     self._arrived.append(name)
                     return
-            operation = self.publication.send(name, path, sha256=self.records[name].sha256)
+            operation = self.branch.send(name, path, sha256=self.records[name].sha256)
             found = examined.result()
         leave_cache(path)
         documents = {
             f"{_RECORDS}/{name}.json": json.dumps(self.records[name].to_dict()).encode(),
             f"{UPLOADS}/{name}.json": json.dumps(asdict(found)).encode(),
         }
-        self.publication.add(Upload(name, path, found.sha256, found.file_bytes), operation, records=documents)
+        self.branch.add(Upload(name, path, found.sha256, found.file_bytes), operation, records=documents)
 
     def _examine(self, name: str) -> UploadRecord:
         """Look at a shard's bytes and keep what was found."""
@@ -97,7 +97,7 @@ class Shipping:
     def commit(self) -> list[str]:
         """Commit what was sent; returns the shards whose files are no longer needed here."""
         arrived = list(self._arrived)  # other threads may add to it meanwhile
-        names = arrived + [upload.name for upload in self.publication.commit_group()]
+        names = arrived + [upload.name for upload in self.branch.commit_group()]
         del self._arrived[: len(arrived)]
         return names
 
@@ -105,7 +105,7 @@ class Shipping:
         """Take over what the journal and the branch know of this job; records of other jobs are left out."""
         for folder in (_RECORDS, UPLOADS):
             (self.journal.folder / folder).mkdir(parents=True, exist_ok=True)
-        found = self.publication.read_records(wanted=lambda name: not (self.journal.folder / name).exists())
+        found = self.branch.read_records(wanted=lambda name: not (self.journal.folder / name).exists())
         for name, data in found.items():
             if _is_record(name, data):
                 write_atomically(self.journal.folder / name, data)
@@ -120,12 +120,12 @@ class Shipping:
     def is_on_branch(self, name: str) -> bool:
         """Whether a shard needs neither conversion nor upload any more."""
         upload = self.uploads.get(name)
-        return upload is not None and self.publication.has(name, upload.sha256, upload.file_bytes)
+        return upload is not None and self.branch.has(name, upload.sha256, upload.file_bytes)
 
     def finish(self, *, files: Mapping[str, Path | bytes], message: str) -> str:
         """Publish all shards and `files` on main in one commit; returns its id."""
         shards = {name: (upload.sha256, upload.file_bytes) for name, upload in self.uploads.items()}
-        return self.publication.finish(shards=shards, files=files, message=message)
+        return self.branch.commit_to_main(shards=shards, files=files, message=message)
 
     def _upload_path(self, name: str) -> Path:
         return self.journal.folder / UPLOADS / f"{name}.json"
