@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,7 @@ def fetch(target: Path) -> None:
     remote = resolve_source(hub, RepoRef(REPO))
     with tempfile.TemporaryDirectory() as folder:
         for shard in open_remote(hub, remote, folder=Path(folder)).headers:
-            download_shard(hub, remote, shard, target=target / shard)
+            download_shard(hub, remote, shard, target=target / shard, stop=threading.Event())
             (target / shard).unlink()
 
 
