@@ -29,7 +29,7 @@ def fresh_folder(out: Path) -> None:
     """Create `out`; raise SystemExit if it already holds something."""
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
-        raise SystemExit(f"{out} is not empty; name a new folder")
+        raise SystemExit(f"{out} is not empty. Name a new folder.")
 
 
 def library_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
