@@ -109,7 +109,7 @@ class CodedWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
+class LinearLayer:
     """A linear layer; `input_scale` is None where its input is not quantised."""
 
     weight: DenseWeight | CodedWeight
@@ -164,10 +164,10 @@ class WeightReader:
         """Whether a projection is stored as NVFP4, in either layout."""
         return self._layout(module) is not None
 
-    def read_converted(self, module: str, *, shape: tuple[int, int] | None = None) -> Projection:
+    def read_converted(self, module: str, *, shape: tuple[int, int] | None = None) -> LinearLayer:
         """A projection of a converted checkpoint, NVFP4 or left in BF16; CheckpointError where it is not of `shape`."""
         names = self._layout(module)
-        found = self._nvfp4(module, names) if names else Projection(DenseWeight(self.read(f"{module}.{WEIGHT}")))
+        found = self._nvfp4(module, names) if names else LinearLayer(DenseWeight(self.read(f"{module}.{WEIGHT}")))
         if shape is not None and found.weight.shape != shape:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: {module} is {list(found.weight.shape)}, in the source {list(shape)}. "
@@ -178,7 +178,7 @@ class WeightReader:
     def _layout(self, module: str) -> LayoutNames | None:
         return next((n for n in LAYOUTS.values() if self.has(f"{module}.{n.global_scale}")), None)
 
-    def _nvfp4(self, module: str, names: LayoutNames) -> Projection:
+    def _nvfp4(self, module: str, names: LayoutNames) -> LinearLayer:
         packed = self.read(f"{module}.{names.weight}")
         name = f"{module}.{names.block_scale}"
         scales = self.raw(name).view(self.info(name).shape)
@@ -187,7 +187,7 @@ class WeightReader:
                 f"{self.info(name).shard}: {name}: shape {list(scales.shape)} does not fit codes {list(packed.shape)}."
             )
         has_input_scale = self.has(f"{module}.{names.input_scale}")
-        return Projection(
+        return LinearLayer(
             nvfp4_weight(packed, scales, self._scalar(module, names, names.global_scale)),
             self._scalar(module, names, names.input_scale) if has_input_scale else None,
         )

@@ -13,12 +13,12 @@ import warnings
 import zlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, Rule
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import MissingDependencyError
 from k2convert.quantize.formats.arrays import Nvfp4Arrays, SourceArrays, as_arrays
 from k2convert.quantize.formats.int4 import Int4Weight
@@ -39,21 +39,6 @@ class ReferenceQuantizer:
     """The QuantizationScheme of a pack-quantized INT4 weight."""
     qtensor: Any
     """ModelOpt's NVFP4QTensor."""
-
-    @property
-    def name(self) -> Literal["reference"]:
-        """Which implementation this is."""
-        return "reference"
-
-    @property
-    def rule(self) -> Rule:
-        """ModelOpt's max calibration is the `plain` rule."""
-        return "plain"
-
-    @property
-    def backend(self) -> str:
-        """What computes."""
-        return "compressed-tensors + modelopt"
 
     def measure(self, source: SourceArrays, *, name: str) -> Magnitude:
         """Measure the dequantised weight with the libraries; FormatError where a source value is not usable."""

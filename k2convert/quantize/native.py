@@ -5,17 +5,18 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Final, Literal
+from typing import Final
 
 from k2convert.choices import Rule
+from k2convert.errors import MissingDependencyError
 from k2convert.quantize.formats.arrays import Int4Arrays, Nvfp4Arrays, SourceArrays, as_arrays
 from k2convert.quantize.formats.lazy_torch import torch
 from k2convert.quantize.kernels import bf16, cpu
 from k2convert.quantize.metrics.int4_error import finish_metrics, measure_error
-from k2convert.quantize.metrics.pair_counts import PairCounts, count_pairs
+from k2convert.quantize.metrics.pair_counts import PairCounts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.magnitude import Magnitude, measure
-from k2convert.quantize.rules.optimal import optimal_global_scale, quantize_optimal
+from k2convert.quantize.rules.optimal import optimal_global_scale
 from k2convert.quantize.rules.optimal_bf16 import quantize_optimal_bf16
 from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
 
@@ -28,18 +29,6 @@ class NativeQuantizer:
 
     rule: Rule
     device: str
-
-    @property
-    def name(self) -> Literal["native"]:
-        """Which implementation this is."""
-        return "native"
-
-    @property
-    def backend(self) -> str:
-        """What computes."""
-        if self.device == CPU:
-            return "native-cpu"
-        return f"triton-{self.device}" if self._has_triton else f"torch-{self.device}"
 
     def measure(self, source: SourceArrays, *, name: str) -> Magnitude:
         """Measure one weight; FormatError where a value is not usable."""
@@ -81,19 +70,21 @@ class NativeQuantizer:
         metrics = measure_error(on_device, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
         return as_arrays(result), metrics
 
-    @property
-    def _has_triton(self) -> bool:
-        return self.device != CPU and find_spec("triton") is not None
-
     def _convert_int4(self, source: Int4Arrays, global_scale: float) -> tuple[Nvfp4Arrays, PairCounts]:
         if self.device == CPU:
             return cpu.convert_int4(source, rule=self.rule, global_scale=global_scale)
-        on_device = source.to_torch().to(torch.device(self.device))
-        if self._has_triton:
-            from k2convert.quantize.kernels import cuda
+        from k2convert.quantize.kernels import cuda
 
-            result, counts = cuda.convert_int4(on_device, rule=self.rule, global_scale=global_scale)
-            return as_arrays(result), counts
-        quantize = quantize_plain if self.rule == "plain" else quantize_optimal
-        result = quantize(on_device, global_scale)
-        return as_arrays(result), count_pairs(on_device, result, rule=self.rule)
+        on_device = source.to_torch().to(torch.device(self.device))
+        result, counts = cuda.convert_int4(on_device, rule=self.rule, global_scale=global_scale)
+        return as_arrays(result), counts
+
+
+def create_native_quantizer(rule: Rule, device: str) -> NativeQuantizer:
+    """Create the quantizer of a rule on a device; MissingDependencyError if a CUDA device has no triton."""
+    if device != CPU and find_spec("triton") is None:
+        raise MissingDependencyError(
+            f"converting on {device} needs triton, which is not installed. Install it with `pip install triton`, or "
+            "use --device cpu."
+        )
+    return NativeQuantizer(rule=rule, device=device)

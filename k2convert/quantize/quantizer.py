@@ -20,21 +20,6 @@ from k2convert.quantize.rules.magnitude import Magnitude
 class Quantizer(Protocol):
     """Turns one weight into NVFP4: measure every tensor that shares a global scale, choose it, quantise each."""
 
-    @property
-    def name(self) -> QuantizerKind:
-        """Which implementation this is."""
-        ...
-
-    @property
-    def rule(self) -> Rule:
-        """The rule it converts by."""
-        ...
-
-    @property
-    def backend(self) -> str:
-        """What computes: "native-cpu", "triton-cuda:0", "torch-cuda:0", "modelopt"."""
-        ...
-
     def measure(self, source: SourceArrays, *, name: str) -> Magnitude:
         """Measure one weight; FormatError, naming it, where a value is not usable."""
         ...
@@ -53,9 +38,9 @@ class Quantizer(Protocol):
 def create_quantizer(kind: QuantizerKind, *, rule: Rule, device: str) -> Quantizer:
     """Create a quantizer; RecipeError where it does not offer the rule, MissingDependencyError without the extra."""
     if kind == "native":
-        from k2convert.quantize.native import NativeQuantizer
+        from k2convert.quantize.native import create_native_quantizer
 
-        return NativeQuantizer(rule=rule, device=device)
+        return create_native_quantizer(rule, device)
     if rule != "plain":
         raise RecipeError(
             f"the reference quantizer writes what ModelOpt writes, which is rule plain, not {rule}; "

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from k2convert.quantize.formats.arrays import Int4Arrays, SourceArrays
 from k2convert.quantize.kernels import _cpu
+from k2convert.quantize.metrics.weight_metrics import decibels, ratio
 
 F64 = NDArray[np.float64]
 
@@ -48,17 +49,12 @@ class DecodedError:
     @property
     def relative_mse(self) -> float:
         """squared_error / energy; infinite where an all-zero source did not stay zero."""
-        if self.energy == 0.0:
-            return 0.0 if self.squared_error == 0.0 else math.inf
-        return self.squared_error / self.energy
+        return ratio(self.squared_error, self.energy)
 
     @property
     def sqnr_db(self) -> float | None:
         """Signal-to-noise ratio in dB; infinite where nothing changed, None where source and result are all zero."""
-        ratio = self.relative_mse
-        if ratio == 0.0:
-            return math.inf if self.energy else None
-        return -10.0 * math.log10(ratio) if math.isfinite(ratio) else -math.inf
+        return None if self.energy == self.squared_error == 0.0 else decibels(self.energy, self.squared_error)
 
 
 def measure_decoded(

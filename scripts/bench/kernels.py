@@ -76,7 +76,7 @@ def cpu_figures(weights: list[Int4Arrays]) -> Figures:
                 every = median_seconds(lambda p=pool, f=work: list(p.map(f, weights)))
             for threads, seconds in (("one thread", one), (f"{cores} threads", every)):
                 rate = NUM_WEIGHTS / seconds
-                figures[f"{label}, {threads}"] = {"weights_per_second": rate, "backend": quantizer.backend}
+                figures[f"{label}, {threads}"] = {"weights_per_second": rate}
     return figures
 
 
@@ -97,7 +97,7 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
         scales = [quantizer.global_scale(quantizer.measure(as_arrays(w), name="w"), is_int4=True) for w in weights]
         jobs = list(zip(on_device, scales, strict=True))
         seconds = synchronized(lambda r=rule, j=jobs: [cuda.convert_int4(w, rule=r, global_scale=g) for w, g in j])
-        figures[rule] = {"weights_per_second": NUM_WEIGHTS / seconds, "backend": quantizer.backend}
+        figures[rule] = {"weights_per_second": NUM_WEIGHTS / seconds}
         figures[rule]["of_copy_bandwidth"] = NUM_WEIGHTS * BYTES_PER_WEIGHT / seconds / bandwidth
         energy = error = 0.0
         for weight, (_, scale) in zip(weights, jobs, strict=True):

@@ -174,6 +174,12 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
         create_quantizer("reference", rule="plain", device="cpu")
 
 
+def test_a_cuda_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("k2convert.quantize.native.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="cuda:0 needs triton"):
+        create_quantizer("native", rule="plain", device="cuda:0")
+
+
 def test_the_native_quantizer_imports_no_library_and_no_torch() -> None:
     program = (
         "import sys; from k2convert.quantize.quantizer import create_quantizer; "

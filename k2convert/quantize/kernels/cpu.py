@@ -42,17 +42,10 @@ def measure_int4(weight: Int4Arrays, *, name: str) -> Magnitude:
     return Magnitude(scale_max=scale_max, amax=float(amax))
 
 
-def convert_int4(
-    weight: Int4Arrays, *, rule: Rule, global_scale: float, out: Nvfp4Arrays | None = None
-) -> tuple[Nvfp4Arrays, PairCounts]:
-    """Quantise an INT4 weight and count its pairs; byte for byte what `formats` makes of it.
-
-    `out` brings contiguous arrays to write into; without it they are allocated.
-    """
+def convert_int4(weight: Int4Arrays, *, rule: Rule, global_scale: float) -> tuple[Nvfp4Arrays, PairCounts]:
+    """Quantize an INT4 weight and count its pairs; byte for byte the result of `rules`."""
     check_global_scale(global_scale)
-    result = allocate_nvfp4(*weight.shape, global_scale=global_scale) if out is None else out
-    assert result.packed.flags.c_contiguous
-    assert result.block_scales.flags.c_contiguous
+    result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
     source, target = _flat_int4(weight), (flat(result.packed), flat(result.block_scales))
     if rule == "optimal":
         counted = _cpu.convert_optimal(*source, global_exponent(global_scale), search_tables(), *target)

@@ -61,22 +61,22 @@ class WeightMetrics:
     @property
     def relative_mse(self) -> float:
         """squared_error / energy."""
-        return _ratio(self.squared_error, self.energy)
+        return ratio(self.squared_error, self.energy)
 
     @property
     def sqnr_db(self) -> float:
         """Signal-to-quantisation-noise ratio, 10 log10(energy / squared_error); infinite where nothing changed."""
-        return _decibels(self.energy, self.squared_error)
+        return decibels(self.energy, self.squared_error)
 
     @property
     def achieved_to_plain(self) -> float:
         """Squared error as a share of plain's, on the sampled blocks; about 0.5 for `optimal`."""
-        return _ratio(self.sampled_error_achieved, self.sampled_error_plain)
+        return ratio(self.sampled_error_achieved, self.sampled_error_plain)
 
     @property
     def achieved_to_bound(self) -> float:
         """Squared error as a multiple of the bound, on the sampled blocks; about 1.13 for `optimal`."""
-        return _ratio(self.sampled_error_achieved, self.sampled_error_bound)
+        return ratio(self.sampled_error_achieved, self.sampled_error_bound)
 
     def to_dict(self) -> dict[str, object]:
         """Return the stored fields, ready for JSON; `from_dict` gives back an equal object."""
@@ -159,13 +159,17 @@ def _optional(combine: Callable[[list[T]], T], values: Iterable[T | None]) -> T 
     return combine(present) if present else None
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def ratio(numerator: float, denominator: float) -> float:
+    """Return numerator / denominator; 0 if both are zero, infinity if only the denominator is."""
     if denominator == 0.0:
         return 0.0 if numerator == 0.0 else math.inf
     return numerator / denominator
 
 
-def _decibels(energy: float, error: float) -> float:
+def decibels(energy: float, error: float) -> float:
+    """Return 10 log10(energy / error); infinity without error, -infinity if the error is not finite or energy is 0."""
     if error == 0.0:
         return math.inf
+    if not math.isfinite(error):
+        return -math.inf
     return 10.0 * math.log10(energy / error) if energy > 0.0 else -math.inf

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from k2convert.forward.mlp import PROJECTIONS, Mlp
-from k2convert.forward.weights import CodedWeight, DenseWeight, Projection, WeightReader, exact_weight, nvfp4_weight
+from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.quantize.formats.arrays import Int4Arrays, as_arrays
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.native import NativeQuantizer
@@ -45,9 +45,9 @@ def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> Mlp
     plain = _plain_weights(raw) if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}") else exact
     scales = [projection.input_scale for projection in ours]
     return MlpVersions(
-        source=Mlp(*map(Projection, exact, scales)),
+        source=Mlp(*map(LinearLayer, exact, scales)),
         converted=Mlp(*ours),
-        plain=Mlp(*map(Projection, plain, scales)),
+        plain=Mlp(*map(LinearLayer, plain, scales)),
     )
 
 
