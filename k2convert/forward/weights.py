@@ -158,7 +158,8 @@ class WeightReader:
             return self.read(f"{module}.{WEIGHT}")
         rows = self.info(f"{module}.{WEIGHT_PACKED}").shape[0]
         packed = self.raw(f"{module}.{WEIGHT_PACKED}").view(rows, -1)
-        return Int4Weight(packed=packed, scales=self.read(f"{module}.{WEIGHT_SCALE}"))
+        scale_bits = self.read(f"{module}.{WEIGHT_SCALE}").view(torch.uint16)
+        return Int4Weight(packed=packed.numpy(), scale_bits=scale_bits.numpy())
 
     def is_nvfp4(self, module: str) -> bool:
         """Whether a projection is stored as NVFP4, in either layout."""
@@ -200,7 +201,8 @@ def exact_weight(weight: Int4Weight | Tensor) -> DenseWeight | CodedWeight:
     """The source's weight: q * s is exact in FP32 (4 and 8 bits of significand); bf16 [N, K] is taken as it is."""
     if isinstance(weight, Tensor):
         return DenseWeight(weight)
-    return CodedWeight(weight.packed, _INT4_PAIRS, weight.scales.float())
+    packed, scales = torch.as_tensor(weight.packed), torch.as_tensor(weight.scales)
+    return CodedWeight(packed, _INT4_PAIRS, scales)
 
 
 def nvfp4_weight(packed: Tensor, block_scales: Tensor, global_scale: float) -> CodedWeight:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from k2convert.errors import PlanError
 from k2convert.job.shard import INFLIGHT_BYTES
-from k2convert.quantize.formats.lazy_torch import torch
 
 CORES_PER_WORKER = 8  # one shard's writer keeps up with about this many converting threads
 
@@ -56,10 +55,16 @@ def reading_pool(workers: int) -> ThreadPoolExecutor:
 def choose_devices(device: str) -> tuple[str, ...]:
     """Torch devices to convert on: every visible CUDA device, or the CPU; raises PlanError for CUDA without one."""
     asked = device == "cuda" or (device == "auto" and _has_driver())
-    count = torch.cuda.device_count() if asked and torch.cuda.is_available() else 0
+    count = _count_cuda_devices() if asked else 0
     if device == "cuda" and count == 0:
         raise PlanError("--device cuda: torch sees no CUDA device. Use --device cpu, or install a CUDA build of torch.")
     return tuple(f"cuda:{i}" for i in range(count)) or ("cpu",)
+
+
+def _count_cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _has_driver() -> bool:
@@ -75,7 +80,7 @@ def settle_runtime() -> None:
     """Prepare the process for hours of work: torch must not add threads to ours, the plan needs no more scanning."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch imported later
     if "torch" in sys.modules:
-        torch.set_num_threads(1)
+        sys.modules["torch"].set_num_threads(1)
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()
     gc.enable()

@@ -8,10 +8,8 @@ from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import CheckpointError, FormatError
 from k2convert.models.projections import Projection
-from k2convert.quantize.formats.arrays import Bf16Array, Int4Arrays, SourceArrays
-from k2convert.quantize.formats.int4 import check_int4_scales
-
-SUSPICIOUS_SCALE_BITS = 0x7E00  # BF16 from 2**125 up, infinities, NaNs and everything negative
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.int4 import FIRST_UNUSABLE_BITS, Int4Weight, SourceWeight, check_int4_scales
 
 
 class TensorSource(Protocol):
@@ -22,11 +20,11 @@ class TensorSource(Protocol):
         ...
 
 
-def load_projection(reader: TensorSource, projection: Projection) -> SourceArrays:
+def load_projection(reader: TensorSource, projection: Projection) -> SourceWeight:
     """Read one projection. Refuses a weight_shape that disagrees and senseless scales."""
     rows, columns = projection.num_rows, projection.num_columns
     if projection.weight is not None:
-        return Bf16Array(reader.read(projection.weight).view(np.uint16).reshape(rows, columns))
+        return Bf16Weight(reader.read(projection.weight).view(np.uint16).reshape(rows, columns))
     packed, scale, shape = projection.packed, projection.scale, projection.shape
     assert packed is not None
     assert scale is not None
@@ -37,13 +35,13 @@ def load_projection(reader: TensorSource, projection: Projection) -> SourceArray
             f"{shape.shard}: {shape.name}: says {stored}, but {packed.name} holds {[rows, columns]}. "
             "Download the shard again."
         )
-    weight = Int4Arrays(
+    weight = Int4Weight(
         packed=reader.read(packed).reshape(rows, columns // 2),
         scale_bits=reader.read(scale).view(np.uint16).reshape(rows, columns // 32),
     )
-    if weight.scale_bits.max(initial=0) >= SUSPICIOUS_SCALE_BITS:
+    if weight.scale_bits.max(initial=0) >= FIRST_UNUSABLE_BITS:
         try:
-            check_int4_scales(weight.to_torch().scales, name=f"{scale.shard}: {scale.name}")
+            check_int4_scales(weight.scale_bits, name=f"{scale.shard}: {scale.name}")
         except FormatError as error:
             raise CheckpointError(f"{error} Download the shard again.") from None
     return weight
