@@ -22,8 +22,7 @@ from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.errors import CheckpointError
 from k2convert.models.projections import projection_of
 from k2convert.models.weights import load_projection
-from k2convert.quantize.formats.arrays import Nvfp4Arrays
-from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ProjectionRecord
 from k2convert.validate.contract import check_subject
@@ -173,11 +172,11 @@ class _Measurer(Mapping[str, DecodedError]):
             self.decoder_mismatches.add(module)
             return
         rows, columns = shape
-        written = Nvfp4Arrays(
+        written = Nvfp4Weight(
             packed=packed.copy().reshape(rows, columns // 2),
             block_scales=block_scales.copy().reshape(rows, columns // 16),
             global_scale=global_scale,
-        ).to_torch()
+        )
         (stored,) = struct.unpack("<f", raw)
         theirs = self.decoder(written.packed, written.block_scales, stored)
         if not agrees(theirs, dequantize_nvfp4(written), stored=stored):
