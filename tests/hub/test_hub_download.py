@@ -1,4 +1,4 @@
-"""A shard's bytes from the Hub: whole, checked, resumed inside the file whatever breaks."""
+"""A shard from the Hub: complete, checked, and resumed inside the file after any failure."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def shard_requests(server: LoopbackHub) -> int:
     return len(server.traffic.matching("GET", SHARD))
 
 
-def test_downloaded_shard_has_the_sources_bytes_and_nothing_is_left_beside_it(
+def test_downloaded_shard_has_the_sources_bytes_and_nothing_else_is_left(
     server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
 ) -> None:
     fetch(hub, source, tmp_path / "in" / SHARD)
@@ -121,7 +121,7 @@ def test_a_shard_that_is_there_is_not_fetched_again(
 
 
 def recorded_bytes(folder: Path) -> int:
-    """What the record of an unfinished download says is there (the shorter last segment is never among it here)."""
+    """Bytes that the record of an unfinished download counts; it never has the shorter last segment here."""
     bits = json.loads((folder / f"{SHARD}.part.json").read_text())["done"]
     return bits.count("1") * MIN_SEGMENT_BYTES
 

@@ -1,4 +1,4 @@
-"""Publishing: refused early when it cannot end, on a branch while it runs, on main in one commit, never twice."""
+"""A job's destination: early refusals, shards on the work branch, one commit on main, no upload twice."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Names, the pinned commit, headers by range, small files: what planning needs of a remote repository."""
+"""What planning needs of a remote repository: names, the pinned commit, headers by range, small files."""
 
 import shutil
 import time
