@@ -1,4 +1,4 @@
-"""The whole job in one command: Hub to Hub, Hub to folder, folder to Hub, and what is refused before it starts."""
+"""The whole job in one command: Hub to Hub, Hub to folder, folder to Hub, and refusals before the start."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_several_shards_are_converted_at_once_where_asked_for(
 
     def together(self: ShardConverter, job: ShardJob, *, report: Report) -> ShardRecord:
         if job.name in SHARDS[:2]:
-            both.wait(timeout=60)  # the first waits here until another thread has come with the second
+            both.wait(timeout=60)  # the first waits until another thread converts the second
         return convert(self, job, report=report)
 
     monkeypatch.setattr(ShardConverter, "convert", together)
@@ -224,7 +224,7 @@ def test_a_failure_says_what_to_do_and_the_same_command_continues(
     tiny_on_hub.traffic.clear()
     assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
     assert_published(tiny_on_hub, local_result)
-    assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000  # headers alone
+    assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000  # only headers
 
 
 def test_an_unfinished_job_goes_on_with_the_commit_it_began_with(
@@ -278,7 +278,7 @@ def test_a_token_that_no_request_can_carry_is_refused_unseen(
 ) -> None:
     done = hub_process("run", "moon/tiny", "hf://me/out", "--yes", HF_TOKEN=f"hf_Part{inside}Other")
     assert done.returncode == 1
-    assert "has a character that no token has" in done.stderr
+    assert "has a character that tokens never have" in done.stderr
     assert "Part" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
