@@ -9,7 +9,9 @@ import pytest
 from converted import GOOD, Converted, Kind, copy_of
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.prepare import choose_recipe, execute, prepare
+from k2convert.job.execute import execute
+from k2convert.job.places import Destination, Source
+from k2convert.job.prepare import choose_recipe, prepare
 from scripts.fixture_maker.folder import SmallCheckpoint, read_small, write_small
 
 KEEP = 4  # experts; as many as a token chooses
@@ -52,8 +54,7 @@ def convert(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
                 source, None, {"layout": kind.layout, "activations": kind.activations, "rule": kind.rule}
             )
             destination = folder / str(len(made))
-            job = prepare(source=source, destination=destination, recipe=recipe, device="cpu", workers=1)
-            execute(job, report=lambda _: None)
+            execute(prepare(source=Source(source), destination=Destination(destination), recipe=recipe, device="cpu"))
             made[kind] = Converted(kind, destination, source.folder)
         return made[kind]
 
