@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import k2convert
@@ -29,7 +28,7 @@ _MLP = re.compile(r"ffn\\.(shared_experts\\.)?(gate|up|down)_proj")
 
 def _classify(module):
     if module in ("toy.embed_tokens", "toy.norm", "lm_head"):
-        return ModulePlace({"toy.embed_tokens": Role.EMBEDDINGS, "toy.norm": Role.NORM, "lm_head": Role.LM_HEAD}[module])
+        return ModulePlace({"lm_head": Role.LM_HEAD, "toy.norm": Role.NORM}.get(module, Role.EMBEDDINGS))
     block = _BLOCK.fullmatch(module)
     if block is None:
         return None
