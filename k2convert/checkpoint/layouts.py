@@ -72,7 +72,7 @@ LAYOUTS = {
 def projection_tensors(
     *, layout: str, num_rows: int, num_columns: int, has_input_scale: bool
 ) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Return (parameter, dtype, shape, num_bytes) of one converted projection [num_rows, num_columns], in file order."""
+    """Return (parameter, dtype, shape, num_bytes) of a converted projection [num_rows, num_columns], in file order."""
     names = LAYOUTS[layout]
     packed, blocks = (num_rows, num_columns // 2), (num_rows, num_columns // BLOCK_SIZE)
     tensors = [
@@ -112,7 +112,7 @@ def quant_algo(activations: str) -> str:
 
 
 def hf_quant_config(*, activations: str, kv_cache: str | None, excludes: list[str], version: str) -> bytes:
-    """Return hf_quant_config.json of the modelopt layout. vLLM's fallback reader requires the producer name "modelopt"."""
+    """Return hf_quant_config.json of the modelopt layout. vLLM's fallback reader requires the producer "modelopt"."""
     return dump_json(
         {
             "producer": {"name": "modelopt", "version": f"k2convert {version}"},

@@ -19,7 +19,7 @@ _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
 
 
 class PageCache:
-    """What the system holds of one open file. For files the user cannot write, the kernel reports every page as held."""
+    """What the system holds of one open file. For files the user cannot write, the kernel reports all of it."""
 
     def __init__(self, descriptor: int) -> None:
         """Map the file; raises OSError or ValueError if it cannot be mapped, for example because it is empty."""

@@ -1,4 +1,4 @@
-"""The files next to the weights: tokenizer, chat template, processors, license. Copied byte for byte, never executed."""
+"""The files next to the weights: tokenizer, chat template, processors, license. Copied, never executed."""
 
 from pathlib import Path
 from typing import Final

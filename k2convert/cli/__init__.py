@@ -1,0 +1,7 @@
+"""The command line.
+
+app              the commands; options: their options
+run, publish     jobs; check: validate and report
+views            plans, runs, states, inspections; validation_view: validations
+console          stdout and stderr; progress: bars and progress lines
+"""

@@ -1,4 +1,4 @@
-"""The command line: verbs are stages. Stdout is data, stderr is progress; every command ends with the next one to run.
+"""The command line: every verb is a stage. Data goes to stdout, progress to stderr; each command prints the next one.
 
 Heavy libraries are imported inside the commands, so that `--help` answers at once.
 """
@@ -16,29 +16,13 @@ import typer
 
 from k2convert import __version__
 from k2convert.cli.options import (
-    ActivationsOption,
     DestinationArgument,
-    Device,
-    DeviceOption,
-    DownInputScaleOption,
-    DryRunOption,
-    InputScaleOption,
     JsonOption,
-    KvCacheOption,
-    LayoutOption,
-    MaxDiskOption,
     PublicOption,
-    QuantizerOption,
-    RecipeOption,
-    ResultArgument,
-    RuleOption,
+    RunOptions,
     SourceArgument,
-    TargetOption,
-    WorkersOption,
-    WorkFolderOption,
     YesOption,
-    input_scales,
-    recipe_overrides,
+    takes,
 )
 from k2convert.errors import InvalidCheckpointError, K2ConvertError
 
@@ -67,9 +51,9 @@ def _root(
 
 @app.command()
 def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
-    """Say what a checkpoint is, from its headers alone."""
+    """Say what a checkpoint is, from its headers."""
     from k2convert.cli import console
-    from k2convert.cli.inspection_view import show_inspection
+    from k2convert.cli.views import show_inspection
     from k2convert.hub.client import Hub
     from k2convert.job.places import open_source
     from k2convert.plan.inspection import inspect_checkpoint
@@ -87,83 +71,28 @@ def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def run(
-    source: SourceArgument,
-    destination: ResultArgument,
-    recipe: RecipeOption = None,
-    rule: RuleOption = None,
-    layout: LayoutOption = None,
-    activations: ActivationsOption = None,
-    quantizer: QuantizerOption = None,
-    to: TargetOption = None,
-    kv_cache: KvCacheOption = None,
-    input_scale: InputScaleOption = None,
-    down_input_scale: DownInputScaleOption = None,
-    workers: WorkersOption = None,
-    device: DeviceOption = Device.auto,
-    max_disk: MaxDiskOption = None,
-    work_dir: WorkFolderOption = None,
-    public: PublicOption = False,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@takes(RunOptions)
+def run(options: RunOptions) -> None:
     """Convert SOURCE into DESTINATION, each a folder or a repository of the Hub. Running it again resumes."""
-    from k2convert.cli import console
-    from k2convert.hub.client import Hub
-    from k2convert.hub.xet import bound_memory
-    from k2convert.job.places import open_source, read_destination
-    from k2convert.job.prepare import choose_recipe, prepare
-    from k2convert.records.journal import Journal
+    from k2convert.cli.run import run
 
-    scales = input_scales(input_scale, down_input_scale)
-    overrides = recipe_overrides(rule, layout, activations, quantizer, to, kv_cache, scales)
-    place, hub = read_destination(destination, work_folder=work_dir), Hub(notify=console.print_note)
-    if place.repo is None and (public or work_dir is not None):
-        raise typer.BadParameter("--public and --work-dir are for a destination on the Hub: hf://owner/name")
-    if place.repo is not None:
-        bound_memory()
-    with open_source(source, hub=hub, pinned=Journal(place.folder).pinned_revision()) as opened:
-        job = prepare(
-            source=opened.checkpoint,
-            destination=place.folder,
-            recipe=choose_recipe(opened.checkpoint, recipe, overrides),
-            device=device.value,
-            workers=workers,
-            revision=opened.revision,
-            repo=opened.repo,
-        )
-        if opened.remote is not None or place.repo is not None:
-            from k2convert.cli.publish import TransferOptions, run_transfer
-
-            options = TransferOptions(source, max_disk, not public, yes, dry_run, as_json)
-            run_transfer(job, opened, place, hub=hub, options=options)
-        else:
-            from k2convert.cli.run import run_local, show_local_plan
-
-            if max_disk is not None:
-                raise typer.BadParameter("--max-disk is for jobs with the Hub: between folders nothing is kept twice")
-            if dry_run:
-                show_local_plan(job, as_json)
-            else:
-                run_local(job, source, as_json)
+    run(options)
 
 
 @app.command()
 def status(destination: DestinationArgument, as_json: JsonOption = False) -> None:
-    """Say how far a conversion has come."""
-    from k2convert.checkpoint.names import CONFIG_NAME
+    """Say how far a conversion is."""
     from k2convert.cli import console
     from k2convert.cli.views import show_status, status_document
     from k2convert.records.journal import Journal
 
-    state = Journal(destination).state(config_name=CONFIG_NAME)
+    state = Journal(destination).state()
     if as_json:
         console.print_json(status_document(state))
         return
     show_status(destination, state)
     if state.is_complete:
-        if state.recipe["target"] == "nvfp4":
+        if state.job.recipe["target"] == "nvfp4":
             console.print_next(console.command("k2convert", "validate", destination))
     elif not state.is_running:
         console.print_note("not running: the same `k2convert run` command resumes it")
@@ -182,18 +111,18 @@ def validate(
         Path | None, typer.Option(help="Captured hidden states (safetensors) for --layers [default: synthetic].")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to compute layers on.")] = 256,
-    reference: Annotated[bool, typer.Option("--reference", help="Decode with the quantisation libraries too.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Decode with the quantization libraries too.")] = False,
     against: Annotated[
         Path | None, typer.Option(help="Another NVFP4 checkpoint of the same source to measure beside. Needs --source.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a converted checkpoint: servable contract, weight error, reference layers. Exit code 3 if it fails."""
+    """Check a converted checkpoint: servable contract, weight error, MoE layers. Exit code 3 if it fails."""
     if source is None and (layers or against or reference):
         raise typer.BadParameter("--layers, --against and --reference need --source")
-    from k2convert.cli import check as check_commands
+    from k2convert.cli import check
 
-    check_commands.validate(
+    check.validate(
         destination,
         source=source,
         layers=_parse_layers(layers),
@@ -206,7 +135,7 @@ def validate(
 
 
 def _parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """None for no layers, () for all."""
+    """Return the layer numbers; () for all, None for none."""
     if text is None or text == "all":
         return None if text is None else ()
     try:
@@ -220,17 +149,17 @@ def report(
     destination: DestinationArgument,
     source: Annotated[Path | None, typer.Option(help="The INT4 source: measures every weight again.")] = None,
     validation: Annotated[
-        Path | None, typer.Option(help="What `validate --json` printed, to show instead of reading the shards again.")
+        Path | None, typer.Option(help="Output of `validate --json`, to be shown instead of reading the shards again.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write into; without it DESTINATION.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to [default: DESTINATION].")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write report.html, report.md and report.png: what the conversion changed, in figures and charts."""
+    """Write report.html, report.md and report.png: what the conversion changed, in numbers and charts."""
     if source is not None and validation is not None:
-        raise typer.BadParameter("--validation stands in for measuring: leave out --source")
-    from k2convert.cli import check as check_commands
+        raise typer.BadParameter("--validation replaces the measurement: leave out --source")
+    from k2convert.cli import check
 
-    check_commands.report(destination, source=source, validation=validation, out=out, as_json=as_json)
+    check.report(destination, source=source, validation=validation, out=out, as_json=as_json)
 
 
 @app.command()
@@ -240,14 +169,15 @@ def publish(
     public: PublicOption = False,
     yes: YesOption = False,
     base_model: Annotated[
-        str | None, typer.Option(help="Repository of the INT4 source, for card and licence [default: the ledger's].")
+        str | None,
+        typer.Option(help="Repository of the INT4 source, for the card and its license [default: the ledger's]."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Validate a converted checkpoint and publish it on the Hub, in one commit on main."""
-    from k2convert.cli import publish as hub_commands
+    from k2convert.cli.publish import publish
 
-    hub_commands.publish(destination, repo=repo, private=not public, yes=yes, base_model=base_model, as_json=as_json)
+    publish(destination, repo=repo, private=not public, yes=yes, base_model=base_model, as_json=as_json)
 
 
 @app.command()
@@ -265,11 +195,15 @@ def recipes(as_json: JsonOption = False) -> None:
 
 
 class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM. Not KeyboardInterrupt, which the argument parser would turn into exit code 1."""
+    """Ctrl-C or SIGTERM. Not a KeyboardInterrupt, which the argument parser would turn into exit code 1."""
 
 
 def _interrupt(_signal: int, frame: FrameType | None) -> None:
-    """Raise Interrupted, after an import where one is going on: compiled modules swallow what ends theirs."""
+    """Raise Interrupted, but not during an import: try again 10 ms later.
+
+    Compiled modules swallow an exception that ends one of their imports, and go on with half a module. A test in
+    tests/job/test_resume.py shows it.
+    """
     while frame is not None and frame.f_code is not main.__code__:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             signal.setitimer(signal.ITIMER_REAL, 0.01)
@@ -280,16 +214,16 @@ def _interrupt(_signal: int, frame: FrameType | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Entry point. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
-    gc.disable()  # plans are hundreds of thousands of small objects without cycles; scanning them doubles the time
+    """Run the command. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
+    gc.disable()  # a plan is hundreds of thousands of objects without cycles: scanning them doubles the planning time
     _fill_closed_streams()
     try:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):  # the last is an interrupt put off
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):  # SIGALRM is a delayed interrupt
             signal.signal(number, _interrupt)
         app(args=arguments)
     except Interrupted:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)  # another one need not wait for the message
+            signal.signal(number, signal.SIG_DFL)  # a second interrupt ends the process at once
         _say("interrupted: finished shards are kept; the same command resumes", as_error=False)
         sys.exit(130)
     except InvalidCheckpointError as error:
@@ -302,10 +236,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _fill_closed_streams() -> None:
-    """Put a stream in the place of each that the caller closed: else a shard's file could become the next stdout."""
+    """Replace each stream that the caller closed: otherwise a shard's file could get the descriptor of stdout."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - as long as the process lives
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - open until the process ends
 
 
 def _say(message: str, *, as_error: bool) -> None:

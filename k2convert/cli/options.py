@@ -1,49 +1,18 @@
-"""The options of the commands: their choices, types and help texts. Nothing here does anything."""
+"""The options of the commands: their choices, types and help texts."""
 
+import inspect
 import re
-from enum import StrEnum
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from k2convert.choices import Activations, Device, KvCache, Layout, QuantizerKind, Rule, Target
 from k2convert.errors import PlanError
 
-
-class Rule(StrEnum):
-    optimal = "optimal"
-    plain = "plain"
-
-
-class Layout(StrEnum):
-    modelopt = "modelopt"
-    compressed_tensors = "compressed-tensors"
-
-
-class Activations(StrEnum):
-    w4a4 = "w4a4"
-    w4a16 = "w4a16"
-
-
-class QuantizerKind(StrEnum):
-    native = "native"
-    reference = "reference"
-
-
-class Target(StrEnum):
-    nvfp4 = "nvfp4"
-    bf16 = "bf16"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class KvCache(StrEnum):
-    fp8 = "fp8"
-
+T = TypeVar("T")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
 SourceArgument = Annotated[
@@ -55,73 +24,109 @@ ResultArgument = Annotated[
 ]
 PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Publish without asking.")]
-RecipeOption = Annotated[str | None, typer.Option(help="Recipe: a file, or a shipped name. Default: by family.")]
-RuleOption = Annotated[Rule | None, typer.Option(help="How block scales are chosen.")]
-LayoutOption = Annotated[Layout | None, typer.Option(help="Tensor names and config of the result.")]
-ActivationsOption = Annotated[Activations | None, typer.Option(help="4-bit activations, or weight-only.")]
-QuantizerOption = Annotated[QuantizerKind | None, typer.Option(help="Own code, or the two libraries' chain.")]
-TargetOption = Annotated[Target | None, typer.Option(help="NVFP4, or only the dequantised BF16 copy.")]
-KvCacheOption = Annotated[KvCache | None, typer.Option(help="Declare an FP8 KV cache in the config.")]
-InputScaleOption = Annotated[
-    float | None, typer.Option(help="Constant activation scale of gate and up [default: 1.0].")
-]
-DownInputScaleOption = Annotated[
-    float | None, typer.Option(help="Constant activation scale of down [default: as --input-scale].")
-]
-WorkersOption = Annotated[int | None, typer.Option(min=1, help="Shards at once [default: by cores and devices].")]
-DeviceOption = Annotated[Device, typer.Option(help="Where to convert.")]
-MaxDiskOption = Annotated[
-    str | None, typer.Option(help="Disk to use at once, with the Hub: 200GB [default: free less 10 %].")
-]
-WorkFolderOption = Annotated[
-    Path | None, typer.Option(help="Folder for what is on its way to the Hub [default: k2convert-work/REPO].")
-]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and touch nothing.")]
 
 
-def input_scales(gate_up: float | None, down: float | None) -> dict[str, float] | None:
-    """The recipe's input_scale, where an option sets it."""
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Arguments and options of `run`, in the order of its help."""
+
+    source: SourceArgument
+    destination: ResultArgument
+    recipe: Annotated[str | None, typer.Option(help="Recipe: a file, or a shipped name. Default: by family.")] = None
+    rule: Annotated[Rule | None, typer.Option(help="How block scales are chosen.")] = None
+    layout: Annotated[Layout | None, typer.Option(help="Tensor names and config of the result.")] = None
+    activations: Annotated[Activations | None, typer.Option(help="4-bit activations, or weight-only.")] = None
+    quantizer: Annotated[
+        QuantizerKind | None, typer.Option(help="Own arithmetic, or compressed-tensors followed by ModelOpt.")
+    ] = None
+    to: Annotated[Target | None, typer.Option(help="NVFP4, or only the dequantized BF16 copy.")] = None
+    kv_cache: Annotated[KvCache | None, typer.Option(help="Declare an FP8 KV cache in the config.")] = None
+    input_scale: Annotated[
+        float | None, typer.Option(help="Constant activation scale of gate and up [default: 1.0].")
+    ] = None
+    down_input_scale: Annotated[
+        float | None, typer.Option(help="Constant activation scale of down [default: as --input-scale].")
+    ] = None
+    workers: Annotated[int | None, typer.Option(min=1, help="Shards at a time [default: by cores and devices].")] = None
+    device: Annotated[Device, typer.Option(help="Where to convert.")] = "auto"
+    max_disk: Annotated[
+        str | None, typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].")
+    ] = None
+    work_dir: Annotated[
+        Path | None, typer.Option(help="Folder for a job that publishes to the Hub [default: k2convert-work/REPO].")
+    ] = None
+    public: PublicOption = False
+    yes: YesOption = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False
+    as_json: JsonOption = False
+
+
+def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Turn a function of one options object into a command with the object's fields as its parameters."""
+
+    def decorate(function: Callable[[T], None]) -> Callable[..., None]:
+        def command(**values: Any) -> None:
+            function(options(**values))
+
+        hints = get_type_hints(options, include_extras=True)
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__annotations__ = hints
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
+            [
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                    annotation=hints[field.name],
+                )
+                for field in fields(options)  # type: ignore[arg-type]  # a dataclass
+            ]
+        )
+        return command
+
+    return decorate
+
+
+def recipe_overrides(options: RunOptions) -> dict[str, Any]:
+    """Return what the options replace in a recipe; raises BadParameter for options that contradict each other."""
+    scales = _input_scales(options.input_scale, options.down_input_scale)
+    for_nvfp4 = {
+        "--rule": options.rule,
+        "--layout": options.layout,
+        "--activations": options.activations,
+        "--quantizer": options.quantizer,
+        "--kv-cache": options.kv_cache,
+        "--input-scale and --down-input-scale": scales,
+    }
+    given = [name for name, value in for_nvfp4.items() if value is not None]
+    if options.to == "bf16" and given:
+        raise typer.BadParameter(f"--to bf16 only dequantizes the weights: leave out {', '.join(given)}")
+    rule = options.rule
+    if options.quantizer == "reference" and rule is None:
+        rule = "plain"  # the only rule of this quantizer
+    return {
+        "rule": rule,
+        "layout": options.layout,
+        "activations": options.activations,
+        "quantizer": options.quantizer,
+        "target": options.to,
+        "kv_cache": options.kv_cache,
+        "input_scale": scales,
+    }
+
+
+def _input_scales(gate_up: float | None, down: float | None) -> dict[str, float] | None:
+    """Return the recipe's input_scale, if an option sets it."""
     if gate_up is None and down is None:
         return None
     first = 1.0 if gate_up is None else gate_up
     return {"gate_up": first, "down": first if down is None else down}
 
 
-def recipe_overrides(
-    rule: Rule | None,
-    layout: Layout | None,
-    activations: Activations | None,
-    quantizer: QuantizerKind | None,
-    target: Target | None,
-    kv_cache: KvCache | None,
-    input_scale: dict[str, float] | None,
-) -> dict[str, Any]:
-    """What the options replace in a recipe; the reference quantizer implies the one rule it knows."""
-    nvfp4_alone = {
-        "--rule": rule,
-        "--layout": layout,
-        "--activations": activations,
-        "--quantizer": quantizer,
-        "--kv-cache": kv_cache,
-        "--input-scale and --down-input-scale": input_scale,
-    }
-    given = [name for name, value in nvfp4_alone.items() if value is not None]
-    if target is Target.bf16 and given:
-        raise typer.BadParameter(f"--to bf16 only decodes the weights: leave out {', '.join(given)}")
-    if quantizer is QuantizerKind.reference and rule is None:
-        rule = Rule.plain
-    chosen = {"rule": rule, "layout": layout, "activations": activations, "quantizer": quantizer, "target": target}
-    values: dict[str, Any] = {key: None if option is None else option.value for key, option in chosen.items()}
-    return values | {"kv_cache": None if kv_cache is None else kv_cache.value, "input_scale": input_scale}
-
-
 def parse_size(text: str) -> int:
-    """Bytes from `200GB`, `1.5TB`, `64GiB` or a plain number; raises PlanError."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGT]?)(i?)B?", text.strip(), flags=re.IGNORECASE)
+    """Return the bytes in `200GB`, `1.5TB`, `64GiB` or a plain number; raises PlanError."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kMGT]?)(i)?B?", text.strip(), flags=re.IGNORECASE)
     if match is None:
-        raise PlanError(f"{text!r}: not a size. Write for example 200GB.")
+        raise PlanError(f"{text[:40]!r}: not a size. Write for example 200GB.")
     power = " kmgt".index(match[2].lower() or " ")
-    try:
-        return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-    except OverflowError:
-        raise PlanError(f"{text[:12]}...: larger than any disk. Write for example 200GB.") from None
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)

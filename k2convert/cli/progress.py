@@ -1,4 +1,4 @@
-"""Progress of a running stage: a live bar on a terminal, a plain line every ten seconds elsewhere, nothing with --json."""
+"""Progress of a running stage: a bar on a terminal, a plain line every ten seconds elsewhere, nothing with --json."""
 
 import time
 from threading import Lock

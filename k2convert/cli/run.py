@@ -1,54 +1,144 @@
-"""What `run` does on the command line between two folders: show the plan, convert, report."""
+"""`run`: plan, show or do a job, whether its ends are folders or repositories of the Hub."""
 
+import sys
 import time
+from collections.abc import Callable
+
+import typer
 
 from k2convert.cli import console
-from k2convert.cli import progress as progress_views
+from k2convert.cli.options import RunOptions, parse_size, recipe_overrides
+from k2convert.cli.progress import Display
+from k2convert.cli.validation_view import show_validation
 from k2convert.cli.views import plan_document, run_document, show_plan, show_run
-from k2convert.job.prepare import LocalJob, execute
-from k2convert.job.shard import Progress
-from k2convert.records.ledger import read_totals
+from k2convert.errors import HubError
+from k2convert.hub.branch import Branch, branch_name
+from k2convert.hub.client import Hub
+from k2convert.hub.preflight import Target
+from k2convert.hub.xet import bound_memory
+from k2convert.job.assemble import is_complete
+from k2convert.job.execute import Outcome, execute
+from k2convert.job.places import Destination, open_source, read_destination
+from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
+from k2convert.job.publish import UnservableError
+from k2convert.records.journal import Journal
+from k2convert.records.ledger import summarize
 
 
-def show_local_plan(job: LocalJob, as_json: bool) -> None:
-    """Print what `run` would do."""
-    if as_json:
-        console.print_json(plan_document(job))
-        return
-    show_plan(job)
-    console.print_next(console.own_command(without="--dry-run"))
-
-
-def run_local(job: LocalJob, source: str, as_json: bool) -> None:
-    """Do a job on folders and print what it lost."""
-    done = sum(shard.bytes_in for shard in job.plan.jobs if shard.name in job.finished)
-    display = progress_views.RunDisplay(
-        what="convert",
-        num_shards=len(job.plan.jobs),
-        finished=len(job.finished),
-        total_bytes=sum(shard.bytes_in for shard in job.plan.jobs),
-        done_bytes=done,
-        quiet=as_json,
-    )
-
-    def report(progress: Progress) -> None:
-        display.advance(
-            bytes_in=progress.bytes_in,
-            bytes_out=progress.bytes_out,
-            tensors=progress.tensors,
-            shard_finished=progress.finished is not None,
+def run(options: RunOptions) -> None:
+    """Plan a job, then show it (--dry-run) or do it."""
+    overrides = recipe_overrides(options)
+    destination = read_destination(options.destination, work_folder=options.work_dir)
+    if destination.repo is None and (options.public or options.work_dir is not None):
+        raise typer.BadParameter("--public and --work-dir only apply to a destination on the Hub: hf://owner/name")
+    if destination.repo is not None:
+        bound_memory()
+    hub = Hub(notify=console.print_note)
+    pinned = Journal(destination.folder).pinned_revision()
+    with open_source(options.source, hub=hub, pinned=pinned) as source:
+        if source.remote is None and destination.repo is None and options.max_disk is not None:
+            raise typer.BadParameter("--max-disk only applies to hf:// sources or destinations")
+        job = prepare(
+            source=source,
+            destination=destination,
+            recipe=choose_recipe(source.checkpoint, options.recipe, overrides),
+            device=options.device,
+            workers=options.workers,
+            max_disk=None if options.max_disk is None else parse_size(options.max_disk),
+            private=not options.public,
+            hub=hub,
         )
+        if job.target is not None:
+            print_notices(job.target)
+        if options.dry_run:
+            _show_plan(job, options)
+        elif job.target is not None and job.is_published:
+            _show_published(job, job.target, as_json=options.as_json)
+        else:
+            _do(job, options)
 
-    if job.finished and not as_json:
-        state = "complete already" if job.is_complete else "resuming"
-        console.print_note(f"{job.destination}: {state}: {len(job.finished)} of {len(job.plan.jobs)} shards are done")
-    start = time.monotonic()
-    with display:
-        execute(job, report=report)
-    seconds = time.monotonic() - start
+
+def _show_plan(job: Job, options: RunOptions) -> None:
+    if options.as_json:
+        console.print_json(plan_document(job, source=options.source))
+    else:
+        show_plan(job, source=options.source)
+    check_room(job)
+    if not options.as_json:
+        console.print_next(console.own_command(without="--dry-run"))
+
+
+def _show_published(job: Job, target: Target, *, as_json: bool) -> None:
+    Branch(job.hub, target, branch_name(job.digest)).delete()  # a run killed after its last commit leaves it
+    console.print_note(f"{target.repo}: main already holds this result")
     if as_json:
-        console.print_json(run_document(job, read_totals(job.destination), seconds))
+        console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
+
+
+def _do(job: Job, options: RunOptions) -> None:
+    if job.target is not None:
+        confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes, ask=typer.confirm)
+    elif job.finished and not options.as_json:
+        state = "already complete" if is_complete(job) else "resuming"
+        counts = f"{len(job.finished)} of {len(job.plan.jobs)} shards are done"
+        console.print_note(f"{job.destination}: {state}: {counts}")
+    display = Display(
+        "transfer" if job.uses_hub else "convert",
+        total_bytes=job.bytes_in,
+        done_bytes=job.finished_bytes_in,
+        num_shards=len(job.plan.jobs),
+        finished_shards=len(job.finished),
+        quiet=options.as_json,
+    )
+    start = time.monotonic()
+    try:
+        with display:
+            outcome = execute(job, events=display)
+    except UnservableError as error:
+        if not options.as_json:
+            show_validation(error.validation)
+        raise
+    _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
+
+
+def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: float) -> None:
+    totals = summarize(outcome.records.values())
+    if options.as_json:
+        document = run_document(job, totals, seconds)
+        if job.uses_hub:
+            document |= {
+                "destination": str(job.destination),
+                "repo": job.destination.repo,
+                "commit": outcome.commit,
+            }
+        console.print_json(document)
         return
-    show_run(job, read_totals(job.destination), seconds)
-    if job.plan.recipe.target == "nvfp4":
-        console.print_next(console.command("k2convert", "validate", job.destination, "--source", source))
+    show_run(job, totals, seconds)
+    if outcome.commit is not None:
+        show_commit(job.hub, job.destination, outcome.commit)
+    elif job.plan.recipe.target == "nvfp4":
+        given = () if job.uses_hub else ("--source", options.source)
+        console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
+
+
+def print_notices(target: Target) -> None:
+    """Print what the user should know before publishing."""
+    for notice in target.notices:
+        console.print_note(f"note: {notice}")
+
+
+def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
+    """Print where a result was published, and how to serve it."""
+    console.print_line(f"{hub.endpoint}/{destination.repo} at commit {commit}")
+    console.print_next(f"vllm serve {destination.repo} --trust-remote-code")
+
+
+def confirm(target: Target, *, total_bytes: int, yes: bool, ask: Callable[[str], bool]) -> None:
+    """Ask before publishing, unless `yes`; raises HubError without a terminal or without consent."""
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise HubError(f"{target.repo}: publishing without a terminal needs --yes.")
+    kind = "private" if target.private else "PUBLIC"
+    if not ask(f"Publish {total_bytes / 1e9:,.1f} GB to the {kind} repository {target.repo}?"):
+        raise HubError(f"{target.repo}: not published.")

@@ -1,4 +1,4 @@
-"""How inspections, plans, runs and states are shown: tables for people, documents for programs."""
+"""How plans, runs, states and inspections are shown: tables for people, plain data for --json."""
 
 import math
 from collections.abc import Mapping
@@ -6,29 +6,31 @@ from pathlib import Path
 from typing import Any
 
 from k2convert.cli.console import format_bytes, format_seconds, print_line, print_table
-from k2convert.job.prepare import LocalJob
+from k2convert.hub.branch import branch_name
+from k2convert.job.prepare import Job
+from k2convert.plan.inspection import Inspection
 from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.journal import JobState
 
 
-def plan_document(job: LocalJob) -> dict[str, Any]:
-    """The plan as data."""
-    plan = job.plan
-    return {
-        "source": str(job.source.folder),
+def plan_document(job: Job, *, source: str) -> dict[str, Any]:
+    """Return a plan as plain data. `source` is the source as the user wrote it."""
+    plan, limits = job.plan, job.limits
+    document: dict[str, Any] = {
+        "source": source,
         "destination": str(job.destination),
         "family": plan.family,
         "recipe": plan.recipe.document(),
-        "fingerprint": job.fingerprint,
-        "devices": list(job.devices),
-        "workers": job.workers,
-        "actions": action_counts(plan) | {"drop": {"source_tensors": len(plan.dropped)}},
-        "tensor_bytes_in": job.source.tensor_bytes,
+        "fingerprint": job.description.fingerprint,
+        "devices": list(limits.devices),
+        "workers": limits.workers,
+        "actions": action_counts(plan) | {"drop": {"source_tensors": plan.num_dropped}},
+        "tensor_bytes_in": job.source.checkpoint.tensor_bytes,
         "tensor_bytes_out": plan.data_bytes,
         "num_tensors_out": sum(len(shard.outputs) for shard in plan.jobs),
-        "disk_needed": job.disk_needed,
-        "disk_free": job.disk_free,
+        "disk_needed": limits.disk_needed,
+        "disk_free": limits.disk_free,
         "exclude_modules": list(plan.excludes),
         "shards": [
             {
@@ -41,15 +43,27 @@ def plan_document(job: LocalJob) -> dict[str, Any]:
             for shard in plan.jobs
         ],
     }
+    return document | _hub_document(job) if job.uses_hub else document
 
 
-def show_plan(job: LocalJob, *, source: str | None = None, destination: str | None = None) -> None:
-    """Print a dry run. With the Hub involved, `source` and `destination` name both ends, and the disk is not ours."""
-    document, recipe = plan_document(job), job.plan.recipe
+def _hub_document(job: Job) -> dict[str, Any]:
+    target = job.target
+    return {
+        "work_folder": str(job.destination.folder),
+        "source_commit": job.source.revision,
+        "max_disk": job.limits.disk_allowed,
+        "branch": branch_name(job.digest) if target is not None else None,
+        "private": target.private if target is not None else None,
+        "notices": list(target.notices) if target is not None else [],
+    }
+
+
+def show_plan(job: Job, *, source: str) -> None:
+    """Print a dry run. `source` is the source as the user wrote it."""
+    document, recipe = plan_document(job, source=source), job.plan.recipe
     print_line(
-        f"{source or job.source.folder} ({job.plan.family}) -> {destination or job.destination}: "
-        f"{recipe.name}, {recipe.target}, rule "
-        f"{recipe.rule}, layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}"
+        f"{source} ({job.plan.family}) -> {job.destination}: {recipe.name}, {recipe.target}, rule {recipe.rule}, "
+        f"layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}"
     )
     shards = document["shards"]
     shown = shards if len(shards) <= 12 else [*shards[:4], None, *shards[-2:]]
@@ -70,7 +84,7 @@ def show_plan(job: LocalJob, *, source: str | None = None, destination: str | No
         (
             name,
             f"{action['source_tensors']:,}",
-            format_bytes(action.get("bytes_in", 0)) if "bytes_in" in action else "",
+            format_bytes(action["bytes_in"]) if "bytes_in" in action else "",
             f"{action['tensors']:,}" if "tensors" in action else "",
             format_bytes(action["bytes_out"]) if "bytes_out" in action else "",
         )
@@ -78,17 +92,24 @@ def show_plan(job: LocalJob, *, source: str | None = None, destination: str | No
     ]
     print_table("tensors", ("action", "source tensors", "in", "result tensors", "out"), rows)
     print_line("convert includes the tensors under drop: weight_shape becomes the result's shape")
-    if source is not None:
-        return
-    print_line(f"disk: needs {format_bytes(job.disk_needed)}, free {format_bytes(job.disk_free)}")
-    if job.disk_needed > job.disk_free:
-        print_line("NOT ENOUGH ROOM: the run would be refused")
+    if job.uses_hub:
+        _show_hub(job)
+    print_line(f"disk: needs {format_bytes(job.limits.disk_needed)}, free {format_bytes(job.limits.disk_free)}")
 
 
-def run_document(job: LocalJob, totals: Mapping[str, WeightMetrics], seconds: float) -> dict[str, Any]:
-    """A finished run as data."""
+def _show_hub(job: Job) -> None:
+    if job.source.remote is not None:
+        print_line(f"source: {job.source.remote.repo} at commit {job.source.remote.commit}")
+    if job.target is not None:
+        kind = "private" if job.target.private else "public"
+        print_line(f"publishes to {job.target.repo} ({kind}) through its branch {branch_name(job.digest)}")
+    print_line(f"uses at most {format_bytes(job.limits.disk_allowed)} of disk at one time")
+
+
+def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> dict[str, Any]:
+    """Return a finished run as plain data."""
     return {
-        "destination": str(job.destination),
+        "destination": str(job.destination.folder),
         "shards": len(job.plan.jobs),
         "resumed_shards": len(job.finished),
         "seconds": round(seconds, 3),
@@ -98,7 +119,7 @@ def run_document(job: LocalJob, totals: Mapping[str, WeightMetrics], seconds: fl
 
 
 def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
-    """Metrics with the derived ratios people ask for."""
+    """Return metrics as plain data with their ratios; ratios that are not finite become None."""
     ratios = {
         "sqnr_db": metrics.sqnr_db,
         "relative_mse": metrics.relative_mse,
@@ -108,8 +129,8 @@ def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
     return metrics.to_dict() | {key: value if math.isfinite(value) else None for key, value in ratios.items()}
 
 
-def show_run(job: LocalJob, totals: Mapping[str, WeightMetrics], seconds: float) -> None:
-    """Print what a run did and what it lost."""
+def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> None:
+    """Print what a run did, and the weight error."""
     rows = [
         (
             role,
@@ -126,21 +147,21 @@ def show_run(job: LocalJob, totals: Mapping[str, WeightMetrics], seconds: float)
         print_table("weight error against the source", columns, rows)
     fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
     rate = f", {format_bytes(fresh / seconds)}/s in" if fresh and seconds else ""
-    print_line(f"{job.destination}: {len(job.plan.jobs)} shards, {format_seconds(seconds)}{rate}")
+    print_line(f"{job.destination.folder}: {len(job.plan.jobs)} shards, {format_seconds(seconds)}{rate}")
 
 
 def status_document(state: JobState) -> dict[str, Any]:
-    """A job's state as data."""
+    """Return a job's state as plain data."""
     return {
         "complete": state.is_complete,
         "running": state.is_running,
-        "shards": len(state.shards),
+        "shards": len(state.job.shards),
         "finished_shards": len(state.finished),
-        "bytes": sum(state.shards.values()),
-        "finished_bytes": sum(state.shards[name] for name in state.finished if name in state.shards),
-        "pending": [name for name in state.shards if name not in state.finished],
-        "recipe": state.recipe,
-        "fingerprint": state.fingerprint,
+        "bytes": sum(state.job.shards.values()),
+        "finished_bytes": sum(state.job.shards[name] for name in state.finished if name in state.job.shards),
+        "pending": [name for name in state.job.shards if name not in state.finished],
+        "recipe": state.job.recipe,
+        "fingerprint": state.job.fingerprint,
     }
 
 
@@ -152,4 +173,34 @@ def show_status(destination: Path, state: JobState) -> None:
         f"{destination}: {word}: {document['finished_shards']} of {document['shards']} shards, "
         f"{format_bytes(document['finished_bytes'])} of {format_bytes(document['bytes'])}"
     )
-    print_line(f"recipe {state.recipe['name']}: rule {state.recipe['rule']}, layout {state.recipe['layout']}")
+    print_line(
+        f"recipe {state.job.recipe['name']}: rule {state.job.recipe['rule']}, layout {state.job.recipe['layout']}"
+    )
+
+
+def show_inspection(found: Inspection) -> None:
+    """Print an inspection."""
+    layers = found.layers
+    print_line(f"{found.folder}: {found.family} ({', '.join(found.architectures)}, model_type {found.model_type})")
+    print_line(
+        f"{layers['total']} layers ({layers['dense']} dense, {layers['moe']} MoE), {found.experts_per_layer} experts a "
+        f"MoE layer, hidden {found.hidden_size}, expert width {found.moe_intermediate_size}"
+    )
+    print_line(
+        f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
+        f"({format_bytes(found.tensor_bytes)}), {found.int4_projections:,} INT4 projections"
+    )
+    quantization = found.quantization
+    if quantization is None:
+        print_line("quantization_config: none")
+    else:
+        rest = ", ".join(f"{key} {value}" for key, value in quantization.items() if key != "where")
+        print_line(f"quantization_config in {quantization['where']}: {rest}")
+    rows = [
+        (h.role, h.form, f"{h.num_tensors:,}", f"{h.num_weights:,}", format_bytes(h.num_bytes)) for h in found.holdings
+    ]
+    print_table("contents", ("role", "form", "tensors", "weights", "bytes"), rows)
+    for oddity in found.oddities:
+        print_line(f"note: {oddity}")
+    if found.recipe is not None:
+        print_line(f"recipe by default: {found.recipe}")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import ChangedFileError, HubError
 from k2convert.hub.client import Hub
 from k2convert.hub.download import file_sha256
@@ -30,7 +31,11 @@ if TYPE_CHECKING:
 MAX_COMMITS_PER_HOUR = 120  # the Hub's limit is 128; the rest is for what else the account does
 GROUP_SHARDS = 8
 GROUP_SECONDS = 300.0
-RECORDS_FOLDER = ".k2convert"
+
+
+def branch_name(digest: str) -> str:
+    """The work branch of the job whose fingerprint has this digest, in hex."""
+    return f"k2convert-{digest[:12]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +56,12 @@ class _Pending:
 
 
 @dataclass(slots=True)
-class Publication:
+class Branch:
     """The way of one job into one repository. Several threads may send and add; one at a time commits."""
 
     hub: Hub
     target: Target
-    branch: str
+    name: str
     head: str = ""
     on_branch: dict[str, RemoteFile] = field(default_factory=dict[str, RemoteFile])
     _pending: list["_Pending"] = field(default_factory=list["_Pending"])
@@ -86,18 +91,18 @@ class Publication:
             )
         self.head = info.sha or ""
         self.hub.call(
-            f"create the branch {self.branch} of {repo}",
-            lambda: api.create_branch(repo, branch=self.branch, revision=self.head, exist_ok=True),
+            f"create the branch {self.name} of {repo}",
+            lambda: api.create_branch(repo, branch=self.name, revision=self.head, exist_ok=True),
         )
-        self.on_branch = list_files(self.hub, repo, self.branch)
+        self.on_branch = list_files(self.hub, repo, self.name)
 
     def read_records(self, *, wanted: Callable[[str], bool]) -> dict[str, bytes]:
         """Small files that earlier runs committed with their shards, by path below .k2convert/."""
         found: dict[str, bytes] = {}
         for path, file in self.on_branch.items():
-            name = path.removeprefix(f"{RECORDS_FOLDER}/")
+            name = path.removeprefix(f"{WORK_FOLDER}/")
             if name != path and wanted(name):
-                found[name] = read_file(self.hub, self.repo, self.branch, file)
+                found[name] = read_file(self.hub, self.repo, self.name, file)
         return found
 
     def has(self, name: str, sha256: str, num_bytes: int) -> bool:
@@ -125,7 +130,7 @@ class Publication:
             if sha256 is not None and constants.HF_HUB_DISABLE_XET:
                 operation.upload_info.sha256 = bytes.fromhex(sha256)
             with _transfer_errors(f"upload {name}"):
-                api.preupload_lfs_files(self.repo, additions=[operation], revision=self.branch)
+                api.preupload_lfs_files(self.repo, additions=[operation], revision=self.name)
             return operation
 
         try:
@@ -166,7 +171,7 @@ class Publication:
         operations: list[CommitOperationAdd | CommitOperationCopy] = [pending.operation for pending in taken]
         for pending in taken:
             for path, data in pending.records.items():
-                operations.append(CommitOperationAdd(f"{RECORDS_FOLDER}/{path}", data))
+                operations.append(CommitOperationAdd(f"{WORK_FOLDER}/{path}", data))
         message = f"Add {len(group)} shards: {group[0].name} to {group[-1].name}" if len(group) > 1 else group[0].name
         self._create_commit(f"commit {len(group)} shards to {self.repo}", operations, message=message)
         self._commits.append(time.monotonic())
@@ -185,7 +190,7 @@ class Publication:
     ) -> None:
         """Commit to the work branch, or to main where that has not moved; small files are uploaded on the way."""
         api = self.hub.api()
-        revision, parent = ("main", self.head) if on_main else (self.branch, None)
+        revision, parent = ("main", self.head) if on_main else (self.name, None)
 
         def attempt() -> None:
             with _transfer_errors(action):
@@ -201,7 +206,7 @@ class Publication:
         names = [upload.name for upload in group]
         listed = self.hub.call(
             f"list {len(names)} shards of {self.repo}",
-            lambda: api.get_paths_info(self.repo, names, revision=self.branch),
+            lambda: api.get_paths_info(self.repo, names, revision=self.name),
         )
         for entry in listed:
             if isinstance(entry, RepoFile) and entry.lfs is not None:
@@ -209,7 +214,7 @@ class Publication:
         for upload in group:
             if not self.has(upload.name, upload.sha256, upload.num_bytes):
                 raise HubError(
-                    f"{self.repo}: {upload.name} arrived on {self.branch} with another sha256 than the local file. "
+                    f"{self.repo}: {upload.name} arrived on {self.name} with another sha256 than the local file. "
                     "Nothing was deleted here. Run the same command again."
                 )
 
@@ -221,27 +226,29 @@ class Publication:
             self.hub.notify(f"{MAX_COMMITS_PER_HOUR} commits in an hour; the next one waits {seconds:.0f} s")
             time.sleep(max(seconds, 0))
 
-    def finish(self, *, shards: Mapping[str, tuple[str, int]], files: Mapping[str, Path | bytes], message: str) -> str:
+    def commit_to_main(
+        self, *, shards: Mapping[str, tuple[str, int]], files: Mapping[str, Path | bytes], message: str
+    ) -> str:
         """Put the whole model on main in one commit and delete the work branch; returns the commit's id.
 
         `shards` maps names to (sha256, size), all on the branch; `files` are the others. main must still be where it
-        was when the publication was opened. Raises HubError; running the job again then ends it.
+        was when the branch was opened. Raises HubError; running the job again then ends it.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy
 
         api = self.hub.api()
         # The branch as it is now: what is copied to main is what was looked at, whoever else may write to the branch.
-        branch = self.hub.call(f"look up {self.branch}", lambda: api.model_info(self.repo, revision=self.branch)).sha
-        self.on_branch = list_files(self.hub, self.repo, branch or self.branch)
+        branch = self.hub.call(f"look up {self.name}", lambda: api.model_info(self.repo, revision=self.name)).sha
+        self.on_branch = list_files(self.hub, self.repo, branch or self.name)
         missing = [name for name, (sha256, size) in shards.items() if not self.has(name, sha256, size)]
         if missing:
             raise HubError(
-                f"{self.repo}: {missing[0]} is not on {self.branch} as it was uploaded. Run the same command again; if "
+                f"{self.repo}: {missing[0]} is not on {self.name} as it was uploaded. Run the same command again; if "
                 "it stays so, somebody else writes to that branch."
             )
         on_main = list_files(self.hub, self.repo, self.head)
         operations: list[CommitOperationAdd | CommitOperationCopy] = [
-            CommitOperationCopy(name, name, src_revision=branch or self.branch)
+            CommitOperationCopy(name, name, src_revision=branch or self.name)
             for name, (sha256, _) in sorted(shards.items())
             if name not in on_main or on_main[name].sha256 != sha256
         ]
@@ -255,7 +262,7 @@ class Publication:
                 raise
         if not self._is_on_main(shards, files):
             raise HubError(f"{self.repo}: main does not list what was committed. Look at its history, then run again.")
-        self.delete_branch()
+        self.delete()
         info = self.hub.call(f"look up {self.repo}", lambda: api.model_info(self.repo, revision="main"))
         return info.sha or ""
 
@@ -266,13 +273,13 @@ class Publication:
                 return False
         return all(path in listed and matches(content, listed[path]) for path, content in files.items())
 
-    def delete_branch(self) -> None:
+    def delete(self) -> None:
         """Delete the work branch, if it is there."""
         api = self.hub.api()
         try:
             self.hub.call(
-                f"delete the branch {self.branch} of {self.repo}",
-                lambda: api.delete_branch(self.repo, branch=self.branch),
+                f"delete the branch {self.name} of {self.repo}",
+                lambda: api.delete_branch(self.repo, branch=self.name),
             )
         except HubRequestError as error:
             if error.status != 404:

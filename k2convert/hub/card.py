@@ -1,55 +1,86 @@
-"""The repository's README: what was converted, what it lost, how to serve it, where it comes from.
+"""The repository's README.md: what was converted, what it lost, how to serve it, where it comes from.
 
-Everything in it follows from the ledger, the config and the source's own card, so a published folder and a streamed
-job give the same page. Built and checked by huggingface_hub's ModelCard.
+The page follows from typed facts that the caller reads from the ledger, the config and the source's own card, so
+publishing a finished folder and streaming a job give the same page. huggingface_hub's ModelCard builds and checks it.
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from k2convert.hub.source_card import SourceCard, _carried_over
+from k2convert.checkpoint.names import LEDGER_NAME
+from k2convert.hub.source_card import SourceCard, front_matter
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
 PICTURES = ("report.png", "report.svg")
-_TP_SIZES = (8, 4, 2)
-_ENGINE_NAMES = {"modelopt": "`modelopt`", "compressed-tensors": "`compressed-tensors` (nvfp4-pack-quantized)"}
-_ROLE_NAMES = {
+ROLE_NAMES = {
     "experts": "routed experts",
     "shared_experts": "shared experts",
     "dense_mlp": "dense MLP of the first layers",
     "total": "all converted weights",
 }
+_TP_SIZES = (8, 4, 2)
+_ENGINE_NAMES = {"modelopt": "`modelopt`", "compressed-tensors": "`compressed-tensors` (nvfp4-pack-quantized)"}
 
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What the card is made from; `ledger` and `config` are the documents published beside it."""
+    """What the card is built from."""
 
     repo: str
     base_model: str | None
-    ledger: dict[str, Any]
-    config: dict[str, Any]
+    recipe: Mapping[str, Any]
+    """The resolved recipe."""
+    totals: Mapping[str, WeightMetrics]
+    """By role, with `total` for all roles."""
+    config: Mapping[str, Any]
+    revision: str | None
+    """The source's commit on the Hub, or None if the source was a local folder."""
+    tool_version: str
+    versions: Mapping[str, str]
+    """Versions of the libraries that took part, by name."""
+    tensor_bytes: int
+    """Size of all shard files together."""
     source: SourceCard
-    picture: str | None = None
-
-    @property
-    def recipe(self) -> dict[str, Any]:
-        return cast(dict[str, Any], self.ledger["recipe"])
+    picture: str | None
+    model_kind: str
+    """What to call the source without a base model's name, such as "a Kimi K2 model"."""
+    tags: tuple[str, ...]
+    """The family's tags on the Hub."""
+    serve_options: str
+    """The family's own options of `vllm serve`."""
+    sglang_options: str
+    """The family's own options of SGLang's server."""
+    kept: tuple[str, ...]
+    """Names of what stayed byte for byte."""
+    has_vision: bool
+    rule_summary: str
+    """One phrase that says what the rule does."""
+    has_power_of_two_scale: bool
+    """Whether the scale of each tensor is a power of two; otherwise it is any FP32 value."""
 
     @property
     def is_w4a4(self) -> bool:
         return self.recipe["activations"] == "w4a4"
 
     @property
-    def totals(self) -> dict[str, WeightMetrics]:
-        found = cast(dict[str, dict[str, object]], self.ledger["totals"])
-        return {role: WeightMetrics.from_dict(metrics) for role, metrics in found.items()}
+    def is_modelopt(self) -> bool:
+        return self.recipe["layout"] == "modelopt"
+
+    @property
+    def roles(self) -> str:
+        return ", ".join(ROLE_NAMES.get(role, role) for role in cast(Iterable[str], self.recipe["roles"]))
+
+    @property
+    def base(self) -> str:
+        link = f"[{self.base_model}](https://huggingface.co/{self.base_model})"
+        return link if self.base_model else self.model_kind
 
     @property
     def tensor_parallel(self) -> int:
-        """The largest usual size at which every engine's kernels take the experts without padding."""
-        text = cast(dict[str, Any], self.config.get("text_config") or self.config)
+        """The largest usual size at which the kernels of every engine take the experts without padding."""
+        text = cast(Mapping[str, Any], self.config.get("text_config") or self.config)
         width = int(text.get("moe_intermediate_size") or 0)
         return next((size for size in _TP_SIZES if width and width % (64 * size) == 0), 1)
 
@@ -64,31 +95,21 @@ def build_card(facts: CardFacts) -> str:
 
 
 def _front_matter(facts: CardFacts) -> str:
-    tags = ["nvfp4", "fp4", "kimi-k2", facts.recipe["layout"], "vllm", "sglang", "k2convert"]
-    if facts.recipe["layout"] == "modelopt" and facts.is_w4a4:
-        tags.insert(-1, "tensorrt-llm")
-    return _carried_over(
+    engines = ["vllm", "sglang"] + (["tensorrt-llm"] if facts.is_modelopt and facts.is_w4a4 else [])
+    return front_matter(
         facts.source,
         base_model=facts.base_model,
         base_model_relation="quantized" if facts.base_model else None,
         library_name=facts.source.library_name or "transformers",
-        pipeline_tag=facts.source.pipeline_tag or ("image-text-to-text" if _has_vision(facts) else "text-generation"),
-        tags=tags,
+        pipeline_tag=facts.source.pipeline_tag or ("image-text-to-text" if facts.has_vision else "text-generation"),
+        tags=["nvfp4", "fp4", *facts.tags, facts.recipe["layout"], *engines, "k2convert"],
     )
-
-
-def _has_vision(facts: CardFacts) -> bool:
-    return "text_config" in facts.config
-
-
-def _base(facts: CardFacts) -> str:
-    return f"[{facts.base_model}](https://huggingface.co/{facts.base_model})" if facts.base_model else "a Kimi K2 model"
 
 
 def _title(facts: CardFacts) -> str:
     name = facts.repo.partition("/")[2]
     width = "W4A4: 4-bit weights and activations" if facts.is_w4a4 else "W4A16: 4-bit weights, 16-bit activations"
-    lines = [f"# {name}", f"{_base(facts)} with its {_list(facts.recipe['roles'])} converted to NVFP4 ({width})."]
+    lines = [f"# {name}", f"{facts.base} with its {facts.roles} converted to NVFP4 ({width})."]
     if facts.picture is not None:
         lines.append(f"![Error of the converted weights]({facts.picture})")
     return "\n\n".join(lines)
@@ -96,40 +117,22 @@ def _title(facts: CardFacts) -> str:
 
 def _conversion(facts: CardFacts) -> str:
     recipe = facts.recipe
-    roles = cast(list[str], recipe["roles"])
-    kept = ["attention", "router", "embeddings and output head"]
-    kept += [_ROLE_NAMES[role] for role in ("shared_experts", "dense_mlp") if role not in roles]
-    kept += ["vision tower and projector"] if _has_vision(facts) else []
-    rule = (
-        "`optimal`: for every block of 16 weights the E4M3 scale with the least squared error against the "
-        "source's exact values, found by search, with no BF16 step between"
-        if recipe["rule"] == "optimal"
-        else "`plain`: dequantised to BF16, then quantised by amax, bit for bit as ModelOpt does by default"
-    )
-    cache = "\n- KV cache: declared FP8, scale 1.0" if recipe.get("kv_cache") else ""
-    inputs = cast(dict[str, Any], recipe.get("input_scale") or {})
-    scales = (
-        f"\n- Activation scales: constant, {inputs.get('gate_up', 1.0):g} for gate and up, "
-        f"{inputs.get('down', 1.0):g} for down; no calibration data were used"
-        if facts.is_w4a4
-        else ""
-    )
-    return f"""
-## What was converted
-
-- To NVFP4 (E2M1 codes, one E4M3 scale for 16 weights, one power-of-two scale a tensor): {_list(roles)}
-- Kept byte for byte: {", ".join(kept)}
-- Rule: {rule}{scales}{cache}
-- Tensor names and config: {_ENGINE_NAMES[recipe["layout"]]}
-""".replace("one power-of-two scale a tensor", _global_scale_words(recipe))
-
-
-def _global_scale_words(recipe: dict[str, Any]) -> str:
-    return "one power-of-two scale a tensor" if recipe["rule"] == "optimal" else "one FP32 scale a tensor"
-
-
-def _list(roles: list[str]) -> str:
-    return ", ".join(_ROLE_NAMES.get(role, role) for role in roles)
+    inputs = cast(Mapping[str, Any], recipe.get("input_scale") or {})
+    tensor_scale = "one power-of-two scale" if facts.has_power_of_two_scale else "one FP32 scale"
+    lines = [
+        f"- To NVFP4 (E2M1 codes, one E4M3 scale for every 16 weights, {tensor_scale} for each tensor): {facts.roles}",
+        f"- Kept byte for byte: {', '.join(facts.kept)}",
+        f"- Rule: `{recipe['rule']}`: {facts.rule_summary}",
+    ]
+    if facts.is_w4a4:
+        lines.append(
+            f"- Activation scales: constant, {inputs.get('gate_up', 1.0):g} for gate and up, "
+            f"{inputs.get('down', 1.0):g} for down; no calibration data were used"
+        )
+    if recipe.get("kv_cache"):
+        lines.append("- KV cache: declared FP8, scale 1.0")
+    lines.append(f"- Tensor names and config: {_ENGINE_NAMES[recipe['layout']]}")
+    return "## What was converted\n\n" + "\n".join(lines)
 
 
 def _error(facts: CardFacts) -> str:
@@ -137,27 +140,17 @@ def _error(facts: CardFacts) -> str:
         "| weights | number | SQNR | relative MSE | usual rule (`plain`) | bound | INT4 codes recoverable |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for role, metrics in facts.totals.items():
-        if role == "total" and len(facts.totals) == 2:
-            continue
-        plain = _shifted(metrics.sqnr_db, metrics.achieved_to_plain)
-        bound = _shifted(metrics.sqnr_db, metrics.achieved_to_bound)
-        codes = (
-            f"{metrics.recoverable_codes / metrics.num_codes:.2%}"
-            if metrics.num_codes and metrics.recoverable_codes is not None
-            else ""
-        )
-        rows.append(
-            f"| {_ROLE_NAMES.get(role, role)} | {metrics.num_weights:,} | {_decibels(metrics.sqnr_db)} | "
-            f"{metrics.relative_mse:.5f} | {plain} | {bound} | {codes} |"
-        )
-    total = facts.totals.get("total")
-    ratio = (
-        f"On sampled blocks the squared error is {metrics_ratio(total.achieved_to_plain)} times that of `plain` and "
-        f"{metrics_ratio(total.achieved_to_bound)} times the bound, which no choice of scales can go below. "
-        if total is not None
+    rows += [
+        _error_row(ROLE_NAMES.get(role, role), metrics)
+        for role, metrics in facts.totals.items()
+        if role != "total" or len(facts.totals) != 2  # the total of a single role is that role
+    ]
+    activations = (
+        " Rounding activations to 4 bits at run time adds an error too, usually a larger one than this conversion does."
+        if facts.is_w4a4
         else ""
     )
+    comparison = _comparison(facts.totals.get("total"))
     return f"""
 ## What it lost
 
@@ -165,80 +158,93 @@ Error of the stored weights against the exact values of the source:
 
 {chr(10).join(rows)}
 
-{ratio}`plain` dequantises to BF16 and takes each block's scale from its largest weight.
+{comparison}`plain` dequantizes to BF16 and takes each block's scale from its largest weight.
 
-**This is not lossless.** INT4 has sixteen evenly spaced levels, E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6:
-5 and 7 lie between them, so blocks that hold them change. The figures above are of weights
-alone.{_activation_words(facts)}
+**This is not lossless.** INT4 has sixteen evenly spaced levels. E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+It has no 5 and no 7, so blocks with these codes change. The figures above are of weights only.{activations}
 """
 
 
-def _activation_words(facts: CardFacts) -> str:
-    if not facts.is_w4a4:
+def _error_row(name: str, metrics: WeightMetrics) -> str:
+    plain = _decibels(metrics.sqnr_db, error_ratio=metrics.achieved_to_plain)
+    bound = _decibels(metrics.sqnr_db, error_ratio=metrics.achieved_to_bound)
+    codes = (
+        f"{metrics.recoverable_codes / metrics.num_codes:.2%}"
+        if metrics.num_codes and metrics.recoverable_codes is not None
+        else ""
+    )
+    return (
+        f"| {name} | {metrics.num_weights:,} | {_decibels(metrics.sqnr_db) or 'exact'} | "
+        f"{metrics.relative_mse:.5f} | {plain} | {bound} | {codes} |"
+    )
+
+
+def _comparison(total: WeightMetrics | None) -> str:
+    """Our error next to that of `plain` and to the bound; empty if a ratio is not finite."""
+    if total is None or not (math.isfinite(total.achieved_to_plain) and math.isfinite(total.achieved_to_bound)):
         return ""
-    return " Rounding activations to 4 bits at run time adds error of its own, usually more than this conversion."
+    return (
+        f"On sampled blocks the squared error is {total.achieved_to_plain:.3f} times that of `plain` and "
+        f"{total.achieved_to_bound:.3f} times the bound. No choice of scales can do better than the bound. "
+    )
 
 
-def metrics_ratio(value: float) -> str:
-    """A ratio of errors as text."""
-    return f"{value:.3f}" if math.isfinite(value) else "not measurably many"
-
-
-def _shifted(sqnr_db: float, ratio: float) -> str:
-    """The SQNR that another rule has, whose error is 1/ratio times ours."""
-    if not (math.isfinite(sqnr_db) and math.isfinite(ratio)) or ratio <= 0:
+def _decibels(sqnr_db: float, *, error_ratio: float = 1.0) -> str:
+    """The SQNR of weights with 1/`error_ratio` of this squared error; empty if it is not finite."""
+    if not (math.isfinite(sqnr_db) and 0 < error_ratio < math.inf):
         return ""
-    return f"{sqnr_db + 10 * math.log10(ratio):.2f} dB"
-
-
-def _decibels(value: float) -> str:
-    return f"{value:.2f} dB" if math.isfinite(value) else "exact"
+    return f"{sqnr_db + 10 * math.log10(error_ratio):.2f} dB"
 
 
 def _serving(facts: CardFacts) -> str:
     size, repo = facts.tensor_parallel, facts.repo
+    vllm = f"vllm serve {repo} \\\n    --tensor-parallel-size {size} --trust-remote-code"
+    sglang = f"python3 -m sglang.launch_server --model-path {repo} \\\n    --tp {size} --trust-remote-code"
     blocks = [
-        f"vLLM:\n\n```bash\nvllm serve {repo} \\\n    --tensor-parallel-size {size} --trust-remote-code \\\n"
-        "    --enable-auto-tool-choice --tool-call-parser kimi_k2 --reasoning-parser kimi_k2\n```",
-        f"SGLang:\n\n```bash\npython3 -m sglang.launch_server --model-path {repo} \\\n    --tp {size} "
-        "--trust-remote-code \\\n    --tool-call-parser kimi_k2 --reasoning-parser kimi_k2\n```",
+        _command("vLLM", vllm, facts.serve_options),
+        _command("SGLang", sglang, facts.sglang_options),
     ]
-    if facts.recipe["layout"] == "modelopt" and facts.is_w4a4:
-        blocks.append(f"TensorRT-LLM:\n\n```bash\ntrtllm-serve {repo} --tp_size {size} --trust_remote_code\n```")
+    if facts.is_modelopt and facts.is_w4a4:
+        trtllm = f"trtllm-serve {repo} --tp_size {size} --trust_remote_code"
+        blocks.append(_command("TensorRT-LLM", trtllm, ""))
     elif facts.is_w4a4:
-        blocks.append("TensorRT-LLM: only recent releases read this layout; the `modelopt` layout suits all of them.")
+        blocks.append("TensorRT-LLM: only recent releases read this layout; all of them read the `modelopt` layout.")
     else:
         blocks.append("TensorRT-LLM: support for weight-only NVFP4 (`W4A16_NVFP4`) depends on the release.")
-    return "## Serving\n\nThe quantisation is read from `config.json`; no option names it.\n\n" + "\n\n".join(blocks)
+    note = "The engines read the quantization from `config.json`, so no option is needed for it."
+    return "\n\n".join(["## Serving", note, *blocks])
+
+
+def _command(engine: str, command: str, options: str) -> str:
+    more = f" \\\n    {options}" if options else ""
+    return f"{engine}:\n\n```bash\n{command}{more}\n```"
 
 
 def _hardware(facts: CardFacts) -> str:
-    total = sum(int(shard["bytes"]) for shard in cast(dict[str, dict[str, Any]], facts.ledger["shards"]).values())
+    total = facts.tensor_bytes
     size = f"{total / 1e9:,.0f} GB" if total >= 1e9 else f"{total / 1e6:,.1f} MB"
     native = (
         "- Blackwell (B200, B300, GB200, RTX PRO 6000) multiplies NVFP4 weights and activations in hardware."
         if facts.is_w4a4
-        else "- Weight-only: activations stay in 16 bits on every GPU, Blackwell included."
+        else "- Weight-only: activations stay in 16 bits on every GPU, including Blackwell."
     )
     return f"""
 ## Hardware
 
 {native}
-- Hopper and older run it through Marlin kernels as weight-only: activations stay in 16 bits there.
-- It is not smaller than the INT4 source: both take 4.5 bits a converted weight. All shards
-  together have {size}; leave room for the KV cache.
+- Hopper and older GPUs run it through Marlin kernels as weight-only: activations stay in 16 bits there.
+- It is not smaller than the INT4 source: both take 4.5 bits for each converted weight. All shards
+  together take {size}; leave room for the KV cache.
 """
 
 
 def _provenance(facts: CardFacts) -> str:
-    ledger, recipe = facts.ledger, facts.recipe
-    source = cast(dict[str, Any], ledger["source"])
-    commit = f"commit `{source['revision']}`" if source.get("revision") else "a local copy, identified by its headers"
-    versions = ", ".join(f"{name} {version}" for name, version in cast(dict[str, str], ledger["versions"]).items())
+    commit = f"commit `{facts.revision}`" if facts.revision else "a local copy, identified by its headers"
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     return f"""
 ## Provenance
 
-- Source: {_base(facts)}, {commit}
-- Converter: k2convert {ledger["k2convert"]} ({versions}), recipe `{recipe["name"]}`
-- `k2convert.json` holds the whole recipe, the digests of the source's headers, the blake3 of every shard, and all sums.
+- Source: {facts.base}, {commit}
+- Converter: k2convert {facts.tool_version} ({versions}), recipe `{facts.recipe["name"]}`
+- `{LEDGER_NAME}` has the whole recipe, the digests of the source's headers, the blake3 of every shard, and all sums.
 """

@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 SCHEME = "hf://"
 STALL_SECONDS = 60.0  # without a byte for this long a connection counts as broken: the library's client has no limit
+NUM_ATTEMPTS = 6
+FIRST_RETRY_SECONDS = 1.0  # after the first failure; it doubles with each, up to MAX_RETRY_SECONDS, with jitter
+MAX_RETRY_SECONDS = 60.0
 _REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]*\w)?/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
 
 
@@ -39,18 +42,6 @@ class RepoRef:
 
     def __str__(self) -> str:
         return f"{SCHEME}{self.repo}" + (f"@{self.revision}" if self.revision else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """How often, and after how many seconds (doubling, with jitter), a failed request is tried again."""
-
-    num_attempts: int = 6
-    first_seconds: float = 1.0
-    max_seconds: float = 60.0
-
-    def pause(self, attempt: int) -> float:
-        return min(self.max_seconds, self.first_seconds * 2**attempt) * random.uniform(0.75, 1.25)
 
 
 def parse_repo(text: str) -> RepoRef | None:
@@ -75,9 +66,8 @@ def ignore(_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """One connection: where the Hub is, how patiently to retry, and whom to tell about it."""
+    """One connection to the Hub; `notify` is told about each retry."""
 
-    retry: Retry = Retry()
     notify: Callable[[str], None] = ignore
 
     @property
@@ -101,12 +91,12 @@ class Hub:
 
     def call(self, action: str, function: Callable[[], T]) -> T:
         """Run one request, again after passing troubles; raises HubError that begins with `action`."""
-        for attempt in range(self.retry.num_attempts):
+        for attempt in range(NUM_ATTEMPTS):
             try:
                 with explained(action):
                     return function()
             except HubRequestError as error:
-                if not error.transient or attempt + 1 == self.retry.num_attempts:
+                if not error.transient or attempt + 1 == NUM_ATTEMPTS:
                     raise
                 pause = self.pause(error, attempt=attempt)
                 self.notify(f"{error.reason}; trying again in {pause:.0f} s")
@@ -114,8 +104,10 @@ class Hub:
         raise AssertionError("a retry policy needs at least one attempt")
 
     def pause(self, error: HubRequestError, *, attempt: int) -> float:
-        """Seconds to wait after `error`: what the Hub asked for, else the policy's next step."""
-        return self.retry.pause(attempt) if error.retry_after is None else error.retry_after + 0.1
+        """Seconds to wait after `error`: as long as the Hub asked for, else twice as long with each attempt."""
+        if error.retry_after is not None:
+            return error.retry_after + 0.1
+        return min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2**attempt) * random.uniform(0.75, 1.25)
 
     def headers(self) -> dict[str, str]:
         """Request headers with the user's token, if any; never to be logged."""
@@ -211,11 +203,6 @@ class RangeBody:
         self._connection = connection
         self._received = 0
         self._piece: memoryview | None = None
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether all but the first piece comes from the socket."""
-        return self._connection is not None
 
     def read_into(self, memory: memoryview) -> int:
         """Fill the beginning of `memory` with what has come, at least a byte; returns how many, 0 at the end.

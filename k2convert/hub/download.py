@@ -15,18 +15,18 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.files import writing
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError
-from k2convert.hub.client import Hub, ignore
+from k2convert.hub.client import NUM_ATTEMPTS, Hub
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial
 from k2convert.hub.source import RemoteRepo, file_url
 
 NUM_CONNECTIONS = 8
+RUN_BYTES = 256 << 20  # one request fetches at most this much, so a 10 GB shard takes about 40 requests
 _NUM_ROUNDS = 3  # whole fetches of a file whose bytes keep arriving wrong
 _HASH_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 20
@@ -38,28 +38,24 @@ def download_shard(
     shard: str,
     *,
     target: Path,
-    num_connections: int = NUM_CONNECTIONS,
-    progress: Callable[[int], None] = ignore,
-    stop: threading.Event | None = None,
+    stop: threading.Event,
 ) -> None:
     """Fetch `shard` to `target`, continuing what an earlier attempt left; the file appears only if its sha256 is right.
 
-    `progress` receives the bytes that are on disk so far, from this thread. Setting `stop` ends the call early with
-    HubError after the state was recorded. Raises HubError when the Hub or the bytes fail, DiskFullError without room,
-    DestinationWriteError where the target cannot be written.
+    Setting `stop` ends the call early with HubError, after the state was recorded. Raises HubError if the Hub fails or
+    the bytes stay wrong, DiskFullError if the disk is full, DestinationWriteError if the target cannot be written.
     """
     file = source.shard(shard)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_file() and target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
-            progress(file.num_bytes)
             return
         target.unlink(missing_ok=True)  # an interrupted conversion in tight room uses up its source
     partial = open_partial(target, file)
     try:
         url = file_url(hub, source, shard)
         for _ in range(_NUM_ROUNDS):
-            if _fill(hub, partial, url, num_connections, progress, stop or threading.Event()) == file.sha256:
+            if _fill(hub, partial, url, stop) == file.sha256:
                 with writing(target):
                     partial.path.replace(target)  # not synced: whoever finds it here hashes it before use
                 partial.record_path.unlink(missing_ok=True)
@@ -74,25 +70,18 @@ def download_shard(
     )
 
 
-def _fill(
-    hub: Hub,
-    partial: PartialFile,
-    url: str,
-    num_connections: int,
-    progress: Callable[[int], None],
-    stop: threading.Event,
-) -> str:
+def _fill(hub: Hub, partial: PartialFile, url: str, stop: threading.Event) -> str:
     """Fetch all missing segments in threads while this one hashes what has arrived in order; returns the sha256."""
     failures: list[BaseException] = []
     halt = threading.Event()
     threads = [
         threading.Thread(
             target=_fetch_runs,
-            args=(hub, partial, url, num_connections, halt, failures),
+            args=(hub, partial, url, halt, failures),
             name=f"range-{i}",
             daemon=True,
         )
-        for i in range(min(num_connections, len(partial.done)))
+        for i in range(min(NUM_CONNECTIONS, len(partial.done)))
     ]
     digest = hashlib.sha256()
     position = 0
@@ -114,7 +103,6 @@ def _fill(
                 digest.update(buffer[:count].data)
                 position += count
             partial.record()
-            progress(partial.done_bytes())
     finally:
         halt.set()
         for thread in filter(threading.Thread.is_alive, threads):
@@ -125,14 +113,13 @@ def _fill(
     return digest.hexdigest()
 
 
-def _fetch_runs(
-    hub: Hub, partial: PartialFile, url: str, num_connections: int, halt: threading.Event, failures: list[BaseException]
-) -> None:
+def _fetch_runs(hub: Hub, partial: PartialFile, url: str, halt: threading.Event, failures: list[BaseException]) -> None:
     """One connection's work: claim a run of segments, stream it to its place, again until nothing is left."""
+    max_bytes = min(RUN_BYTES, -(-partial.file.num_bytes // NUM_CONNECTIONS))
     num_failures = 0
     try:
         while not halt.is_set() and not partial.is_complete():
-            run = partial.claim(num_connections=num_connections)
+            run = partial.claim(max_bytes=max_bytes)
             if run is None:
                 partial.wait(0.2)  # another connection may yet give a run back
                 continue
@@ -141,7 +128,7 @@ def _fetch_runs(
                 num_failures = 0
             except HubRequestError as error:
                 num_failures = 1 if partial.done[run.start] else num_failures + 1
-                if not error.transient or num_failures >= hub.retry.num_attempts:
+                if not error.transient or num_failures >= NUM_ATTEMPTS:
                     raise
                 partial.release(run)
                 hub.notify(f"{partial.path.name}: {error.reason}; continuing it")

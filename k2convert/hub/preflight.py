@@ -4,9 +4,7 @@ Nothing is changed here, so a dry run may ask. What cannot be known beforehand (
 named in a notice rather than guessed.
 """
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -41,7 +39,7 @@ def check_target(
     private: bool,
     file_bytes: Mapping[str, int],
     licence: Licence,
-    source: RemoteRepo | None = None,
+    source: RemoteRepo | None,
 ) -> Target:
     """Check token, name, visibility, sizes and licence; raises HubError for what would fail later.
 
@@ -139,25 +137,17 @@ def _size_notices(
     return notices
 
 
-def is_published(hub: Hub, target: Target, *, fingerprint: Mapping[str, Any], ledger_name: str) -> bool:
-    """Whether main holds this very job's finished result; raises HubError if it holds any other weights."""
-    if not holds_weights(target.files):
-        return False
-    ledger: Any = None
-    if ledger_name in target.files and target.head is not None:
-        data = read_file(hub, target.repo, target.head, target.files[ledger_name])
-        with suppress(ValueError):  # somebody else's file of that name
-            ledger = json.loads(data)
-    if not isinstance(ledger, dict) or cast(dict[str, Any], ledger).get("fingerprint") != dict(fingerprint):
-        raise HubError(
-            f"{target.repo}: main already holds other weights, and they are not replaced. Publish to a new repository."
-        )
-    stated = cast(dict[str, Any], ledger).get("shards")
-    shards = cast(dict[str, dict[str, Any]], stated) if isinstance(stated, dict) else {}
-    there = (name in target.files and target.files[name].num_bytes == s.get("bytes") for name, s in shards.items())
-    return bool(shards) and all(there)
+def read_published(hub: Hub, target: Target, name: str) -> bytes | None:
+    """A file of main, or None if main has no weight files; raises HubError if main has weights but not this file."""
+    if target.head is None or not any(path.endswith(_WEIGHTS) for path in target.files):
+        return None
+    if name not in target.files:
+        raise other_weights_error(target)
+    return read_file(hub, target.repo, target.head, target.files[name])
 
 
-def holds_weights(files: Mapping[str, RemoteFile]) -> bool:
-    """Whether a listing has weight files of any kind."""
-    return any(path.endswith(_WEIGHTS) for path in files)
+def other_weights_error(target: Target) -> HubError:
+    """Return the error for a repository whose main has the weights of something else."""
+    return HubError(
+        f"{target.repo}: main already holds other weights, and they are not replaced. Choose a new repository."
+    )

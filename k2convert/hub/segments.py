@@ -19,7 +19,6 @@ from k2convert.hub.source import RemoteFile
 
 MAX_SEGMENT_BYTES = 8 << 20
 MIN_SEGMENT_BYTES = 64 << 10
-RUN_BYTES = 256 << 20  # one request fetches at most this much, so a 10 GB shard takes about 40 requests
 RECORD_SECONDS = 0.5
 RECORD_SECONDS_LARGE = 3.0  # every record waits for the disk; of a large file that is not worth having twice a second
 LARGE_BYTES = 256 << 20
@@ -41,7 +40,6 @@ class PartialFile:
     segment_bytes: int
     descriptor: int
     done: bytearray
-    resumed_bytes: int
     _taken: bytearray = field(init=False)
     _lock: threading.Condition = field(init=False)
     _writing: threading.Lock = field(init=False)
@@ -58,14 +56,13 @@ class PartialFile:
     def end_of(self, segment: int) -> int:
         return min((segment + 1) * self.segment_bytes, self.file.num_bytes)
 
-    def claim(self, *, num_connections: int) -> range | None:
-        """Take the first run of segments that nobody has, at most one connection's share; None when all are taken."""
-        run_bytes = min(RUN_BYTES, -(-self.file.num_bytes // num_connections))
+    def claim(self, *, max_bytes: int) -> range | None:
+        """Take the first run of free segments, of about `max_bytes` at most; None when every segment is taken."""
         with self._lock:
             first = self._taken.find(0)
             if first < 0:
                 return None
-            limit = min(len(self._taken), first + -(-run_bytes // self.segment_bytes))
+            limit = min(len(self._taken), first + -(-max_bytes // self.segment_bytes))
             after = self._taken.find(1, first, limit)
             run = range(first, limit if after < 0 else after)
             self._taken[run.start : run.stop] = b"\x01" * len(run)
@@ -109,13 +106,6 @@ class PartialFile:
         with self._lock:
             first = self.done.find(0)
         return self.file.num_bytes if first < 0 else first * self.segment_bytes
-
-    def done_bytes(self) -> int:
-        with self._lock:
-            missing = self.done.count(0)
-            last_missing = bool(self.done) and not self.done[-1]
-        last = self.file.num_bytes - (len(self.done) - 1) * self.segment_bytes
-        return self.file.num_bytes - missing * self.segment_bytes + (self.segment_bytes - last if last_missing else 0)
 
     def record(self, *, force: bool = False) -> None:
         """Sync the data, then write down which segments are there; unless forced, only every now and then.
@@ -178,9 +168,7 @@ def open_partial(target: Path, file: RemoteFile) -> PartialFile:
     except OSError as error:
         os.close(descriptor)
         raise DiskFullError(f"{path}: no room for {file.num_bytes:,} bytes ({error.strerror}). Free some.") from error
-    partial = PartialFile(path, record_path, file, segment_bytes, descriptor, done, 0)
-    partial.resumed_bytes = partial.done_bytes()
-    return partial
+    return PartialFile(path, record_path, file, segment_bytes, descriptor, done)
 
 
 def _identity(file: RemoteFile, segment_bytes: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError
-from k2convert.hub.client import Hub, RepoRef, ignore
+from k2convert.hub.client import NUM_ATTEMPTS, Hub, RepoRef
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -100,7 +100,7 @@ def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile) -> bytes:
     from huggingface_hub import hf_hub_url
 
     url = hf_hub_url(repo, file.path, revision=revision, endpoint=hub.endpoint)
-    for _ in range(hub.retry.num_attempts):
+    for _ in range(NUM_ATTEMPTS):
         data = hub.fetch_range(url, begin=0, end=file.num_bytes)
         if matches(data, file):
             return data
@@ -119,11 +119,8 @@ def fetch_header(hub: Hub, source: RemoteRepo, shard: str) -> ShardHeader:
     return parse_header(raw, shard=shard, file_bytes=file.num_bytes, where=where)
 
 
-def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path, progress: Callable[[str], None] = ignore) -> Checkpoint:
-    """Fetch small files into `folder` and all headers into memory; the result plans like a local checkpoint.
-
-    `progress` is called with the name of each shard whose header has arrived.
-    """
+def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path) -> Checkpoint:
+    """Fetch small files into `folder` and all headers into memory; the result plans like a local checkpoint."""
     fetch_small_files(hub, source, folder=folder)
     index = read_json_file(folder / INDEX_NAME) if INDEX_NAME in source.files else None
     if index is None and SINGLE_SHARD_NAME not in source.files:
@@ -133,12 +130,9 @@ def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path, progress: Callabl
         )
     present = sorted(path for path in source.files if "/" not in path and path.endswith(SHARD_SUFFIX))
 
-    headers: dict[str, ShardHeader] = {}
     named = _named_shards(index)
     wanted = [shard for shard in present if shard in named]
-    for shard, header in _in_threads(lambda name: fetch_header(hub, source, name), wanted):
-        headers[shard] = header
-        progress(shard)
+    headers = dict(_in_threads(lambda name: fetch_header(hub, source, name), wanted))
 
     def load(shard: str) -> ShardHeader:
         if shard not in headers:

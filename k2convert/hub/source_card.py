@@ -1,4 +1,4 @@
-"""hub.source_card."""
+"""What the source's own card says, and what of it the Hub accepts in the card of the result."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,7 +58,7 @@ def accepted_card(hub: Hub, card: SourceCard) -> SourceCard:
     licence = card.licence
     other = Licence("other", licence.name or licence.id, licence.link)
     for offered in (card, replace(card, pipeline_tag=None), replace(card, licence=other), SourceCard(other)):
-        if hub.accepts_card(f"---\n{_carried_over(offered)}\n---\n"):
+        if hub.accepts_card(f"---\n{front_matter(offered)}\n---\n"):
             return offered
     return SourceCard(Licence(name=licence.name or licence.id, link=licence.link))
 
@@ -67,7 +67,7 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _carried_over(source: SourceCard, **more: Any) -> str:
+def front_matter(source: SourceCard, **more: Any) -> str:
     """Front matter with what the source's card stated, and `more` in its place."""
     from huggingface_hub import ModelCardData
 

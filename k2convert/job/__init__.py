@@ -1,0 +1,13 @@
+"""What a run does, in order.
+
+places     where a job reads and writes
+prepare    plan the job, check destination and room
+machine    devices, threads, memory; room: disk
+execute    THE executor
+pipeline   the stages, overlapping
+downloads  the fetch stage
+shard      THE per-shard function
+uploads    the upload stage
+assemble   index, configs, sidecars, ledger
+publish    validation, card, report, one commit on main
+"""

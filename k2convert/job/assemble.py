@@ -1,7 +1,7 @@
-"""What stands beside the shards: index, configs, sidecars and the ledger, all derived from plan and records.
+"""The files next to the shards: index, configs, sidecars and the ledger, derived from plan and records.
 
-Written when every shard is recorded, config.json and the index last of all: a folder without them is unfinished, and
-no engine takes it for a checkpoint. Assembling again restores what was lost or changed and leaves alone what is right.
+They are written when every shard is recorded, the index and config.json last: without them no engine takes the folder
+for a checkpoint. Assembling again restores files that were lost or changed, and leaves correct ones alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,20 +14,21 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import MODELOPT, hf_quant_config, quantized_config, unquantized_config
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 from k2convert.checkpoint.sidecars import list_sidecars
+from k2convert.job.prepare import Job
 from k2convert.plan.plan import Plan
-from k2convert.records.ledger import _keep_versions, ledger_document
+from k2convert.records.ledger import build_ledger, encode_ledger
 from k2convert.records.shard_record import ShardRecord
 
 
 def index_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
-    """model.safetensors.index.json of the result; `total_size` is the exact sum of tensor bytes."""
+    """Return the result's index. Its `total_size` is the exact sum of tensor bytes."""
     weight_map = {output.name: job.name for job in plan.jobs for output in job.outputs}
     metadata = {**source.index_metadata, "total_size": plan.data_bytes}
     return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
 
 
 def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
-    """config.json of the result: the source's, but for its one quantization_config."""
+    """Return the result's config.json: the source's, except for the quantization_config."""
     recipe = plan.recipe
     if recipe.target == "bf16":
         return unquantized_config(source.config)
@@ -41,56 +42,42 @@ def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
     )
 
 
-def assembled_files(
-    *,
-    plan: Plan,
-    source: Checkpoint,
-    destination: Path,
-    records: Mapping[str, ShardRecord],
-    fingerprint: dict[str, Any],
-    repo: str | None = None,
-) -> Iterator[tuple[Path, Content]]:
-    """Everything that is not a shard, by relative path, as it has to stand in `destination`; config.json comes last."""
+def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tuple[Path, Content]]:
+    """Yield the relative path and content of every file that is not a shard, config.json last."""
+    plan, source, recipe = job.plan, job.source.checkpoint, job.plan.recipe
     for relative in list_sidecars(source.folder):
         yield relative, source.folder / relative
-    ledger = ledger_document(plan=plan, source=source, records=records, fingerprint=fingerprint, repo=repo)
-    yield Path(LEDGER_NAME), dump_json(_keep_versions(destination / LEDGER_NAME, ledger))
-    recipe = plan.recipe
+    ledger = build_ledger(
+        plan=plan, source=source, records=records, fingerprint=job.description.fingerprint, repo=job.source.repo
+    )
+    yield Path(LEDGER_NAME), encode_ledger(job.destination.folder / LEDGER_NAME, ledger)
     if recipe.target == "nvfp4" and recipe.layout == MODELOPT:
-        yield (
-            Path(HF_QUANT_CONFIG_NAME),
-            hf_quant_config(
-                activations=recipe.activations,
-                kv_cache=recipe.kv_cache,
-                excludes=list(plan.excludes),
-                version=__version__,
-            ),
+        quant_config = hf_quant_config(
+            activations=recipe.activations,
+            kv_cache=recipe.kv_cache,
+            excludes=list(plan.excludes),
+            version=__version__,
         )
+        yield Path(HF_QUANT_CONFIG_NAME), quant_config
     yield Path(INDEX_NAME), dump_json(index_document(plan, source))
     yield Path(CONFIG_NAME), dump_json(config_document(plan, source))
 
 
-def assemble(
-    *,
-    plan: Plan,
-    source: Checkpoint,
-    destination: Path,
-    records: Mapping[str, ShardRecord],
-    fingerprint: dict[str, Any],
-    repo: str | None = None,
-) -> list[str]:
-    """Write everything that is not a shard, but for what has the right bytes; the index and config.json last.
-
-    Returns the paths of all of it, relative to the destination.
-    """
+def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:
+    """Write every file that is not a shard, unless it is already correct; returns their relative paths."""
     names: list[str] = []
-    files = assembled_files(
-        plan=plan, source=source, destination=destination, records=records, fingerprint=fingerprint, repo=repo
-    )
-    for relative, content in files:
+    for relative, content in assembled_files(job, records):
         names.append(str(relative))
-        target = destination / relative
+        target = job.destination.folder / relative
         if not holds_exactly(target, content):
             make_folder(target.parent)
             write_atomically(target, content)
     return names
+
+
+def is_complete(job: Job) -> bool:
+    """Return whether every shard is recorded and all other files are correct. Reads the sidecars."""
+    if len(job.finished) != len(job.plan.jobs):
+        return False
+    files = assembled_files(job, job.finished)
+    return all(holds_exactly(job.destination.folder / relative, content) for relative, content in files)

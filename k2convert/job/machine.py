@@ -1,69 +1,83 @@
-"""job.machine."""
+"""What the machine offers a job: devices, threads, memory. All tuning numbers are here."""
 
 import ctypes
 import gc
 import os
 import sys
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from k2convert.buffers import BUFFERS
+from k2convert.choices import Device
 from k2convert.errors import PlanError
-from k2convert.job.shard import INFLIGHT_BYTES
-from k2convert.quantize.formats.lazy_torch import torch
 
-CORES_PER_WORKER = 8  # one shard's writer keeps up with about this many converting threads
-
-
-MAX_WORKERS = 8
-
-
-READERS_PER_WORKER = 2
-
-
-WORKER_BYTES = 1 << 30  # what one shard in work may take with CORES_PER_WORKER threads, and some
+CORES_PER_WORKER: Final = 8  # the writer of one shard keeps up with about this many converting threads
+MAX_WORKERS: Final = 8
+READERS_PER_WORKER: Final = 2
+WORKER_BYTES: Final = 1 << 30  # an upper bound for one shard in work with CORES_PER_WORKER threads
+SWITCH_SECONDS: Final = 0.0005  # GIL switch interval: a returning kernel waits 0.5 ms, not the default 5 ms
+CORE_INFLIGHT_BYTES: Final = 64 << 20  # an expert's gate and up, in and out: one being converted, one being written
+HUB_CORE_INFLIGHT_BYTES: Final = 24 << 20  # less: a network is slower than a disk, and uploading takes memory
+MIN_INFLIGHT_BYTES: Final = 192 << 20
 
 
-SWITCH_SECONDS = 0.0005  # a kernel that comes back waits this long for the lock, not Python's 5 ms
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads shared by all shards in work: one converting thread a core, and enough readers to keep a disk busy."""
+
+    converting: ThreadPoolExecutor
+    reading: ThreadPoolExecutor
 
 
-CORE_INFLIGHT_BYTES = 64 << 20  # an expert's gate and up, in and out, being converted and waiting to be written
+@contextmanager
+def open_threads(workers: int) -> Generator[Threads]:
+    """Start the threads for `workers` shards at a time."""
+    with (
+        ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="convert") as converting,
+        ThreadPoolExecutor(max_workers=READERS_PER_WORKER * workers, thread_name_prefix="read") as reading,
+    ):
+        yield Threads(converting, reading)
+
+
+def choose_workers(requested: int | None, *, num_devices: int) -> int:
+    """Return how many shards to convert at a time: as requested, else by devices, cores and memory."""
+    cores, by_memory = os.cpu_count() or 1, available_memory() // WORKER_BYTES
+    return requested or max(num_devices, min(cores // CORES_PER_WORKER, MAX_WORKERS, by_memory), 1)
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be had without swapping; by the kernel's estimate where it gives one."""
+    """Return the bytes of memory that are available without swapping, by the kernel's estimate if it gives one."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def inflight_bytes(workers: int) -> int:
-    """Bytes that one of `workers` shards may have in work, so that every core finds something to do."""
+def inflight_bytes(*, uses_hub: bool) -> int:
+    """Return the bytes that all shards in work may have in memory, so that every core has work."""
     cores = os.cpu_count() or 1
-    return max(INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES) // workers
+    return cores * HUB_CORE_INFLIGHT_BYTES if uses_hub else max(MIN_INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES)
 
 
-def conversion_pool() -> ThreadPoolExecutor:
-    """Threads that convert: one a core, shared by all shards in work."""
-    return ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="convert")
+def choose_devices(device: Device) -> tuple[str, ...]:
+    """Return the torch devices to convert on: every visible CUDA device, else the CPU; raises PlanError."""
+    requested = device == "cuda" or (device == "auto" and _has_driver())
+    if requested:
+        import torch
 
-
-def reading_pool(workers: int) -> ThreadPoolExecutor:
-    """Threads that read: enough of them that a disk always has a request to work on."""
-    return ThreadPoolExecutor(max_workers=READERS_PER_WORKER * workers, thread_name_prefix="read")
-
-
-def choose_devices(device: str) -> tuple[str, ...]:
-    """Torch devices to convert on: every visible CUDA device, or the CPU; raises PlanError for CUDA without one."""
-    asked = device == "cuda" or (device == "auto" and _has_driver())
-    count = torch.cuda.device_count() if asked and torch.cuda.is_available() else 0
-    if device == "cuda" and count == 0:
+        if torch.cuda.is_available():
+            return tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    if device == "cuda":
         raise PlanError("--device cuda: torch sees no CUDA device. Use --device cpu, or install a CUDA build of torch.")
-    return tuple(f"cuda:{i}" for i in range(count)) or ("cpu",)
+    return ("cpu",)
 
 
 def _has_driver() -> bool:
-    """Whether NVIDIA's driver is there: to hear from torch that it is not takes seconds."""
+    """Return whether NVIDIA's driver is installed. Asking torch would take seconds."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -71,11 +85,20 @@ def _has_driver() -> bool:
     return True
 
 
-def settle_runtime() -> None:
-    """Prepare the process for hours of work: torch must not add threads to ours, the plan needs no more scanning."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # for torch imported later
+def settle_runtime(*, uses_hub: bool) -> None:
+    """Prepare the process for hours of work: one torch thread, a short GIL interval, bounded buffers, no plan scans."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # for torch, if it is imported later
     if "torch" in sys.modules:
+        import torch
+
         torch.set_num_threads(1)
+    if uses_hub:
+        BUFFERS.limit(2 * inflight_bytes(uses_hub=True))  # the second half holds what arrives and what is written
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()
     gc.enable()
+
+
+def release_buffers() -> None:
+    """Free the tensor buffers, before steps that read no tensors but need memory."""
+    BUFFERS.clear()

@@ -1,40 +1,37 @@
-"""Fetch, convert, upload, delete: the shards of a streamed job, overlapping, in bounded disk.
+"""Fetch, convert, upload, remove: the stages of a job, overlapping, in bounded disk.
 
-One thread fetches ahead as far as the room goes, workers convert, two threads upload and commit in groups. What the
-stages do is given as callables; nothing here knows the Hub or the formats. The first failure stops everything; what was
-finished stays finished, and doing the job again continues it.
+One thread admits shards as the room allows, and fetches their sources if there is a fetch stage. Workers convert. If
+there is an upload stage, two threads upload and commit in groups. The stages are callables: nothing here knows the Hub
+or the formats. The first failure stops everything. What was finished stays finished, and the next run continues.
 """
 
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 from k2convert.job.room import DiskPlan, Item, shrinking_need
 
-_POLL_SECONDS = 0.2
-_LEAVE_SECONDS = 10.0
-NUM_UPLOADS = 2  # plain LFS sends a file's parts one after the other, and hashing one file leaves the line idle
+_POLL_SECONDS: Final = 0.2
+_LEAVE_SECONDS: Final = 10.0
+NUM_UPLOADS: Final = 2  # plain LFS sends the parts of a file one by one, and hashing one file leaves the line idle
 
 
-class Publisher(Protocol):
-    """The uploading side: bytes first, then commits that make several shards certain at once.
-
-    Several threads upload, and one of them at a time commits meanwhile.
-    """
+class UploadStage(Protocol):
+    """Uploads shards, then commits several of them at a time. Two threads upload; one thread at a time commits."""
 
     @property
     def num_pending(self) -> int:
-        """Shards sent but not committed."""
+        """Shards that are sent but not committed."""
         ...
 
     def upload(self, name: str) -> None:
-        """Send one shard's bytes."""
+        """Send the bytes of one shard."""
 
     def is_group_due(self) -> bool:
-        """Whether what was sent should be committed now."""
+        """Return whether the sent shards should be committed now."""
         ...
 
     def commit(self) -> list[str]:
@@ -44,17 +41,48 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What happens to a shard. `fetch` and `convert` end early when the stop event they were given is set."""
+    """What happens to a shard. `fetch` is None for a local source, `uploads` for a local destination.
 
-    fetch: Callable[[str], None]
+    `fetch` and `convert` return early when the stop event is set. `convert` gets the item and whether its source must
+    shrink. `drop_source` and `drop_output` remove a file that is no longer needed.
+    """
+
+    fetch: Callable[[str], None] | None
     convert: Callable[[Item, bool], None]
     drop_source: Callable[[str], None]
     drop_output: Callable[[str], None]
-    publisher: Publisher | None
+    uploads: UploadStage | None
+
+
+@dataclass(slots=True)
+class _Disk:
+    """The room for shards: its size, what is used, which source shards are held, and how many items need each."""
+
+    room: int
+    used: int
+    uses: Counter[str]
+    held: set[str] = field(default_factory=set[str])
+    is_blocked: bool = False
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Items that wait for a stage, and how many have not left it yet."""
+
+    waiting: deque[Item]
+    num_left: int
+
+
+@dataclass(slots=True)
+class _Sending:
+    """The state of the upload stage."""
+
+    num_uploading: int = 0
+    is_committing: bool = False
 
 
 class Pipeline:
-    """One run over the items that are left; `run` returns when all are through, or raises the first failure."""
+    """One run over the remaining items. `run` returns when all are through, or raises the first failure."""
 
     def __init__(
         self,
@@ -66,28 +94,27 @@ class Pipeline:
         stages: Stages,
         num_workers: int,
         stop: threading.Event,
-        waiting: Sequence[Item] = (),
+        to_upload: Sequence[Item] = (),
     ) -> None:
-        """`waiting` are items converted by an earlier run whose upload is still to be done."""
-        self._items, self._disk, self._source_bytes = tuple(items), disk, source_bytes
-        self._room, self._stages, self._stop = room, stages, stop
-        self._num_workers = max(num_workers, 1)
-        self._changed = threading.Condition()
-        self._uses = Counter(source for item in items for source in item.sources)
-        self._held: set[str] = set()
-        self._used = sum(item.output_bytes for item in waiting)
-        self._sizes = {item.name: item.output_bytes for item in (*items, *waiting)}
-        self._fetched: deque[Item] = deque()
-        self._converted: deque[Item] = deque(waiting)
-        self._left_to_convert, self._left_to_leave = len(self._items), len(self._items) + len(waiting)
-        self._is_blocked = self._is_committing = False
-        self._num_uploading = 0
+        """`to_upload` are items that an earlier run converted and that still have to be uploaded."""
+        self._items, self._plan, self._source_bytes = tuple(items), disk, source_bytes
+        self._stages, self._num_workers, self._stop = stages, num_workers, stop
+        self._sizes = {item.name: item.output_bytes for item in (*items, *to_upload)}
+        self._changed = threading.Condition()  # guards everything below
+        self._disk = _Disk(
+            room=room,
+            used=sum(item.output_bytes for item in to_upload),
+            uses=Counter(source for item in items for source in item.sources),
+        )
+        self._conversions = _Queue(deque(), len(self._items))
+        self._uploads = _Queue(deque(to_upload), len(self._items) + len(to_upload))
+        self._sending = _Sending()
         self._failure: BaseException | None = None
 
     def run(self) -> None:
-        """Do it all. An interrupt in the calling thread stops the others and is passed on."""
-        works = [self._fetch_all, *[self._convert_all] * self._num_workers]
-        if self._stages.publisher is not None:
+        """Do everything. An interrupt in the calling thread stops the other threads and is raised again."""
+        works = [self._admit_all, *[self._convert_all] * self._num_workers]
+        if self._stages.uploads is not None:
             works += [self._upload_all] * NUM_UPLOADS
         threads = [threading.Thread(target=self._guard, args=(work,), daemon=True) for work in works]
         try:
@@ -100,8 +127,8 @@ class Pipeline:
             self._halt(error)
             raise
         finally:
-            deadline = time.monotonic() + _LEAVE_SECONDS  # an upload inside the library cannot be called off
-            for thread in filter(threading.Thread.is_alive, threads):  # an interrupt may come before all are started
+            deadline = time.monotonic() + _LEAVE_SECONDS  # an upload inside the library cannot be cancelled
+            for thread in filter(threading.Thread.is_alive, threads):  # an interrupt may come before all have started
                 thread.join(max(deadline - time.monotonic(), 0))
         if self._failure is not None:
             raise self._failure
@@ -109,7 +136,7 @@ class Pipeline:
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # raised again in the thread that waits
+        except BaseException as error:  # raised again in the waiting thread
             self._halt(error)
 
     def _halt(self, failure: BaseException) -> None:
@@ -119,97 +146,107 @@ class Pipeline:
             self._stop.set()
             self._changed.notify_all()
 
-    def _wait(self, ready: Callable[[], bool]) -> bool:
-        """Wait, holding the lock, until `ready`; False when everything is to stop."""
+    def _wait(self, is_ready: Callable[[], bool]) -> bool:
+        """Wait, holding the lock, until `is_ready`; False if the run stops."""
         while not self._stop.is_set():
-            if ready():
+            if is_ready():
                 return True
             self._changed.wait(_POLL_SECONDS)
         return False
 
     def _need(self, item: Item) -> int:
-        if item.name in self._disk.shrinking:
+        if item.name in self._plan.shrinking:
             return shrinking_need(item, self._source_bytes)
-        fresh = sum(self._source_bytes.get(s, 0) for s in item.sources if s not in self._held)
+        fresh = sum(self._source_bytes.get(s, 0) for s in item.sources if s not in self._disk.held)
         return fresh + item.output_bytes
 
-    def _fetch_all(self) -> None:
+    def _admit_all(self) -> None:
+        disk = self._disk
         for item in self._items:
             with self._changed:
-                self._is_blocked = True
-                if not self._wait(lambda item=item: self._used + self._need(item) <= self._room):
+                disk.is_blocked = True
+                if not self._wait(lambda item=item: disk.used + self._need(item) <= disk.room):
                     return
-                self._is_blocked = False
-                self._used += self._need(item)
-                fresh = [source for source in item.sources if source not in self._held]
-                self._held.update(fresh)
-            for source in fresh:
-                self._stages.fetch(source)
+                disk.is_blocked = False
+                disk.used += self._need(item)
+                fresh = [source for source in item.sources if source not in disk.held]
+                disk.held.update(fresh)
+            if self._stages.fetch is not None:
+                for source in fresh:
+                    self._stages.fetch(source)
             with self._changed:
-                self._fetched.append(item)
+                self._conversions.waiting.append(item)
                 self._changed.notify_all()
 
     def _convert_all(self) -> None:
+        queue = self._conversions
         while True:
             with self._changed:
-                if not self._wait(lambda: bool(self._fetched) or self._left_to_convert == 0) or not self._fetched:
+                if not self._wait(lambda: bool(queue.waiting) or queue.num_left == 0) or not queue.waiting:
                     return
-                item = self._fetched.popleft()
-            self._stages.convert(item, item.name in self._disk.shrinking)
+                item = queue.waiting.popleft()
+            self._stages.convert(item, item.name in self._plan.shrinking)
             self._release_sources(item)
 
     def _release_sources(self, item: Item) -> None:
+        disk = self._disk
         with self._changed:
-            self._uses.subtract(item.sources)
-            finished = [source for source in item.sources if self._uses[source] == 0]
+            disk.uses.subtract(item.sources)
+            finished = [source for source in item.sources if disk.uses[source] == 0]
         for source in finished:
             self._stages.drop_source(source)
         with self._changed:
-            self._held.difference_update(finished)
-            if item.name in self._disk.shrinking:
-                self._used += item.output_bytes - shrinking_need(item, self._source_bytes)
+            disk.held.difference_update(finished)
+            if item.name in self._plan.shrinking:
+                disk.used += item.output_bytes - shrinking_need(item, self._source_bytes)
             else:
-                self._used -= sum(self._source_bytes.get(source, 0) for source in finished)
-            self._left_to_convert -= 1
-            self._converted.append(item)
+                disk.used -= sum(self._source_bytes.get(source, 0) for source in finished)
+            self._conversions.num_left -= 1
+            self._uploads.waiting.append(item)
             self._changed.notify_all()
 
     def _upload_all(self) -> None:
-        publisher = self._stages.publisher
-        assert publisher is not None
+        uploads = self._stages.uploads
+        assert uploads is not None
+        queue = self._uploads
         while True:
             with self._changed:
-                if not self._wait(lambda: self._has_upload_work(publisher)) or self._left_to_leave == 0:
+                if not self._wait(lambda: self._has_upload_work(uploads)) or queue.num_left == 0:
                     return
-                item = self._converted.popleft() if self._converted else None
-                self._is_committing |= item is None
-                self._num_uploading += item is not None
-            commits = item is None
-            if item is not None:
-                publisher.upload(item.name)
-                with self._changed:
-                    self._num_uploading -= 1
-                    commits = not self._is_committing and publisher.is_group_due()
-                    self._is_committing |= commits
-                    self._changed.notify_all()
-            if commits:
-                self._drop(publisher.commit())
+                item = queue.waiting.popleft() if queue.waiting else None
+                if item is None:
+                    self._sending.is_committing = True
+                else:
+                    self._sending.num_uploading += 1
+            if item is None or self._upload(uploads, item):
+                self._drop_outputs(uploads.commit())
 
-    def _has_upload_work(self, publisher: Publisher) -> bool:
-        """A shard to send, a group to commit, or nothing ever again."""
-        return bool(self._converted) or self._left_to_leave == 0 or self._must_commit(publisher)
+    def _upload(self, uploads: UploadStage, item: Item) -> bool:
+        """Send one shard; returns whether this thread has to commit now."""
+        uploads.upload(item.name)
+        with self._changed:
+            self._sending.num_uploading -= 1
+            must_commit = not self._sending.is_committing and uploads.is_group_due()
+            if must_commit:
+                self._sending.is_committing = True
+            self._changed.notify_all()
+        return must_commit
 
-    def _must_commit(self, publisher: Publisher) -> bool:
-        """With nothing to send: commit when a group is due, when room is wanted, or when nothing more will come."""
-        is_last = self._left_to_convert == 0 and self._num_uploading == 0
-        wanted = self._is_blocked or is_last or publisher.is_group_due()
-        return not self._is_committing and publisher.num_pending > 0 and wanted
+    def _has_upload_work(self, uploads: UploadStage) -> bool:
+        """Return whether there is a shard to send or a group to commit, or whether there will never be work again."""
+        return bool(self._uploads.waiting) or self._uploads.num_left == 0 or self._must_commit(uploads)
 
-    def _drop(self, names: Sequence[str]) -> None:
+    def _must_commit(self, uploads: UploadStage) -> bool:
+        """With nothing to send, commit if a group is due, if room is needed, or if nothing more will come."""
+        is_last = self._conversions.num_left == 0 and self._sending.num_uploading == 0
+        is_wanted = self._disk.is_blocked or is_last or uploads.is_group_due()
+        return not self._sending.is_committing and uploads.num_pending > 0 and is_wanted
+
+    def _drop_outputs(self, names: Sequence[str]) -> None:
         for name in names:
             self._stages.drop_output(name)
         with self._changed:
-            self._used -= sum(self._sizes[name] for name in names)
-            self._left_to_leave -= len(names)
-            self._is_committing = False
+            self._disk.used -= sum(self._sizes[name] for name in names)
+            self._uploads.num_left -= len(names)
+            self._sending.is_committing = False
             self._changed.notify_all()

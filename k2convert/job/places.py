@@ -1,8 +1,8 @@
-"""Where a checkpoint comes from and where it goes: a folder, or a repository on the Hub.
+"""Where a job reads and writes: a folder, or a repository on the Hub.
 
-A repository is opened without downloading a shard. A destination on the Hub needs a folder to work in: what is not
-uploaded yet, and the journal. It stays after the end, some megabytes in all, so that `status` and a second run can tell
-what was done.
+A repository is opened without downloading a shard. A destination on the Hub needs a work folder for shards that are not
+uploaded yet and for the journal. The work folder stays after the job, some megabytes, so that `status` and a second
+run can tell what was done.
 """
 
 import tempfile
@@ -10,28 +10,31 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, WORK_FOLDER
-from k2convert.errors import DestinationError, HubError
+from k2convert.errors import DestinationError, HubError, remedy
 from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
 from k2convert.hub.source_card import SourceCard, read_source_card_file
+from k2convert.models.projections import SOURCE_REMEDY
 
-WORK_ROOT = Path("k2convert-work")
+WORK_ROOT: Final = Path("k2convert-work")
+_REMOTE_REMEDY: Final = "The repository is incomplete or damaged: choose a different revision, or tell its owner."
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedSource:
-    """A source ready to be planned from; `remote` is None for a folder."""
+class Source:
+    """An opened source. `remote` is None for a folder."""
 
     checkpoint: Checkpoint
-    remote: RemoteRepo | None
+    remote: RemoteRepo | None = None
 
     @property
     def card(self) -> SourceCard:
-        """What the source's card says; to be read while the source is open."""
+        """What the source's model card states. Read it while the source is open."""
         return read_source_card_file(self.checkpoint.folder / CARD_NAME)
 
     @property
@@ -43,15 +46,28 @@ class OpenedSource:
         return self.remote.commit if self.remote is not None else None
 
 
-@contextmanager
-def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[OpenedSource]:
-    """Open a folder, or a repository's headers and small files in a temporary folder that lasts for the block.
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A folder to write to, and the repository that the result goes to, if it goes to the Hub."""
 
-    `pinned` is the commit that an unfinished job began with: it goes on there, even if main has moved since.
+    folder: Path
+    repo: str | None = None
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.repo}" if self.repo is not None else str(self.folder)
+
+
+@contextmanager
+def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[Source]:
+    """Open a folder, or a repository: its headers and small files, in a temporary folder that lasts for the block.
+
+    `pinned` is the commit that an unfinished job began with. It is used even if main has moved since.
     """
     ref = parse_repo(text)
     if ref is None:
-        yield OpenedSource(open_checkpoint(Path(text)), None)
+        with remedy(SOURCE_REMEDY):
+            checkpoint = open_checkpoint(Path(text))
+        yield Source(checkpoint)
         return
     with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
         folder = Path(temporary) / ref.repo
@@ -61,16 +77,10 @@ def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[
         except HubError as error:
             if text.startswith(SCHEME):
                 raise
-            raise HubError(f"{text}: there is no such folder, and as a repository of the Hub: {error}") from error
-        yield OpenedSource(open_remote(hub, remote, folder=folder), remote)
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where a result goes: a folder, and the repository if it is the Hub's."""
-
-    folder: Path
-    repo: str | None
+            raise HubError(f"{text}: not a local folder, and not readable on the Hub: {error}") from error
+        with remedy(_REMOTE_REMEDY):
+            checkpoint = open_remote(hub, remote, folder=folder)
+        yield Source(checkpoint, remote)
 
 
 def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> RemoteRepo:
@@ -81,43 +91,43 @@ def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> RemoteRepo:
     except HubRequestError as error:
         if error.status != 404:
             raise
-        return resolve_source(hub, ref)  # another repository than the job's: the journal will say so
+        return resolve_source(hub, ref)  # the job began with a different repository; the journal will refuse it
 
 
 def read_destination(text: str, *, work_folder: Path | None) -> Destination:
-    """A path, or hf://owner/name with the folder to work in; raises HubError for a revision."""
+    """Return a folder, or hf://owner/name with its work folder; raises HubError for a revision."""
     ref = parse_repo(text) if text.startswith(SCHEME) else None
     if ref is None:
-        return Destination(Path(text), None)
+        return Destination(Path(text))
     return Destination(work_folder or WORK_ROOT / ref.repo.replace("/", "--"), repo_without_revision(ref))
 
 
 def repo_without_revision(ref: RepoRef) -> str:
-    """The repository that results go to; raises HubError for a revision of it."""
+    """Return the name of a repository to publish to; raises HubError if a revision is given."""
     if ref.revision is not None:
-        raise HubError(f"{ref}: results go to main in one commit; leave out @{ref.revision}.")
+        raise HubError(f"{ref}: results are published on main in one commit. Leave out @{ref.revision}.")
     return ref.repo
 
 
 def check_destination(destination: Path, *, source: Path | None) -> None:
-    """Refuse a destination that is the source, lies inside it (or it inside), or holds something that is not ours."""
+    """Refuse a folder that is the source, is in it or contains it, or has files of others (DestinationError)."""
     target = destination.resolve()
     if source is not None:
         origin = source.resolve()
         if target == origin:
             raise DestinationError(
-                f"{destination}: is the source itself. The source is never written to: name another."
+                f"{destination}: is the source itself, which is never written to. Choose a new folder."
             )
         if target.is_relative_to(origin):
-            raise DestinationError(f"{destination}: lies inside the source {source}. Name a folder outside it.")
+            raise DestinationError(f"{destination}: is inside the source {source}. Choose a folder outside it.")
         if origin.is_relative_to(target):
-            raise DestinationError(f"{destination}: contains the source {source}. Name a folder beside it.")
+            raise DestinationError(f"{destination}: contains the source {source}. Choose a folder next to it.")
     if destination.is_symlink() and not destination.exists():
-        raise DestinationError(f"{destination}: is a link to nothing. Name a folder, or remove the link.")
+        raise DestinationError(f"{destination}: is a link to a missing file. Remove the link, or choose a folder.")
     for path in (destination, *destination.absolute().parents):
         if path.exists() and not path.is_dir():
-            raise DestinationError(f"{destination}: {path} is a file. Name a folder.")
+            raise DestinationError(f"{destination}: {path} is a file. Choose a folder.")
     if destination.is_dir() and not (destination / WORK_FOLDER).is_dir() and any(destination.iterdir()):
         raise DestinationError(
-            f"{destination}: is not empty and holds no conversion begun by k2convert. Name a new or empty folder."
+            f"{destination}: is not empty, and its files are not from k2convert. Choose a new or an empty folder."
         )

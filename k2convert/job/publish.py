@@ -1,86 +1,259 @@
-"""Publish a finished local checkpoint: validated, uploaded to a work branch, one commit on main."""
+"""Publish a result on the Hub: validate it, write its card and report, and put everything on main in one commit.
 
-from collections.abc import Callable, Mapping
+A job with a Hub destination ends here with shards that are on the work branch already. A finished local folder is
+validated, uploaded to a work branch and committed in the same way.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any, cast
 
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_json_file
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, REPORT_PICTURE_NAME
 from k2convert.checkpoint.page_cache import leave_cache
-from k2convert.hub.branch import Publication, Upload
+from k2convert.errors import HubError, InvalidCheckpointError, MissingDependencyError, remedy
+from k2convert.hub.branch import Branch, Upload, branch_name
+from k2convert.hub.card import ROLE_NAMES, CardFacts, build_card
+from k2convert.hub.client import Hub, RepoRef, check_endpoint
+from k2convert.hub.preflight import Target, check_target
+from k2convert.hub.source import RemoteRepo, read_file, resolve_source
+from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
+from k2convert.job.machine import release_buffers
 from k2convert.job.pipeline import Pipeline, Stages
+from k2convert.job.prepare import Job, is_published, output_headers
 from k2convert.job.room import DiskPlan, Item
-from k2convert.records.ledger import read_ledger_document
+from k2convert.job.uploads import ShardHashes, Uploads
+from k2convert.models import find_family
+from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
+from k2convert.quantize.rules import RULES
+from k2convert.records.events import SILENT, Events
+from k2convert.records.ledger import Ledger, read_ledger
+from k2convert.report import write_report
+from k2convert.validate.contract.streamed import check_streamed
+from k2convert.validate.results import ValidationReport, validation_document
+from k2convert.validate.validation import validate_checkpoint
 
-Sent = Callable[[int], None]
-"""Called with the bytes of a shard that is on its way or was there already; from several threads."""
+
+class UnservableError(InvalidCheckpointError):
+    """A result that failed validation and was not published. `validation` says why."""
+
+    def __init__(self, message: str, validation: ValidationReport) -> None:
+        super().__init__(message)
+        self.validation = validation
 
 
-def published_files(folder: Path, shards: set[str]) -> list[Path]:
-    """Everything of a finished folder but shards and work files, relative to it."""
-    everything = (p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file())
-    return [p for p in everything if not p.parts[0].startswith(".") and str(p) not in shards and p.suffix != ".tmp"]
+def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> str:
+    """Check the contract on a job's result, and commit shards and files to main; returns the commit's id.
+
+    `names` are the files next to the shards. The shards are on the work branch: what their scans found is checked.
+    Raises UnservableError, and leaves main alone, if a rule fails.
+    """
+    folder = job.destination.folder
+    scans = [upload.scan for upload in uploads.uploads.values()]
+    contract = check_streamed(folder, headers=output_headers(job.plan), scans=scans)
+    validation = ValidationReport(str(folder), contract, weights=None, layers=None, comparison=None)
+    if not validation.passed:
+        failed = ", ".join(map(str, contract.failed))
+        raise UnservableError(
+            f"{target.repo}: the result does not validate (rules {failed}), so main was not changed. The shards are on "
+            f"the branch {uploads.branch.name}.",
+            validation,
+        )
+    files: dict[str, Path | bytes] = {name: folder / name for name in names}
+    extra = card_files(folder, repo=target.repo, base_model=job.source.repo, source=job.card, validation=validation)
+    return uploads.commit_to_main(files=files | extra, message=_commit_message(target.repo))
+
+
+def _commit_message(repo: str) -> str:
+    return f"Add {repo.partition('/')[2]}"
+
+
+def card_files(
+    folder: Path, *, repo: str, base_model: str | None, source: SourceCard, validation: ValidationReport
+) -> dict[str, bytes]:
+    """Return the model card of a finished folder, and the report that it shows, by file name."""
+    files = report_files(folder, validation=validation)
+    has_picture = REPORT_PICTURE_NAME in files or (folder / REPORT_PICTURE_NAME).is_file()
+    ledger, config = read_ledger(folder), read_json_file(folder / CONFIG_NAME)
+    family, rule = find_family(str(ledger.family)).card, RULES[ledger.recipe["rule"]]
+    facts = CardFacts(
+        repo=repo,
+        base_model=base_model,
+        recipe=ledger.recipe,
+        totals=ledger.totals,
+        config=config,
+        revision=ledger.revision,
+        tool_version=ledger.tool_version,
+        versions=ledger.versions,
+        tensor_bytes=ledger.num_bytes,
+        source=source,
+        picture=REPORT_PICTURE_NAME if has_picture else None,
+        model_kind=family.model_kind,
+        tags=family.tags,
+        serve_options=family.vllm_options,
+        sglang_options=family.sglang_options,
+        kept=_kept_parts(family, ledger.recipe["roles"]),
+        has_vision=family.has_vision,
+        rule_summary=rule.summary,
+        has_power_of_two_scale=rule.has_power_of_two_scale,
+    )
+    return files | {CARD_NAME: build_card(facts).encode()}
+
+
+def _kept_parts(family: ModelCardFacts, roles: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of what stays byte for byte."""
+    unconverted = [ROLE_NAMES[role] for role in CONVERTIBLE_ROLES if role not in roles]
+    return (*family.kept, *unconverted, *(("vision tower and projector",) if family.has_vision else ()))
+
+
+def report_files(folder: Path, *, validation: ValidationReport) -> dict[str, bytes]:
+    """Return the report's files by name, without those that the folder has already.
+
+    Empty if the libraries that draw the report are not installed.
+    """
+    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
+        try:
+            files = write_report(folder=folder, out=Path(temporary), validation=validation_document(validation))
+        except MissingDependencyError:
+            return {}
+        made = [path for path in (files.page, files.markdown, files.picture) if path is not None]
+        return {path.name: path.read_bytes() for path in made if not (folder / path.name).exists()}
 
 
 @dataclass(frozen=True, slots=True)
-class _FolderPublisher:
-    """The pipeline's Publisher for files that stay where they are."""
+class Publication:
+    """A finished local folder and the repository it goes to, checked. `others` are the files next to the shards."""
 
-    publication: Publication
-    uploads: Mapping[str, Upload]
-    sent: Sent
+    folder: Path
+    ledger: Ledger
+    hub: Hub
+    target: Target
+    base_model: str | None
+    card: SourceCard
+    others: tuple[Path, ...]
+    is_published: bool
 
-    @property
-    def num_pending(self) -> int:
-        return self.publication.num_pending
 
-    def upload(self, name: str) -> None:
-        self.publication.upload(self.uploads[name], records={})
-        leave_cache(self.uploads[name].path)
-        self.sent(self.uploads[name].num_bytes)
+def prepare_publication(folder: Path, *, repo: str, private: bool, base_model: str | None, hub: Hub) -> Publication:
+    """Check a folder's ledger, the token and the repository; raises CheckpointError or HubError. Uploads nothing."""
+    check_endpoint()
+    ledger = read_ledger(folder)
+    base, revision = (base_model, None) if base_model else (ledger.repo, ledger.revision)
+    source = None if base is None else resolve_source(hub, RepoRef(base, revision))
+    card = SourceCard() if source is None else _fetch_card(hub, source)
+    file_bytes = {name: shard.num_bytes for name, shard in ledger.shards.items()}
+    target = check_target(hub, repo=repo, private=private, file_bytes=file_bytes, licence=card.licence, source=source)
+    return Publication(
+        folder=folder,
+        ledger=ledger,
+        hub=hub,
+        target=target,
+        base_model=base,
+        card=accepted_card(hub, card),
+        others=tuple(published_files(folder, set(file_bytes))),
+        is_published=is_published(hub, target, ledger.fingerprint),
+    )
 
-    def is_group_due(self) -> bool:
-        return self.publication.is_group_due()
 
-    def commit(self) -> list[str]:
-        return [upload.name for upload in self.publication.commit_group()]
+def _fetch_card(hub: Hub, source: RemoteRepo) -> SourceCard:
+    file = source.files.get(CARD_NAME)
+    if file is None:
+        return SourceCard()
+    return read_source_card(read_file(hub, source.repo, source.commit, file).decode(errors="replace"))
+
+
+def published_files(folder: Path, shards: set[str]) -> list[Path]:
+    """Return the relative paths of everything in a finished folder except shards, hidden and temporary files."""
+    everything = (p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file())
+    return [
+        p
+        for p in everything
+        if not p.parts[0].startswith(".") and str(p) not in shards and p.suffix != TEMPORARY_SUFFIX
+    ]
+
+
+def validate_publication(publication: Publication, *, events: Events = SILENT) -> tuple[ValidationReport, ShardHashes]:
+    """Validate the folder and hash its shards in the same pass; raises UnservableError if a rule fails."""
+    folder, hashes = publication.folder, ShardHashes()
+    with remedy("Run the conversion again: it replaces what is damaged."):
+        validation = validate_checkpoint(folder=folder, source=None, events=events, visitor=hashes)
+    if not validation.passed:
+        raise UnservableError(
+            f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why.", validation
+        )
+    release_buffers()
+    return validation, hashes
 
 
 def publish_folder(
-    *,
-    folder: Path,
-    publication: Publication,
-    sha256: Callable[[str], str],
-    extra: Mapping[str, bytes],
-    sent: Sent,
+    publication: Publication, validation: ValidationReport, hashes: ShardHashes, *, events: Events = SILENT
 ) -> str:
-    """Upload what the branch does not have, then commit everything to main; returns the commit's id.
+    """Upload what the work branch does not have, then commit everything to main; returns the commit's id.
 
-    The folder must just have been validated, and its files stay. `sha256` tells the hash of a shard's bytes as they
-    were then. Raises HubError where the Hub refuses.
+    The folder keeps its files. Raises HubError if the Hub refuses.
     """
-    stated = cast(dict[str, dict[str, Any]], read_ledger_document(folder)["shards"])
-    publication.open()
-    uploads = {name: Upload(name, folder / name, sha256(name), int(stated[name]["bytes"])) for name in sorted(stated)}
-    waiting: list[Item] = []
+    folder, ledger, target = publication.folder, publication.ledger, publication.target
+    branch = Branch(publication.hub, target, branch_name(ledger.digest))
+    branch.open()
+    uploads = {
+        name: Upload(name, folder / name, hashes.sha256(name), shard.num_bytes)
+        for name, shard in sorted(ledger.shards.items())
+    }
+    missing: list[Item] = []
     for upload in uploads.values():
-        if publication.has(upload.name, upload.sha256, upload.num_bytes):
-            sent(upload.num_bytes)
+        if branch.has(upload.name, upload.sha256, upload.num_bytes):
+            events.progress(bytes_in=upload.num_bytes)
         else:
-            waiting.append(Item(upload.name, (), upload.num_bytes))
-    _send(waiting, _FolderPublisher(publication, uploads, sent))
-    files: dict[str, Path | bytes] = {str(path): folder / path for path in published_files(folder, set(stated))}
+            missing.append(Item(upload.name, (), upload.num_bytes))
+    _upload_all(missing, _FolderUploads(branch, uploads, events))
+    files: dict[str, Path | bytes] = {str(path): folder / path for path in publication.others}
+    extra = card_files(
+        folder, repo=target.repo, base_model=publication.base_model, source=publication.card, validation=validation
+    )
     shards = {name: (upload.sha256, upload.num_bytes) for name, upload in uploads.items()}
-    name = publication.repo.partition("/")[2]
-    return publication.finish(shards=shards, files=files | dict(extra), message=f"Add {name}")
+    return branch.commit_to_main(shards=shards, files=files | extra, message=_commit_message(target.repo))
 
 
-def _send(waiting: list[Item], publisher: _FolderPublisher) -> None:
-    """The last stage of a streamed job alone: nothing to fetch, to convert or to drop."""
+@dataclass(frozen=True, slots=True)
+class _FolderUploads:
+    """The pipeline's UploadStage for files that stay where they are."""
+
+    branch: Branch
+    uploads: Mapping[str, Upload]
+    events: Events
+
+    @property
+    def num_pending(self) -> int:
+        return self.branch.num_pending
+
+    def upload(self, name: str) -> None:
+        upload = self.uploads[name]
+        self.branch.upload(upload, records={})
+        leave_cache(upload.path)
+        self.events.progress(bytes_in=upload.num_bytes)
+
+    def is_group_due(self) -> bool:
+        return self.branch.is_group_due()
+
+    def commit(self) -> list[str]:
+        return [upload.name for upload in self.branch.commit_group()]
+
+
+def _upload_all(items: Sequence[Item], uploads: _FolderUploads) -> None:
+    """Run the upload stage only: nothing to fetch, to convert or to remove."""
 
     def nothing(*_: object) -> None:
         pass
 
-    stages = Stages(fetch=nothing, convert=nothing, drop_source=nothing, drop_output=nothing, publisher=publisher)
-    plan = DiskPlan(frozenset(), 0)
-    Pipeline([], disk=plan, source_bytes={}, room=0, stages=stages, num_workers=0, stop=Event(), waiting=waiting).run()
+    stages = Stages(fetch=None, convert=nothing, drop_source=nothing, drop_output=nothing, uploads=uploads)
+    disk = DiskPlan(frozenset(), 0)
+    Pipeline([], disk=disk, source_bytes={}, room=0, stages=stages, num_workers=0, stop=Event(), to_upload=items).run()
+
+
+def base_model_name(ref: RepoRef) -> str:
+    """Return the repository as the card names it; raises HubError for a revision."""
+    if ref.revision is not None:
+        raise HubError(f"--base-model {ref}: a card names the repository only. Leave out @{ref.revision}.")
+    return ref.repo

@@ -1,57 +1,87 @@
-"""The loop: read, convert, write, record; shard after shard, tensor after tensor, in bounded memory.
+"""Convert one shard: the function that every job runs, in this process or another.
 
-Within a shard, steps (an expert's gate and up, a down projection, a piece of a copied tensor) are read by one pool of
-threads, converted by another, a bounded number of bytes ahead, and written in file order by the shard's own thread.
-Reads, arithmetic and writes release the interpreter's lock, so they overlap. A shard is done when its record is
-written; until then nothing stands under its name.
+Within a shard, pieces (an expert's gate and up, a down projection, a part of a copied tensor) are read by one pool of
+threads and converted by another, a bounded number of bytes ahead. The shard's own thread writes them in file order.
+Reads, arithmetic and writes release the GIL, so they overlap. The shard appears under its name when it is complete.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Event
+from typing import Final
 
 import numpy as np
 
 from k2convert.checkpoint.header import TensorInfo, encode_header
+from k2convert.checkpoint.holes import ShrinkingFile
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
-from k2convert.errors import FormatError
-from k2convert.models.projections import Projection
+from k2convert.errors import FormatError, remedy
+from k2convert.job.machine import Threads, open_threads
+from k2convert.models.projections import SOURCE_REMEDY, Projection
 from k2convert.models.weights import load_projection
-from k2convert.plan.plan import ConvertStep, CopyStep, Plan, ShardJob, step_sources
+from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.arrays import Int4Arrays, SourceArrays, as_arrays
 from k2convert.quantize.formats.int4 import dequantize_int4
-from k2convert.quantize.quantizer import Quantizer
+from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules.magnitude import Magnitude
-from k2convert.records.journal import Journal
+from k2convert.records.events import SILENT, Events
 from k2convert.records.shard_record import ProjectionRecord, ShardRecord
 
-COPY_BYTES = 16 << 20
-INFLIGHT_BYTES = 192 << 20
+COPY_BYTES: Final = 16 << 20
+
+
+class InterruptedRun(Exception):  # noqa: N818 - a request to stop is not an error
+    """The run was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """One report of the loop: bytes and tensors since the last report; `finished` names a shard just recorded."""
+class ShardTask:
+    """What the conversion of one shard needs, as values that can be pickled.
 
-    bytes_in: int = 0
-    bytes_out: int = 0
-    tensors: int = 0
-    finished: str | None = None
+    `source_folder` holds the source shards, `header_digests` are those of the shards that are read. `inflight_bytes`
+    bounds the bytes in memory. With `is_shrinking` the source shards are freed while they are read. With `for_upload`
+    the shard's sha256 is computed too.
+    """
+
+    shard: ShardJob
+    recipe: Recipe
+    source_folder: Path
+    destination: Path
+    device: str
+    fingerprint: str
+    header_digests: dict[str, str]
+    inflight_bytes: int
+    is_shrinking: bool = False
+    for_upload: bool = False
 
 
-Report = Callable[[Progress], None]
+def convert_shard(
+    task: ShardTask, *, threads: Threads | None = None, events: Events = SILENT, stop: Event | None = None
+) -> ShardRecord:
+    """Write one shard under its final name and return its record, which is not in the journal yet.
 
-
-class InterruptedRun(Exception):  # noqa: N818 - not an error: somebody asked to stop
-    """The run was asked to stop between two steps."""
+    Without `threads` the call starts its own. Raises InterruptedRun when `stop` is set, CheckpointError for invalid
+    values in the source, SourceReadError, DiskFullError, DestinationWriteError.
+    """
+    shrinking: dict[str, ShrinkingFile] = {}
+    if task.is_shrinking:
+        shrinking = {name: ShrinkingFile(task.source_folder / name) for name in task.shard.source_shards}
+    with ExitStack() as stack:
+        if threads is None:
+            threads = stack.enter_context(open_threads(1))
+        reader = stack.enter_context(ShardReader(lambda name: task.source_folder / name, shrinking=shrinking))
+        stack.enter_context(remedy(SOURCE_REMEDY))
+        recipe = task.recipe
+        quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule, device=task.device)
+        return _Conversion(task, quantizer, reader, threads, events, stop or Event()).run()
 
 
 _Result = tuple[list[Bytes], list[ProjectionRecord]]
@@ -59,7 +89,7 @@ _Result = tuple[list[Bytes], list[ProjectionRecord]]
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """The bytes of one piece, read beforehand."""
+    """The bytes of one piece, read before its conversion."""
 
     parts: dict[str, Bytes]
 
@@ -69,7 +99,7 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One unit of work: what it reads, and the call that makes of it buffers in file order and records."""
+    """One unit of work: what it reads, and the call that returns its buffers in file order and its records."""
 
     num_bytes: int
     bytes_in: int
@@ -79,102 +109,91 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardConverter:
-    """Converts single shards of a plan into a folder; safe to call from several threads at once."""
-
-    plan: Plan
-    reader: ShardReader
+class _Conversion:
+    task: ShardTask
     quantizer: Quantizer
-    destination: Path
-    pool: ThreadPoolExecutor
-    reading: ThreadPoolExecutor
-    fingerprint: str
-    header_digests: Mapping[str, str]
+    reader: ShardReader
+    threads: Threads
+    events: Events
     stop: Event
-    preallocate: bool = True
-    for_upload: bool = False
-    inflight_bytes: int = INFLIGHT_BYTES
 
-    def convert(self, job: ShardJob, *, report: Report) -> ShardRecord:
-        """Write one shard under its final name and return its record (not yet journalled)."""
-        outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in job.outputs]
-        header = encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
-        file_bytes = len(header) + job.data_bytes
-        path, records = self.destination / job.name, list[ProjectionRecord]()
-        with ShardWriter(path, file_bytes, preallocate=self.preallocate, for_upload=self.for_upload) as writer:
+    def run(self) -> ShardRecord:
+        task, shard = self.task, self.task.shard
+        outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in shard.outputs]
+        header = encode_header(outputs, metadata=dict(shard.metadata), alignment=ALIGNMENT)
+        file_bytes = len(header) + shard.data_bytes
+        path, records = task.destination / shard.name, list[ProjectionRecord]()
+        preallocate = not task.is_shrinking
+        with ShardWriter(path, file_bytes, preallocate=preallocate, for_upload=task.for_upload) as writer:
             writer.write(header)
-            for piece, (buffers, measured) in self._ahead(self._pieces(job)):
+            for piece, (buffers, measured) in self._ahead(self._pieces()):
                 for buffer in buffers:
                     writer.write(buffer.data)
                 records += measured
-                report(Progress(piece.bytes_in, sum(b.nbytes for b in buffers), piece.tensors))
+                bytes_out = sum(b.nbytes for b in buffers)
+                self.events.progress(bytes_in=piece.bytes_in, bytes_out=bytes_out, tensors=piece.tensors)
             digest = writer.commit()
         return ShardRecord(
-            shard=job.name,
-            fingerprint=self.fingerprint,
+            shard=shard.name,
+            fingerprint=task.fingerprint,
             blake3=digest,
             file_bytes=file_bytes,
             num_tensors=len(outputs),
-            source_headers={shard: self.header_digests[shard] for shard in job.source_shards},
+            source_headers={name: task.header_digests[name] for name in shard.source_shards},
             projections=tuple(records),
             sha256=writer.sha256,
         )
 
     def _ahead(self, pieces: Iterator[_Piece]) -> Iterator[tuple[_Piece, _Result]]:
-        """Run pieces in the pools ahead of the writer, at most `inflight_bytes` of them (or one larger piece)."""
-        waiting: deque[tuple[_Piece, Future[_Result]]] = deque()
-        inflight = 0
+        """Run pieces in the pools ahead of the writer: at most `inflight_bytes` of them, or one larger piece."""
+        waiting: deque[tuple[_Piece, Future[_Loaded], Future[_Result]]] = deque()
+        inflight, limit = 0, self.task.inflight_bytes
         following = next(pieces, None)
         try:
             while waiting or following is not None:
-                while following is not None and (not waiting or inflight + following.num_bytes <= self.inflight_bytes):
-                    loading = self.reading.submit(self._load, following)
-                    waiting.append((following, self.pool.submit(self._make, following, loading)))
+                while following is not None and (not waiting or inflight + following.num_bytes <= limit):
+                    loading = self.threads.reading.submit(self._load, following)
+                    waiting.append((following, loading, self.threads.converting.submit(_convert, following, loading)))
                     inflight += following.num_bytes
                     following = next(pieces, None)
                 if self.stop.is_set():
                     raise InterruptedRun
-                piece, future = waiting.popleft()
-                result = future.result()
+                piece, _, converting = waiting.popleft()
+                result = converting.result()
                 inflight -= piece.num_bytes
                 yield piece, result
         finally:
-            for _, future in waiting:
-                future.cancel()
+            unfinished = [future for _, *futures in waiting for future in futures]
+            wait([future for future in unfinished if not future.cancel()])  # they read from files that are closed next
 
     def _load(self, piece: _Piece) -> _Loaded:
         if self.stop.is_set():
             raise InterruptedRun
         return _Loaded({t.name: self.reader.read(t, begin=begin, end=end) for t, begin, end in piece.reads})
 
-    def _make(self, piece: _Piece, loading: Future[_Loaded]) -> _Result:
-        return piece.call(loading.result())
-
-    def _pieces(self, job: ShardJob) -> Iterator[_Piece]:
-        for step in job.steps:
+    def _pieces(self) -> Iterator[_Piece]:
+        for step in self.task.shard.steps:
             if isinstance(step, CopyStep):
                 size = step.tensor.num_bytes
                 for begin in range(0, max(size, 1), COPY_BYTES):
                     end = min(begin + COPY_BYTES, size)
-                    last = 1 if end == size else 0
                     reads = ((step.tensor, begin, end),)
-                    yield _Piece(end - begin, end - begin, last, reads, partial(self._copy, step))
+                    tensors = 1 if end == size else 0
+                    yield _Piece(end - begin, end - begin, tensors, reads, partial(_copy_step, step))
             else:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
                 bytes_out = sum(o.num_bytes for o in step.outputs)
-                yield _Piece(bytes_in + bytes_out, bytes_in, len(step.outputs), reads, partial(self._convert, step))
+                call = partial(self._convert_step, step)
+                yield _Piece(bytes_in + bytes_out, bytes_in, len(step.outputs), reads, call)
 
-    def _copy(self, step: CopyStep, loaded: _Loaded) -> _Result:
-        return [loaded.read(step.tensor)], []
-
-    def _convert(self, step: ConvertStep, loaded: _Loaded) -> _Result:
-        if self.plan.recipe.target == "bf16":
+    def _convert_step(self, step: ConvertStep, loaded: _Loaded) -> _Result:
+        if self.task.recipe.target == "bf16":
             return [_dequantize(load_projection(loaded, p)) for p in step.members], []
         sources = [(p, load_projection(loaded, p)) for p in step.members]
-        magnitudes = [self.quantizer.measure(source, name=_where(p)) for p, source in sources]
+        magnitudes = [self.quantizer.measure(source, name=p.where) for p, source in sources]
         for partner in step.partners:
-            magnitudes.append(self.quantizer.measure(load_projection(loaded, partner), name=_where(partner)))
+            magnitudes.append(self.quantizer.measure(load_projection(loaded, partner), name=partner.where))
         shared = magnitudes[0]
         for magnitude in magnitudes[1:]:
             shared = shared.merge(magnitude)
@@ -194,73 +213,30 @@ class ShardConverter:
             source, name=projection.module, magnitude=shared, global_scale=global_scale
         )
         buffers = [result.packed.reshape(-1), result.block_scales.reshape(-1)]
-        scalars = scalar_bytes(self.plan.recipe, projection, global_scale)
+        scalars = scalar_bytes(self.task.recipe, projection, global_scale)
         buffers += [np.frombuffer(raw, dtype=np.uint8) for raw in scalars]
         return buffers, ProjectionRecord(projection.module, projection.role, global_scale, metrics.to_dict())
 
 
+def _convert(piece: _Piece, loading: Future[_Loaded]) -> _Result:
+    return piece.call(loading.result())
+
+
+def _copy_step(step: CopyStep, loaded: _Loaded) -> _Result:
+    return [loaded.read(step.tensor)], []
+
+
 def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) -> list[bytes]:
-    """The scalars of one converted projection as the layout stores them: global scale, then input scale if W4A4."""
+    """Return the scalars of one converted projection as the layout stores them: global scale, input scale if W4A4."""
     names = LAYOUTS[recipe.layout]
     try:
         scalars = [names.encode_scalar(global_scale)]
     except FormatError as error:
-        raise FormatError(f"{_where(projection)}: {error}") from None
+        raise FormatError(f"{projection.where}: {error}") from None
     if recipe.activations == "w4a4":
-        scale = recipe.input_scale.down if projection.projection == "down" else recipe.input_scale.gate_up
+        scale = recipe.input_scale.down if projection.kind == "down" else recipe.input_scale.gate_up
         scalars.append(names.encode_scalar(scale))
     return scalars
-
-
-def run_conversion(
-    *,
-    plan: Plan,
-    converters: Sequence[ShardConverter],
-    journal: Journal,
-    fingerprint: str,
-    workers: int,
-    report: Report,
-) -> dict[str, ShardRecord]:
-    """Convert every shard not yet in the journal, `workers` at a time; returns all records by shard.
-
-    Only records with this digest of the job's fingerprint count: a shard of another job is written anew.
-    Shards go to the converters (one a device) as these come free, so several devices share one plan. The first failure
-    stops the others between two steps; what was recorded stays. An interrupt does the same.
-    """
-    finished = journal.finished(fingerprint=fingerprint)
-    pending = [job for job in plan.jobs if job.name not in finished]
-
-    free: SimpleQueue[ShardConverter] = SimpleQueue()
-    for i in range(max(workers, 1)):
-        free.put(converters[i % len(converters)])
-
-    def work(job: ShardJob) -> None:
-        converter = free.get()
-        try:
-            record = converter.convert(job, report=report)
-        finally:
-            free.put(converter)
-        journal.record(record)
-        finished[job.name] = record
-        report(Progress(finished=job.name))
-
-    with ThreadPoolExecutor(max_workers=max(workers, 1), thread_name_prefix="shard") as shards:
-        futures = [shards.submit(work, job) for job in pending]
-        try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failed = next((f for f in done if f.exception() is not None), None)
-            if failed is not None:
-                failed.result()
-        finally:
-            for converter in converters:
-                converter.stop.set()
-            for future in futures:
-                future.cancel()
-    return finished
-
-
-def _where(projection: Projection) -> str:
-    return f"{projection.home.shard}: {projection.module}"
 
 
 def _dequantize(source: SourceArrays) -> Bytes:

@@ -1,10 +1,10 @@
-"""The uploading side of a streamed job: from the journal's records to a branch, and from the branch to main.
+"""The upload stage of a job: from finished shards to the work branch, and from the branch to main.
 
-A shard may leave the disk once the branch lists it with the sha256 computed here from the file. That hash is kept
+A shard may leave the disk when the branch lists it with the sha256 that was computed here. That hash is kept in
 
     DEST/.k2convert/uploads/SHARD.json    sha256, blake3, size and the contract's scan, written before the upload
 
-and travels to the branch together with the shard's record, so that another machine can continue the job.
+and goes to the branch with the shard's record, so that a different machine can continue the job.
 """
 
 import hashlib
@@ -16,21 +16,34 @@ from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.files import parse_json_object, read_json_file, write_atomically
+from k2convert.checkpoint.names import RECORDS_FOLDER, UPLOADS_FOLDER
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import ChangedFileError, CheckpointError
-from k2convert.hub.branch import Publication, Upload
+from k2convert.hub.branch import Branch, Upload
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
 from k2convert.validate.contract.streamed import is_scan, scan_shard
 
-UPLOADS = "uploads"
-_RECORDS = "shards"
+
+class ShardHashes:
+    """Computes the sha256 of shards while their bytes pass in order. The Hub identifies files by it."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, Any] = {}
+
+    def shard_bytes(self, shard: str, data: Bytes) -> None:
+        """Take the next bytes of a shard."""
+        self._digests.setdefault(shard, hashlib.sha256()).update(data.data)
+
+    def sha256(self, shard: str) -> str:
+        """Return the hash of all bytes so far, as hex."""
+        return self._digests[shard].hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class UploadRecord:
-    """The hashes of one finished shard and what the contract's scan of it found; `blake3` ties them to its record."""
+    """The hashes of one finished shard, and what the contract's scan found. `blake3` ties it to the shard's record."""
 
     sha256: str
     blake3: str
@@ -39,53 +52,53 @@ class UploadRecord:
 
 
 @dataclass(slots=True)
-class Shipping:
-    """Implements the pipeline's Publisher for one job; `records` is shared with the converting side."""
+class Uploads:
+    """The pipeline's UploadStage for one job. `records` is shared with the converting side."""
 
-    publication: Publication
+    branch: Branch
     journal: Journal
     records: dict[str, ShardRecord]
     uploads: dict[str, UploadRecord] = field(default_factory=dict[str, UploadRecord])
-    _arrived: list[str] = field(default_factory=list[str])
+    _on_branch: list[str] = field(default_factory=list[str])
 
     @property
     def num_pending(self) -> int:
-        return self.publication.num_pending + len(self._arrived)
+        return self.branch.num_pending + len(self._on_branch)
 
     def is_group_due(self) -> bool:
-        return self.publication.is_group_due() or len(self._arrived) > 0
+        return self.branch.is_group_due() or len(self._on_branch) > 0
 
     def upload(self, name: str) -> None:
-        """Scan a shard's file and send it unless the branch has it.
+        """Scan a shard's file, and send it unless the branch has it.
 
-        A shard counts as published when the Hub lists it with the sha256 of what was written: taken while it was
-        written, or else here from the file, held against the record's blake3. Raises CheckpointError where the file is
-        no longer what was written.
+        A shard is on the branch if the Hub lists it with the sha256 of what was written. That hash was computed during
+        the write, or it is computed here while the file's blake3 is compared with the record. Raises ChangedFileError
+        if the file does not match its record.
         """
         path = self.journal.destination / name
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="examine") as aside:
             examined = aside.submit(self._examine, name)
-            if name in self.publication.on_branch:
+            if name in self.branch.on_branch:
                 found = examined.result()
-                if self.publication.has(name, found.sha256, found.file_bytes):
-                    self._arrived.append(name)
+                if self.branch.has(name, found.sha256, found.file_bytes):
+                    self._on_branch.append(name)
                     return
-            operation = self.publication.send(name, path, sha256=self.records[name].sha256)
+            operation = self.branch.send(name, path, sha256=self.records[name].sha256)
             found = examined.result()
         leave_cache(path)
         documents = {
-            f"{_RECORDS}/{name}.json": json.dumps(self.records[name].to_dict()).encode(),
-            f"{UPLOADS}/{name}.json": json.dumps(asdict(found)).encode(),
+            f"{RECORDS_FOLDER}/{name}.json": json.dumps(self.records[name].to_dict()).encode(),
+            f"{UPLOADS_FOLDER}/{name}.json": json.dumps(asdict(found)).encode(),
         }
-        self.publication.add(Upload(name, path, found.sha256, found.file_bytes), operation, records=documents)
+        self.branch.add(Upload(name, path, found.sha256, found.file_bytes), operation, records=documents)
 
     def _examine(self, name: str) -> UploadRecord:
-        """Look at a shard's bytes and keep what was found."""
+        """Scan a shard's bytes and keep what was found."""
         record, path, hashes = self.records[name], self.journal.destination / name, ShardHashes()
         if record.sha256 is not None:
             scan, sha256 = scan_shard(path.parent, name, blake3=record.blake3), record.sha256
         else:
-            scan = scan_shard(path.parent, name, passing=hashes.add)
+            scan = scan_shard(path.parent, name, visitor=hashes)
             sha256 = hashes.sha256(name)
         if scan["digests"][name] != record.blake3:
             raise ChangedFileError(path)
@@ -95,83 +108,66 @@ class Shipping:
         return found
 
     def commit(self) -> list[str]:
-        """Commit what was sent; returns the shards whose files are no longer needed here."""
-        arrived = list(self._arrived)  # other threads may add to it meanwhile
-        names = arrived + [upload.name for upload in self.publication.commit_group()]
-        del self._arrived[: len(arrived)]
+        """Commit what was sent; returns the shards whose local files are no longer needed."""
+        on_branch = list(self._on_branch)  # other threads may add to it meanwhile
+        names = on_branch + [upload.name for upload in self.branch.commit_group()]
+        del self._on_branch[: len(on_branch)]
         return names
 
-    def restore(self, *, fingerprint: str) -> None:
-        """Take over what the journal and the branch know of this job; records of other jobs are left out."""
-        for folder in (_RECORDS, UPLOADS):
+    def restore(self, digest: str) -> None:
+        """Take over what the journal and the branch know of the job with this fingerprint digest."""
+        for folder in (RECORDS_FOLDER, UPLOADS_FOLDER):
             (self.journal.folder / folder).mkdir(parents=True, exist_ok=True)
-        found = self.publication.read_records(wanted=lambda name: not (self.journal.folder / name).exists())
+        found = self.branch.read_records(wanted=lambda name: not (self.journal.folder / name).exists())
         for name, data in found.items():
             if _is_record(name, data):
                 write_atomically(self.journal.folder / name, data)
-        for name, record in self.journal.records().items():
-            if record.fingerprint == fingerprint:
-                self.records[name] = record
+        self.records.update(self.journal.records(digest))
         for name, record in self.records.items():
             upload = self._read_upload(name)
             if upload is not None and upload.blake3 == record.blake3:
                 self.uploads[name] = upload
 
-    def is_on_branch(self, name: str) -> bool:
-        """Whether a shard needs neither conversion nor upload any more."""
+    def has_arrived(self, name: str) -> bool:
+        """Return whether a shard needs neither conversion nor upload."""
         upload = self.uploads.get(name)
-        return upload is not None and self.publication.has(name, upload.sha256, upload.file_bytes)
+        return upload is not None and self.branch.has(name, upload.sha256, upload.file_bytes)
 
-    def finish(self, *, files: Mapping[str, Path | bytes], message: str) -> str:
-        """Publish all shards and `files` on main in one commit; returns its id."""
+    def commit_to_main(self, *, files: Mapping[str, Path | bytes], message: str) -> str:
+        """Put all shards and `files` on main in one commit; returns its id."""
         shards = {name: (upload.sha256, upload.file_bytes) for name, upload in self.uploads.items()}
-        return self.publication.finish(shards=shards, files=files, message=message)
+        return self.branch.commit_to_main(shards=shards, files=files, message=message)
 
     def _upload_path(self, name: str) -> Path:
-        return self.journal.folder / UPLOADS / f"{name}.json"
+        return self.journal.folder / UPLOADS_FOLDER / f"{name}.json"
 
     def _read_upload(self, name: str) -> UploadRecord | None:
         path = self._upload_path(name)
         if not path.exists():
             return None
         try:
-            return _upload_record(read_json_file(path))
+            return _parse_upload(read_json_file(path))
         except CheckpointError:
             return None
 
 
 def _is_record(path: str, data: bytes) -> bool:
-    """Whether a file of the branch is one that an earlier run put there, whole; others are made again."""
+    """Return whether a file of the branch is an undamaged record of an earlier run. Other files are ignored."""
     folder, _, name = path.partition("/")
-    if folder not in (_RECORDS, UPLOADS) or "/" in name or "\\" in name:
+    if folder not in (RECORDS_FOLDER, UPLOADS_FOLDER) or "/" in name or "\\" in name:
         return False
     try:
         document = parse_json_object(data.decode(), where=path)
-        if folder == UPLOADS:
-            return _upload_record(document) is not None
+        if folder == UPLOADS_FOLDER:
+            return _parse_upload(document) is not None
         return f"{ShardRecord.from_dict(document).shard}.json" == name
-    except (CheckpointError, ValueError):
+    except ValueError:  # CheckpointError is one
         return False
 
 
-def _upload_record(document: dict[str, Any]) -> UploadRecord | None:
-    """The record that a document holds, or None where it is of another form than `_examine` writes."""
+def _parse_upload(document: dict[str, Any]) -> UploadRecord | None:
+    """Return the record in a document, or None if its form is wrong."""
     kinds = {"sha256": str, "blake3": str, "file_bytes": int, "scan": dict}
     if document.keys() != kinds.keys() or not all(isinstance(document[key], kind) for key, kind in kinds.items()):
         return None
     return UploadRecord(**document) if is_scan(document["scan"]) else None
-
-
-class ShardHashes:
-    """The sha256 of shards whose bytes pass in order: what the Hub knows files by."""
-
-    def __init__(self) -> None:
-        self._digests: dict[str, Any] = {}
-
-    def add(self, shard: str, data: Bytes) -> None:
-        """Take the next bytes of a shard; a scan's `passing`."""
-        self._digests.setdefault(shard, hashlib.sha256()).update(data.data)
-
-    def sha256(self, shard: str) -> str:
-        """The hash as hex of all that has passed."""
-        return self._digests[shard].hexdigest()

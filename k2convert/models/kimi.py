@@ -102,6 +102,7 @@ def _family(name: str, *, recipe: str, prefix: str, has_vision: bool, naming: En
         unconverted=partial(_unconverted, has_vision),
         card=ModelCardFacts(
             model_kind="a Kimi K2 model",
+            kept=("attention", "router", "embeddings and output head"),
             tags=("kimi-k2",),
             vllm_options="--enable-auto-tool-choice --tool-call-parser kimi_k2 --reasoning-parser kimi_k2",
             sglang_options="--tool-call-parser kimi_k2 --reasoning-parser kimi_k2",

@@ -85,9 +85,10 @@ class EngineNaming:
 
 @dataclass(frozen=True, slots=True)
 class ModelCardFacts:
-    """What a model card says of a family: its kind in words, Hub tags, and serve options for vLLM and SGLang."""
+    """What a model card says of a family: its kind, what stays BF16, Hub tags, serve options of vLLM and SGLang."""
 
     model_kind: str
+    kept: tuple[str, ...]
     tags: tuple[str, ...] = ()
     vllm_options: str = ""
     sglang_options: str = ""

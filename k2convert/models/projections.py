@@ -101,7 +101,7 @@ def find_projections(
             projections[module] = _int4_projection(parts, found)
         elif parts.parameter in INT4_PARAMETERS and WEIGHT_PACKED not in found:
             raise PlanError(
-                f"{found[parts.parameter].shard}: {name}: no shard has the {WEIGHT_PACKED} that belongs to it. {SOURCE_REMEDY}"
+                f"{found[parts.parameter].shard}: {name}: no shard has its {WEIGHT_PACKED}. {SOURCE_REMEDY}"
             )
         elif parts.role in roles and parts.parameter == WEIGHT:
             projections[module] = _bf16_projection(parts, found[WEIGHT])
@@ -161,7 +161,8 @@ def _bf16_projection(parts: TensorName, weight: TensorInfo) -> Projection:
     num_rows, num_columns = weight.shape
     if num_columns % BLOCK_SIZE:
         raise PlanError(
-            f"{weight.shard}: {weight.name}: {num_columns} input columns are not a multiple of {BLOCK_SIZE}. {SOURCE_REMEDY}"
+            f"{weight.shard}: {weight.name}: {num_columns} input columns are not a multiple of {BLOCK_SIZE}. "
+            f"{SOURCE_REMEDY}"
         )
     return Projection(
         parts.module, parts.role, str(parts.projection), parts.sharing_key, num_rows, num_columns, weight=weight
@@ -205,7 +206,8 @@ def check_experts(
     if sorted(experts) != list(architecture.moe_layers):
         raise PlanError(
             f"{source.folder}: config.json has the MoE layers {_span(architecture.moe_layers)}, but experts are in "
-            f"{_span(tuple(sorted(experts)))}. A shard is missing, or config.json belongs to a different model. {SOURCE_REMEDY}"
+            f"{_span(tuple(sorted(experts)))}. A shard is missing, or config.json belongs to a different model. "
+            f"{SOURCE_REMEDY}"
         )
     for layer, found in experts.items():
         if sorted(found) != list(range(count)):

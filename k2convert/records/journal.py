@@ -159,7 +159,7 @@ class Journal:
         job = self.job()
         if job is None:
             raise DestinationError(
-                f"{self.destination}: no conversion was begun here. `k2convert run SOURCE {self.destination}` begins one."
+                f"{self.destination}: holds no conversion. `k2convert run SOURCE {self.destination}` begins one."
             )
         finished = {n: r for n, r in self.records(job.digest).items() if self.has_file(r) or self._was_uploaded(n)}
         is_assembled = all((self.destination / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))

@@ -17,7 +17,7 @@ from k2convert import __version__
 from k2convert.checkpoint.files import dump_json, mapping_or_empty, read_json_file
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.errors import CheckpointError, MalformedFileError, RecipeError
+from k2convert.errors import CheckpointError, RecipeError
 from k2convert.plan.plan import Plan
 from k2convert.plan.recipe import Recipe, build_recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metrics, total_metrics
@@ -136,7 +136,7 @@ def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
 
 
 def encode_ledger(path: Path, ledger: Ledger) -> bytes:
-    """Return the bytes to write to `path`. Versions of an equal ledger there are kept: those of the run that converted."""
+    """Return the bytes to write to `path`. If an equal ledger is there, its versions are kept: those that converted."""
     new = json.loads(ledger.to_bytes())
     try:
         found = read_json_file(path)

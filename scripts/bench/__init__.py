@@ -1,1 +1,1 @@
-"""Benchmarks: k2convert beside a plain copy and beside the published pipelines, on the same files in the same run."""
+"""Benchmarks: k2convert, a plain copy and the published pipelines, on the same files in the same run."""

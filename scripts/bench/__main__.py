@@ -1,6 +1,6 @@
 """`scripts/bench/run`: limits, k2convert, peers and growth on K2-shaped shards; Markdown on stdout, JSON in a file.
 
-Commands that are compared run in turns, not one after the other's last: a shared machine's speed drifts.
+Commands that are compared take turns, because the speed of a shared machine drifts.
 """
 
 import argparse
@@ -17,24 +17,25 @@ from typing import Any
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.validate.validation import measure_folder
 from scripts.bench.measure import Run, describe_machine, evict, run_once, summarize, warm
+from scripts.bench.table import markdown
 from scripts.fixture_maker.__main__ import main as make_fixture
 
 PYTHON = sys.executable
 LIMITS = "scripts.bench.limits"
 PEERS = "scripts.bench.peers"
 RULES = ("plain", "optimal")
-ONE, FOUR = 1, 4  # gigabytes of the shards that one core converts and that are validated: enough to tell, soon done
+ONE, FOUR = 1, 4  # GB: for one core, and for validation and the disk; large enough to measure, quick to finish
 
 
 @dataclass(frozen=True)
 class Job:
-    """One command to time: its label, the checkpoint it reads and whether that is in the page cache before."""
+    """One command to time: its label, the checkpoint it reads, and whether that starts outside the page cache."""
 
     label: str
     source: Path
     command: Sequence[str | Path]
     cold: bool = False
-    cores: int | None = None
+    one_core: bool = False
     measures_error: bool = False
 
 
@@ -47,7 +48,7 @@ class Bench:
         self.results: dict[str, dict[str, Any]] = {}
 
     def source(self, name: str, *options: object) -> Path:
-        """A K2-shaped checkpoint, made once."""
+        """Make a K2-shaped checkpoint if it is missing, and return its folder."""
         folder = self.work / name
         if not (folder / "config.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -60,14 +61,14 @@ class Bench:
         return self.source(f"main-{gigabytes:g}", "--gigabytes", gigabytes)
 
     def time(self, *jobs: Job) -> None:
-        """Run the jobs in turns, `runs` turns; medians and spreads go to the results under their labels."""
+        """Run all jobs `runs` times, in turns, and add their medians and spreads to the results."""
         runs: dict[str, list[Run]] = {job.label: [] for job in jobs}
         for turn in range(self.runs):
             for job in jobs:
                 note(f"{job.label} ({turn + 1} of {self.runs})")
                 shutil.rmtree(self.out, ignore_errors=True)
                 (evict if job.cold else warm)(job.source)
-                runs[job.label].append(run_once([PYTHON, "-m", *job.command], cores=job.cores))
+                runs[job.label].append(run_once([PYTHON, "-m", *job.command], one_core=job.one_core))
                 if job.measures_error and turn == 0:
                     self.results[job.label] = self._error(job.source)
         for job in jobs:
@@ -80,7 +81,7 @@ class Bench:
         return ["k2convert", "run", source, self.out, "--json", "--device", self.device, *options]
 
     def _error(self, source: Path) -> dict[str, Any]:
-        """Weight error of what stands in the result folder, by the independent decoder."""
+        """Measure the weight error in the result folder with the independent decoder."""
         _, weights = measure_folder(folder=self.out, source=open_checkpoint(source), reference=False, progress=None)
         assert weights is not None
         total = weights.totals()["total"]
@@ -101,19 +102,22 @@ def int4_weights(source: Path) -> int:
 
 
 def whole_command(bench: Bench, gigabytes: float) -> None:
-    """Copying and converting the same cold folder; smaller ones read, written, warm, on one core, and validated."""
+    """Copy and convert the same cold folder; read, write, convert and validate smaller ones."""
     source, smaller, smallest = (bench.sized(min(size, gigabytes)) for size in (gigabytes, FOUR, ONE))
-    # What the first run writes is validated below.
+    # A conversion to validate below.
     validated = bench.work / "validated"
     shutil.rmtree(validated, ignore_errors=True)
     subprocess.run([PYTHON, "-m", "k2convert", "run", smaller, validated, "--json"], check=True, capture_output=True)
-    bench.time(*beside_copy(bench, source, cold=True))
+    bench.time(*copy_and_runs(bench, source, cold=True))
     bench.time(
-        Job("read alone, cold", smaller, [LIMITS, "read", smaller], cold=True),
-        Job("durable write alone", smaller, [LIMITS, "write", smaller, bench.out]),
+        Job("read, cold", smaller, [LIMITS, "read", smaller], cold=True),
+        Job("durable write", smaller, [LIMITS, "write", smaller, bench.out]),
     )
     bench.time(
-        *(Job(f"run {r}, one core, warm", smallest, bench.convert(smallest, "--rule", r), cores=1) for r in RULES),
+        *(
+            Job(f"run {r}, one core, warm", smallest, bench.convert(smallest, "--rule", r), one_core=True)
+            for r in RULES
+        ),
         Job("run optimal, smaller, warm", smaller, bench.convert(smaller)),
         Job("validate --source, smaller, warm", smaller, ["k2convert", "validate", validated, "--source", smaller]),
     )
@@ -121,21 +125,21 @@ def whole_command(bench: Bench, gigabytes: float) -> None:
     shutil.rmtree(validated)
 
 
-def beside_copy(bench: Bench, source: Path, *, cold: bool) -> list[Job]:
-    """Copying a folder and converting it by both rules, in one cache state."""
+def copy_and_runs(bench: Bench, source: Path, *, cold: bool) -> list[Job]:
+    """Return the jobs that copy a folder and convert it by both rules, in one cache state."""
     state = "cold" if cold else "warm"
     copy = Job(f"cp + fsync, {state}", source, [LIMITS, "copy", source, bench.out], cold)
     return [copy, *(Job(f"run {rule}, {state}", source, bench.convert(source, "--rule", rule), cold) for rule in RULES)]
 
 
 def peers(bench: Bench, gigabytes: float) -> None:
-    """The published pipelines on slices they can finish, in turns with k2convert on the same slices and on all."""
+    """Run the published pipelines on slices they can finish, and k2convert on slices and on everything."""
     slice_, short = bench.source("slice-8", "--experts", 8), bench.source("slice-2", "--experts", 2)
     small = bench.source("slice-small", "--experts", 1, "--hidden", 2048, "--intermediate", 256)
     nearly_empty = bench.source("nearly-empty", "--experts", 1, "--hidden", 256, "--intermediate", 64)
     chain = ["--quantizer", "reference"]
     bench.time(
-        *beside_copy(bench, bench.sized(gigabytes), cold=False),
+        *copy_and_runs(bench, bench.sized(gigabytes), cold=False),
         Job("start-up, k2convert", nearly_empty, bench.convert(nearly_empty)),
         Job("start-up, reference chain", nearly_empty, bench.convert(nearly_empty, *chain)),
         Job("start-up, llm-compressor", nearly_empty, [PEERS, "chain", nearly_empty, bench.out]),
@@ -151,15 +155,15 @@ def peers(bench: Bench, gigabytes: float) -> None:
         ("llm-compressor NVFP4A16", "start-up, llm-compressor"),
         ("llm-compressor expanded MSE", "start-up, llm-compressor"),
     ):
-        # What a process needs before its first weight would drown a slice: it is measured and taken off.
+        # Start-up would dominate the time of a slice, so it is measured and subtracted.
         result = bench.results[label]
         working = result["seconds"] - bench.results[start_up]["seconds"]
-        if working > result["seconds"] / 4:  # else the slice is too small to tell a rate from it
+        if working > result["seconds"] / 4:  # otherwise start-up hides the rate
             result["weights_per_second"] = result["source_weights"] / working
 
 
 def growth(bench: Bench, sizes: Sequence[int]) -> None:
-    """Whole-command time and memory as the shard grows."""
+    """Time the whole command and take its peak memory on checkpoints of growing size."""
     labels = {size: f"growth {size} GB, optimal, warm" for size in sizes}
     measured = {r["gigabytes"]: r for r in bench.results.values() if "gigabytes" in r}
     folders = [(label, bench.sized(size)) for size, label in labels.items() if size not in measured]
@@ -169,7 +173,7 @@ def growth(bench: Bench, sizes: Sequence[int]) -> None:
 
 
 def kernels(bench: Bench) -> None:
-    """Conversion alone, in memory."""
+    """Time the kernels, in memory."""
     note("kernels")
     command = [PYTHON, "-m", "scripts.bench.kernels", bench.device]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -177,49 +181,14 @@ def kernels(bench: Bench) -> None:
         bench.results[f"kernel {label}"] = figures
 
 
-def markdown(bench: Bench) -> str:
-    """The results as a table; ratios against the copy in the same cache state."""
-    columns = ("what", "seconds (min..max)", "GB/s in", "of cp", "weights/s", "peak RSS", "SQNR", "of copy bandwidth")
-    lines = [describe_machine(), "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for label, r in bench.results.items():
-        copy = bench.results.get(f"cp + fsync, {'cold' if r.get('cold') else 'warm'}", {})
-        same = "seconds" in r and r["source_bytes"] == copy.get("source_bytes")
-        cells = (
-            label,
-            f"{r['seconds']:.2f} ({r['fastest']:.2f}..{r['slowest']:.2f})" if "seconds" in r else "",
-            f"{r['source_bytes'] / r['seconds'] / 1e9:.2f}" if "seconds" in r else "",
-            f"{copy['seconds'] / r['seconds']:.2f}" if same else "",
-            f"{r['weights_per_second'] / 1e6:.3g} M" if "weights_per_second" in r else "",
-            f"{r['peak_rss'] / 1e9:.2f} GB" if "peak_rss" in r else "",
-            f"{r['sqnr_db']:.2f} dB" if r.get("sqnr_db") else "",
-            f"{r['of_copy_bandwidth']:.2f}" if "of_copy_bandwidth" in r else "",
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *conclusions(bench)])
-
-
-def conclusions(bench: Bench) -> list[str]:
-    """What compares two rows; the whole command, start-up and disk included, with peers' bare rates."""
-    results, lines = bench.results, []
-    ours, chain = results.get("run optimal, warm"), results.get("llm-compressor NVFP4A16", {})
-    if ours is not None and "weights_per_second" in chain:
-        times = ours["source_weights"] / ours["seconds"] / chain["weights_per_second"]
-        lines += ["", f"`run` (optimal, warm) is {times:.0f} times llm-compressor's chain without its start-up."]
-    checked, run = results.get("validate --source, smaller, warm"), results.get("run optimal, smaller, warm")
-    if checked is not None and run is not None:
-        share = run["seconds"] / checked["seconds"]
-        lines += ["", f"`validate --source` runs at {share:.2f} of `run`'s speed on the same folder."]
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the main shard; K2's have 9.8")
-    parser.add_argument("--runs", type=int, default=3, help="counted runs of each command")
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the main shard; K2's shards have 9.8")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each command")
     parser.add_argument("--growth", default="1,2,4,8", help="shard sizes in GB for the growth series; empty for none")
     parser.add_argument("--only", default="kernels,whole,peers,growth", help="parts to run")
-    parser.add_argument("--work", type=Path, default=Path("bench-work"), help="where shards are made (about 30 GB)")
+    parser.add_argument("--work", type=Path, default=Path("bench-work"), help="folder for the shards (about 30 GB)")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(arguments.work.absolute(), arguments.runs, arguments.device)
@@ -234,7 +203,7 @@ def main() -> None:
         parts[name]()
     shutil.rmtree(bench.out, ignore_errors=True)
     (bench.work / "results.json").write_text(json.dumps({"machine": describe_machine(), **bench.results}, indent=2))
-    print(markdown(bench))
+    print(f"{describe_machine()}\n\n{markdown(bench.results)}")
 
 
 if __name__ == "__main__":

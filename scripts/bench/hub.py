@@ -1,9 +1,9 @@
-"""Hub to Hub beside its stages alone, over loopback: `.venv/bin/python -m scripts.bench.hub`; Markdown on stdout.
+"""Compares a Hub to Hub job with its single stages, over loopback; Markdown on stdout.
 
-A loopback Hub (the one of tests/hub, a process of its own) holds a K2-shaped set of shards. Measured are fetching them,
-converting them from a folder, publishing the result (`k2convert publish`, which validates first), uploading it as the
-whole job does, and that job in one command; how many times the slowest stage it takes says how well the stages overlap.
-Client, server and conversion share this machine's cores.
+Run it with `.venv/bin/python -m scripts.bench.hub`. A loopback Hub (from tests/hub, in a separate process) holds a
+K2-shaped set of shards. The script times fetching them, converting them from a folder, publishing the result
+(`k2convert publish`, which validates first), uploading it as the job does, and the whole job in one command. The job's
+time over the slowest stage's shows how well the stages overlap. Client, server and conversion share the cores.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ NUM_LAYERS = 10
 
 
 def serve(root: Path, source: Path, *, line: float | None) -> None:
-    """Run the loopback Hub until killed, with so many megabytes a second each way; prints its address."""
+    """Run the loopback Hub until killed, limited to `line` MB/s each way; print its address and its token."""
     sys.path.insert(0, str(ROOT / "tests" / "hub"))
     from faults import Line
     from loopback import TOKEN, LoopbackHub
@@ -40,7 +41,7 @@ def serve(root: Path, source: Path, *, line: float | None) -> None:
 
 
 def fetch(target: Path) -> None:
-    """Fetch every shard of the set as a job does, one after the other."""
+    """Fetch every shard of the set as a job does, one after another."""
     from k2convert.hub.client import Hub, RepoRef
     from k2convert.hub.download import download_shard
     from k2convert.hub.source import open_remote, resolve_source
@@ -49,12 +50,12 @@ def fetch(target: Path) -> None:
     remote = resolve_source(hub, RepoRef(REPO))
     with tempfile.TemporaryDirectory() as folder:
         for shard in open_remote(hub, remote, folder=Path(folder)).headers:
-            download_shard(hub, remote, shard, target=target / shard)
+            download_shard(hub, remote, shard, target=target / shard, stop=threading.Event())
             (target / shard).unlink()
 
 
 def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float | None) -> dict[str, Run]:
-    """Run the stages and the whole once each."""
+    """Run each stage and the whole job once."""
     source, converted, out = work / f"layers-{gigabytes:g}-{shards}", work / "converted", work / "job"
     if not (source / "config.json").exists():
         shape = ["--dense-layers", "0", "--layers", str(NUM_LAYERS), "--gigabytes", str(gigabytes / NUM_LAYERS)]
@@ -65,23 +66,23 @@ def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float
     os.environ["HF_HUB_DISABLE_XET"] = "0" if xet else "1"
     run = [PYTHON, "-m", "k2convert", "run"]
     commands: dict[str, list[str | Path]] = {
-        "fetch alone": [PYTHON, "-m", "scripts.bench.hub", "--fetch", work / "fetched"],
-        "convert alone": [*run, source, converted, "--json"],
-        "publish alone": [PYTHON, "-m", "k2convert", "publish", converted, "--repo", "me/published", "--yes", "--json"],
-        "upload alone": [*run, source, "hf://me/upload", "--work-dir", converted, "--yes", "--json"],
+        "fetch": [PYTHON, "-m", "scripts.bench.hub", "--fetch", work / "fetched"],
+        "convert": [*run, source, converted, "--json"],
+        "publish": [PYTHON, "-m", "k2convert", "publish", converted, "--repo", "me/published", "--yes", "--json"],
+        "upload": [*run, source, "hf://me/upload", "--work-dir", converted, "--yes", "--json"],
         "Hub to Hub": [*run, f"hf://{REPO}", "hf://me/whole", "--work-dir", out, "--yes", "--json"],
     }
     results: dict[str, Run] = {}
     for label, command in commands.items():
         print(f"bench: {label}", file=sys.stderr, flush=True)
-        with hub_of_its_own(work, source, line=line):  # what one stage has uploaded, another would not have to
-            results[label] = run_once(command, cores=None)
+        with fresh_hub(work, source, line=line):  # so that no stage finds the uploads of a previous one
+            results[label] = run_once(command, one_core=False)
     return results
 
 
 @contextmanager
-def hub_of_its_own(work: Path, source: Path, *, line: float | None) -> Generator[None]:
-    """A server that knows nothing but the source, and a client without a cache."""
+def fresh_hub(work: Path, source: Path, *, line: float | None) -> Generator[None]:
+    """Start a server that holds only the source, with a client that has no cache."""
     for folder in (work / "home", work / "hub"):
         shutil.rmtree(folder, ignore_errors=True)
     arguments = ["--serve", work / "hub", source, *(["--line", str(line)] if line else [])]
@@ -100,9 +101,9 @@ def hub_of_its_own(work: Path, source: Path, *, line: float | None) -> Generator
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=5.0)
-    parser.add_argument("--shards", type=int, default=40, help="how many the layers are spread over; K2 has 62")
-    parser.add_argument("--no-xet", action="store_true", help="upload by plain LFS")
-    parser.add_argument("--line", type=float, help="megabytes a second each way; plain LFS alone goes over the line")
+    parser.add_argument("--shards", type=int, default=40, help="number of shards for the layers; K2 has 62")
+    parser.add_argument("--no-xet", action="store_true", help="upload with plain LFS")
+    parser.add_argument("--line", type=float, help="limit in MB/s each way; needs --no-xet")
     parser.add_argument("--work", type=Path, default=Path("bench-work"))
     parser.add_argument("--serve", type=Path, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--fetch", type=Path, help=argparse.SUPPRESS)
@@ -113,7 +114,9 @@ def main() -> None:
         return fetch(arguments.fetch)
     arguments.work.mkdir(parents=True, exist_ok=True)
     if arguments.line and not arguments.no_xet:
-        parser.error("--line needs --no-xet: Xet's local storage is a folder, which no line leads to")
+        parser.error(
+            "--line needs --no-xet: Xet's local storage is a folder, so nothing passes the line. Add --no-xet."
+        )
     xet, line = not arguments.no_xet, arguments.line
     work, shards = arguments.work.absolute(), arguments.shards
     results = measure(work, gigabytes=arguments.gigabytes, shards=shards, xet=xet, line=line)

@@ -1,4 +1,4 @@
-"""Conversion alone, in memory: weights per second of one thread and of all, or of a CUDA device beside its copies."""
+"""Times the kernels in memory: weights a second on one thread and on all cores, or on a CUDA device with its copies."""
 
 import json
 import os
@@ -21,14 +21,14 @@ ROWS, COLUMNS = 2048, 7168
 NUM_TENSORS = 8
 NUM_WEIGHTS = NUM_TENSORS * ROWS * COLUMNS
 BYTES_PER_WEIGHT = 2 * (4 + 0.5) / 8
-"""Read and written: 4 bits of code and half a bit of scale each way."""
+"""Bytes read and written: 4 bits of code and half a bit of scale each way."""
 REPEATS = 5
 
 Figures = dict[str, dict[str, Any]]
 
 
 def make_weights() -> list[Int4Weight]:
-    """K2-shaped projections as quantisation-aware training leaves them: codes -7..7, scale = bf16(amax / 7)."""
+    """Make K2-shaped projections like those of quantization-aware training: codes -7..7, scale = bf16(amax / 7)."""
     generator = torch.Generator().manual_seed(0)
     weights = []
     for _ in range(NUM_TENSORS):
@@ -42,14 +42,14 @@ def make_weights() -> list[Int4Weight]:
 
 
 def convert(quantizer: Quantizer, weight: Int4Arrays) -> None:
-    """What the loop does with one projection: measure, choose the global scale, quantise, take its metrics."""
+    """Convert one projection as the job does: measure, choose the global scale, quantize, take the metrics."""
     magnitude = quantizer.measure(weight, name="bench")
     scale = quantizer.global_scale(magnitude, is_int4=True)
     quantizer.quantize(weight, name="bench", magnitude=magnitude, global_scale=scale)
 
 
 def median_seconds(work: Callable[[], object]) -> float:
-    """The median of REPEATS passes after a warm-up."""
+    """Return the median of REPEATS passes after a warm-up."""
     work()
     seconds = []
     for _ in range(REPEATS):
@@ -60,7 +60,7 @@ def median_seconds(work: Callable[[], object]) -> float:
 
 
 def cpu_figures(weights: list[Int4Arrays]) -> Figures:
-    """Both rules on one thread and on all cores: converting with its counts, and all that a projection needs."""
+    """Time both rules on one thread and on all cores: converting with counts, and everything a projection needs."""
     cores, figures = os.cpu_count() or 1, Figures()
     rules: tuple[Rule, ...] = ("plain", "optimal")
     for rule in rules:
@@ -81,7 +81,7 @@ def cpu_figures(weights: list[Int4Arrays]) -> Figures:
 
 
 def cuda_figures(weights: list[Int4Weight]) -> Figures:
-    """Both rules with their counts on the device, its own copies, and ModelOpt's sweep over all E4M3 scales."""
+    """Time both rules with their counts, a copy in device memory, and ModelOpt's sweep over all E4M3 scales."""
     from modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep import nvfp4_fp8_scale_sweep
 
     from k2convert.quantize.kernels import cuda
@@ -124,7 +124,7 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
 
 
 def synchronized(work: Callable[[], object]) -> float:
-    """Median seconds of work on the device, waited for."""
+    """Return the median seconds of work on the device, waiting for it to finish."""
     return median_seconds(lambda: (work(), torch.cuda.synchronize()))
 
 

@@ -1,6 +1,6 @@
-"""Run a command and print its wall and CPU seconds and peak RSS as JSON: `python -S launch.py COMMAND...`.
+"""Runs a command and prints its wall and CPU seconds and peak RSS as JSON: `python -S launch.py COMMAND...`.
 
-A process of its own, because the system counts a child's peak from its parent's size, and this parent is small.
+This is a separate small process because the system counts a child's peak from the size of its parent.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What the disk allows, as small programs: copy + fsync, read alone, durable write alone. Run as a process each."""
+"""Shows what the disk allows: copy + fsync, read, and durable write, each run as a separate process."""
 
 import os
 import shutil
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def copy_folder(source: Path, destination: Path) -> None:
-    """`cp` of every file, each synced, then the folder."""
+    """Copy every file as `cp` does and sync it."""
     destination.mkdir(parents=True)
     for path in sorted(source.iterdir()):
         if path.is_file():
-            shutil.copyfile(path, destination / path.name)  # copy_file_range or sendfile, as cp does
+            shutil.copyfile(path, destination / path.name)  # uses copy_file_range or sendfile, like cp
             descriptor = os.open(destination / path.name, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
@@ -28,7 +28,7 @@ def read_folder(source: Path) -> None:
 
 
 def write_folder(source: Path, destination: Path) -> None:
-    """Write as many bytes as the source has through k2convert's writer."""
+    """Write the same number of bytes as the source, with k2convert's writer."""
     from k2convert.checkpoint.writer import ShardWriter
 
     destination.mkdir(parents=True)

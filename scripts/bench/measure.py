@@ -1,4 +1,4 @@
-"""Timing whole processes: wall and CPU seconds and peak memory by the operating system's own account."""
+"""Measures whole processes: wall seconds, CPU seconds and peak memory as the operating system reports them."""
 
 import json
 import os
@@ -23,7 +23,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Sample:
-    """Medians over several runs of one command, the spread of the wall time, the largest peak."""
+    """Medians of several runs of one command, the spread of the wall time, and the largest peak."""
 
     seconds: float
     fastest: float
@@ -33,9 +33,9 @@ class Sample:
     runs: int
 
 
-def run_once(command: Sequence[str | Path], *, cores: int | None) -> Run:
-    """Run a command to its end, on one core if `cores` is 1. Raises where it fails."""
-    prefix = ["taskset", "-c", "0"] if cores == 1 else []
+def run_once(command: Sequence[str | Path], *, one_core: bool) -> Run:
+    """Run a command to its end. Raises RuntimeError with its stderr if it fails."""
+    prefix = ["taskset", "-c", "0"] if one_core else []
     launcher = [sys.executable, "-S", str(Path(__file__).with_name("launch.py"))]
     done = subprocess.run([*launcher, *prefix, *map(str, command)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -44,7 +44,7 @@ def run_once(command: Sequence[str | Path], *, cores: int | None) -> Run:
 
 
 def summarize(runs: Sequence[Run]) -> Sample:
-    """Medians of runs of one command."""
+    """Return the medians of the runs of one command."""
     seconds = [run.seconds for run in runs]
     return Sample(
         seconds=statistics.median(seconds),
@@ -57,7 +57,7 @@ def summarize(runs: Sequence[Run]) -> Sample:
 
 
 def evict(folder: Path) -> None:
-    """Drop a folder's files from the page cache (clean pages need no privileges to be dropped)."""
+    """Drop a folder's files from the page cache. Dropping clean pages needs no privileges."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -67,7 +67,7 @@ def evict(folder: Path) -> None:
 
 
 def warm(folder: Path) -> None:
-    """Read into the page cache what it does not hold of a folder's files."""
+    """Read the parts of a folder's files that the page cache does not hold."""
     buffer = bytearray(16 << 20)
     for path in sorted(folder.rglob("*")):
         if not path.is_file() or path.stat().st_size == 0:
@@ -80,7 +80,7 @@ def warm(folder: Path) -> None:
 
 
 def describe_machine() -> str:
-    """Processor, cores, memory and Python's torch, in one line."""
+    """Return processor, cores, memory, Python and torch in one line."""
     model = next(
         (
             line.split(":", 1)[1].strip()

@@ -1,4 +1,4 @@
-"""The published pipelines, one process on one folder: `python -m scripts.bench.peers NAME SOURCE DESTINATION`."""
+"""Runs a published pipeline on one folder: `python -m scripts.bench.peers chain|expanded SOURCE DESTINATION`."""
 
 import sys
 import warnings
@@ -15,7 +15,7 @@ IGNORE = (
 
 
 def llm_compressor(source: Path, destination: Path, *, observer: str | None) -> None:
-    """llm-compressor's one-pass chain: INT4 -> BF16 -> NVFP4A16, with its default or its searching observer."""
+    """Run llm-compressor's one-pass chain, INT4 -> BF16 -> NVFP4A16, with its default observer or a searching one."""
     from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer
     from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
     from llmcompressor import model_free_ptq

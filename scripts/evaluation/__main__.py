@@ -35,7 +35,7 @@ INT4, FP32, FP4 = "INT4 (the source)", "FP32", "FP4"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, the text it reads, how much of it, and how many windows at once."""
+    """A model, the text it reads, the number of tokens, and the number of windows in a batch."""
 
     name: str
     source: Path
@@ -46,14 +46,14 @@ class Subject:
 
 
 def tiny_subject(work: Path) -> Subject:
-    """The tests' checkpoint on its held-out text."""
+    """The tests' checkpoint and its held-out text."""
     del work
     text = (TINY / "eval.txt").read_text(encoding="utf-8")
     return Subject("k2-tiny (7 M, DeepSeek-V3 architecture)", TINY, "eval.txt", text, 16_384, 16)
 
 
 def smollm2_subject(work: Path) -> Subject:
-    """SmolLM2-135M as a K2-named mixture of experts, on Emma."""
+    """SmolLM2-135M as a K2-named mixture of experts, and Emma."""
     source = make_smollm2(work)
     return Subject("SmolLM2-135M-Instruct as a K2-named MoE", source, "Austen's Emma", emma(work), 8_192, 4)
 
@@ -62,14 +62,14 @@ SUBJECTS = {"tiny": tiny_subject, "smollm2": smollm2_subject}
 
 
 def convert(source: Path, destination: Path, rule: str) -> Path:
-    """Run the real command; a finished or half-finished result is continued, which is its own way of resuming."""
+    """Run `k2convert run`; an unfinished result is resumed and a finished one is kept."""
     command = [sys.executable, "-m", "k2convert", "run", str(source), str(destination), "--rule", rule]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return destination
 
 
 def evaluate(subject: Subject, work: Path, *, tokens: int | None = None) -> Evaluation:
-    """Convert by both rules and score every combination of weights and activations."""
+    """Convert with both rules and score every combination of weights and activations."""
     source = source_mlps(subject.source)
     converted = {
         rule: converted_mlps(convert(subject.source, work / f"{subject.source.name}-{rule}", rule)) for rule in RULES
@@ -103,9 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     for name in (*SUBJECTS, "all"):
         command = commands.add_parser(name, help="score both rules, W4A16 and W4A4")
         command.add_argument("--json", type=Path, metavar="FILE", help="write the figures in full precision")
-        command.add_argument("--tokens", type=int, help="read less text than the README's table did")
+        command.add_argument("--tokens", type=int, help="number of tokens to read; default: as many as in RESULTS.md")
         _common(command)
-    command = commands.add_parser("capture", help="write the MoE blocks' inputs on the same text")
+    command = commands.add_parser("capture", help="write the inputs of the MoE blocks on the same text")
     command.add_argument("subject", choices=sorted(SUBJECTS))
     command.add_argument("out", type=Path, metavar="FILE")
     command.add_argument("--tokens", type=int, default=1024)
@@ -114,12 +114,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--work", type=Path, default=ROOT / "build" / "eval", help="where models and results are kept")
+    command.add_argument("--work", type=Path, default=ROOT / "build" / "eval", help="folder for models and results")
     command.add_argument("--threads", type=int, default=2)
 
 
 def main() -> None:
-    """Print Markdown on stdout; progress goes to stderr."""
+    """Print Markdown on stdout and progress on stderr."""
     options = _parser().parse_args()
     torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Jane Austen's Emma (public domain), taken from the Debian package r-cran-janeaustenr.
+"""Reads Jane Austen's Emma (public domain) from the Debian package r-cran-janeaustenr.
 
-The package holds the six novels as an R lazy-load database: per object a big-endian length, a type byte ("2" bzip2,
-"Z" raw LZMA2, else zlib) and an R serialization in XDR form (R Internals, section 1.8), of which only the strings are
-wanted. Paragraphs are joined to single lines, as language models saw them in training.
+The package holds the six novels as an R lazy-load database. Each object is a big-endian length, a type byte ("2" bzip2,
+"Z" raw LZMA2, else zlib) and an R serialization in XDR form (R Internals, section 1.8). Only the strings are read. The
+lines of a paragraph are joined, as in the text that language models are trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HAS_ATTRIBUTES, _HAS_TAG = 0x200, 0x400
 
 
 def emma(work: Path) -> str:
-    """Return the text of Emma, downloading the package into `work` the first time."""
+    """Return the text of Emma; the first call downloads the package into `work`."""
     cached = work / "emma.txt"
     if not cached.exists():
         database = _database(work / "debian")
@@ -48,7 +48,7 @@ def _database(folder: Path) -> Path:
 
 
 def _novels(database: bytes) -> dict[str, str]:
-    """Title to text; a novel is an object of more than a thousand lines, its title on the first."""
+    """Return {title: text}; a novel is an object of more than 1,000 strings, and its first one is the title."""
     novels: dict[str, str] = {}
     position = 0
     while position < len(database):
@@ -75,7 +75,7 @@ def _decompress(database: bytes, position: int) -> tuple[bytes, int]:
 
 @dataclass(slots=True)
 class _Strings:
-    """Collects every string of one serialized object, in order; None for NA."""
+    """Collects the strings of one serialized object, in order; None for NA."""
 
     data: bytes
     position: int = 0
@@ -112,6 +112,6 @@ class _Strings:
         elif kind in (_INTEGERS, _LOGICALS, _REALS):
             self.position += self._integer() * (8 if kind == _REALS else 4)
         elif kind not in _NO_VALUE:
-            raise ValueError(f"R type {kind} at byte {self.position} is not expected in a package of texts")
+            raise ValueError(f"R type {kind} at byte {self.position} is not supported; only the types in {PACKAGE} are")
         if flags & _HAS_ATTRIBUTES and kind in (_STRINGS, _LIST, _INTEGERS, _LOGICALS, _REALS):
             self._item()

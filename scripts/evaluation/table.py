@@ -1,4 +1,4 @@
-"""The result of an evaluation as a Markdown table for the README, and as JSON."""
+"""Writes the result of an evaluation as a Markdown table and as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scripts.evaluation.measure import Score
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant of a model; `weight_sqnr_db` over all INT4 weights, None for the source itself."""
+    """One variant of a model; `weight_sqnr_db` covers all INT4 weights and is None for the source."""
 
     weights: str
     activations: str
@@ -29,7 +29,7 @@ class Evaluation:
     rows: tuple[Row, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
@@ -37,7 +37,7 @@ _COLUMNS = ("weights", "activations", "weight SQNR, dB", "perplexity", "mean KL"
 
 
 def markdown(evaluation: Evaluation) -> str:
-    """A heading line and one table."""
+    """Return a heading line and one table."""
     lines = [
         f"**{evaluation.model}**, {evaluation.text}: {evaluation.tokens:,} tokens in windows of 256, "
         f"{evaluation.positions:,} predictions; divergence from the INT4 model in nats.",

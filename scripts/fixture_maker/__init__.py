@@ -1,8 +1,8 @@
-"""Source checkpoints for tests and benchmarks: derived from the trained tiny one, K2-shaped, or headers alone.
+"""Makes source checkpoints for tests and benchmarks: from the trained tiny one, K2-shaped, or only headers.
 
-Every `make_*` writes a fresh folder and returns its path; the same arguments give the same bytes. Nothing here
-imports k2convert, so a mistake in its readers cannot hide in its inputs: INT4 codes are packed by
-compressed-tensors, and shards are written by safetensors or by a writer that the tests load with safetensors.
+Every `make_*` writes a new folder and returns its path. The same arguments give the same bytes. Nothing here imports
+k2convert, so a mistake in its readers cannot hide in its inputs. compressed-tensors packs the INT4 codes. Shards are
+written by safetensors, or by a writer whose files the tests load with safetensors.
 """
 
 from scripts.fixture_maker.edges import make_minus8, make_subnormal, make_wide, make_zeros

@@ -11,6 +11,9 @@ from scripts.fixture_maker import edges, headers, layouts, make_k2_shaped
 from scripts.fixture_maker.inventory import K2_SHAPE
 from scripts.fixture_maker.shaped import experts_for
 
+VOCABULARY = 1024
+"""Embedding rows of `k2-shaped`; the real model has 163,840, which would only add size."""
+
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "tiny": layouts.make_tiny,
     "k25": layouts.make_k25,
@@ -29,21 +32,19 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/fixtures", description="Make checkpoints for tests and benchmarks.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    commands.add_parser("list", help="print the names and what each one is")
+    commands.add_parser("list", help="print each name and what it makes")
     for name, maker in MAKERS.items():
         commands.add_parser(name, help=_summary(maker)).add_argument("out", type=Path, metavar="OUT")
     shaped = commands.add_parser("k2-shaped", help=_summary(make_k2_shaped))
     shaped.add_argument("out", type=Path, metavar="OUT")
     size = shaped.add_mutually_exclusive_group()
-    size.add_argument("--experts", type=int, default=8, help="experts a layer (8; the real model has 384)")
+    size.add_argument("--experts", type=int, default=8, help="experts per layer (8; the real model has 384)")
     size.add_argument("--gigabytes", type=float, help="size of one MoE layer in GB (10^9), instead of --experts")
     shaped.add_argument("--layers", type=int, default=1, help="MoE layers (1)")
-    shaped.add_argument("--shards", type=int, help="spread the MoE layers over this many shards (one a layer)")
-    shaped.add_argument("--dense-layers", type=int, default=1, help="dense layers in front, 1 GB each (1)")
-    shaped.add_argument("--vocabulary", type=int, default=1024, help="embedding rows (1024; the real model has 163840)")
+    shaped.add_argument("--shards", type=int, help="spread the MoE layers over this many shards (one per layer)")
+    shaped.add_argument("--dense-layers", type=int, default=1, help="dense layers before the MoE layers, 1 GB each (1)")
     shaped.add_argument("--hidden", type=int, default=K2_SHAPE.hidden)
     shaped.add_argument("--intermediate", type=int, default=K2_SHAPE.moe_intermediate, help="width of an expert")
-    shaped.add_argument("--seed", type=int, default=0)
     return parser
 
 
@@ -58,15 +59,15 @@ def _make_shaped(options: argparse.Namespace) -> Path:
         moe_intermediate=options.intermediate,
         moe_layers=options.layers,
         dense_layers=options.dense_layers,
-        vocabulary=options.vocabulary,
+        vocabulary=VOCABULARY,
     )
     experts = experts_for(options.gigabytes * 1e9, shape) if options.gigabytes else options.experts
     shape = replace(shape, experts=experts)
-    return make_k2_shaped(options.out, shape=shape, shards=options.shards, seed=options.seed)
+    return make_k2_shaped(options.out, shape=shape, shards=options.shards)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one maker and say what it made."""
+    """Run one maker and print what it made."""
     options = _parser().parse_args(arguments)
     if options.name == "list":
         for name, maker in (MAKERS | {"k2-shaped": make_k2_shaped}).items():

@@ -1,4 +1,4 @@
-"""config.json of both layouts, and the small files that accompany the weights."""
+"""Builds config.json of both layouts and the small files that come with the weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 from scripts.fixture_maker.inventory import QUANTIZATION_CONFIG, K2Shape
 
-# Sidecars are to be copied and never run; one that is run says so loudly.
-_PYTHON_SIDECAR = '"""Stands for {name} of the original repository."""\n\nraise SystemExit("{name} was executed")\n'
+# Sidecars must be copied and never run. Running one exits with an error.
+_PYTHON_SIDECAR = (
+    '"""Placeholder for {name} of the original repository."""\n\nraise SystemExit("{name} was executed")\n'
+)
 _TIKTOKEN = "".join(f"{token} {rank}\n" for rank, token in enumerate(["IQ==", "Ig==", "Iw==", "JA==", "IHRoZQ=="]))
 
 K2_SIDECARS = {
@@ -17,8 +19,8 @@ K2_SIDECARS = {
     "generation_config.json": '{\n  "eos_token_id": 163586,\n  "max_length": 262144\n}\n',
     "tiktoken.model": _TIKTOKEN,
     "tokenizer_config.json": '{\n  "model_max_length": 1000000000000000019884624838656,\n  "bos_token": "[BOS]"\n}\n',
-    "LICENSE": "Modified MIT License\n\nStands for the original licence text.\n",
-    "THIRD_PARTY_NOTICES.md": "# Third-party notices\n\nStands for the original notices.\n",
+    "LICENSE": "Modified MIT License\n\nPlaceholder for the original license text.\n",
+    "THIRD_PARTY_NOTICES.md": "# Third-party notices\n\nPlaceholder for the original notices.\n",
     "configuration_deepseek.py": _PYTHON_SIDECAR.format(name="configuration_deepseek.py"),
     "modeling_deepseek.py": _PYTHON_SIDECAR.format(name="modeling_deepseek.py"),
     "tokenization_kimi.py": _PYTHON_SIDECAR.format(name="tokenization_kimi.py"),
@@ -99,7 +101,7 @@ def k2_config(shape: K2Shape) -> dict[str, Any]:
 
 
 def k25_config(text_config: dict[str, Any], *, vision: dict[str, int]) -> dict[str, Any]:
-    """Wrap a language model's config as Kimi-K2.5 does: everything textual, INT4 included, inside text_config."""
+    """Wrap a language model's config as Kimi-K2.5 does: all of it, INT4 included, goes into text_config."""
     return {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "auto_map": {
@@ -130,7 +132,7 @@ def k25_config(text_config: dict[str, Any], *, vision: dict[str, int]) -> dict[s
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write `value` as the indented JSON that checkpoint folders carry."""
+    """Write `value` as indented JSON, the form used in checkpoint folders."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
-"""Ways to damage a checkpoint folder, one precise fault at a time, for tests of how it is refused.
+"""Damages a checkpoint folder, one precise fault at a time, for tests of how the fault is refused.
 
-Everything here writes to the given folder; make it a copy.
+Every function changes the given folder in place, so pass a copy.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def split_shard(path: Path) -> tuple[Header, bytes]:
 
 
 def write_raw(path: Path, header: bytes, data: bytes = b"", *, claim: int | None = None) -> None:
-    """Write a shard from header bytes as they are; `claim` is the length it states, if not the true one."""
+    """Write a shard with exactly these header bytes; `claim` replaces the true header length in its prefix."""
     length = len(header) if claim is None else claim
     path.write_bytes(length.to_bytes(8, "little") + header + data)
 
 
 def edit_header(path: Path, change: Callable[[Header], object]) -> None:
-    """Change a shard's header in place; the data stay."""
+    """Change a shard's header and keep its data."""
     header, data = split_shard(path)
     change(header)
     write_raw(path, json.dumps(header).encode(), data)
@@ -61,7 +61,7 @@ def edit_config(folder: Path, **fields: object) -> None:
 
 
 def edit_checkpoint(folder: Path, change: Callable[[SmallCheckpoint], object]) -> None:
-    """Change tensors or config as values; shards and index are written anew and fit together."""
+    """Change tensors or config as Python values, then write shards and index again, consistently."""
     checkpoint = read_small(folder)
     change(checkpoint)
     for path in (*folder.glob("*.safetensors"), folder / INDEX_NAME, folder / "config.json"):
@@ -73,7 +73,7 @@ def edit_checkpoint(folder: Path, change: Callable[[SmallCheckpoint], object]) -
 
 
 def edit_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Replace one tensor by what `change` makes of it; None removes it, from the index too."""
+    """Replace one tensor by what `change` returns; None removes it, also from the index."""
 
     def apply(checkpoint: SmallCheckpoint) -> None:
         shard = checkpoint.shard_of(name)

@@ -1,6 +1,6 @@
-"""The tiny checkpoint with the values that INT4 allows but training never produced.
+"""The tiny checkpoint with values that INT4 allows but training never produced.
 
-Codes are unpacked and packed again by compressed-tensors; each maker names what it plants, and the tests count it.
+compressed-tensors unpacks and packs the codes. Each maker's docstring names what it plants, and the tests count it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def _scales(checkpoint: SmallCheckpoint, module: str) -> torch.Tensor:
     return checkpoint.tensors()[f"{module}.weight_scale"].clone()
 
 
-def make_minus8(out: Path, *, seed: int = 0) -> Path:
-    """Plant the code -8: one in a hundred in experts 0 to 3, nothing else in one row of each of them."""
+def make_minus8(out: Path) -> Path:
+    """Plant the code -8 in experts 0 to 3: one code in a hundred, and one whole row of each projection."""
     checkpoint = read_small(TINY)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for expert in range(4):
         for module in _projections(checkpoint, expert=expert, kinds=("gate_proj", "up_proj", "down_proj")):
             codes = _codes(checkpoint, module)
@@ -62,15 +62,15 @@ def make_minus8(out: Path, *, seed: int = 0) -> Path:
     return write_small(checkpoint, out)
 
 
-def make_zeros(out: Path, *, seed: int = 0) -> Path:
+def make_zeros(out: Path) -> Path:
     """Plant zeros of every kind.
 
-    Expert 0: every tenth block of 16 has zero codes. Expert 1: every tenth group of 32 has scale 0, half of them
-    with their codes left non-zero, and some more have scale -0. Expert 2: gate and down wholly zero by their scales,
-    up untouched. Expert 3: all codes zero under non-zero scales. Expert 4: all three zero in codes and scales.
+    Expert 0: every tenth block of 16 has zero codes. Expert 1: every tenth group of 32 has scale 0, half of them with
+    their codes left non-zero, and some other groups have scale -0. Expert 2: gate and down have only zero scales; up
+    is unchanged. Expert 3: all codes are zero, scales are not. Expert 4: all codes and scales are zero.
     """
     checkpoint = read_small(TINY)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     every = ("gate_proj", "up_proj", "down_proj")
     for module in _projections(checkpoint, expert=0, kinds=every):
         codes = _codes(checkpoint, module).unflatten(1, (-1, _BLOCK))
@@ -97,10 +97,10 @@ def make_zeros(out: Path, *, seed: int = 0) -> Path:
     return write_small(checkpoint, out)
 
 
-def make_subnormal(out: Path, *, seed: int = 0) -> Path:
-    """Plant subnormal BF16 scales: every one of experts 0 and 1, one in ten of experts 2 and 3, 2^-133 among them."""
+def make_subnormal(out: Path) -> Path:
+    """Plant subnormal BF16 scales: all of experts 0 and 1, one in ten of experts 2 and 3; 2^-133 is among them."""
     checkpoint = read_small(TINY)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for expert in range(4):
         for module in _projections(checkpoint, expert=expert, kinds=("gate_proj", "up_proj", "down_proj")):
             scales = _scales(checkpoint, module)
@@ -113,13 +113,13 @@ def make_subnormal(out: Path, *, seed: int = 0) -> Path:
     return write_small(checkpoint, out)
 
 
-def make_wide(out: Path, *, seed: int = 0) -> Path:
-    """Spread scales that share a global scale: 2^-30 to 1 within experts 0 and 1; gate 2^16 above up in expert 2.
+def make_wide(out: Path) -> Path:
+    """Spread scales that share a global scale: factors 2^-30 to 1 in experts 0 and 1; gate 2^16 above up in expert 2.
 
-    Expert 3 has one group at 2^100, next to which every other group must vanish.
+    Expert 3 has one group with scale 2^100, so every other group becomes zero.
     """
     checkpoint = read_small(TINY)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     every = ("gate_proj", "up_proj", "down_proj")
     for expert in (0, 1):
         for module in _projections(checkpoint, expert=expert, kinds=every):

@@ -1,4 +1,4 @@
-"""A small checkpoint held in memory: read from a folder, changed as Python values, written by safetensors."""
+"""A small checkpoint in memory: read from a folder, changed as Python values, written by safetensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Shards = dict[str, dict[str, torch.Tensor]]
 
 @dataclass(slots=True)
 class SmallCheckpoint:
-    """Config, shards as {file name: {tensor name: tensor}}, and the folder whose sidecars belong to them."""
+    """Config, shards as {file name: {tensor name: tensor}}, and the folder that holds their sidecars."""
 
     config: dict[str, Any]
     shards: Shards
     sidecars: Path
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor by name; the tensors are those of the shards, not copies."""
+        """Return every tensor by name, without copying."""
         return {name: tensor for shard in self.shards.values() for name, tensor in shard.items()}
 
     def shard_of(self, name: str) -> str:
@@ -35,7 +35,7 @@ class SmallCheckpoint:
         return next(shard for shard, members in self.shards.items() if name in members)
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Put another tensor in the place of `name`."""
+        """Replace the tensor called `name`."""
         self.shards[self.shard_of(name)][name] = tensor
 
     def move(self, name: str, shard: str) -> None:

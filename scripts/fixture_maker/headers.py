@@ -1,7 +1,7 @@
-"""Whole K2 checkpoints at true size that take a few MB on disk: true headers, index and config, sparse data.
+"""Whole K2 checkpoints of the real size that take a few MB on disk: real headers, index and config, sparse data.
 
-weight_shape tensors hold their true values; every other tensor reads as zeros. The order of the tensors and the
-layout of the shards are those of the released repositories.
+weight_shape tensors hold their real values; every other tensor reads as zeros. The order of the tensors and the
+division into shards are those of the released repositories.
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ def _write(out: Path, shape: K2Shape, parts: list[list[TensorSpec]]) -> None:
 
 
 def k2_thinking_parts(shape: K2Shape = K2_SHAPE) -> list[list[TensorSpec]]:
-    """Return Kimi-K2-Thinking's tensors, shard by shard: a shard a layer, then embedding, head and norm."""
+    """Return Kimi-K2-Thinking's tensors, by shard: one shard per layer, then embedding, head and norm."""
     layers = [list(layer_tensors(shape, index)) for index in range(shape.layers)]
     return [*layers, outer_tensors(shape)]
 
 
-def k25_parts(shape: K2Shape = K2_SHAPE) -> list[list[TensorSpec]]:
-    """Return Kimi-K2.5's tensors, shard by shard: those of the language model, the projector, the vision tower."""
+def k25_parts() -> list[list[TensorSpec]]:
+    """Return Kimi-K2.5's tensors, by shard: the language model's shards, the projector, the vision tower."""
     prefix, head = "language_model.model", "language_model.lm_head"
-    layers = [list(layer_tensors(shape, index, prefix=prefix)) for index in range(shape.layers)]
+    layers = [list(layer_tensors(K2_SHAPE, index, prefix=prefix)) for index in range(K2_SHAPE.layers)]
     tower = vision_tensors(1152, 4304, 27, positions=64)
-    return [*layers, outer_tensors(shape, prefix=prefix, head=head), projector_tensors(1152, shape.hidden), tower]
+    outer = outer_tensors(K2_SHAPE, prefix=prefix, head=head)
+    return [*layers, outer, projector_tensors(1152, K2_SHAPE.hidden), tower]
 
 
 def make_k2_thinking_headers(out: Path, *, shape: K2Shape = K2_SHAPE) -> Path:
@@ -75,9 +76,9 @@ def make_k2_thinking_headers(out: Path, *, shape: K2Shape = K2_SHAPE) -> Path:
     return out
 
 
-def make_k25_headers(out: Path, *, shape: K2Shape = K2_SHAPE) -> Path:
+def make_k25_headers(out: Path) -> Path:
     """Write Kimi-K2.5: 64 shards, 208,550 tensors, 595,148,192,736 tensor bytes."""
-    _write(out, shape, k25_parts(shape))
-    write_json(out / "config.json", k25_config(k2_config(shape), vision=_VISION))
+    _write(out, K2_SHAPE, k25_parts())
+    write_json(out / "config.json", k25_config(k2_config(K2_SHAPE), vision=_VISION))
     write_sidecars(out, K25_SIDECARS)
     return out

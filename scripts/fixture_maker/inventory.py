@@ -1,7 +1,7 @@
-"""What a Kimi K2 checkpoint consists of: every tensor's name, dtype and shape, and the config that goes with it.
+"""What a Kimi K2 checkpoint contains: every tensor's name, dtype and shape, and its quantization config.
 
-The numbers are those of Kimi-K2-Thinking and Kimi-K2.5 (counts and bytes add up to the published ones, which the
-tests check); a smaller `K2Shape` gives the same structure at any size.
+The numbers are those of Kimi-K2-Thinking and Kimi-K2.5; the tests check that counts and bytes add up to the published
+ones. A smaller `K2Shape` gives the same structure at any size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class K2Shape:
-    """The sizes that decide a K2 language model's tensors; the defaults are the released ones."""
+    """The sizes that determine a K2 language model's tensors; the defaults are the released ones."""
 
     hidden: int = 7168
     moe_intermediate: int = 2048
@@ -138,7 +138,7 @@ def _gated_mlp(shape: K2Shape, module: str, width: int) -> Iterator[TensorSpec]:
 
 
 def layer_tensors(shape: K2Shape, index: int, *, prefix: str = "model") -> Iterator[TensorSpec]:
-    """Yield the tensors of layer `index`, dense or mixture of experts as the shape says."""
+    """Yield the tensors of layer `index`, dense or mixture of experts according to the shape."""
     layer = f"{prefix}.layers.{index}"
     yield from attention_tensors(shape, layer)
     if index < shape.dense_layers:

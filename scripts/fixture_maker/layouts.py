@@ -1,6 +1,6 @@
 """The trained tiny checkpoint in other layouts: K2.5's, partners in different shards, pruned, I64 shapes.
 
-The INT4 values stay the trained ones; only names, places and counts change.
+The INT4 values remain the trained ones; only names, shards and counts change.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from scripts.fixture_maker.shards import shard_name
 
 TINY = Path(__file__).resolve().parents[2] / "tests" / "data" / "k2-tiny"
 _VISION = {"hidden": 32, "intermediate": 80, "blocks": 2}
+_NUM_KEPT = 10  # experts that make_reap leaves in a layer
 
 
 def make_tiny(out: Path) -> Path:
-    """Copy the tiny checkpoint, for tests that damage or complete it."""
+    """Copy the tiny checkpoint."""
     shutil.copytree(TINY, out)
     return out
 
 
-def make_k25(out: Path, *, seed: int = 0) -> Path:
+def make_k25(out: Path) -> Path:
     """Give the tiny checkpoint Kimi-K2.5's names, nested config, vision tower and projector."""
     checkpoint = read_small(TINY)
     total = len(checkpoint.shards) + 2
     renamed = {}
     for number, members in enumerate(checkpoint.shards.values(), start=1):
         renamed[shard_name(number, total)] = {f"language_model.{name}": tensor for name, tensor in members.items()}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     projector = projector_tensors(_VISION["hidden"], checkpoint.config["hidden_size"])
     tower = vision_tensors(_VISION["hidden"], _VISION["intermediate"], _VISION["blocks"], positions=8)
     renamed[shard_name(total - 1, total)] = random_bf16(projector, generator)
@@ -52,7 +53,7 @@ def make_k25(out: Path, *, seed: int = 0) -> Path:
 
 
 def make_split(out: Path) -> Path:
-    """Scatter partners over shards: up apart from gate, and packed words, scales and shapes apart from each other."""
+    """Scatter partners over shards: gate and up differ, and so do packed words, scales and shapes of one projection."""
     checkpoint = read_small(TINY)
     shards = list(checkpoint.shards)
     for name in sorted(checkpoint.tensors()):
@@ -71,14 +72,14 @@ def make_split(out: Path) -> Path:
     return write_small(checkpoint, out)
 
 
-def make_reap(out: Path, *, keep: int = 10, seed: int = 0) -> Path:
-    """Prune every layer to `keep` experts, renumbered 0..keep-1, with router rows, bias and config cut to match."""
+def make_reap(out: Path) -> Path:
+    """Prune every layer to 10 experts, renumbered 0..9, and cut router rows, bias and config to match."""
     checkpoint = read_small(TINY)
     config = checkpoint.config
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     moe_layers = range(config["first_k_dense_replace"], config["num_hidden_layers"])
     kept = {
-        layer: torch.randperm(config["n_routed_experts"], generator=generator)[:keep].sort().values
+        layer: torch.randperm(config["n_routed_experts"], generator=generator)[:_NUM_KEPT].sort().values
         for layer in moe_layers
     }
     for shard, members in checkpoint.shards.items():
@@ -95,12 +96,12 @@ def make_reap(out: Path, *, keep: int = 10, seed: int = 0) -> Path:
             else:
                 pruned[name] = tensor
         checkpoint.shards[shard] = pruned
-    config["n_routed_experts"] = keep
+    config["n_routed_experts"] = _NUM_KEPT
     return write_small(checkpoint, out)
 
 
 def make_i64(out: Path) -> Path:
-    """Store weight_shape as I64, as compressed-tensors itself writes it."""
+    """Store weight_shape as I64, which is what compressed-tensors writes."""
     checkpoint = read_small(TINY)
     for name, tensor in checkpoint.tensors().items():
         if name.endswith(".weight_shape"):

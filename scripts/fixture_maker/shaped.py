@@ -1,8 +1,8 @@
-"""K2-shaped checkpoints of any size with realistic values, written as fast as the disk takes them.
+"""K2-shaped checkpoints of any size with realistic values, written as fast as the disk allows.
 
-Values are drawn as quantisation-aware training leaves them: a gaussian latent weight whose spread varies by row,
-scale = bf16(amax/7) per group of 32, codes -7..7 with 7 present in every group. One expert is drawn and packed; the
-others roll its rows and multiply its scales, so all differ and all are valid, at the cost of a copy.
+The values look like those of quantization-aware training: a Gaussian latent weight whose spread varies by row,
+scale = bf16(amax/7) per group of 32, codes -7..7 with a 7 or -7 in every group. One expert is drawn and packed. The
+other experts roll its rows and multiply its scales, so all are different and valid, at the cost of a copy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def draw_int4(rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw codes int8 [N, K] and scales bf16 [N, K/32] as K2's training leaves them."""
+    """Draw codes int8 [N, K] and scales bf16 [N, K/32] that look like K2's training results."""
     spread = 0.02 * torch.exp(0.25 * torch.randn(rows, 1, generator=generator))
     latent = (torch.randn(rows, columns, generator=generator) * spread).unflatten(1, (-1, GROUP_SIZE))
     scales = (latent.abs().amax(2) / 7).bfloat16()
@@ -46,10 +46,10 @@ def draw_int4(rows: int, columns: int, generator: torch.Generator) -> tuple[torc
 
 @lru_cache(maxsize=1)
 def _draw(
-    projections: tuple[tuple[str, tuple[int, int]], ...], seed: int
+    projections: tuple[tuple[str, tuple[int, int]], ...],
 ) -> tuple[torch.Tensor, dict[str, _Projection]]:
-    """BF16 noise and one expert of these shapes: all that is random."""
-    generator = torch.Generator().manual_seed(seed)
+    """Draw BF16 noise and one expert of these shapes, the only random values."""
+    generator = torch.Generator().manual_seed(0)
     noise = (0.02 * torch.randn(_NOISE_NUMBERS, generator=generator)).bfloat16()
     drawn: dict[str, _Projection] = {}
     for kind, (rows, columns) in projections:
@@ -59,11 +59,11 @@ def _draw(
 
 
 class _Values:
-    """The bytes of any tensor of the checkpoint, by its name alone."""
+    """Gives the bytes of any tensor of the checkpoint, determined by its name."""
 
-    def __init__(self, shape: K2Shape, seed: int) -> None:
+    def __init__(self, shape: K2Shape) -> None:
         self._shape = shape
-        self._noise, self._projections = _draw(tuple(shape.projections().items()), seed)
+        self._noise, self._projections = _draw(tuple(shape.projections().items()))
 
     def __call__(self, spec: TensorSpec) -> Iterator[memoryview]:
         if ".mlp.experts." in spec.name:
@@ -93,7 +93,7 @@ class _Values:
         if leaf == "weight_packed":
             yield from _rolled(projection.packed, draw)
         else:
-            # A factor in 0.75..1.25 of each expert's own; BF16 rounding keeps the scales ordinary BF16 numbers.
+            # Each expert has its own factor in 0.75..1.25. Rounding to BF16 keeps the scales normal.
             factor = 0.75 + 0.5 * (draw >> 16) / 0xFFFF
             yield from _rolled((projection.scales.float() * factor).bfloat16(), draw)
 
@@ -105,7 +105,7 @@ def _rolled(rows: torch.Tensor, draw: int) -> Iterator[memoryview]:
 
 
 def experts_for(num_bytes: float, shape: K2Shape) -> int:
-    """Return how many experts make a mixture-of-experts layer of about `num_bytes`."""
+    """Return the number of experts that makes a MoE layer of about `num_bytes`."""
     fixed, one = (sum(spec.num_bytes for spec in layer_tensors(_with_experts(shape, n), 1)) for n in (0, 1))
     return max(1, round((num_bytes - fixed) / (one - fixed)))
 
@@ -115,7 +115,7 @@ def _with_experts(shape: K2Shape, experts: int) -> K2Shape:
 
 
 def _chunks(specs: list[TensorSpec], count: int) -> list[list[TensorSpec]]:
-    """Cut a list of tensors into `count` runs of about equal bytes."""
+    """Cut a list of tensors into `count` runs of about the same number of bytes."""
     total, seen = sum(spec.num_bytes for spec in specs), 0
     chunks: list[list[TensorSpec]] = [[] for _ in range(count)]
     for spec in specs:
@@ -124,10 +124,10 @@ def _chunks(specs: list[TensorSpec], count: int) -> list[list[TensorSpec]]:
     return [chunk for chunk in chunks if chunk]
 
 
-def make_k2_shaped(out: Path, *, shape: K2Shape, shards: int | None = None, seed: int = 0) -> Path:
-    """Write a K2-shaped checkpoint: one shard a dense layer, one a MoE layer (or `shards` for all of them), one outer.
+def make_k2_shaped(out: Path, *, shape: K2Shape, shards: int | None = None) -> Path:
+    """Write a K2-shaped checkpoint: one shard per layer (`shards` for all MoE layers together), then one outer shard.
 
-    Memory stays bounded by one expert and a noise buffer, whatever the size on disk.
+    Memory holds one expert and a noise buffer, whatever the size on disk.
     """
     fresh_folder(out)
     layers = [list(layer_tensors(shape, index)) for index in range(shape.layers)]
@@ -136,7 +136,7 @@ def make_k2_shaped(out: Path, *, shape: K2Shape, shards: int | None = None, seed
         moe = _chunks([spec for layer in moe for spec in layer], shards)
     parts = [*dense, *moe, outer_tensors(shape)]
     named = {shard_name(number, len(parts)): specs for number, specs in enumerate(parts, start=1)}
-    values = _Values(shape, seed)
+    values = _Values(shape)
     for shard, specs in named.items():
         write_streamed(out / shard, specs, values)
     write_index(out, named)

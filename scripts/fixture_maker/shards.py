@@ -1,8 +1,8 @@
 """Checkpoint folders on disk: streamed and sparse safetensors files, and their index.
 
-The file format is safetensors': 8 bytes little-endian header length, a JSON header padded with spaces to a multiple
-of 8, then the tensors without gaps in the header's order of offsets. The library's own order is by descending dtype,
-then by name; it is kept here, so that packed words and their scales lie as far apart as in a real shard.
+The files are safetensors: 8 bytes of little-endian header length, a JSON header padded with spaces to a multiple of 8,
+then the tensors without gaps, in the order of their offsets. The order is the library's, by descending dtype and then
+by name, so packed words and their scales are as far apart as in a real shard.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ Buffers = Iterable[bytes | memoryview]
 
 
 def shard_name(number: int, total: int) -> str:
-    """Return the released checkpoints' form of a shard's name: five digits of six."""
+    """Return a shard's name in the released form: a number of five digits, a total of six."""
     return f"model-{number:05d}-of-{total:06d}.safetensors"
 
 
-def fresh_folder(out: Path) -> Path:
-    """Create `out`, refusing a folder that already holds something."""
+def fresh_folder(out: Path) -> None:
+    """Create `out`; raise SystemExit if it already holds something."""
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
-        raise SystemExit(f"{out} is not empty; name a new folder")
-    return out
+        raise SystemExit(f"{out} is not empty. Name a new folder.")
 
 
 def library_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Sort tensors as safetensors' own writer does."""
+    """Sort tensors in the order of safetensors' writer."""
     return sorted(specs, key=lambda spec: (_DTYPE_ORDER[spec.dtype], spec.name))
 
 
 def header_bytes(specs: Iterable[TensorSpec]) -> bytes:
-    """Return length prefix and header for tensors laid out in the given order."""
+    """Return the length prefix and the header for tensors in the given order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for spec in specs:
@@ -52,7 +51,7 @@ def header_bytes(specs: Iterable[TensorSpec]) -> bytes:
 
 
 def write_streamed(path: Path, specs: Iterable[TensorSpec], data: Callable[[TensorSpec], Buffers]) -> None:
-    """Write a shard whose tensors are asked for one at a time, as pieces that are written and forgotten."""
+    """Write a shard piece by piece; `data` yields the pieces of one tensor at a time."""
     ordered = library_order(specs)
     with path.open("wb") as file:
         file.write(header_bytes(ordered))
@@ -63,9 +62,9 @@ def write_streamed(path: Path, specs: Iterable[TensorSpec], data: Callable[[Tens
 
 
 def write_sparse(path: Path, specs: Iterable[TensorSpec], values: dict[str, bytes]) -> None:
-    """Write a shard of true size in which only the header and the tensors in `values` take room on disk.
+    """Write a shard of the real size in which only the header and the tensors in `values` use disk space.
 
-    Those tensors come first in the file, so that they share a few blocks; everything else reads as zeros.
+    Those tensors come first in the file and so share a few blocks. Everything else reads as zeros.
     """
     ordered = library_order(specs)
     ordered.sort(key=lambda spec: spec.name not in values)
@@ -79,7 +78,7 @@ def write_sparse(path: Path, specs: Iterable[TensorSpec], values: dict[str, byte
 
 
 def write_index(folder: Path, shards: dict[str, Iterable[TensorSpec]]) -> None:
-    """Write the index for shards given as file name -> tensors; total_size is exact."""
+    """Write the index of shards given as {file name: tensors}, with the exact total_size."""
     specs = [(spec, shard) for shard, members in shards.items() for spec in members]
     weight_map = {spec.name: shard for spec, shard in sorted(specs, key=lambda pair: pair[0].name)}
     total = sum(spec.num_bytes for spec, _ in specs)

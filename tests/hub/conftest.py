@@ -13,9 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hub_cli import HubCli, cli_environment, command, run_here
 from loopback import TOKEN, LoopbackHub
 
-from k2convert.hub.client import Hub, Retry
-
-QUICK = Retry(num_attempts=6, first_seconds=0.01, max_seconds=0.05)
+from k2convert.hub.client import Hub
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +36,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loopback
 
 
 @pytest.fixture
-def hub() -> Hub:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     """A connection that retries at once."""
-    return Hub(retry=QUICK)
+    monkeypatch.setattr("k2convert.hub.client.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("k2convert.hub.client.MAX_RETRY_SECONDS", 0.05)
+    return Hub()
 
 
 @pytest.fixture

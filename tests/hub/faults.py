@@ -32,12 +32,13 @@ class Fault:
 
 @dataclass(slots=True)
 class Request:
-    """One request as the server saw it; `sent` counts body bytes, `authorized` whether it carried a token."""
+    """One request as the server saw it: `port` is the client's, `sent` and `received` count body bytes."""
 
     method: str
     path: str
     range: str | None
     authorized: bool
+    port: int
     status: int = 0
     sent: int = 0
     received: int = 0

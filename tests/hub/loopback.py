@@ -74,7 +74,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub = cast(_Server, self.server).hub
         authorization = self.headers.get("Authorization", "")
         self.token = authorization.removeprefix("Bearer ") or None
-        self.request_log = Request(self.command, self.path, self.headers.get("Range"), self.token is not None)
+        self.request_log = Request(
+            self.command,
+            self.path,
+            self.headers.get("Range"),
+            authorized=self.token is not None,
+            port=self.client_address[1],
+        )
         self.fault = self.hub.traffic.take(self.request_log)
         if self.fault is not None and self.fault.kind is Kind.STATUS:
             self._read_body()

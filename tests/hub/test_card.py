@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from loopback import LoopbackHub
 from k2convert.checkpoint.files import read_json_file
 from k2convert.hub.card import CardFacts, build_card
 from k2convert.hub.source_card import Licence, SourceCard, read_source_card
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
 # As documented for vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.2.
 KNOWN_OPTIONS = {
@@ -40,19 +42,33 @@ pipeline_tag: text-generation
 
 @pytest.fixture
 def facts(local_result: Path) -> CardFacts:
+    ledger = read_json_file(local_result / "k2convert.json")
+    parsers = "--tool-call-parser kimi_k2 --reasoning-parser kimi_k2"
     return CardFacts(
         repo="me/Kimi-K2-Thinking-NVFP4",
         base_model="moonshotai/Kimi-K2-Thinking",
-        ledger=read_json_file(local_result / "k2convert.json"),
+        recipe=ledger["recipe"],
+        totals={role: WeightMetrics.from_dict(metrics) for role, metrics in ledger["totals"].items()},
         config=read_json_file(local_result / "config.json"),
+        revision="0123abcd",
+        tool_version="0.1.0",
+        versions={"numpy": "2.3.4"},
+        tensor_bytes=594_205_904_896,
         source=read_source_card(K2_CARD),
         picture="report.png",
+        model_kind="a Kimi K2 model",
+        tags=("kimi-k2",),
+        serve_options=f"--enable-auto-tool-choice {parsers}",
+        sglang_options=parsers,
+        kept=("attention", "router"),
+        has_vision=False,
+        rule_summary="the best scale of each block",
+        has_power_of_two_scale=True,
     )
 
 
 def changed(facts: CardFacts, **recipe: Any) -> CardFacts:
-    ledger = facts.ledger | {"recipe": facts.ledger["recipe"] | recipe}
-    return CardFacts(facts.repo, facts.base_model, ledger, facts.config, facts.source)
+    return replace(facts, recipe=dict(facts.recipe) | recipe)
 
 
 def front_matter(card: str) -> dict[str, Any]:
@@ -125,9 +141,37 @@ def test_commands_name_only_options_that_exist(facts: CardFacts, recipe: dict[st
 
 @pytest.mark.parametrize(("width", "size"), [(2048, 8), (256, 4), (128, 2), (100, 1)])
 def test_tensor_parallel_size_suits_the_experts_width(facts: CardFacts, width: int, size: int) -> None:
-    config = facts.config | {"moe_intermediate_size": width}
-    card = build_card(CardFacts(facts.repo, None, facts.ledger, config, facts.source))
-    assert f"--tensor-parallel-size {size} " in card
+    for config in ({"moe_intermediate_size": width}, {"text_config": {"moe_intermediate_size": width}}):
+        assert f"--tensor-parallel-size {size} " in build_card(replace(facts, config=config))
+
+
+def test_the_rule_and_what_was_kept_are_named(facts: CardFacts) -> None:
+    card = build_card(facts)
+    assert "one power-of-two scale for each tensor" in card
+    assert "- Kept byte for byte: attention, router\n" in card
+    assert "- Rule: `optimal`: the best scale of each block\n" in card
+    assert "one FP32 scale for each tensor" in build_card(replace(facts, has_power_of_two_scale=False))
+
+
+def test_a_family_without_options_has_none_in_its_commands(facts: CardFacts) -> None:
+    card = build_card(replace(facts, serve_options="", sglang_options="", tags=()))
+    assert "--trust-remote-code\n```" in card
+    assert "kimi_k2" not in card
+    assert "kimi-k2" not in front_matter(card)["tags"]
+
+
+@pytest.mark.parametrize(("has_vision", "task"), [(True, "image-text-to-text"), (False, "text-generation")])
+def test_the_task_follows_from_vision_if_the_source_states_none(facts: CardFacts, has_vision: bool, task: str) -> None:
+    card = build_card(replace(facts, source=SourceCard(), has_vision=has_vision))
+    assert front_matter(card)["pipeline_tag"] == task
+
+
+def test_source_converter_and_size_are_stated(facts: CardFacts) -> None:
+    card = build_card(facts)
+    assert "commit `0123abcd`" in card
+    assert "k2convert 0.1.0 (numpy 2.3.4), recipe" in card
+    assert "594 GB" in card
+    assert "a local copy" in build_card(replace(facts, revision=None))
 
 
 def test_weight_only_cards_do_not_promise_4_bit_activations(facts: CardFacts) -> None:
@@ -138,9 +182,10 @@ def test_weight_only_cards_do_not_promise_4_bit_activations(facts: CardFacts) ->
 
 
 def test_unknown_licence_and_base_are_said_to_be_unknown(facts: CardFacts) -> None:
-    card = build_card(CardFacts(facts.repo, None, facts.ledger, facts.config, SourceCard()))
+    card = build_card(replace(facts, base_model=None, source=SourceCard()))
     assert front_matter(card)["license"] == "unknown"
     assert "base_model" not in front_matter(card)
+    assert "a Kimi K2 model with its routed experts" in card
 
 
 @pytest.mark.parametrize("before", ["\ufeff", "\n", "\r\n\r\n", "\ufeff\n"])

@@ -10,8 +10,7 @@ from faults import Fault, Kind
 from loopback import TOKEN, LoopbackHub
 
 from k2convert.errors import ChangedFileError, HubError
-from k2convert.hub import branch as publish
-from k2convert.hub.branch import Publication, Upload
+from k2convert.hub.branch import Branch, Upload
 from k2convert.hub.client import Hub, RepoRef
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import resolve_source
@@ -23,7 +22,7 @@ SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 4)]
 
 
 def target_of(hub: Hub, *, repo: str = "me/out", private: bool = True, total: int = 10**6) -> Target:
-    return check_target(hub, repo=repo, private=private, file_bytes={"a.safetensors": total}, licence=MIT)
+    return check_target(hub, repo=repo, private=private, file_bytes={"a.safetensors": total}, licence=MIT, source=None)
 
 
 def uploads(folder: Path) -> list[Upload]:
@@ -31,15 +30,15 @@ def uploads(folder: Path) -> list[Upload]:
 
 
 def publish_all(hub: Hub, folder: Path, files: dict[str, Path | bytes] | None = None) -> str:
-    publication = Publication(hub, target_of(hub), BRANCH)
-    publication.open()
+    branch = Branch(hub, target_of(hub), BRANCH)
+    branch.open()
     shards = uploads(folder)
     for upload in shards:
-        if not publication.has(upload.name, upload.sha256, upload.num_bytes):
-            publication.upload(upload, records={f"shards/{upload.name}.json": b"{}"})
-    publication.commit_group()
+        if not branch.has(upload.name, upload.sha256, upload.num_bytes):
+            branch.upload(upload, records={f"shards/{upload.name}.json": b"{}"})
+    branch.commit_group()
     hashes = {u.name: (u.sha256, u.num_bytes) for u in shards}
-    return publication.finish(shards=hashes, files=files or {"config.json": b"{}\n"}, message="Add the model")
+    return branch.commit_to_main(shards=hashes, files=files or {"config.json": b"{}\n"}, message="Add the model")
 
 
 @pytest.mark.parametrize(
@@ -67,17 +66,17 @@ def test_main_gets_one_commit_with_exactly_the_local_bytes(
 
 
 def test_main_shows_nothing_before_the_end(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
-    publication = Publication(hub, target_of(hub), BRANCH)
-    publication.open()
-    publication.upload(uploads(tiny)[0], records={})
-    assert [u.name for u in publication.commit_group()] == SHARDS[:1]
+    branch = Branch(hub, target_of(hub), BRANCH)
+    branch.open()
+    branch.upload(uploads(tiny)[0], records={})
+    assert [u.name for u in branch.commit_group()] == SHARDS[:1]
     assert list(server.store.repos["me/out"].files()) == [".gitattributes"]
 
 
 def test_a_second_run_uploads_nothing_that_the_branch_has(
     server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None
 ) -> None:
-    first = Publication(hub, target_of(hub), BRANCH)
+    first = Branch(hub, target_of(hub), BRANCH)
     first.open()
     for upload in uploads(tiny)[:2]:
         first.upload(upload, records={})
@@ -95,16 +94,16 @@ def test_publishing_again_what_is_published_makes_no_commit(server: LoopbackHub,
 
 
 def test_a_moved_main_is_a_clear_error_and_running_again_ends_it(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
-    publication = Publication(hub, target_of(hub), BRANCH)
-    publication.open()
+    branch = Branch(hub, target_of(hub), BRANCH)
+    branch.open()
     shards = uploads(tiny)
     for upload in shards:
-        publication.upload(upload, records={})
-    publication.commit_group()
+        branch.upload(upload, records={})
+    branch.commit_group()
     repo = server.store.repos["me/out"]
     repo.commit("main", dict(repo.files()) | {"notes.md": repo.files()[".gitattributes"]})
     with pytest.raises(HubError, match=r"412.*branch moved while this ran"):
-        publication.finish(shards={u.name: (u.sha256, u.num_bytes) for u in shards}, files={}, message="Add")
+        branch.commit_to_main(shards={u.name: (u.sha256, u.num_bytes) for u in shards}, files={}, message="Add")
     assert SHARDS[0] not in repo.files()
     publish_all(hub, tiny)
     assert {*SHARDS, "notes.md"} < set(repo.files())
@@ -114,22 +113,22 @@ def test_a_lost_answer_to_the_last_commit_is_not_an_error(
     server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_all(hub, tiny)
-    publication = Publication(hub, target_of(hub), BRANCH)
-    publication.open()
-    publication.head = server.store.repos["me/out"].history[0][1]  # as it was before the commit whose answer got lost
+    branch = Branch(hub, target_of(hub), BRANCH)
+    branch.open()
+    branch.head = server.store.repos["me/out"].history[0][1]  # as it was before the commit whose answer got lost
     hashes = {u.name: (u.sha256, u.num_bytes) for u in uploads(tiny)}
-    publication.finish(shards=hashes, files={"config.json": b"{}\n"}, message="Add the model")
+    branch.commit_to_main(shards=hashes, files={"config.json": b"{}\n"}, message="Add the model")
     assert server.store.repos["me/out"].num_commits("main") == 2
 
 
 def test_a_shard_whose_hash_differs_on_the_branch_is_an_error(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
-    publication = Publication(hub, target_of(hub), BRANCH)
-    publication.open()
+    branch = Branch(hub, target_of(hub), BRANCH)
+    branch.open()
     good = uploads(tiny)[0]
-    operation = publication.send(good.name, good.path)
-    publication.add(Upload(good.name, good.path, "0" * 64, good.num_bytes), operation, records={})
+    operation = branch.send(good.name, good.path)
+    branch.add(Upload(good.name, good.path, "0" * 64, good.num_bytes), operation, records={})
     with pytest.raises(HubError, match=r"another sha256.*Nothing was deleted"):
-        publication.commit_group()
+        branch.commit_group()
 
 
 @pytest.mark.parametrize("with_xet", [True, False], ids=["Xet", "LFS"])
@@ -137,15 +136,15 @@ def test_a_file_that_changed_since_it_was_hashed_is_not_sent(
     server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path, with_xet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", not with_xet)
-    publication = Publication(hub, target_of(hub), BRANCH)
-    publication.open()
+    branch = Branch(hub, target_of(hub), BRANCH)
+    branch.open()
     before, changed = uploads(tiny)[0], tmp_path / SHARDS[0]
     data = bytearray(before.path.read_bytes())
     data[-1] ^= 1
     changed.write_bytes(data)
     with pytest.raises(ChangedFileError, match=f"{SHARDS[0]}: is no longer what was written"):
-        publication.upload(Upload(before.name, changed, before.sha256, before.num_bytes), records={})
-    assert publication.num_pending == 0
+        branch.upload(Upload(before.name, changed, before.sha256, before.num_bytes), records={})
+    assert branch.num_pending == 0
     assert not server.store.blob(before.sha256).exists()
 
 
@@ -166,18 +165,18 @@ def test_faults_during_upload_and_commits_are_retried(
 
 
 def test_what_others_put_on_the_branch_does_not_reach_main(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
-    publication = Publication(hub, target_of(hub), BRANCH)
-    publication.open()
+    branch = Branch(hub, target_of(hub), BRANCH)
+    branch.open()
     for upload in uploads(tiny):
-        publication.upload(upload, records={})
-    publication.commit_group()
+        branch.upload(upload, records={})
+    branch.commit_group()
     repo = server.store.repos["me/out"]
     files = repo.files(BRANCH)
     assert files[SHARDS[0]].size != files[SHARDS[2]].size
     repo.commit(BRANCH, files | {SHARDS[0]: files[SHARDS[2]]})
     hashes = {u.name: (u.sha256, u.num_bytes) for u in uploads(tiny)}
     with pytest.raises(HubError, match=f"{SHARDS[0]} is not on {BRANCH} as it was uploaded"):
-        publication.finish(shards=hashes, files={}, message="Add the model")
+        branch.commit_to_main(shards=hashes, files={}, message="Add the model")
     assert repo.num_commits("main") == 1
 
 
@@ -185,7 +184,7 @@ def test_a_repository_that_became_public_meanwhile_is_refused(server: LoopbackHu
     target = target_of(hub)
     server.store.create("me/out", private=False)
     with pytest.raises(HubError, match="is public, but a private one was asked for"):
-        Publication(hub, target, BRANCH).open()
+        Branch(hub, target, BRANCH).open()
 
 
 @pytest.mark.parametrize(
@@ -220,13 +219,13 @@ def test_commits_stay_below_the_hourly_limit(
     server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(publish, "MAX_COMMITS_PER_HOUR", 2)
+    monkeypatch.setattr("k2convert.hub.branch.MAX_COMMITS_PER_HOUR", 2)
     monkeypatch.setattr("k2convert.hub.branch.time.sleep", waits.append)
-    publication = Publication(hub, target_of(hub), BRANCH)
-    publication.open()
+    branch = Branch(hub, target_of(hub), BRANCH)
+    branch.open()
     for upload in uploads(tiny):
-        publication.upload(upload, records={})
-        publication.commit_group()
+        branch.upload(upload, records={})
+        branch.commit_group()
     assert len(waits) == 1
     assert 3500 < waits[0] <= 3600
 
@@ -300,10 +299,11 @@ def test_limits_are_named_before_the_start(server: LoopbackHub, hub: Hub) -> Non
     with pytest.raises(HubError, match="50 GB"):
         target_of(hub, total=60 * 10**9)
     shards = {f"{i}.safetensors": 9_800_000_000 for i in range(61)}
-    found = check_target(hub, repo="me/out", private=True, file_bytes=shards, licence=Licence())
+    found = check_target(hub, repo="me/out", private=True, file_bytes=shards, licence=Licence(), source=None)
     assert "100 GB of private storage" in found.notices[0]
     assert "no licence" in found.notices[1]
-    assert check_target(hub, repo="me/out", private=False, file_bytes=shards, licence=MIT).notices == ()
+    public = check_target(hub, repo="me/out", private=False, file_bytes=shards, licence=MIT, source=None)
+    assert public.notices == ()
 
 
 def test_the_source_is_never_the_destination(server: LoopbackHub, hub: Hub, tiny: Path) -> None:

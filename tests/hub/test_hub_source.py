@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from loopback import TOKEN, LoopbackHub
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError, DestinationWriteError, HubError
-from k2convert.hub.client import Hub, RepoRef, Retry, parse_repo
+from k2convert.hub.client import Hub, RepoRef, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import open_remote, resolve_source
 
@@ -148,22 +149,25 @@ def test_retry_after_is_obeyed(server: LoopbackHub, tiny: Path) -> None:
     "asked", ["Mon, 01 Jan 2024 00:00:00 GMT", "Mon, 01 Jan 2024 00:00:00 -0000", "\N{SUPERSCRIPT TWO}", "soon"]
 )
 def test_a_wait_until_a_past_date_or_of_no_known_form_is_no_trouble(
-    server: LoopbackHub, tiny: Path, asked: str
+    server: LoopbackHub, hub: Hub, tiny: Path, asked: str
 ) -> None:
     notices: list[str] = []
     server.store.add_folder("moon/tiny", tiny)
     server.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=asked))
-    resolve_source(Hub(Retry(2, 0.01, 0.05), notices.append), RepoRef("moon/tiny"))
+    resolve_source(replace(hub, notify=notices.append), RepoRef("moon/tiny"))
     assert "again in 0 s" in notices[0]
 
 
-def test_a_wait_until_a_date_is_obeyed_but_no_longer_than_an_hour(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
+def test_a_wait_until_a_date_is_obeyed_but_no_longer_than_an_hour(
+    server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k2convert.hub.client.NUM_ATTEMPTS", 1)
     server.store.add_folder("moon/tiny", tiny)
     for seconds, least, most in ((100, 90, 100), (10**6, 3600, 3600)):
         asked = formatdate(time.time() + seconds, usegmt=True)
         server.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=asked))
         with pytest.raises(HubRequestError) as caught:
-            resolve_source(Hub(Retry(1)), RepoRef("moon/tiny"))
+            resolve_source(hub, RepoRef("moon/tiny"))
         assert least <= (caught.value.retry_after or 0) <= most
 
 

@@ -306,7 +306,10 @@ def test_a_card_that_the_hub_would_refuse_is_settled_before_the_work(
     more = () if verb == "run" else ("--base-model", "moon/odd")
     done = hub_cli(verb, *arguments, "--yes", *more)
     assert done.returncode == 0, done.stderr
-    matter = yaml.safe_load(server.store.read("me/out", "README.md").decode().split("---")[1])
+    card = server.store.read("me/out", "README.md").decode()
+    assert "--tool-call-parser kimi_k2" in card
+    matter = yaml.safe_load(card.split("---")[1])
+    assert "kimi-k2" in matter["tags"]
     assert (matter["license"], matter["license_name"]) == ("other", "modified-mit")
     assert matter["pipeline_tag"] == "text-generation"
 

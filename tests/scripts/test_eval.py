@@ -1,4 +1,4 @@
-"""The end-to-end evaluation: its models are transformers', and its figures are the known ones."""
+"""The end-to-end evaluation uses transformers' models and gives the known figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = 1024
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads, by far where other tests run beside."""
+    """Small tensors are slower on several threads, and much slower while other tests run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,13 +37,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where conversions are kept."""
+    """The folder for conversions."""
     return tmp_path_factory.mktemp("eval")
 
 
 @pytest.fixture(scope="module")
 def evaluation(work: Path) -> Evaluation:
-    """Four windows of the tiny checkpoint's own evaluation, converted by the command."""
+    """Four windows of the tiny checkpoint's evaluation, converted by the command."""
     return evaluate(SUBJECTS["tiny"](work), work, tokens=TOKENS)
 
 
@@ -94,7 +94,7 @@ def test_figures_of_the_tiny_checkpoint_are_the_known_ones(evaluation: Evaluatio
     assert row(evaluation, INT4, FP32).score.perplexity == pytest.approx(14.09, abs=0.01)
     assert row(evaluation, "plain", FP32).weight_sqnr_db == pytest.approx(19.655, abs=5e-4)
     assert row(evaluation, "optimal", FP32).weight_sqnr_db == pytest.approx(22.617, abs=5e-4)
-    # On the whole of the text 0.00249 and 0.00156; on these four windows a little more.
+    # The whole text gives 0.00249 and 0.00156; these four windows give a little more.
     assert divergence(evaluation, "plain", FP32) == pytest.approx(0.00306, abs=1e-4)
     assert divergence(evaluation, "optimal", FP32) == pytest.approx(0.00206, abs=1e-4)
 
@@ -170,7 +170,7 @@ def test_slices_of_an_mlp_add_up_to_it() -> None:
     for part in parts:
         total += Mlp(*(Projection(DenseWeight(unpack(pieces, f"{part}.{name}"))) for name in shapes))(hidden)
     error = float((total - whole).square().sum() / whole.square().sum())
-    assert error < 0.05  # INT4's own error, -20 dB a projection
+    assert error < 0.05  # the error of INT4, -20 dB per projection
 
 
 def unpack(pieces: dict[str, torch.Tensor], module: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The made checkpoints are what they claim to be, as the safetensors library and compressed-tensors see them."""
+"""Each made checkpoint contains what its maker claims, read by the safetensors library and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def test_same_arguments_give_the_same_bytes(maker: object, tmp_path: Path) -> No
     assert digest(maker(tmp_path / "one")) == digest(maker(tmp_path / "two"))
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(SystemExit, match="not empty"):
         fixtures.make_i64(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_streamed_shard_is_the_library_s_own_file(tmp_path: Path) -> None:
+def test_streamed_shard_equals_the_file_of_the_library(tmp_path: Path) -> None:
     tensors = {
         "b": torch.arange(6, dtype=torch.int32).reshape(2, 3),
         "a": torch.randn(4, 4).bfloat16(),
@@ -124,7 +124,7 @@ def test_reap_keeps_whole_experts_with_their_router_rows(reap: Path, tiny: Path)
         router, rows = (tensors[f"model.layers.{layer}.mlp.gate.weight"] for tensors in (pruned, whole))
         kept = [next(i for i in range(16) if torch.equal(rows[i], row)) for row in router]
         assert kept == sorted(set(kept))
-        assert kept != list(range(10)), "pruning the tail alone would not show a wrong renumbering"
+        assert kept != list(range(10)), "pruning only the last experts would not show a wrong renumbering"
         bias = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         assert same(pruned[bias], whole[bias][kept])
         for new, old in enumerate(kept):
@@ -136,7 +136,7 @@ def test_reap_keeps_whole_experts_with_their_router_rows(reap: Path, tiny: Path)
     assert not any(".experts.10." in name for name in pruned)
 
 
-def test_i64_changes_the_dtype_of_shapes_alone(i64: Path, tiny: Path) -> None:
+def test_i64_changes_only_the_dtype_of_shapes(i64: Path, tiny: Path) -> None:
     changed, plain = tensors_of(i64), tensors_of(tiny)
     for name, tensor in plain.items():
         assert same(changed[name], tensor.long() if name.endswith("weight_shape") else tensor)
@@ -191,7 +191,7 @@ def test_subnormal_and_wide_scales_are_finite_and_far_from_ordinary(subnormal: P
     assert tensors[f"{experts(1, 3, 'up')}.weight_scale"].max() == 2.0**100
 
 
-def test_k2_shaped_values_are_those_of_quantisation_aware_training(k2_shaped: Path) -> None:
+def test_k2_shaped_values_look_like_quantization_aware_training(k2_shaped: Path) -> None:
     tensors = tensors_of(k2_shaped)
     assert tensors["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
     for expert in (0, 1):
@@ -214,7 +214,7 @@ def test_k2_shaped_layers_spread_over_any_number_of_shards(tmp_path: Path, k2_sh
     assert all(same(one[name], other[name]) for name in one)
 
 
-def test_experts_for_a_size_meets_it() -> None:
+def test_number_of_experts_for_a_size_is_right() -> None:
     real_layer = sum(spec.num_bytes for spec in k2_thinking_parts()[1])
     assert real_layer == 9_808_554_496
     assert experts_for(real_layer, fixtures.K2_SHAPE) == 384

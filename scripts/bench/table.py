@@ -1,0 +1,123 @@
+"""Writes the results of a benchmark run as Markdown, one table for each question of RESULTS.md."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Results = Mapping[str, Mapping[str, Any]]
+
+QUESTIONS = {
+    "How fast are the kernels?": ("kernel ",),
+    "How fast is the whole command?": (
+        "cp + fsync, cold",
+        "run plain, cold",
+        "run optimal, cold",
+        "cp + fsync, warm",
+        "run plain, warm",
+        "run optimal, warm",
+    ),
+    "What does the disk allow?": ("read, cold", "durable write"),
+    "How fast are one core and validation?": (
+        "run plain, one core",
+        "run optimal, one core",
+        "run optimal, smaller",
+        "validate --source",
+    ),
+    "How does it compare with the published pipelines?": (
+        "run optimal, warm",
+        "run plain, slice",
+        "run optimal, slice",
+        "llm-compressor NVFP4A16",
+        "reference chain",
+        "llm-compressor expanded MSE",
+    ),
+    "How long is start-up?": ("start-up",),
+    "Do time and memory grow with the checkpoint?": ("growth",),
+}
+"""Each heading of RESULTS.md with the labels of its rows, or with what they begin with."""
+
+
+def markdown(results: Results) -> str:
+    """Return one table for each question that has results."""
+    lines: list[str] = []
+    for question, beginnings in QUESTIONS.items():
+        labels = [label for begin in beginnings for label in results if label.startswith(begin)]
+        if labels:
+            lines += [f"## {question}", "", *_table(labels, results), ""]
+    checked, run = results.get("validate --source, smaller, warm"), results.get("run optimal, smaller, warm")
+    if checked is not None and run is not None:
+        share = run["seconds"] / checked["seconds"]
+        lines.append(f"`validate --source` runs at {share:.2f} of `run`'s speed on the same folder.")
+    return "\n".join(lines)
+
+
+def _table(labels: list[str], results: Results) -> list[str]:
+    """Return the rows of one table; a column that is empty in every row is left out."""
+    cells = {title: [cell(label, results) for label in labels] for title, cell in _COLUMNS.items()}
+    columns = [(title, column) for title, column in cells.items() if any(column)]
+    rows = zip(*(column for _, column in columns), strict=True)
+    return [
+        "| " + " | ".join(title for title, _ in columns) + " |",
+        "|---" + "|---:" * (len(columns) - 1) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+
+
+def _input(label: str, results: Results) -> str:
+    r = results[label]
+    return f"{r['source_bytes'] / 1e9:.2g} GB" if "source_bytes" in r else ""
+
+
+def _seconds(label: str, results: Results) -> str:
+    r = results[label]
+    return f"{r['seconds']:.2f} ({r['fastest']:.2f}..{r['slowest']:.2f})" if "seconds" in r else ""
+
+
+def _bandwidth(label: str, results: Results) -> str:
+    r = results[label]
+    return f"{r['source_bytes'] / r['seconds'] / 1e9:.2f}" if "seconds" in r else ""
+
+
+def _times_as_fast_as_cp(label: str, results: Results) -> str:
+    """Return the speed relative to the copy of the same checkpoint in the same cache state."""
+    r = results[label]
+    copy = results.get(f"cp + fsync, {'cold' if r.get('cold') else 'warm'}", {})
+    if "seconds" not in r or r["source_bytes"] != copy.get("source_bytes"):
+        return ""
+    return f"{copy['seconds'] / r['seconds']:.2f}"
+
+
+def _peak_memory(label: str, results: Results) -> str:
+    r = results[label]
+    return f"{r['peak_rss'] / 1e9:.2f} GB" if "peak_rss" in r else ""
+
+
+def _weights_per_second(label: str, results: Results) -> str:
+    """Return the stored rate, or for `run` the rate of the whole command, start-up and disk included."""
+    r = results[label]
+    rate = r.get("weights_per_second")
+    if rate is None and label.startswith("run "):
+        rate = r["source_weights"] / r["seconds"]
+    return f"{rate / 1e6:.3g} M" if rate else ""
+
+
+def _sqnr(label: str, results: Results) -> str:
+    r = results[label]
+    return f"{r['sqnr_db']:.2f} dB" if r.get("sqnr_db") else ""
+
+
+def _of_copy_bandwidth(label: str, results: Results) -> str:
+    r = results[label]
+    return f"{r['of_copy_bandwidth']:.2f}" if "of_copy_bandwidth" in r else ""
+
+
+_COLUMNS: dict[str, Callable[[str, Results], str]] = {
+    "command": lambda label, _: label,
+    "input": _input,
+    "seconds (min..max)": _seconds,
+    "GB/s in": _bandwidth,
+    "times as fast as cp": _times_as_fast_as_cp,
+    "peak memory": _peak_memory,
+    "weights a second": _weights_per_second,
+    "SQNR": _sqnr,
+    "of copy bandwidth": _of_copy_bandwidth,
+}
