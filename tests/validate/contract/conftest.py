@@ -9,7 +9,9 @@ import pytest
 from converted import GOOD, Converted, Kind, copy_of
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.prepare import choose_recipe, execute, prepare
+from k2convert.job.execute import execute
+from k2convert.job.places import Destination, Source
+from k2convert.job.prepare import choose_recipe, prepare
 from scripts.fixture_maker.folder import SmallCheckpoint, read_small, write_small
 
 KEEP = 4  # experts; as many as a token chooses
@@ -29,7 +31,7 @@ def _expert(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def sources(tiny: Path, k25: Path, reap: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """INT4 sources by name style; the first two with few experts, to be quick."""
+    """INT4 sources by name style. Two of them have few experts, to be quick."""
     folder = tmp_path_factory.mktemp("contract-sources")
     made = {"reap": reap, "tiny": tiny}
     for name, whole in (("thinking", tiny), ("k2.5", k25)):
@@ -52,8 +54,15 @@ def convert(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
                 source, None, {"layout": kind.layout, "activations": kind.activations, "rule": kind.rule}
             )
             destination = folder / str(len(made))
-            job = prepare(source=source, destination=destination, recipe=recipe, device="cpu", workers=1)
-            execute(job, report=lambda _: None)
+            execute(
+                prepare(
+                    source=Source(source),
+                    destination=Destination(destination),
+                    recipe=recipe,
+                    device="cpu",
+                    workers=1,
+                )
+            )
             made[kind] = Converted(kind, destination, source.folder)
         return made[kind]
 
@@ -62,7 +71,7 @@ def convert(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(params=GOOD, ids=str)
 def good(request: pytest.FixtureRequest, convert: Callable[[Kind], Converted]) -> Converted:
-    """A good checkpoint to read, of every kind in turn."""
+    """A good checkpoint of every kind. Read it only."""
     return convert(request.param)
 
 
