@@ -61,7 +61,7 @@ def _open_source(source: Path) -> Checkpoint:
 def _check_operands(
     source: Checkpoint | None, *, layers: tuple[int, ...] | None, hidden_states: Path | None, against: Path | None
 ) -> None:
-    """Check what is used after the pass over the shards, which takes hours for a large model; raises CheckpointError."""
+    """Check now what is used after the pass over the shards, which may take hours; raises CheckpointError."""
     if source is not None and layers:
         from k2convert.validate.layers.check import check_layers_exist
 

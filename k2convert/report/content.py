@@ -91,7 +91,7 @@ def counts(metrics: WeightMetrics) -> tuple[Count, ...]:
         _count("non-zero weights changed", changed, metrics.num_nonzero, "the conversion is not lossless"),
         _count("blocks reproduced exactly", metrics.equal_blocks, blocks, "all 16 values, blocks of zeros included"),
         _count("INT4 codes recoverable", metrics.recoverable_codes, codes, "round(w'/s) is the source's code"),
-        _count("codes of magnitude 5 or 7", metrics.num_five_or_seven, codes, "E2M1 has neither next to other integers"),
+        _count("codes of magnitude 5 or 7", metrics.num_five_or_seven, codes, "E2M1 has neither with other integers"),
         _count("codes of -8", metrics.num_minus_eight, codes, "allowed, but never written by the model's training"),
         _count(
             "blocks clipped to the normal scales", metrics.blocks_outside_normal, blocks,
