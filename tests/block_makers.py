@@ -1,22 +1,44 @@
-"""INT4 weights for the tests, packed by compressed-tensors, and blocks chosen to be awkward."""
+"""INT4 weights for the tests, packed by compressed-tensors, with awkward blocks among them."""
 
 from __future__ import annotations
 
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from torch import Tensor
 
 from k2convert.choices import GROUP_SIZE
+from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.int4 import Int4Weight
 
 
 def int4_weight(codes_NK: Tensor, scales_NG: Tensor) -> Int4Weight:
     """Pack codes -8..7 with the reference packer."""
-    return Int4Weight(packed=pack_to_int32(codes_NK.to(torch.int8), 4).view(torch.uint8), scales=scales_NG)
+    packed = pack_to_int32(codes_NK.to(torch.int8), 4).view(torch.uint8)
+    return Int4Weight(packed=packed.numpy(), scale_bits=scales_NG.contiguous().view(torch.uint16).numpy())
+
+
+def bf16_weight(weight_NK: Tensor) -> Bf16Weight:
+    """A bf16 tensor as the package takes it."""
+    return Bf16Weight(weight_NK.contiguous().view(torch.uint16).numpy())
+
+
+def scales_of(weight: Int4Weight) -> Tensor:
+    """The scales bf16 [N, K/32] of a weight."""
+    return torch.from_numpy(weight.scale_bits).view(torch.bfloat16)
+
+
+def codes_of(weight: Int4Weight) -> Tensor:
+    """The codes int8 [N, K] of a weight, unpacked by compressed-tensors."""
+    return unpack_from_int32(torch.from_numpy(weight.packed).view(torch.int32), 4, weight.shape)
+
+
+def bf16_tensor(weight: Bf16Weight) -> Tensor:
+    """A BF16 weight as a tensor."""
+    return torch.from_numpy(weight.bits).view(torch.bfloat16)
 
 
 def trained_like(rows: int, columns: int, *, seed: int) -> Int4Weight:
-    """Gaussian weights quantised as K2's were: s = bf16(amax / 7), codes -7..7."""
+    """Gaussian weights quantized as K2's were: s = bf16(amax / 7), codes -7..7."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(rows, columns // GROUP_SIZE, GROUP_SIZE, generator=generator) * 0.02
     scales = (weights.abs().amax(dim=-1) / 7).to(torch.bfloat16)

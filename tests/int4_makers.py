@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.metrics.pair_counts import PairCounts
 
 USABLE_BITS = 0x7E00
-"""BF16 bits below these are zero, subnormal or normal numbers whose eightfold is finite."""
+"""BF16 bits below these are zero, subnormal numbers, or normal numbers of which eight times is finite."""
 
 
 def int4_weight(codes: NDArray[np.int64], scale_bits: NDArray[np.int64]) -> Int4Weight:
     """Pack N * 256 codes -8..7, in order, with the BF16 bits of a scale for every 32 of them, into [N, 256]."""
     rows = codes.size // 256
     nibbles = (codes.reshape(rows, 256) + 8).astype(np.uint8)
-    scales = torch.from_numpy(scale_bits.astype(np.uint16).reshape(rows, 8)).view(torch.bfloat16)
-    return Int4Weight(packed=torch.from_numpy(nibbles[:, 0::2] | nibbles[:, 1::2] << 4), scales=scales)
+    return Int4Weight(nibbles[:, 0::2] | nibbles[:, 1::2] << 4, scale_bits.astype(np.uint16).reshape(rows, 8))
 
 
 def bf16_bits(values: NDArray[np.float64]) -> NDArray[np.int64]:

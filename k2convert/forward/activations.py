@@ -18,7 +18,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-BLOCK_SIZE: Final = 16
+from k2convert.choices import BLOCK_SIZE
+
 E2M1_MAX: Final = 6.0
 E4M3_MAX: Final = 448.0
 

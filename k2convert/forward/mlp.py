@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from k2convert.forward.activations import quantize_activations
-from k2convert.forward.weights import Projection
+from k2convert.forward.weights import LinearLayer
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -20,9 +20,9 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 class Mlp:
     """down(silu(gate(x)) * up(x)), inputs quantised where a projection has an input scale."""
 
-    gate: Projection
-    up: Projection
-    down: Projection
+    gate: LinearLayer
+    up: LinearLayer
+    down: LinearLayer
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Map f32 [T, hidden] to f32 [T, hidden]."""
@@ -40,7 +40,7 @@ class Mlp:
         return _linear(hidden, self.down, first)
 
 
-def _linear(x_TK: Tensor, projection: Projection, first: int) -> Tensor:
+def _linear(x_TK: Tensor, projection: LinearLayer, first: int) -> Tensor:
     if projection.input_scale is not None:
         x_TK = torch.cat([x_TK[:first], quantize_activations(x_TK[first:], projection.input_scale)])
     return projection.weight.linear(x_TK)

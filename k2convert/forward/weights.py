@@ -109,7 +109,7 @@ class CodedWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
+class LinearLayer:
     """A linear layer; `input_scale` is None where its input is not quantised."""
 
     weight: DenseWeight | CodedWeight
@@ -158,16 +158,17 @@ class WeightReader:
             return self.read(f"{module}.{WEIGHT}")
         rows = self.info(f"{module}.{WEIGHT_PACKED}").shape[0]
         packed = self.raw(f"{module}.{WEIGHT_PACKED}").view(rows, -1)
-        return Int4Weight(packed=packed, scales=self.read(f"{module}.{WEIGHT_SCALE}"))
+        scale_bits = self.read(f"{module}.{WEIGHT_SCALE}").view(torch.uint16)
+        return Int4Weight(packed=packed.numpy(), scale_bits=scale_bits.numpy())
 
     def is_nvfp4(self, module: str) -> bool:
         """Whether a projection is stored as NVFP4, in either layout."""
         return self._layout(module) is not None
 
-    def read_converted(self, module: str, *, shape: tuple[int, int] | None = None) -> Projection:
+    def read_converted(self, module: str, *, shape: tuple[int, int] | None = None) -> LinearLayer:
         """A projection of a converted checkpoint, NVFP4 or left in BF16; CheckpointError where it is not of `shape`."""
         names = self._layout(module)
-        found = self._nvfp4(module, names) if names else Projection(DenseWeight(self.read(f"{module}.{WEIGHT}")))
+        found = self._nvfp4(module, names) if names else LinearLayer(DenseWeight(self.read(f"{module}.{WEIGHT}")))
         if shape is not None and found.weight.shape != shape:
             raise CheckpointError(
                 f"{self.checkpoint.folder}: {module} is {list(found.weight.shape)}, in the source {list(shape)}. "
@@ -178,7 +179,7 @@ class WeightReader:
     def _layout(self, module: str) -> LayoutNames | None:
         return next((n for n in LAYOUTS.values() if self.has(f"{module}.{n.global_scale}")), None)
 
-    def _nvfp4(self, module: str, names: LayoutNames) -> Projection:
+    def _nvfp4(self, module: str, names: LayoutNames) -> LinearLayer:
         packed = self.read(f"{module}.{names.weight}")
         name = f"{module}.{names.block_scale}"
         scales = self.raw(name).view(self.info(name).shape)
@@ -187,7 +188,7 @@ class WeightReader:
                 f"{self.info(name).shard}: {name}: shape {list(scales.shape)} does not fit codes {list(packed.shape)}."
             )
         has_input_scale = self.has(f"{module}.{names.input_scale}")
-        return Projection(
+        return LinearLayer(
             nvfp4_weight(packed, scales, self._scalar(module, names, names.global_scale)),
             self._scalar(module, names, names.input_scale) if has_input_scale else None,
         )
@@ -200,7 +201,8 @@ def exact_weight(weight: Int4Weight | Tensor) -> DenseWeight | CodedWeight:
     """The source's weight: q * s is exact in FP32 (4 and 8 bits of significand); bf16 [N, K] is taken as it is."""
     if isinstance(weight, Tensor):
         return DenseWeight(weight)
-    return CodedWeight(weight.packed, _INT4_PAIRS, weight.scales.float())
+    packed, scales = torch.as_tensor(weight.packed), torch.as_tensor(weight.scales)
+    return CodedWeight(packed, _INT4_PAIRS, scales)
 
 
 def nvfp4_weight(packed: Tensor, block_scales: Tensor, global_scale: float) -> CodedWeight:

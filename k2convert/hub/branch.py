@@ -1,11 +1,11 @@
-"""Upload shards to a work branch as they come, then publish them on main in one atomic commit.
+"""Upload shards to a work branch as they are ready, then put them all on main in one atomic commit.
 
     work branch  k2convert-<fingerprint>   shards in groups, with their records under .k2convert/
     main         one commit                CommitOperationCopy of every shard (no bytes move) + config, index, card, ...
 
-Readers of main never see half a model. What is on the branch is the state: after any interruption its tree says which
-shards need no second upload. A local copy may go only after the branch lists the shard with the sha256 computed here.
-Groups keep below the Hub's limit of 128 commits an hour a repository.
+Readers of main never see half a model. The branch is the state: after an interruption its tree shows which shards are
+uploaded. A local copy may be deleted only after the branch lists the shard with the sha256 computed here. Commits in
+groups stay below the Hub's limit of 128 commits per hour and repository.
 """
 
 import json
@@ -28,7 +28,7 @@ from k2convert.hub.source import RemoteFile, list_files, matches, read_file
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationCopy, HfApi
 
-MAX_COMMITS_PER_HOUR = 120  # the Hub's limit is 128; the rest is for what else the account does
+MAX_COMMITS_PER_HOUR = 120  # the Hub's limit is 128; the rest is for the account's other work
 GROUP_SHARDS = 8
 GROUP_SECONDS = 300.0
 
@@ -40,7 +40,7 @@ def branch_name(digest: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """One finished shard: its file, and the hash and size that the Hub must state before the file may go."""
+    """One finished shard: its file, and the hash and size that the Hub must list before the file may be deleted."""
 
     name: str
     path: Path
@@ -57,7 +57,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class Branch:
-    """The way of one job into one repository. Several threads may send and add; one at a time commits."""
+    """The work branch of one job in one repository. Several threads may send and add, but only one may commit."""
 
     hub: Hub
     target: Target
@@ -78,7 +78,7 @@ class Branch:
         return len(self._pending)
 
     def open(self) -> None:
-        """Create repository and branch where they are missing, and read what the branch already has."""
+        """Create the repository and the branch if they are missing, and list the files of the branch."""
         api, repo = self.hub.api(), self.repo
         self.hub.call(
             f"create the repository {repo}",
@@ -87,7 +87,7 @@ class Branch:
         info = self.hub.call(f"look up {repo}", lambda: api.model_info(repo, revision="main"))
         if self.target.private and not info.private:
             raise HubError(
-                f"{repo}: is public, but a private one was asked for. Pass --public to publish there, or name another."
+                f"{repo}: is public, but a private one was requested. Pass --public, or choose another repository."
             )
         self.head = info.sha or ""
         self.hub.call(
@@ -97,7 +97,7 @@ class Branch:
         self.on_branch = list_files(self.hub, repo, self.name)
 
     def read_records(self, *, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-        """Small files that earlier runs committed with their shards, by path below .k2convert/."""
+        """The wanted small files that earlier runs committed with their shards, by path below .k2convert/."""
         found: dict[str, bytes] = {}
         for path, file in self.on_branch.items():
             name = path.removeprefix(f"{WORK_FOLDER}/")
@@ -115,11 +115,11 @@ class Branch:
         self.add(upload, self.send(upload.name, upload.path, sha256=upload.sha256), records=records)
 
     def send(self, name: str, path: Path, *, sha256: str | None = None) -> "CommitOperationAdd":
-        """Send one shard's bytes; the returned operation is to be handed to `add`.
+        """Send one shard's bytes; pass the returned operation to `add`.
 
-        A known `sha256` spares the library a pass over the file before plain LFS. Over Xet the library hashes what it
-        sends, in the same pass, and the Hub states that hash: worth more than being told one. Raises CheckpointError
-        where the file has another hash than the known one.
+        For plain LFS a known `sha256` saves the library a pass over the file. Over Xet the library hashes the bytes as
+        it sends them, and that hash is checked against the known one. Raises ChangedFileError if the file does not have
+        the known hash, HubError if the Hub fails.
         """
         from huggingface_hub import CommitOperationAdd, constants
 
@@ -136,7 +136,7 @@ class Branch:
         try:
             operation = self.hub.call(f"upload {name} to {self.repo}", attempt)
         except HubError:
-            if sha256 is not None and file_sha256(path) != sha256:  # the Hub refuses what is not as announced
+            if sha256 is not None and file_sha256(path) != sha256:  # the Hub refuses such bytes
                 raise ChangedFileError(path) from None
             raise
         if sha256 is not None and operation.upload_info.sha256.hex() != sha256:
@@ -144,22 +144,22 @@ class Branch:
         return operation
 
     def add(self, upload: Upload, operation: "CommitOperationAdd", *, records: Mapping[str, bytes]) -> None:
-        """Put a shard that was sent into the group to be committed next."""
+        """Add a shard that was sent to the next group."""
         if not self._pending:
             self._since = time.monotonic()
         self._pending.append(_Pending(upload, operation, dict(records)))
 
     def is_group_due(self) -> bool:
-        """Whether enough shards, or shards for long enough, wait for their commit."""
+        """Whether enough shards wait for a commit, or have waited long enough."""
         if not self._pending:
             return False
         return len(self._pending) >= GROUP_SHARDS or time.monotonic() - self._since >= GROUP_SECONDS
 
     def commit_group(self) -> list[Upload]:
-        """Commit what was uploaded; returns it once the branch lists it with the right hashes, so local copies may go.
+        """Commit the group; returns its shards once the branch lists them with the right hashes.
 
-        Other threads may add shards meanwhile; they are left for the next group. Waits where another commit would
-        exceed the hourly limit. Raises HubError where a hash differs.
+        Their local copies may then be deleted. Shards that other threads add meanwhile wait for the next group. Waits
+        if one more commit would exceed the hourly limit. Raises HubError if a hash differs.
         """
         from huggingface_hub import CommitOperationAdd
 
@@ -188,7 +188,7 @@ class Branch:
         message: str,
         on_main: bool = False,
     ) -> None:
-        """Commit to the work branch, or to main where that has not moved; small files are uploaded on the way."""
+        """Commit to the work branch, or to main if main has not moved; this also uploads small files."""
         api = self.hub.api()
         revision, parent = ("main", self.head) if on_main else (self.name, None)
 
@@ -214,8 +214,8 @@ class Branch:
         for upload in group:
             if not self.has(upload.name, upload.sha256, upload.num_bytes):
                 raise HubError(
-                    f"{self.repo}: {upload.name} arrived on {self.name} with another sha256 than the local file. "
-                    "Nothing was deleted here. Run the same command again."
+                    f"{self.repo}: {upload.name} has a different sha256 on {self.name} than on disk. "
+                    "Nothing was deleted. Run the same command again."
                 )
 
     def _wait_for_the_hour(self) -> None:
@@ -223,7 +223,7 @@ class Branch:
             self._commits.popleft()
         if len(self._commits) >= MAX_COMMITS_PER_HOUR:
             seconds = 3600 - (time.monotonic() - self._commits[0])
-            self.hub.notify(f"{MAX_COMMITS_PER_HOUR} commits in an hour; the next one waits {seconds:.0f} s")
+            self.hub.notify(f"{MAX_COMMITS_PER_HOUR} commits in the last hour; the next one waits {seconds:.0f} s")
             time.sleep(max(seconds, 0))
 
     def commit_to_main(
@@ -231,20 +231,20 @@ class Branch:
     ) -> str:
         """Put the whole model on main in one commit and delete the work branch; returns the commit's id.
 
-        `shards` maps names to (sha256, size), all on the branch; `files` are the others. main must still be where it
-        was when the branch was opened. Raises HubError; running the job again then ends it.
+        `shards` maps names to (sha256, size), all on the branch; `files` are the other files. main must not have moved
+        since `open`. Raises HubError; the job can then be run again.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy
 
         api = self.hub.api()
-        # The branch as it is now: what is copied to main is what was looked at, whoever else may write to the branch.
+        # By commit, not by name: main gets exactly the files checked here, even if the branch moves meanwhile.
         branch = self.hub.call(f"look up {self.name}", lambda: api.model_info(self.repo, revision=self.name)).sha
         self.on_branch = list_files(self.hub, self.repo, branch or self.name)
         missing = [name for name, (sha256, size) in shards.items() if not self.has(name, sha256, size)]
         if missing:
             raise HubError(
-                f"{self.repo}: {missing[0]} is not on {self.name} as it was uploaded. Run the same command again; if "
-                "it stays so, somebody else writes to that branch."
+                f"{self.repo}: {missing[0]} is not on {self.name} as it was uploaded. Run the same command again. If "
+                "that fails too, find out who else writes to that branch."
             )
         on_main = list_files(self.hub, self.repo, self.head)
         operations: list[CommitOperationAdd | CommitOperationCopy] = [
@@ -257,11 +257,11 @@ class Branch:
         try:
             self._create_commit(f"commit the model to main of {self.repo}", operations, message=message, on_main=True)
         except HubRequestError as error:
-            # A commit whose answer got lost is asked for again, and then its own result is in the way.
+            # If the answer to a commit is lost, the retry finds that main has moved, because of that commit.
             if error.status != 412 or not self._is_on_main(shards, files):
                 raise
         if not self._is_on_main(shards, files):
-            raise HubError(f"{self.repo}: main does not list what was committed. Look at its history, then run again.")
+            raise HubError(f"{self.repo}: main lacks the committed files. Look at its history, then run again.")
         self.delete()
         info = self.hub.call(f"look up {self.repo}", lambda: api.model_info(self.repo, revision="main"))
         return info.sha or ""
@@ -274,7 +274,7 @@ class Branch:
         return all(path in listed and matches(content, listed[path]) for path, content in files.items())
 
     def delete(self) -> None:
-        """Delete the work branch, if it is there."""
+        """Delete the work branch, if it exists."""
         api = self.hub.api()
         try:
             self.hub.call(
@@ -288,7 +288,7 @@ class Branch:
 
 @contextmanager
 def _transfer_errors(action: str) -> Generator[None]:
-    """Show what is behind the library's and hf_xet's bare errors, so that it is retried and explained like the rest."""
+    """Turn the bare errors of the library and hf_xet into their causes, so that those are retried and explained."""
     try:
         yield
     except RuntimeError as error:

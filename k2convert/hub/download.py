@@ -1,14 +1,13 @@
-"""One shard from the Hub: parallel range requests into a pre-sized file, resumed inside the shard, hash-checked.
+"""Download one shard: parallel range requests into a file of the final size, resumable, checked by sha256.
 
-huggingface_hub restarts a broken file at byte 0 in both majors, which for a 10 GB shard loses minutes to hours. So the
-bytes are fetched here, over the library's own HTTP session, as ranges of the pinned commit's file. A range is never
-tied to an ETag: the address contains the commit, its content cannot change, and behind the Hub's redirect the storage
-answers with ETags of its own.
+huggingface_hub (1.x and 2.x) restarts a broken file at byte 0. For a shard of 10 GB that loses minutes to hours. So
+this module fetches the bytes as ranges, over the library's own HTTP session. A range is not tied to an ETag: the
+address contains the commit, so its content cannot change, and the storage behind the Hub's redirect has different
+ETags.
 
-Why not Xet for downloads: hf_xet puts a file together from chunks on the CPU, and cannot resume inside a file after its
-process has ended; on loopback it was half as fast as ranges and took more of the CPU, its hash not even checked. The
-Hub serves every Xet file over plain ranges too. Uploads use Xet where the library does: it finds there what the Hub
-already has.
+Downloads do not use Xet. hf_xet assembles a file from chunks on the CPU, and it cannot resume inside a file after its
+process ended. On loopback it had half the speed of ranges and took more CPU time, without a check of the hash. The Hub
+serves every Xet file over plain ranges too. Uploads use Xet if the library does: Xet finds what the Hub already has.
 """
 
 import contextlib
@@ -25,9 +24,9 @@ from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial
 from k2convert.hub.source import RemoteRepo, file_url
 
-NUM_CONNECTIONS = 8
+NUM_CONNECTIONS = 8  # one connection seldom fills a line
 RUN_BYTES = 256 << 20  # one request fetches at most this much, so a 10 GB shard takes about 40 requests
-_NUM_ROUNDS = 3  # whole fetches of a file whose bytes keep arriving wrong
+_NUM_ROUNDS = 3  # how often to fetch a whole file that arrives with wrong bytes
 _HASH_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 20
 
@@ -40,7 +39,7 @@ def download_shard(
     target: Path,
     stop: threading.Event,
 ) -> None:
-    """Fetch `shard` to `target`, continuing what an earlier attempt left; the file appears only if its sha256 is right.
+    """Fetch `shard` to `target`, continuing an earlier attempt; the file appears only if its sha256 is right.
 
     Setting `stop` ends the call early with HubError, after the state was recorded. Raises HubError if the Hub fails or
     the bytes stay wrong, DiskFullError if the disk is full, DestinationWriteError if the target cannot be written.
@@ -50,28 +49,28 @@ def download_shard(
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_file() and target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
             return
-        target.unlink(missing_ok=True)  # an interrupted conversion in tight room uses up its source
+        target.unlink(missing_ok=True)  # an interrupted conversion may have punched holes into it
     partial = open_partial(target, file)
     try:
         url = file_url(hub, source, shard)
         for _ in range(_NUM_ROUNDS):
             if _fill(hub, partial, url, stop) == file.sha256:
                 with writing(target):
-                    partial.path.replace(target)  # not synced: whoever finds it here hashes it before use
+                    partial.path.replace(target)  # not synced: every later use hashes it first
                 partial.record_path.unlink(missing_ok=True)
                 return
-            hub.notify(f"{shard} arrived with another sha256 than the Hub states; fetching it again")
+            hub.notify(f"{shard} arrived with a wrong sha256; fetching it again")
             partial.reset()
     finally:
         os.close(partial.descriptor)
     raise HubError(
-        f"{source.repo}/{shard}: arrived {_NUM_ROUNDS} times with other bytes than the Hub's sha256 {file.sha256}. "
-        "A proxy, the memory or the disk changes them; nothing of it was used."
+        f"{source.repo}/{shard}: arrived {_NUM_ROUNDS} times with bytes that do not match the Hub's sha256 "
+        f"{file.sha256}. None of them were used. Check the proxy, the memory and the disk."
     )
 
 
 def _fill(hub: Hub, partial: PartialFile, url: str, stop: threading.Event) -> str:
-    """Fetch all missing segments in threads while this one hashes what has arrived in order; returns the sha256."""
+    """Fetch the missing segments in threads, hash them in order in this one; returns the sha256 as hex."""
     failures: list[BaseException] = []
     halt = threading.Event()
     threads = [
@@ -93,7 +92,7 @@ def _fill(hub: Hub, partial: PartialFile, url: str, stop: threading.Event) -> st
             if failures:
                 raise failures[0]
             if stop.is_set():
-                raise HubError(f"{partial.path.name}: stopped; running the same command again continues it.")
+                raise HubError(f"{partial.path.name}: stopped. Run the same command again to continue.")
             frontier = partial.frontier()
             if position == frontier:
                 partial.wait(0.2)
@@ -108,20 +107,20 @@ def _fill(hub: Hub, partial: PartialFile, url: str, stop: threading.Event) -> st
         for thread in filter(threading.Thread.is_alive, threads):
             thread.join()
         if position < partial.file.num_bytes:
-            with contextlib.suppress(DiskFullError, DestinationWriteError):  # what ended the loop is the news
+            with contextlib.suppress(DiskFullError, DestinationWriteError):  # the first error matters more
                 partial.record(force=True)
     return digest.hexdigest()
 
 
 def _fetch_runs(hub: Hub, partial: PartialFile, url: str, halt: threading.Event, failures: list[BaseException]) -> None:
-    """One connection's work: claim a run of segments, stream it to its place, again until nothing is left."""
+    """The work of one connection: claim a run of segments and stream it into the file, until none is left."""
     max_bytes = min(RUN_BYTES, -(-partial.file.num_bytes // NUM_CONNECTIONS))
     num_failures = 0
     try:
         while not halt.is_set() and not partial.is_complete():
             run = partial.claim(max_bytes=max_bytes)
             if run is None:
-                partial.wait(0.2)  # another connection may yet give a run back
+                partial.wait(0.2)  # another connection may still release its run
                 continue
             try:
                 _stream_run(hub, partial, url, run, halt, direct=num_failures == 0)
@@ -133,13 +132,13 @@ def _fetch_runs(hub: Hub, partial: PartialFile, url: str, halt: threading.Event,
                 partial.release(run)
                 hub.notify(f"{partial.path.name}: {error.reason}; continuing it")
                 halt.wait(hub.pause(error, attempt=num_failures - 1))
-    except BaseException as error:  # handed to the thread that waits, which raises it
+    except BaseException as error:  # the waiting thread raises it
         failures.append(error)
         partial.wake()
 
 
 def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: threading.Event, *, direct: bool) -> None:
-    """Write one range response to its place, marking each segment as its last byte is written."""
+    """Write one range response into the file, and mark each segment when its last byte is written."""
     position, segment = run.start * partial.segment_bytes, run.start
     memory, filled = BUFFERS.empty(_WRITE_BYTES).data, 0
 
@@ -158,7 +157,7 @@ def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: thre
                 if filled == len(memory):
                     write()
         finally:
-            write()  # a broken connection keeps what it brought
+            write()  # after a broken connection too
 
 
 def file_sha256(path: Path) -> str:

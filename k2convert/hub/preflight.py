@@ -1,7 +1,7 @@
-"""What must hold before a byte is converted for a destination on the Hub; a refusal in hour three would be too late.
+"""The checks before anything is converted for a destination on the Hub, so that no job is refused after hours.
 
-Nothing is changed here, so a dry run may ask. What cannot be known beforehand (an account's exact storage plan) is
-named in a notice rather than guessed.
+They change nothing, so a dry run does them too. A notice names what cannot be known in advance, such as an account's
+exact storage plan.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A destination that was found usable: `head` is main's commit now, or None where the repository is to be made."""
+    """A destination that passed the checks; `head` is main's commit, or None if the repository does not exist yet."""
 
     repo: str
     private: bool
@@ -41,30 +41,28 @@ def check_target(
     licence: Licence,
     source: RemoteRepo | None,
 ) -> Target:
-    """Check token, name, visibility, sizes and licence; raises HubError for what would fail later.
+    """Check token, name, visibility, sizes and license; raises HubError for anything that would fail later.
 
-    `file_bytes` are the shards to publish. `source` is the repository converted from, which is never written to.
+    `file_bytes` has the size of each shard. `source` is the source's repository, if it has one; it must differ.
     """
     if parse_repo(f"hf://{repo}") is None or (source is not None and repo == source.repo):
-        raise HubError(f"{repo}: is the source itself. Publish under another name.")
+        raise HubError(f"{repo}: is the source itself. Choose a different name.")
     account = _account(hub)
     namespace = repo.partition("/")[0]
     _check_right_to_write(account, repo, namespace)
     too_large = [name for name, size in file_bytes.items() if size > MAX_FILE_BYTES]
     if too_large:
-        raise HubError(f"{repo}: {too_large[0]} is larger than the Hub's limit of 50 GB a file. Split it first.")
+        raise HubError(f"{repo}: {too_large[0]} is larger than 50 GB, the Hub's limit per file. Split it first.")
     head, is_private, files = _existing(hub, repo)
     if head is not None and private and not is_private:
-        raise HubError(
-            f"{repo}: exists and is public, but a private one was asked for. Pass --public to publish there."
-        )
+        raise HubError(f"{repo}: is public, but a private repository was requested. Pass --public to use it.")
     notices = [*_size_notices(account, namespace, file_bytes, private=is_private if head else private)]
     if head is not None and is_private and not private:
-        notices.append(f"{repo} exists and is private: --public does not change that, its settings page does")
+        notices.append(f"{repo} is private, and --public does not change that. Change it on the settings page")
     if source is not None and source.private and not (is_private if head else private):
-        notices.append(f"{source.repo} is private, and what is made of it will be public")
+        notices.append(f"{source.repo} is private, but the result will be public")
     if licence.id is None:
-        notices.append("the source states no licence: the card will say so; make sure that you may publish the result")
+        notices.append("the source states no license, and the card says so. Check that you may publish the result")
     return Target(repo, is_private if head else private, head, files, tuple(notices))
 
 
@@ -72,7 +70,7 @@ def _account(hub: Hub) -> dict[str, Any]:
     from huggingface_hub import get_token
 
     if get_token() is None:
-        raise HubError("publishing needs a token with write access: set HF_TOKEN or log in with `hf auth login`.")
+        raise HubError("the Hub needs a token with write access. Set HF_TOKEN or log in with `hf auth login`.")
     api: Any = hub.api()  # whoami is typed as a bare dict
     return cast(dict[str, Any], hub.call("check the token", lambda: api.whoami()))
 
@@ -82,17 +80,17 @@ def _check_right_to_write(account: dict[str, Any], repo: str, namespace: str) ->
     organizations = {o.get("name"): o for o in cast(list[dict[str, Any]], account.get("orgs") or [])}
     if namespace != user and namespace not in organizations:
         names = ", ".join(sorted({str(user), *map(str, organizations)}))
-        raise HubError(f"{repo}: the token belongs to {user}, who cannot write to {namespace}. Possible: {names}.")
+        raise HubError(f"{repo}: the token belongs to {user}, who cannot write to {namespace}. Choose from: {names}.")
     if namespace != user and organizations[namespace].get("roleInOrg") == "read":
-        raise HubError(f"{repo}: {user} may only read in {namespace}. Ask its owner for the write role.")
+        raise HubError(f"{repo}: {user} can only read in {namespace}. Ask its owner for the write role.")
     auth = cast(dict[str, Any], account.get("auth") or {})
     token = cast(dict[str, Any], auth.get("accessToken") or {})
     role = token.get("role")
     if role == "read":
-        raise HubError(f"{repo}: the token may only read. Use one with write access (huggingface.co/settings/tokens).")
+        raise HubError(f"{repo}: the token can only read. Use one with write access (huggingface.co/settings/tokens).")
     if role == "fineGrained" and not _may_write(token.get("fineGrained") or {}, repo, namespace):
         raise HubError(
-            f"{repo}: the fine-grained token has no write permission there. "
+            f"{repo}: the fine-grained token has no write permission for it. "
             f"Give it 'Write access to contents and settings of repositories' under {namespace}."
         )
 
@@ -122,17 +120,17 @@ def _size_notices(
     total, notices = sum(file_bytes.values()), list[str]()
     largest = max(file_bytes.values(), default=0)
     if largest > RECOMMENDED_FILE_BYTES:
-        notices.append(f"the largest file has {largest / 1e9:.1f} GB; the Hub recommends less than 20 GB, and takes 50")
+        notices.append(f"the largest file has {largest / 1e9:.1f} GB; the Hub recommends at most 20 GB")
     is_pro = bool(account.get("isPro"))
     limit = PRO_PRIVATE_BYTES if is_pro else FREE_PRIVATE_BYTES
     if private and total > limit:
         kind = (
-            "an organisation" if namespace != account.get("name") else "a PRO account" if is_pro else "a free account"
+            "an organization" if namespace != account.get("name") else "a PRO account" if is_pro else "a free account"
         )
-        room = "as much private storage as its plan says (free: 100 GB)" if "org" in kind else f"{limit / 1e9:,.0f} GB"
+        room = "what its plan says (free: 100 GB)" if "org" in kind else f"{limit / 1e9:,.0f} GB"
         notices.append(
-            f"{total / 1e9:,.0f} GB go to a private repository; {kind} has {room} of private storage. "
-            "If that is not enough the Hub will refuse uploads midway: use --public, or a larger plan"
+            f"{total / 1e9:,.0f} GB are for a private repository; {kind} has {room} of private storage. "
+            "If that is not enough, the Hub refuses uploads midway: use --public or a larger plan"
         )
     return notices
 

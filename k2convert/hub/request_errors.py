@@ -1,4 +1,4 @@
-"""What a failed request means: errors that say what to do, and whether asking again may help."""
+"""What a failed request means: what the user should do, and whether a retry may help."""
 
 import json
 import ssl
@@ -16,23 +16,23 @@ TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 
 MAX_PAUSE_SECONDS = 3600.0
 
 _ADVICE = {
-    400: "The Hub did not accept the request; its own words are above.",
+    400: "The Hub did not accept the request. Its answer says why; correct that first.",
     401: "Set HF_TOKEN to a valid token, or log in with `hf auth login`.",
-    402: "The account's storage or plan does not allow this: free space, change the plan, or publish with --public.",
-    403: "The token lacks the right for this: use one with write access to that namespace, and for a gated source "
-    "accept its terms on the model's page.",
-    404: "Check the spelling; a private or gated repository needs a token that may read it: set HF_TOKEN or use "
+    402: "The account's storage or plan does not allow this. Free space, change the plan, or use --public.",
+    403: "The token may not do this. Use one with write access to that namespace. For a gated source, accept the terms "
+    "on the model's page.",
+    404: "Check the spelling. A private or gated repository needs a token that may read it: set HF_TOKEN or use "
     "`hf auth login`.",
     409: "Something else changed the repository at the same time. Run the same command again.",
-    412: "Its branch moved while this ran. Look at what was committed there, then run the same command again.",
-    413: "The file is larger than the Hub takes.",
-    416: "The file on the Hub is shorter than the Hub said before. Run the same command again.",
-    429: "The Hub limits how often this account may ask. Wait as long as it says, then run the same command again.",
+    412: "The branch moved while this ran. Look at what was committed there, then run the same command again.",
+    413: "The file is larger than the Hub accepts. Split it first.",
+    416: "The file on the Hub is shorter than its listing says. Run the same command again.",
+    429: "The Hub limits the requests of this account. Wait as long as it says, then run the same command again.",
 }
 
 
 class HubRequestError(HubError):
-    """One failed request; `transient` says whether asking again may help, `retry_after` what the Hub asked for."""
+    """One failed request; `transient` says whether a retry may help, `retry_after` how many seconds the Hub wants."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class HubRequestError(HubError):
 
 @contextmanager
 def explained(action: str) -> Generator[None]:
-    """Turn whatever the client library raises for a failed request into a HubRequestError that says what to do."""
+    """Turn any error of the client library for a failed request into a HubRequestError that says what to do."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
@@ -64,16 +64,16 @@ def explained(action: str) -> Generator[None]:
     except HfHubHTTPError as error:
         raise _explain_response(action, error) from error
     except json.JSONDecodeError as error:
-        reason = "the answer was not one of the Hub's: a proxy or a login page may stand between"
+        reason = "the answer was not the Hub's; it may be from a proxy or a login page"
         raise HubRequestError(
-            f"could not {action}: {reason}. Check the network; running the same command again continues the work.",
+            f"could not {action}: {reason}. Check the network, then run the same command again to continue.",
             reason=reason,
             transient=True,
         ) from error
     except (_transport_error(), ConnectionError, TimeoutError, ssl.SSLError) as error:
         reason = f"the connection to the Hub failed ({type(error).__name__}: {error})"
         raise HubRequestError(
-            f"could not {action}: {reason}. Check the network; running the same command again continues the work.",
+            f"could not {action}: {reason}. Check the network, then run the same command again to continue.",
             reason=reason,
             transient=True,
         ) from error
@@ -81,7 +81,7 @@ def explained(action: str) -> Generator[None]:
 
 @cache
 def _transport_error() -> type[Exception]:
-    """The HTTP client's base error, whichever client this major of the library uses: HfHubHTTPError derives from it."""
+    """The base error of the library's HTTP client (httpx or httpx2): HfHubHTTPError derives from it."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError" and issubclass(base, Exception))
@@ -92,9 +92,9 @@ def _explain_response(action: str, error: Any) -> HubRequestError:
     status: int = response.status_code
     words: str = (error.server_message or "").strip()
     advice = _ADVICE.get(status) or (
-        "The Hub has trouble. Running the same command again continues the work."
+        "The Hub has a problem. Run the same command again to continue."
         if status >= 500
-        else "Run the same command again; if it stays so, the Hub's own words above say why."
+        else "Run the same command again. If it fails again, the Hub's answer says why."
     )
     reason = f"the Hub answered {status}" + (f" ({words})" if words else "")
     return HubRequestError(
@@ -107,7 +107,10 @@ def _explain_response(action: str, error: Any) -> HubRequestError:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that the Hub asks to wait, as a number or until a date; None where it does not say, an hour at most."""
+    """Seconds that the Hub asks to wait, at most an hour; None if it does not say.
+
+    Retry-After is a number of seconds or a date (RFC 9110, 10.2.3).
+    """
     value = headers.get("Retry-After", "").strip()
     if value.isascii() and value.isdecimal():
         return min(float(value), MAX_PAUSE_SECONDS)
@@ -120,8 +123,8 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def offline_error() -> HubError:
-    """What is said where the network is switched off."""
+    """The error if the user switched the network off."""
     return HubError(
-        "HF_HUB_OFFLINE is set, so the Hub may not be asked. Unset it, or name a local folder: "
+        "HF_HUB_OFFLINE is set, so k2convert cannot use the Hub. Unset it, or name a local folder: "
         "that never uses the network."
     )

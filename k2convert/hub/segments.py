@@ -1,8 +1,8 @@
-"""The record of which parts of a half-downloaded file are on disk: NAME.part, and NAME.part.json beside it.
+"""A half-downloaded file, NAME.part, and the record of its parts on disk, NAME.part.json.
 
-The file has its final size from the start; the record names the file's hash and size, the segment length, and one bit a
-segment. A bit is set only after the bytes below it were synced, so a record is never ahead of its file. The whole
-file's sha256 decides in the end: a lost or wrong record costs time, not correctness.
+The file has its final size from the start. The record has the file's sha256 and size, the segment length, and one bit
+per segment. A bit is set only after the segment's bytes were synced, so a record is never ahead of its file. The sha256
+of the whole file decides in the end: a lost or wrong record costs time, not correctness.
 """
 
 import json
@@ -20,19 +20,22 @@ from k2convert.hub.source import RemoteFile
 MAX_SEGMENT_BYTES = 8 << 20
 MIN_SEGMENT_BYTES = 64 << 10
 RECORD_SECONDS = 0.5
-RECORD_SECONDS_LARGE = 3.0  # every record waits for the disk; of a large file that is not worth having twice a second
+RECORD_SECONDS_LARGE = 3.0  # each record waits for the disk, and for a large file that takes longer
 LARGE_BYTES = 256 << 20
 
 
 def segment_bytes_for(num_bytes: int) -> int:
-    """About 64 segments in a small file, 8 MB each in a large one."""
+    """The length of a segment: 1/64 of a small file, 8 MB in a large one, a multiple of 64 KB.
+
+    It bounds what is lost when a process is killed, and keeps the record of a 10 GB shard at about 1,200 bits.
+    """
     step = MIN_SEGMENT_BYTES
     return min(MAX_SEGMENT_BYTES, max(step, -(-num_bytes // (64 * step)) * step))
 
 
 @dataclass(slots=True)
 class PartialFile:
-    """A file being filled by several threads; `claim`, `finish` and `release` may be called from any of them."""
+    """A file that several threads fill; each of them may call `claim`, `write`, `finish` and `release`."""
 
     path: Path
     record_path: Path
@@ -74,7 +77,7 @@ class PartialFile:
             self._lock.notify_all()
 
     def release(self, segments: range) -> None:
-        """Give back what a failed request did not deliver."""
+        """Let another request claim the segments of a failed one that did not arrive."""
         with self._lock:
             for segment in segments:
                 self._taken[segment] = self.done[segment]
@@ -82,14 +85,14 @@ class PartialFile:
 
     def write(self, data: memoryview, position: int) -> None:
         """Write all of `data` at `position`; raises DiskFullError, DestinationWriteError."""
-        # The system lets one thread at a time into a file, and the others would burn their time spinning.
+        # The kernel lets only one thread at a time write to a file; the others would spin.
         with self._writing, writing(self.path):
             while data:
                 count = os.pwrite(self.descriptor, data, position)
                 data, position = data[count:], position + count
 
     def wait(self, seconds: float) -> None:
-        """Return when something changed, or after `seconds`."""
+        """Return when a segment was finished or released, or after `seconds`."""
         with self._lock:
             self._lock.wait(seconds)
 
@@ -102,13 +105,13 @@ class PartialFile:
             return 0 not in self.done
 
     def frontier(self) -> int:
-        """Bytes from the start of the file that are all there."""
+        """Number of bytes from the start of the file without a gap."""
         with self._lock:
             first = self.done.find(0)
         return self.file.num_bytes if first < 0 else first * self.segment_bytes
 
     def record(self, *, force: bool = False) -> None:
-        """Sync the data, then write down which segments are there; unless forced, only every now and then.
+        """Sync the data, then record the finished segments; unless forced, at most once per interval.
 
         Raises DiskFullError, DestinationWriteError.
         """
@@ -131,7 +134,7 @@ class PartialFile:
         self._recorded, self._recorded_at = state, time.monotonic()
 
     def reset(self) -> None:
-        """Forget every segment: the whole arrived with the wrong hash, and nothing says which part is wrong."""
+        """Forget every segment: the whole file has the wrong hash, and nothing shows which part is wrong."""
         self.record_path.unlink(missing_ok=True)
         with self._lock:
             self.done[:] = bytes(len(self.done))
@@ -146,14 +149,14 @@ def part_path(target: Path) -> Path:
 def open_partial(target: Path, file: RemoteFile) -> PartialFile:
     """Open or create `target`.part at its full size, with the segments that an earlier attempt recorded.
 
-    Raises DiskFullError when the space is not there, DestinationWriteError when the files cannot be opened.
+    Raises DiskFullError if there is no room, DestinationWriteError if the files cannot be opened, HubError for a link.
     """
     path = part_path(target)
     record_path = path.with_name(path.name + ".json")
     segment_bytes = segment_bytes_for(file.num_bytes)
     num_segments = -(-file.num_bytes // segment_bytes)
     if path.is_symlink():
-        raise HubError(f"{path}: is a link, and links are not written through. Remove it.")
+        raise HubError(f"{path}: is a link, and downloads do not follow links. Remove it.")
     done = bytearray(num_segments)
     if path.exists() and path.stat().st_size == file.num_bytes:
         done = _read_record(record_path, file, segment_bytes, num_segments)
@@ -167,7 +170,9 @@ def open_partial(target: Path, file: RemoteFile) -> PartialFile:
             os.ftruncate(descriptor, file.num_bytes)
     except OSError as error:
         os.close(descriptor)
-        raise DiskFullError(f"{path}: no room for {file.num_bytes:,} bytes ({error.strerror}). Free some.") from error
+        raise DiskFullError(
+            f"{path}: no room for {file.num_bytes:,} bytes ({error.strerror}). Free some space."
+        ) from error
     return PartialFile(path, record_path, file, segment_bytes, descriptor, done)
 
 
@@ -176,7 +181,7 @@ def _identity(file: RemoteFile, segment_bytes: int) -> dict[str, Any]:
 
 
 def _read_record(path: Path, file: RemoteFile, segment_bytes: int, num_segments: int) -> bytearray:
-    """The recorded segments, or none where the record is missing, damaged or of another file."""
+    """The recorded segments, or none if the record is missing, damaged or from a different file."""
     nothing = bytearray(num_segments)
     try:
         document: Any = json.loads(path.read_text())

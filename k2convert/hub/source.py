@@ -1,10 +1,9 @@
-"""A source on the Hub, pinned to one commit: its files, its headers by range requests, its small files whole.
+"""A source on the Hub, pinned to one commit: its file list, its shard headers, its small files.
 
-Planning a 594 GB checkpoint needs its index, its config and 62 headers of half a megabyte: two range requests a shard,
-in threads. Nothing here downloads a shard.
+Planning a checkpoint of 594 GB needs its index, its config and 62 headers of half a megabyte: two range requests per
+shard, in threads. This module never downloads a shard.
 """
 
-import contextlib
 import errno
 import hashlib
 import threading
@@ -13,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 from k2convert.checkpoint.files import Content, num_bytes_of, pieces, read_json_file
@@ -27,7 +26,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 NUM_THREADS = 16
-MAX_SMALL_FILE_BYTES = 64 << 20  # the largest file of a Kimi repository that is no shard has 3 MB
+MAX_SMALL_FILE_BYTES = 64 << 20  # the largest file of a Kimi repository that is not a shard has 3 MB
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".npz")
 
 
@@ -51,23 +50,28 @@ class RemoteRepo:
     files: dict[str, RemoteFile]
 
     def shard(self, name: str) -> RemoteFile:
-        """The file of a shard; raises HubError when it is missing or the Hub gives no sha256 to check it by."""
-        file = self.files.get(name)
+        """The file of a shard; raises HubError if it is missing or the Hub has no sha256 for it."""
+        file, where = self.files.get(name), f"{self.repo} at {self.commit[:12]}"
         if file is None:
-            raise HubError(f"{self.repo} at {self.commit[:12]}: {name} is missing, though the index names it.")
+            raise HubError(
+                f"{where}: {name} is missing, but the index names it. Choose a complete repository or revision."
+            )
         if file.sha256 is None:
-            raise HubError(f"{self.repo} at {self.commit[:12]}: the Hub states no sha256 for {name}: it is not in LFS.")
+            raise HubError(
+                f"{where}: the Hub has no sha256 for {name}, because it is not in LFS. Choose a repository with its "
+                "shards in LFS."
+            )
         return file
 
 
 def resolve_source(hub: Hub, ref: RepoRef) -> RemoteRepo:
-    """Resolve a revision to its commit, once, and list that commit's files with their sizes and hashes."""
+    """Resolve a revision to its commit once, and list the commit's files with their sizes and hashes."""
     api = hub.api()
     action = f"look up {ref.repo}" + (f" at revision {ref.revision}" if ref.revision else "")
     info = hub.call(action, lambda: api.model_info(ref.repo, revision=ref.revision))
     commit = info.sha
     if commit is None:
-        raise HubError(f"could not {action}: the Hub names no commit. The repository may be empty.")
+        raise HubError(f"could not {action}: the Hub names no commit. Check that the repository is not empty.")
     return RemoteRepo(ref.repo, commit, bool(info.private), list_files(hub, ref.repo, commit))
 
 
@@ -89,14 +93,14 @@ def list_files(hub: Hub, repo: str, revision: str) -> dict[str, RemoteFile]:
 
 
 def file_url(hub: Hub, source: RemoteRepo, path: str) -> str:
-    """Where a file's bytes are; by commit, so that no later push can change what a resumed download reads."""
+    """The address of a file's bytes; it has the commit, so a later push cannot change a resumed download."""
     from huggingface_hub import hf_hub_url
 
     return hf_hub_url(source.repo, path, revision=source.commit, endpoint=hub.endpoint)
 
 
 def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile) -> bytes:
-    """A small file's bytes, checked against the Hub's hash; raises HubError where they stay wrong."""
+    """The bytes of a small file, checked against the Hub's hash; raises HubError if they stay wrong."""
     from huggingface_hub import hf_hub_url
 
     url = hf_hub_url(repo, file.path, revision=revision, endpoint=hub.endpoint)
@@ -104,8 +108,11 @@ def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile) -> bytes:
         data = hub.fetch_range(url, begin=0, end=file.num_bytes)
         if matches(data, file):
             return data
-        hub.notify(f"{file.path} arrived with other bytes than the Hub states; fetching it again")
-    raise HubError(f"{repo}/{file.path}: arrives with other bytes than the Hub states. A proxy may change them.")
+        hub.notify(f"{file.path} arrived with a wrong hash; fetching it again")
+    raise HubError(
+        f"{repo}/{file.path}: arrived {NUM_ATTEMPTS} times with bytes that do not match the Hub's hash. "
+        "Check the proxy."
+    )
 
 
 def fetch_header(hub: Hub, source: RemoteRepo, shard: str) -> ShardHeader:
@@ -120,13 +127,16 @@ def fetch_header(hub: Hub, source: RemoteRepo, shard: str) -> ShardHeader:
 
 
 def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path) -> Checkpoint:
-    """Fetch small files into `folder` and all headers into memory; the result plans like a local checkpoint."""
+    """Fetch the small files into `folder` and all headers into memory; the result is like a local checkpoint.
+
+    Raises HubError if the Hub fails, and CheckpointError for a damaged index or header.
+    """
     fetch_small_files(hub, source, folder=folder)
     index = read_json_file(folder / INDEX_NAME) if INDEX_NAME in source.files else None
     if index is None and SINGLE_SHARD_NAME not in source.files:
         raise HubError(
-            f"{source.repo} at {source.commit[:12]}: neither {INDEX_NAME} nor {SINGLE_SHARD_NAME} is there. "
-            "This is not a safetensors checkpoint."
+            f"{source.repo} at {source.commit[:12]}: not a safetensors checkpoint (it has neither {INDEX_NAME} "
+            f"nor {SINGLE_SHARD_NAME}). Name a repository that has one of them."
         )
     present = sorted(path for path in source.files if "/" not in path and path.endswith(SHARD_SUFFIX))
 
@@ -144,7 +154,7 @@ def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path) -> Checkpoint:
 
 
 def _named_shards(index: dict[str, Any] | None) -> set[str]:
-    """The shards that an index names, whatever its form: what is odd about it is said where it is checked."""
+    """The shards that an index names, even a malformed index: `build_checkpoint` checks its form."""
     if index is None:
         return {SINGLE_SHARD_NAME}
     named: Any = index.get("weight_map")
@@ -153,26 +163,27 @@ def _named_shards(index: dict[str, Any] | None) -> set[str]:
 
 
 def fetch_small_files(hub: Hub, source: RemoteRepo, *, folder: Path) -> None:
-    """Fetch every file that is no weight file into `folder`, checked against the Hub's hash; present ones are kept.
+    """Fetch every file but weights into `folder`, checked against the Hub's hash; files already there are kept.
 
-    One too large for that is named and left out. Raises HubError for a path that leaves the folder and for bytes that
-    stay wrong.
+    A file above MAX_SMALL_FILE_BYTES is left out with a notice. Raises HubError for a path outside the folder and for
+    bytes that stay wrong.
     """
     others = [file for file in source.files.values() if not file.path.endswith((SHARD_SUFFIX, *_OTHER_WEIGHTS))]
     wanted = [file for file in others if file.num_bytes <= MAX_SMALL_FILE_BYTES]
     for file in others:
         if file.num_bytes > MAX_SMALL_FILE_BYTES:
-            hub.notify(f"{file.path} is left out: {file.num_bytes:,} bytes, and no weights. Copy it by hand if need be")
+            hub.notify(f"{file.path} is left out: {file.num_bytes:,} bytes. Copy it by hand if you need it")
     missing = [file for file in wanted if not _is_there(_small_path(source, file, folder=folder), file)]
     for file, data in _in_threads(lambda file: read_file(hub, source.repo, source.commit, file), missing):
         _keep_small_file(_small_path(source, file, folder=folder), data)
 
 
 def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Generator[tuple[T, R]]:
-    """Each item with what `function` makes of it, as it comes; an exception here or there ends it at once.
+    """Each item with its `function(item)`, in order of completion; the first exception ends the call at once.
 
-    Threads that wait for a slow answer are left behind then. They hold nothing and nothing waits for them, not even
-    the end of the process, as it would for a pool's.
+    Threads that still wait for an answer are then left behind. They are daemon threads, so they do not keep the process
+    alive. This is why it is not a ThreadPoolExecutor: Python joins its threads at exit, so Ctrl-C would wait for the
+    slowest answer, up to an hour if the Hub asks to retry that late.
     """
     waiting = deque(items)
     done: SimpleQueue[tuple[T, Future[R]]] = SimpleQueue()
@@ -186,7 +197,7 @@ def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Generator[tup
             result: Future[R] = Future()
             try:
                 result.set_result(function(item))
-            except BaseException as error:  # handed to the thread that waits, which raises it
+            except BaseException as error:  # the consumer raises it
                 result.set_exception(error)
             done.put((item, result))
 
@@ -195,23 +206,16 @@ def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Generator[tup
         threading.Thread(target=work, name=f"planning-{number}", daemon=True).start()
     try:
         for _ in range(num_items):
-            item, result = _take(done)
+            item, result = done.get()
             yield item, result.result()
     finally:
         waiting.clear()
 
 
-def _take(queue: SimpleQueue[T]) -> T:
-    """The next of a queue. Python runs a signal's handler only between calls, so none here lasts long."""
-    while True:
-        with contextlib.suppress(Empty):
-            return queue.get(timeout=0.2)
-
-
 def _small_path(source: RemoteRepo, file: RemoteFile, *, folder: Path) -> Path:
     parts = PurePosixPath(file.path)
     if parts.is_absolute() or ".." in parts.parts or "\\" in file.path or "\0" in file.path:
-        raise HubError(f"{source.repo}: lists the file {file.path!r}, a path outside its folder. Refused.")
+        raise HubError(f"{source.repo}: lists {file.path!r}, a path outside its folder. Do not use this repository.")
     return folder / parts
 
 
@@ -227,13 +231,13 @@ def _keep_small_file(target: Path, data: bytes) -> None:
     except OSError as error:
         kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else DestinationWriteError
         raise kind(
-            f"{target}: cannot be written ({error.strerror}). Free some room there, or set TMPDIR to a folder on "
-            "another disk."
+            f"{target}: cannot be written ({error.strerror}). Free some space, or set TMPDIR to a folder on another "
+            "disk."
         ) from error
 
 
 def matches(content: Content, file: RemoteFile) -> bool:
-    """Whether these are the bytes that the Hub lists under a path; raises SourceReadError, OSError."""
+    """Whether the content has the hash that the Hub lists for the file; raises SourceReadError, OSError."""
     digest = hashlib.sha1(b"blob %d\0" % num_bytes_of(content)) if file.sha256 is None else hashlib.sha256()
     for piece in pieces(content):
         digest.update(piece)

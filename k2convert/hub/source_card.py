@@ -9,7 +9,7 @@ from k2convert.hub.client import Hub
 
 @dataclass(frozen=True, slots=True)
 class Licence:
-    """A model's licence as its card states it; `name` and `link` belong to the Hub's licence `other`."""
+    """A model's license as its card states it; `name` and `link` go with the Hub's license `other`."""
 
     id: str | None = None
     name: str | None = None
@@ -26,7 +26,7 @@ class SourceCard:
 
 
 def read_source_card(text: str) -> SourceCard:
-    """Licence, task and library from a card's front matter; empty where there is none."""
+    """License, task and library from a card's front matter; empty if the card has none or it is malformed."""
     from huggingface_hub import ModelCard
 
     text = text.lstrip("\ufeff \t\r\n")
@@ -34,7 +34,7 @@ def read_source_card(text: str) -> SourceCard:
         return SourceCard()
     try:
         data: dict[str, Any] = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # the parser's errors are not the library's; and somebody else's page is no reason to stop
+    except Exception:  # the YAML parser has its own errors; a malformed card must not stop the job
         return SourceCard()
     stated: Any = data.get("license")
     choices = cast(list[Any], stated) if isinstance(stated, list) else [stated]
@@ -46,14 +46,14 @@ def read_source_card(text: str) -> SourceCard:
 
 
 def read_source_card_file(path: Path) -> SourceCard:
-    """The same from a file that need not exist."""
+    """The same from a file; empty if the file does not exist."""
     return read_source_card(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else SourceCard()
 
 
 def accepted_card(hub: Hub, card: SourceCard) -> SourceCard:
-    """What of a source's card the Hub takes in another one: a licence that it does not know goes under `other`.
+    """The part of a source's card that the Hub accepts in a new card; an unknown license becomes `other`.
 
-    To be asked before the work: the Hub refuses the commit that has a page it does not accept. Raises HubError.
+    Call it before the work: the Hub refuses a commit with a card that it does not accept. Raises HubError.
     """
     licence = card.licence
     other = Licence("other", licence.name or licence.id, licence.link)
@@ -68,7 +68,7 @@ def _text(value: object) -> str | None:
 
 
 def front_matter(source: SourceCard, **more: Any) -> str:
-    """Front matter with what the source's card stated, and `more` in its place."""
+    """Front matter with the fields of the source's card; `more` adds to them and replaces them."""
     from huggingface_hub import ModelCardData
 
     fields: dict[str, Any] = {

@@ -28,8 +28,7 @@ from k2convert.models.projections import SOURCE_REMEDY, Projection
 from k2convert.models.weights import load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.formats.arrays import Int4Arrays, SourceArrays, as_arrays
-from k2convert.quantize.formats.int4 import dequantize_int4
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.records.events import SILENT, Events
@@ -206,9 +205,9 @@ class _Conversion:
         return buffers, records
 
     def _quantize(
-        self, projection: Projection, source: SourceArrays, shared: Magnitude
+        self, projection: Projection, source: SourceWeight, shared: Magnitude
     ) -> tuple[list[Bytes], ProjectionRecord]:
-        global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Arrays))
+        global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Weight))
         result, metrics = self.quantizer.quantize(
             source, name=projection.module, magnitude=shared, global_scale=global_scale
         )
@@ -239,6 +238,6 @@ def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) ->
     return scalars
 
 
-def _dequantize(source: SourceArrays) -> Bytes:
-    array = as_arrays(dequantize_int4(source.to_torch())) if isinstance(source, Int4Arrays) else source
-    return array.bits.view(np.uint8).reshape(-1)
+def _dequantize(source: SourceWeight) -> Bytes:
+    weight = dequantize_int4(source) if isinstance(source, Int4Weight) else source
+    return weight.bits.view(np.uint8).reshape(-1)

@@ -6,12 +6,11 @@ import numpy as np
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.reader import Bytes
+from k2convert.choices import GROUP_SIZE
 from k2convert.errors import FormatError, MalformedFileError
 from k2convert.models.projections import Projection
-from k2convert.quantize.formats.arrays import Bf16Array, Int4Arrays, SourceArrays
-from k2convert.quantize.formats.int4 import check_int4_scales
-
-SUSPICIOUS_SCALE_BITS = 0x7E00  # BF16 patterns from here on: 2**125 and more, infinities, NaNs, negative numbers
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.int4 import FIRST_UNUSABLE_BITS, Int4Weight, SourceWeight, check_int4_scales
 
 
 class TensorSource(Protocol):
@@ -22,11 +21,11 @@ class TensorSource(Protocol):
         ...
 
 
-def load_projection(reader: TensorSource, projection: Projection) -> SourceArrays:
+def load_projection(reader: TensorSource, projection: Projection) -> SourceWeight:
     """Read one projection; raises MalformedFileError for a wrong weight_shape and for invalid scales."""
     rows, columns = projection.num_rows, projection.num_columns
     if projection.weight is not None:
-        return Bf16Array(reader.read(projection.weight).view(np.uint16).reshape(rows, columns))
+        return Bf16Weight(reader.read(projection.weight).view(np.uint16).reshape(rows, columns))
     packed, scale, shape = projection.packed, projection.scale, projection.shape
     assert packed is not None
     assert scale is not None
@@ -36,13 +35,13 @@ def load_projection(reader: TensorSource, projection: Projection) -> SourceArray
         raise MalformedFileError(
             f"{shape.shard}: {shape.name} is {stored}, but {packed.name} has the shape {[rows, columns]}."
         )
-    weight = Int4Arrays(
+    weight = Int4Weight(
         packed=reader.read(packed).reshape(rows, columns // 2),
-        scale_bits=reader.read(scale).view(np.uint16).reshape(rows, columns // 32),
+        scale_bits=reader.read(scale).view(np.uint16).reshape(rows, columns // GROUP_SIZE),
     )
-    if weight.scale_bits.max(initial=0) >= SUSPICIOUS_SCALE_BITS:
+    if weight.scale_bits.max(initial=0) >= FIRST_UNUSABLE_BITS:
         try:
-            check_int4_scales(weight.to_torch().scales, name=f"{scale.shard}: {scale.name}")
+            check_int4_scales(weight.scale_bits, name=f"{scale.shard}: {scale.name}")
         except FormatError as error:
             raise MalformedFileError(str(error)) from None
     return weight

@@ -1,9 +1,9 @@
-"""The published pipeline as a quantizer: compressed-tensors dequantises INT4 to BF16, ModelOpt quantises to NVFP4.
+"""The published pipeline as a quantizer: compressed-tensors dequantizes INT4 to BF16, ModelOpt quantizes to NVFP4.
 
-It is the oracle of the `plain` rule and is as slow as the libraries are. The global scale is ModelOpt's formula on
-the merged maximum of the tensors that share it, as its exporter unifies gate and up. Two things are ours, because the
-libraries have no answer: a set without any non-zero weight, which ModelOpt turns into NaN, is written as `plain`
-defines it, and the figures are those of formats/.
+It is the oracle of the `plain` rule, and as slow as the libraries are. The global scale is ModelOpt's formula on the
+merged maximum of the tensors that share it, as its exporter unifies gate and up. Two things are ours, because the
+libraries have no answer: a set in which every weight is zero, which ModelOpt turns into NaN, is written as `plain`
+defines it, and the figures are those of metrics/.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import warnings
 import zlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, Rule
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import MissingDependencyError
-from k2convert.quantize.formats.arrays import Nvfp4Arrays, SourceArrays, as_arrays
-from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.int4_error import measure_error
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.rules.magnitude import Magnitude, check_bf16, measure
+from k2convert.quantize.rules.magnitude import Magnitude, measure
 from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
 
 
@@ -40,25 +42,10 @@ class ReferenceQuantizer:
     qtensor: Any
     """ModelOpt's NVFP4QTensor."""
 
-    @property
-    def name(self) -> Literal["reference"]:
-        """Which implementation this is."""
-        return "reference"
-
-    @property
-    def rule(self) -> Rule:
-        """ModelOpt's max calibration is the `plain` rule."""
-        return "plain"
-
-    @property
-    def backend(self) -> str:
-        """What computes."""
-        return "compressed-tensors + modelopt"
-
-    def measure(self, source: SourceArrays, *, name: str) -> Magnitude:
-        """Measure the dequantised weight with the libraries; FormatError where a source value is not usable."""
-        scale_max = measure(source.to_torch(), name=name).scale_max
-        weight = self.dequantize(source.to_torch())
+    def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
+        """Measure the dequantized weight with the libraries; FormatError if a source value is not usable."""
+        scale_max = measure(source, name=name).scale_max
+        weight = self.dequantize(source)
         return Magnitude(scale_max=scale_max, amax=float(weight.abs().max()) if weight.numel() else 0.0)
 
     def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG002
@@ -68,41 +55,39 @@ class ReferenceQuantizer:
         return float(self.qtensor.get_weights_scaling_factor_2(torch.tensor([magnitude.amax])))
 
     def quantize(
-        self, source: SourceArrays, *, name: str, magnitude: Magnitude, global_scale: float
-    ) -> tuple[Nvfp4Arrays, WeightMetrics]:
-        """Quantise one weight with the libraries, and measure it with ours."""
-        weight = source.to_torch()
-        result = self._quantize_bf16(self.dequantize(weight), global_scale, is_empty=magnitude.amax == 0.0)
+        self, source: SourceWeight, *, name: str, magnitude: Magnitude, global_scale: float
+    ) -> tuple[Nvfp4Weight, WeightMetrics]:
+        """Quantize one weight with the libraries, and measure it with our metrics."""
+        if magnitude.amax == 0.0:
+            result = quantize_plain(source, global_scale)
+        else:
+            result = self._quantize_bf16(self.dequantize(source), global_scale)
         seed = zlib.crc32(name.encode())
-        metrics = measure_error(weight, result, rule="plain", magnitude=magnitude, sample_seed=seed)
-        return as_arrays(result), metrics
+        return result, measure_error(source, result, rule="plain", magnitude=magnitude, sample_seed=seed)
 
-    def dequantize(self, source: Int4Weight | Tensor) -> Tensor:
-        """Return the bf16 [N, K] weight as compressed-tensors dequantises it; a bf16 source as it is."""
-        if not isinstance(source, Int4Weight):
-            check_bf16(source, name="weight")
-            return source.cpu()
+    def dequantize(self, source: SourceWeight) -> Tensor:
+        """Return the bf16 [N, K] weight as compressed-tensors dequantizes it; a BF16 source unchanged."""
+        if isinstance(source, Bf16Weight):
+            return bf16_tensor(source.bits)
         state = {
-            "weight_packed": source.packed.cpu().contiguous().view(torch.int32),
-            "weight_scale": source.scales.cpu(),
+            "weight_packed": torch.from_numpy(source.packed).contiguous().view(torch.int32),  # pyright: ignore[reportUnknownMemberType]
+            "weight_scale": bf16_tensor(source.scale_bits),
             "weight_shape": torch.tensor(source.shape),
         }
         return self.decompressor.decompress(state, self.scheme)["weight"]
 
-    def _quantize_bf16(self, weight: Tensor, global_scale: float, *, is_empty: bool) -> Nvfp4Weight:
-        if is_empty:
-            return quantize_plain(weight, global_scale)
+    def _quantize_bf16(self, weight: Tensor, global_scale: float) -> Nvfp4Weight:
         scale_2 = torch.tensor(global_scale, dtype=torch.float32)
         quantized, block_scales, _ = self.qtensor.quantize(weight, BLOCK_SIZE, weights_scaling_factor_2=scale_2)
         return Nvfp4Weight(
-            packed=quantized._quantized_data,  # ModelOpt's exporter reads it the same way
-            block_scales=block_scales.view(torch.uint8),
+            packed=quantized._quantized_data.numpy(),  # ModelOpt's exporter reads it the same way
+            block_scales=block_scales.view(torch.uint8).numpy(),
             global_scale=global_scale,
         )
 
 
 def create_reference_quantizer() -> ReferenceQuantizer:
-    """Import the two libraries and create the quantizer; MissingDependencyError where one is not installed."""
+    """Import the two libraries and create the quantizer; MissingDependencyError if one is not installed."""
     compressors = import_reference("compressed_tensors.compressors.pack_quantized.base")
     quantization = import_reference("compressed_tensors.quantization")
     nvfp4 = import_reference("modelopt.torch.quantization.qtensor.nvfp4_tensor")
@@ -114,6 +99,11 @@ def create_reference_quantizer() -> ReferenceQuantizer:
         scheme=quantization.QuantizationScheme(targets=["Linear"], weights=weights),
         qtensor=nvfp4.NVFP4QTensor,
     )
+
+
+def bf16_tensor(bits: NDArray[np.uint16]) -> Tensor:
+    """Return BF16 bits as a bf16 tensor of the same shape and memory."""
+    return torch.from_numpy(bits).view(torch.bfloat16)  # pyright: ignore[reportUnknownMemberType]
 
 
 def import_reference(module: str) -> ModuleType:

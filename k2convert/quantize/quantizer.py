@@ -1,9 +1,9 @@
-"""The seam between the conversion loop and the arithmetic: one Protocol, two implementations.
+"""The interface between the conversion loop and the arithmetic: one Protocol, two implementations.
 
-    native     k2convert's own code; INT4 on CPUs needs no torch
-    reference  the published pipeline itself: compressed-tensors dequantises, ModelOpt quantises (`plain` only)
+    native     k2convert's own code; needs no torch on the CPU
+    reference  the published pipeline: compressed-tensors dequantizes, ModelOpt quantizes (`plain` only)
 
-A quantizer holds no state that a call changes: any number of threads may share one.
+A call does not change a quantizer, so any number of threads may share one.
 """
 
 from __future__ import annotations
@@ -12,31 +12,17 @@ from typing import Protocol
 
 from k2convert.choices import QuantizerKind, Rule
 from k2convert.errors import RecipeError
-from k2convert.quantize.formats.arrays import Nvfp4Arrays, SourceArrays
+from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.magnitude import Magnitude
 
 
 class Quantizer(Protocol):
-    """Turns one weight into NVFP4: measure every tensor that shares a global scale, choose it, quantise each."""
+    """Turns one weight into NVFP4: measure every tensor that shares a global scale, choose it, quantize each."""
 
-    @property
-    def name(self) -> QuantizerKind:
-        """Which implementation this is."""
-        ...
-
-    @property
-    def rule(self) -> Rule:
-        """The rule it converts by."""
-        ...
-
-    @property
-    def backend(self) -> str:
-        """What computes: "native-cpu", "triton-cuda:0", "torch-cuda:0", "modelopt"."""
-        ...
-
-    def measure(self, source: SourceArrays, *, name: str) -> Magnitude:
-        """Measure one weight; FormatError, naming it, where a value is not usable."""
+    def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
+        """Measure one weight; FormatError, naming it, if a value is not usable."""
         ...
 
     def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
@@ -44,22 +30,25 @@ class Quantizer(Protocol):
         ...
 
     def quantize(
-        self, source: SourceArrays, *, name: str, magnitude: Magnitude, global_scale: float
-    ) -> tuple[Nvfp4Arrays, WeightMetrics]:
-        """Quantise and measure one weight. `magnitude` is that of the whole set."""
+        self, source: SourceWeight, *, name: str, magnitude: Magnitude, global_scale: float
+    ) -> tuple[Nvfp4Weight, WeightMetrics]:
+        """Quantize and measure one weight. `magnitude` is that of the whole set."""
         ...
 
 
 def create_quantizer(kind: QuantizerKind, *, rule: Rule, device: str) -> Quantizer:
-    """Create a quantizer; RecipeError where it does not offer the rule, MissingDependencyError without the extra."""
+    """Create a quantizer; RecipeError if it does not offer the rule, MissingDependencyError if a library is missing."""
     if kind == "native":
-        from k2convert.quantize.native import NativeQuantizer
+        from k2convert.quantize.native import create_native_quantizer
 
-        return NativeQuantizer(rule=rule, device=device)
-    if rule != "plain":
+        return create_native_quantizer(rule, device)
+    from k2convert.quantize.rules import RULES
+
+    if not RULES[rule].is_modelopt:
+        offered = " or ".join(name for name, arithmetic in RULES.items() if arithmetic.is_modelopt)
         raise RecipeError(
-            f"the reference quantizer writes what ModelOpt writes, which is rule plain, not {rule}; "
-            "use --rule plain with it, or --quantizer native"
+            f"the reference quantizer writes what ModelOpt writes, which is rule {offered}, not {rule}. "
+            f"Use --rule {offered} with it, or --quantizer native."
         )
     from k2convert.quantize.libraries import create_reference_quantizer
 

@@ -1,8 +1,8 @@
-"""Measuring written NVFP4 bytes against their source: a decoder that shares nothing with the code that wrote them.
+"""Measuring written NVFP4 bytes against their source, with a decoder that shares nothing with the code that wrote them.
 
 One pass over source and result, element by element in float64: w' = v * b * g against w = q * s, both exact. Sums run
-along each row in a fixed order and are added over rows with math.fsum, so the figures do not depend on threads. It
-assumes nothing about a rule, so it measures anybody's checkpoint and sees a single flipped bit.
+along each row in a fixed order and are added over rows with math.fsum, so the figures do not depend on threads. The
+decoder assumes no rule, so it measures any NVFP4 checkpoint, and it detects a single flipped bit.
 """
 
 import math
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.quantize.formats.arrays import Int4Arrays, SourceArrays
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.kernels import _cpu
+from k2convert.quantize.metrics.weight_metrics import decibels, ratio
 
 F64 = NDArray[np.float64]
 
@@ -36,7 +37,7 @@ _E4M3 = _e4m3_values()
 
 @dataclass(frozen=True, slots=True)
 class DecodedError:
-    """What the written bytes of one tensor mean, held against the source; `max_error_steps` is None for BF16."""
+    """The error of one tensor's written bytes against the source; `max_error_steps` is None for BF16."""
 
     num_weights: int
     num_nonzero: int
@@ -47,22 +48,17 @@ class DecodedError:
 
     @property
     def relative_mse(self) -> float:
-        """squared_error / energy; infinite where an all-zero source did not stay zero."""
-        if self.energy == 0.0:
-            return 0.0 if self.squared_error == 0.0 else math.inf
-        return self.squared_error / self.energy
+        """squared_error / energy; infinite if an all-zero source did not stay zero."""
+        return ratio(self.squared_error, self.energy)
 
     @property
     def sqnr_db(self) -> float | None:
-        """Signal-to-noise ratio in dB; infinite where nothing changed, None where source and result are all zero."""
-        ratio = self.relative_mse
-        if ratio == 0.0:
-            return math.inf if self.energy else None
-        return -10.0 * math.log10(ratio) if math.isfinite(ratio) else -math.inf
+        """Signal-to-noise ratio in dB; infinite if nothing changed, None if source and result are all zero."""
+        return None if self.energy == self.squared_error == 0.0 else decibels(self.energy, self.squared_error)
 
 
 def measure_decoded(
-    source: SourceArrays, *, packed: NDArray[np.uint8], block_scales: NDArray[np.uint8], global_scale: float
+    source: SourceWeight, *, packed: NDArray[np.uint8], block_scales: NDArray[np.uint8], global_scale: float
 ) -> DecodedError:
     """Decode NVFP4 bytes (packed [N * K/2], block_scales [N * K/16], any shape) and measure them against the source."""
     rows, columns = source.shape
@@ -70,7 +66,7 @@ def measure_decoded(
     sums = np.zeros((rows, 3))
     counts = np.zeros((rows, 2), dtype=np.int64)
     results = sums.reshape(-1), counts.reshape(-1)
-    if isinstance(source, Int4Arrays):
+    if isinstance(source, Int4Weight):
         _cpu.measure_decoded_int4(source.packed.reshape(-1), _BF16[source.scale_bits.reshape(-1)], *written, *results)
     else:
         _cpu.measure_decoded_bf16(source.bits.reshape(-1), *written, *results)
@@ -80,7 +76,7 @@ def measure_decoded(
         equal_nonzero=int(counts[:, 1].sum()),
         energy=math.fsum(sums[:, 0].tolist()),
         squared_error=_sum(sums[:, 1]),
-        max_error_steps=float(sums[:, 2].max(initial=0.0)) if isinstance(source, Int4Arrays) else None,
+        max_error_steps=float(sums[:, 2].max(initial=0.0)) if isinstance(source, Int4Weight) else None,
     )
 
 

@@ -1,9 +1,9 @@
-"""Somebody else's decoders: the libraries' own dequantisers for written NVFP4 tensors, one a layout.
+"""The libraries' own dequantizers for written NVFP4 tensors, one for each layout.
 
-ModelOpt decodes what it exports, compressed-tensors what it packs; `validate --reference` holds both against the
-exact product v * b * g. With g a power of two, nothing is rounded on the way, and a library must answer that product
-rounded once to its dtype. With any other g, its two or three steps in FP32 round, and it must come as near as they
-allow: far nearer than a wrong nibble or block scale would.
+ModelOpt decodes what it exports, compressed-tensors what it packs. `validate --reference` compares both with the exact
+product v * b * g. If g is a power of two, nothing is rounded on the way, and a library must return that product rounded
+once to its dtype. With any other g, its two or three steps in FP32 round, and the result must be as near as they allow.
+That is far nearer than a wrong nibble or block scale would be.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ import math
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.checkpoint.layouts import MODELOPT
 from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.libraries import import_reference
 
-Decoder = Callable[[Tensor, Tensor, float], Tensor]
+Decoder = Callable[[NDArray[np.uint8], NDArray[np.uint8], float], Tensor]
 """decode(packed uint8 [N, K/2], block_scales uint8 [N, K/16], stored FP32 scalar) -> the library's weight [N, K]."""
 
 FP32_STEPS_TOLERANCE: Final = 2.0**-22
 """Relative; four roundings to FP32 of at most 2**-24 each."""
 SMALLEST_STEPS: Final = 8 * 2.0**-149
-"""What a step rounded below FP32's normal range may be off by, times the largest element."""
+"""The largest error of a step rounded below FP32's normal range, times the largest element."""
 
 
-def agrees(theirs: Tensor, exact: Tensor, *, stored: float) -> bool:
-    """Whether a library's weight [N, K] is the exact float64 one, as near as its FP32 arithmetic can tell.
+def agrees(theirs: Tensor, exact_NK: NDArray[np.float64], *, stored: float) -> bool:
+    """Whether a library's weight [N, K] is the exact float64 one, within the rounding of its FP32 arithmetic.
 
     `stored` is the global scale as the file has it.
     """
+    exact = torch.from_numpy(exact_NK)  # pyright: ignore[reportUnknownMemberType]
     if math.frexp(stored)[0] == 0.5:  # a power of two
         return torch.equal(theirs, exact.to(theirs.dtype))
     limits = torch.finfo(theirs.dtype)
@@ -42,18 +45,18 @@ def agrees(theirs: Tensor, exact: Tensor, *, stored: float) -> bool:
 
 
 def create_decoder(layout: str) -> Decoder:
-    """The library decoder of a layout; MissingDependencyError where the library is not installed."""
+    """The library decoder of a layout; MissingDependencyError if the library is not installed."""
     return _modelopt_decoder() if layout == MODELOPT else _compressed_tensors_decoder()
 
 
 def _modelopt_decoder() -> Decoder:
     qtensor: Any = import_reference("modelopt.torch.quantization.qtensor.nvfp4_tensor").NVFP4QTensor
 
-    def decode(packed: Tensor, block_scales: Tensor, stored: float) -> Tensor:
+    def decode(packed: NDArray[np.uint8], block_scales: NDArray[np.uint8], stored: float) -> Tensor:
         shape = torch.Size((packed.shape[0], packed.shape[1] * 2))
-        return qtensor(shape, torch.float32, packed).dequantize(
+        return qtensor(shape, torch.float32, torch.as_tensor(packed)).dequantize(
             dtype=torch.float32,
-            scale=block_scales.view(torch.float8_e4m3fn),
+            scale=torch.as_tensor(block_scales).view(torch.float8_e4m3fn),
             double_scale=torch.tensor(stored, dtype=torch.float32),
             block_sizes={-1: BLOCK_SIZE},
         )
@@ -69,10 +72,10 @@ def _compressed_tensors_decoder() -> Decoder:
     )
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
 
-    def decode(packed: Tensor, block_scales: Tensor, stored: float) -> Tensor:
+    def decode(packed: NDArray[np.uint8], block_scales: NDArray[np.uint8], stored: float) -> Tensor:
         state = {
-            "weight_packed": packed,
-            "weight_scale": block_scales.view(torch.float8_e4m3fn),
+            "weight_packed": torch.as_tensor(packed),
+            "weight_scale": torch.as_tensor(block_scales).view(torch.float8_e4m3fn),
             "weight_global_scale": torch.tensor([stored], dtype=torch.float32),
         }
         return compressor.decompress(state, scheme)["weight"]

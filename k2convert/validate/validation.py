@@ -23,8 +23,7 @@ from k2convert.errors import CheckpointError, remedy
 from k2convert.models.projections import SOURCE_REMEDY, projection_of
 from k2convert.models.weights import load_projection
 from k2convert.plan.recipe import Budget
-from k2convert.quantize.formats.arrays import Nvfp4Arrays
-from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ProjectionRecord
@@ -202,11 +201,11 @@ class _Measurer:
             self.decoder_mismatches.add(module)
             return
         rows, columns = shape
-        written = Nvfp4Arrays(
+        written = Nvfp4Weight(
             packed=packed.copy().reshape(rows, columns // 2),
             block_scales=block_scales.copy().reshape(rows, columns // BLOCK_SIZE),
             global_scale=global_scale,
-        ).to_torch()
+        )
         (stored,) = struct.unpack("<f", raw)
         theirs = self.decoder(written.packed, written.block_scales, stored)
         if not agrees(theirs, dequantize_nvfp4(written), stored=stored):

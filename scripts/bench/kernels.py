@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.arrays import Int4Arrays, as_arrays
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.kernels import cpu
+from k2convert.quantize.libraries import bf16_tensor
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 
 ROWS, COLUMNS = 2048, 7168
@@ -37,11 +37,11 @@ def make_weights() -> list[Int4Weight]:
         scales = (groups.abs().amax(-1) / 7).bfloat16()
         codes = (groups / scales.float()[..., None]).round().clamp(-7, 7).to(torch.int16).view(ROWS, -1) + 8
         packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
-        weights.append(Int4Weight(packed, scales))
+        weights.append(Int4Weight(packed.numpy(), scales.view(torch.uint16).numpy()))
     return weights
 
 
-def convert(quantizer: Quantizer, weight: Int4Arrays) -> None:
+def convert(quantizer: Quantizer, weight: Int4Weight) -> None:
     """Convert one projection as the job does: measure, choose the global scale, quantize, take the metrics."""
     magnitude = quantizer.measure(weight, name="bench")
     scale = quantizer.global_scale(magnitude, is_int4=True)
@@ -59,14 +59,14 @@ def median_seconds(work: Callable[[], object]) -> float:
     return statistics.median(seconds)
 
 
-def cpu_figures(weights: list[Int4Arrays]) -> Figures:
+def cpu_figures(weights: list[Int4Weight]) -> Figures:
     """Time both rules on one thread and on all cores: converting with counts, and everything a projection needs."""
     cores, figures = os.cpu_count() or 1, Figures()
     rules: tuple[Rule, ...] = ("plain", "optimal")
     for rule in rules:
         quantizer = create_quantizer("native", rule=rule, device="cpu")
         scale = quantizer.global_scale(quantizer.measure(weights[0], name="bench"), is_int4=True)
-        works: dict[str, Callable[[Int4Arrays], object]] = {
+        works: dict[str, Callable[[Int4Weight], object]] = {
             rule: lambda w, r=rule, s=scale: cpu.convert_int4(w, rule=r, global_scale=s),
             f"{rule}, measured and sampled": lambda w, q=quantizer: convert(q, w),
         }
@@ -76,7 +76,7 @@ def cpu_figures(weights: list[Int4Arrays]) -> Figures:
                 every = median_seconds(lambda p=pool, f=work: list(p.map(f, weights)))
             for threads, seconds in (("one thread", one), (f"{cores} threads", every)):
                 rate = NUM_WEIGHTS / seconds
-                figures[f"{label}, {threads}"] = {"weights_per_second": rate, "backend": quantizer.backend}
+                figures[f"{label}, {threads}"] = {"weights_per_second": rate}
     return figures
 
 
@@ -87,26 +87,25 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
     from k2convert.quantize.kernels import cuda
 
     device = torch.device("cuda")
-    on_device = [weight.to(device) for weight in weights]
+    on_device = [cuda.upload(weight, "cuda") for weight in weights]
     blank = torch.zeros(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(blank)
     bandwidth = 2 * blank.numel() / synchronized(lambda: target.copy_(blank))
     figures: Figures = {"copy": {"bytes_per_second": bandwidth, "of_copy_bandwidth": 1.0}}
     for rule in ("plain", "optimal"):
         quantizer = create_quantizer("native", rule=rule, device="cuda")
-        scales = [quantizer.global_scale(quantizer.measure(as_arrays(w), name="w"), is_int4=True) for w in weights]
+        scales = [quantizer.global_scale(quantizer.measure(w, name="w"), is_int4=True) for w in weights]
         jobs = list(zip(on_device, scales, strict=True))
-        seconds = synchronized(lambda r=rule, j=jobs: [cuda.convert_int4(w, rule=r, global_scale=g) for w, g in j])
-        figures[rule] = {"weights_per_second": NUM_WEIGHTS / seconds, "backend": quantizer.backend}
+        seconds = synchronized(lambda r=rule, j=jobs: [cuda.convert_on_device(w, rule=r, global_scale=g) for w, g in j])
+        figures[rule] = {"weights_per_second": NUM_WEIGHTS / seconds}
         figures[rule]["of_copy_bandwidth"] = NUM_WEIGHTS * BYTES_PER_WEIGHT / seconds / bandwidth
         energy = error = 0.0
         for weight, (_, scale) in zip(weights, jobs, strict=True):
-            arrays = as_arrays(weight)
-            magnitude = quantizer.measure(arrays, name="w")
-            _, metrics = quantizer.quantize(arrays, name="w", magnitude=magnitude, global_scale=scale)
+            magnitude = quantizer.measure(weight, name="w")
+            _, metrics = quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
             energy, error = energy + metrics.energy, error + metrics.squared_error
         figures[rule]["relative_mse"] = error / energy
-    dense = [dequantize_int4(weight) for weight in on_device]
+    dense = [bf16_tensor(dequantize_int4(weight).bits).to(device) for weight in weights]
     largest = [weight.abs().amax().float() for weight in dense]
     pairs = list(zip(dense, largest, strict=True))
     seconds = synchronized(lambda: [nvfp4_fp8_scale_sweep(weight, most) for weight, most in pairs])
@@ -131,4 +130,4 @@ def synchronized(work: Callable[[], object]) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     made = make_weights()
-    print(json.dumps(cuda_figures(made) if sys.argv[1] == "cuda" else cpu_figures(list(map(as_arrays, made)))))
+    print(json.dumps(cuda_figures(made) if sys.argv[1] == "cuda" else cpu_figures(made)))

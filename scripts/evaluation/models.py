@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.mlp import PROJECTIONS, Mlp
-from k2convert.forward.weights import DenseWeight, Projection, WeightReader, exact_weight
+from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight
 from k2convert.models.kimi import detect_family, parse_tensor_name
 from k2convert.models.names import Role
 
@@ -127,8 +127,8 @@ def source_mlps(source: Path) -> Mlps:
     """Read every MLP of the INT4 source, exactly, in FP32."""
     with closing(WeightReader(open_checkpoint(source))) as reader:
 
-        def read(module: str) -> Projection:
-            return Projection(exact_weight(reader.read_source(module)))
+        def read(module: str) -> LinearLayer:
+            return LinearLayer(exact_weight(reader.read_source(module)))
 
         return {stem: _decoded(read(f"{stem}.{name}") for name in PROJECTIONS) for stem in _stems(reader)}
 
@@ -141,8 +141,8 @@ def converted_mlps(folder: Path) -> Mlps:
         }
 
 
-def _decoded(projections: Iterable[Projection]) -> Mlp:
-    return Mlp(*(Projection(DenseWeight(p.weight.decode()), p.input_scale) for p in projections))
+def _decoded(projections: Iterable[LinearLayer]) -> Mlp:
+    return Mlp(*(LinearLayer(DenseWeight(p.weight.decode()), p.input_scale) for p in projections))
 
 
 def _stems(reader: WeightReader) -> list[str]:
@@ -154,8 +154,8 @@ def _stems(reader: WeightReader) -> list[str]:
 def with_input_scales(weights: Mlps, scales: Mlps) -> Mlps:
     """Combine the weights of one set of MLPs with the input scales of the other."""
 
-    def combine(weight: Projection, scale: Projection) -> Projection:
-        return Projection(weight.weight, scale.input_scale)
+    def combine(weight: LinearLayer, scale: LinearLayer) -> LinearLayer:
+        return LinearLayer(weight.weight, scale.input_scale)
 
     def combined(mlp: Mlp, other: Mlp) -> Mlp:
         return Mlp(combine(mlp.gate, other.gate), combine(mlp.up, other.up), combine(mlp.down, other.down))
@@ -165,7 +165,7 @@ def with_input_scales(weights: Mlps, scales: Mlps) -> Mlps:
 
 def without_input_scales(mlps: Mlps) -> Mlps:
     """Return the same weights without input scales, so inputs stay FP32."""
-    return {stem: Mlp(*(Projection(p.weight) for p in (m.gate, m.up, m.down))) for stem, m in mlps.items()}
+    return {stem: Mlp(*(LinearLayer(p.weight) for p in (m.gate, m.up, m.down))) for stem, m in mlps.items()}
 
 
 def weight_sqnr_db(source: Mlps, converted: Mlps, folder: Path) -> float:

@@ -15,7 +15,7 @@ from k2convert.errors import CheckpointError
 from k2convert.forward.hidden_states import draw_hidden_states
 from k2convert.forward.mlp import PROJECTIONS, Mlp
 from k2convert.forward.router import read_router_config, route, route_block
-from k2convert.forward.weights import Projection, WeightReader, exact_weight
+from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight
 
 deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
@@ -81,7 +81,7 @@ def test_moe_block_equals_transformers(tiny: Path, layer: int) -> None:
 
 
 def exact_mlp(reader: WeightReader, stem: str) -> Mlp:
-    return Mlp(*(Projection(exact_weight(reader.read_source(f"{stem}.{name}"))) for name in PROJECTIONS))
+    return Mlp(*(LinearLayer(exact_weight(reader.read_source(f"{stem}.{name}"))) for name in PROJECTIONS))
 
 
 def transformers_block(config: dict[str, Any], reader: WeightReader, stem: str, mlps: list[Mlp], shared: Mlp) -> Any:

@@ -1,4 +1,4 @@
-"""Tests here need a CUDA device: they carry the marker `gpu` and are skipped where there is none."""
+"""Tests here need a CUDA device: they carry the marker `gpu` and are skipped without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running loopback Hub, the tiny checkpoint on it, and an environment in which the client library talks to it."""
+"""A loopback Hub, the tiny checkpoint on it, and an environment in which the client library uses that Hub."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ def workplace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub_cli(workplace: Path, hub_environment: None, monkeypatch: pytest.MonkeyPatch) -> HubCli:
-    """The command in this process; whatever it prints is searched for the token."""
+    """The command in this process; fails if its output has the token."""
     monkeypatch.chdir(workplace)
 
     def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -71,7 +71,7 @@ def hub_cli(workplace: Path, hub_environment: None, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def hub_process(workplace: Path, hub_environment: None) -> HubCli:
-    """The command in a process of its own, which reads the environment as a user's does."""
+    """The command in a separate process, which reads the environment as a user's does."""
 
     def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Faults that a loopback Hub injects, and the log of what it was asked."""
+"""Faults that a loopback Hub injects, and the log of its requests."""
 
 import re
 import threading
@@ -13,13 +13,13 @@ class Kind(StrEnum):
     STATUS = "status"  # answer with `status` instead of doing the work
     RESET = "reset"  # send `after_bytes` of the body, then reset the connection
     SHORT = "short"  # send `after_bytes` of the body, then close it as if it were whole
-    PAGE = "page"  # answer 200 with a page for people, as a login page in between does
+    PAGE = "page"  # answer 200 with an HTML page, as a login page does
     CORRUPT = "corrupt"  # flip a bit of the body's byte `after_bytes`
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Goes wrong for the next `times` requests of `method` whose path and query match `pattern`."""
+    """A fault of the next `times` requests of `method` whose path and query match `pattern`."""
 
     method: str
     pattern: str
@@ -53,7 +53,7 @@ class Line:
         self._lock = threading.Lock()
 
     def carry(self, num_bytes: int) -> None:
-        """Return when these bytes are through."""
+        """Return when the line has carried these bytes."""
         with self._lock:
             now = time.monotonic()
             self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_second

@@ -1,4 +1,4 @@
-"""The real command: in this process, which is quick, or in one of its own, which can be killed."""
+"""The real command: in this process, which is fast, or in a separate one, which can be killed."""
 
 import contextlib
 import io
@@ -25,7 +25,7 @@ def command(*args: str | Path) -> list[str]:
 
 
 def cli_environment() -> dict[str, str]:
-    """This process's environment, with the library versions that it has found itself."""
+    """This process's environment, with its PYTHONPATH, so that the command uses the same library versions."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 

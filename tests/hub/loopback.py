@@ -1,7 +1,7 @@
-"""A Hugging Face Hub on the loopback interface, spoken to by the real client: no part of huggingface_hub is mocked.
+"""A Hugging Face Hub on the loopback interface for the real client: no part of huggingface_hub is mocked.
 
-It keeps what it is given (`store`), answers the JSON interface (`api`), serves files with HEAD and Range, takes LFS
-uploads in one piece or in parts, and injects the faults it is told to (`traffic`), which also logs every request.
+`store` keeps the repositories. `api` answers the JSON interface. The server sends files for HEAD and Range requests and
+takes LFS uploads whole or in parts. `traffic` injects faults and logs every request.
 """
 
 import hashlib
@@ -61,14 +61,14 @@ class _Server(ThreadingHTTPServer):
     hub: LoopbackHub
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that go away in the middle of an answer are part of the tests."""
+        """Ignore clients that close the connection early: the tests do that on purpose."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are kept in the traffic log instead."""
+        """Print nothing: `traffic` has the log."""
 
     def do(self) -> None:
         self.hub = cast(_Server, self.server).hub

@@ -28,7 +28,7 @@ def refused(status: int, code: str, message: str) -> Reply:
 
 @dataclass(slots=True)
 class Api:
-    """Answers requests about `store`. `account` is what whoami tells; multipart uploads come in `part_bytes`."""
+    """Answers requests about `store`. whoami answers `account`; multipart uploads have parts of `part_bytes`."""
 
     store: Store
     url: str = ""
@@ -213,7 +213,7 @@ _HANDLERS = {
 
 
 def _card_problems(card: str) -> list[Json]:
-    """What the Hub would refuse in a card's front matter, as far as we use it."""
+    """What the Hub would refuse in a card's front matter, of the fields that k2convert writes."""
     data = yaml.safe_load(card.split("---")[1])
     rules = {
         "license": data.get("license") in ("mit", "apache-2.0", "other", "unknown"),

@@ -1,4 +1,4 @@
-"""What a loopback Hub holds: repositories as commits of file tables, LFS blobs on disk, and a local Xet store.
+"""The data of a loopback Hub: repositories as commits of file tables, LFS blobs on disk, and a local Xet store.
 
 Xet: the real client accepts `local://FOLDER` as the address of its content store, so no Xet server is needed. The
 store's own shard files say which sha256 became which Xet hash.
@@ -100,8 +100,8 @@ class Store:
     def add_folder(self, name: str, folder: Path, *, private: bool = False, hash_shards: bool = True) -> Repo:
         """Create a repository with a folder's files on main: shards in LFS, the rest in git.
 
-        The shards are linked to, so the folder must stay as it is. Without `hash_shards` they are served under made-up
-        hashes: for terabytes that nobody downloads whole.
+        The store links to the shards, so the folder must not change. If `hash_shards` is false, they have invented
+        hashes: for terabytes that no test downloads whole.
         """
         repo = self.create(name, private=private)
         files = dict(repo.files())
@@ -119,7 +119,7 @@ class Store:
         return repo
 
     def stored(self, sha256: str, size: int) -> Entry | None:
-        """The entry of an uploaded object, wherever it was uploaded to."""
+        """The entry of an object uploaded to LFS or Xet, or None."""
         xet_hash = self._xet_hash(sha256)
         if xet_hash is None and not self.blob(sha256).exists():
             return None

@@ -1,4 +1,4 @@
-"""What must hold of a repository that a job has published to."""
+"""The checks of a repository that a job has published to."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from loopback import LoopbackHub
 
 
 def assert_published(server: LoopbackHub, local: Path, repo: str = "me/out") -> None:
-    """Main has one commit of ours with the bytes of a local run, and nothing is left of the work branch."""
+    """Main has one commit of ours, with the bytes of a local run, and the work branch is deleted."""
     stored = server.store.repos[repo]
     assert stored.num_commits("main") == 2
     assert list(stored.refs) == ["main"]

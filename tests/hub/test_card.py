@@ -1,4 +1,4 @@
-"""The model card: metadata the Hub accepts, figures from the ledger, commands that engines have."""
+"""The model card: metadata that the Hub accepts, figures from the totals, commands that the engines have."""
 
 import re
 import subprocess
@@ -110,7 +110,7 @@ def test_card_passes_the_librarys_own_validation(facts: CardFacts, server: Loopb
     assert subprocess.run(arguments, env=cli_environment(), capture_output=True, check=False).returncode != 0
 
 
-def test_figures_are_the_ledgers(facts: CardFacts) -> None:
+def test_figures_are_those_of_the_totals(facts: CardFacts) -> None:
     card = build_card(facts)
     assert "22.62 dB" in card
     assert "19.65 dB" in card  # what `plain` would have
@@ -189,7 +189,7 @@ def test_unknown_licence_and_base_are_said_to_be_unknown(facts: CardFacts) -> No
 
 
 @pytest.mark.parametrize("before", ["\ufeff", "\n", "\r\n\r\n", "\ufeff\n"])
-def test_what_stands_before_the_front_matter_does_not_hide_the_licence(before: str) -> None:
+def test_text_before_the_front_matter_does_not_hide_the_license(before: str) -> None:
     assert read_source_card(f"{before}---\nlicense: mit\n---\n# x\n").licence == Licence("mit")
 
 

@@ -1,4 +1,4 @@
-"""A shard's bytes from the Hub: whole, checked, resumed inside the file whatever breaks."""
+"""A shard from the Hub: complete, checked, and resumed inside the file after any failure."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def shard_requests(server: LoopbackHub) -> int:
     return len(server.traffic.matching("GET", SHARD))
 
 
-def test_downloaded_shard_has_the_sources_bytes_and_nothing_is_left_beside_it(
+def test_downloaded_shard_has_the_sources_bytes_and_nothing_else_is_left(
     server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
 ) -> None:
     fetch(hub, source, tmp_path / "in" / SHARD)
@@ -121,7 +121,7 @@ def test_a_shard_that_is_there_is_not_fetched_again(
 
 
 def recorded_bytes(folder: Path) -> int:
-    """What the record of an unfinished download says is there (the shorter last segment is never among it here)."""
+    """Bytes that the record of an unfinished download counts; it never has the shorter last segment here."""
     bits = json.loads((folder / f"{SHARD}.part.json").read_text())["done"]
     return bits.count("1") * MIN_SEGMENT_BYTES
 
@@ -161,7 +161,7 @@ def test_bytes_that_stay_wrong_never_get_the_shards_name(
     server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path
 ) -> None:
     server.traffic.inject(Fault("GET", SHARD, Kind.CORRUPT, times=100))
-    with pytest.raises(HubError, match=r"other bytes than the Hub's sha256"):
+    with pytest.raises(HubError, match=r"arrived 3 times with bytes that do not match the Hub's sha256"):
         fetch(hub, source, tmp_path / SHARD)
     assert not (tmp_path / SHARD).exists()
 
@@ -172,7 +172,7 @@ def test_a_hub_that_stays_broken_is_reported_and_the_work_is_kept(
     server.traffic.inject(
         Fault("GET", SHARD, Kind.SHORT, after_bytes=5 * MIN_SEGMENT_BYTES + 1), Fault("GET", SHARD, times=100)
     )
-    with pytest.raises(HubError, match=r"503.*Running the same command again continues"):
+    with pytest.raises(HubError, match=r"503.*Run the same command again to continue"):
         fetch(hub, source, tmp_path / SHARD)
     kept = recorded_bytes(tmp_path)
     server.traffic.clear()
@@ -193,7 +193,7 @@ def test_a_stopped_download_is_continued_inside_the_shard(
 
     stopper = threading.Thread(target=stop_in_the_middle)
     stopper.start()
-    with pytest.raises(HubError, match="continues"):
+    with pytest.raises(HubError, match=r"stopped\. Run the same command again to continue"):
         download_shard(hub, source, SHARD, target=tmp_path / SHARD, stop=stop)
     stopper.join()
     kept = recorded_bytes(tmp_path)

@@ -33,7 +33,7 @@ def uploads_by_path(server: LoopbackHub) -> dict[str, int]:
 
 
 def kill_after(server: LoopbackHub, workplace: Path, num_requests: int, seconds: float) -> bool:
-    """Start the job and SIGKILL it some time after the server has seen so many requests; whether it was still alive."""
+    """Start the job and SIGKILL it `seconds` after `num_requests` requests; returns whether it still ran."""
     seen = len(server.traffic.requests)
     with subprocess.Popen(
         command(*JOB),
@@ -50,7 +50,7 @@ def kill_after(server: LoopbackHub, workplace: Path, num_requests: int, seconds:
 
 
 def check_killed_job(server: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, seeds: range) -> None:
-    """Kill the job at random moments until all seeds are used up, then let it end."""
+    """Kill the job at one random moment per seed, then let it finish."""
     server.traffic.bytes_per_second = 400_000.0
     for seed in seeds:
         choice = random.Random(seed)
@@ -176,7 +176,7 @@ def test_a_shard_damaged_before_its_upload_never_arrives(
 
 
 def random_fault(choice: random.Random) -> Fault:
-    """One of the faults that networks and hubs have, somewhere in the job."""
+    """A random fault at a random place of the job."""
     kind = choice.choice(["503", "reset", "short", "wrong", "429", "412", "upload"])
     after = choice.randrange(0, 1_000_000)
     if kind in ("503", "429"):
@@ -217,7 +217,7 @@ def test_thirty_faults_are_survived(
 
 
 def used_bytes(folder: Path) -> int:
-    """Blocks taken by all files; whatever disappears while it is looked at is left out."""
+    """Disk space of all files; files that disappear meanwhile are left out."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -228,7 +228,7 @@ def used_bytes(folder: Path) -> int:
 
 @contextlib.contextmanager
 def most_used(folder: Path) -> Iterator[list[int]]:
-    """The most bytes that a folder's files took during the block, as the one member of a list."""
+    """The peak disk space of a folder's files during the block, as the only item of a list."""
     peak, over = [0], threading.Event()
 
     def sample() -> None:
@@ -261,7 +261,7 @@ def test_disk_stays_under_its_limit(
 def test_a_job_continued_with_less_room_keeps_to_it(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, tiny: Path, without_xet: None
 ) -> None:
-    """Killed with two shards waiting for their upload and two fetched; all that and one more would be too much."""
+    """Killed with two shards to upload and two fetched; together with one more they would exceed the room."""
     room, work = 7_000_000, workplace / "k2convert-work" / "me--out"
     shards = sorted(path.name for path in tiny.glob("*.safetensors"))
     tiny_on_hub.traffic.up = Line(1000.0)
@@ -303,7 +303,7 @@ def test_an_interrupt_while_planning_waits_for_no_answer(tiny_on_hub: LoopbackHu
 
 
 def stop_before_main(server: LoopbackHub, hub_cli: HubCli) -> None:
-    """Do the whole job but its last commit."""
+    """Do the whole job except its last commit."""
     server.traffic.inject(Fault("POST", "/commit/main", status=403))
     assert hub_cli(*JOB).returncode == 1
     server.traffic.clear()

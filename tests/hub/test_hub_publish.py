@@ -1,4 +1,4 @@
-"""Publishing: refused early when it cannot end, on a branch while it runs, on main in one commit, never twice."""
+"""A job's destination: early refusals, shards on the work branch, one commit on main, no upload twice."""
 
 import hashlib
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_a_shard_whose_hash_differs_on_the_branch_is_an_error(server: LoopbackHu
     good = uploads(tiny)[0]
     operation = branch.send(good.name, good.path)
     branch.add(Upload(good.name, good.path, "0" * 64, good.num_bytes), operation, records={})
-    with pytest.raises(HubError, match=r"another sha256.*Nothing was deleted"):
+    with pytest.raises(HubError, match=r"a different sha256.*Nothing was deleted"):
         branch.commit_group()
 
 
@@ -183,7 +183,7 @@ def test_what_others_put_on_the_branch_does_not_reach_main(server: LoopbackHub, 
 def test_a_repository_that_became_public_meanwhile_is_refused(server: LoopbackHub, hub: Hub) -> None:
     target = target_of(hub)
     server.store.create("me/out", private=False)
-    with pytest.raises(HubError, match="is public, but a private one was asked for"):
+    with pytest.raises(HubError, match="is public, but a private one was requested"):
         Branch(hub, target, BRANCH).open()
 
 
@@ -246,9 +246,9 @@ def scoped(name: str, *permissions: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("who", "words"),
     [
-        (account(**role("read")), "may only read"),
-        (account(name="you"), "cannot write to me. Possible: you"),
-        (account(name="you", orgs=[{"name": "me", "roleInOrg": "read"}]), "may only read in me"),
+        (account(**role("read")), "can only read"),
+        (account(name="you"), "cannot write to me. Choose from: you"),
+        (account(name="you", orgs=[{"name": "me", "roleInOrg": "read"}]), "can only read in me"),
         (account(**role("fineGrained", **scoped("me", "repo.content.read"))), "fine-grained token"),
         (account(**role("fineGrained", **scoped("you", "repo.write"))), "fine-grained token"),
     ],
@@ -296,12 +296,12 @@ def test_an_existing_public_repository_is_not_used_unless_asked_for(server: Loop
 
 
 def test_limits_are_named_before_the_start(server: LoopbackHub, hub: Hub) -> None:
-    with pytest.raises(HubError, match="50 GB"):
+    with pytest.raises(HubError, match="50 GB, the Hub's limit per file"):
         target_of(hub, total=60 * 10**9)
     shards = {f"{i}.safetensors": 9_800_000_000 for i in range(61)}
     found = check_target(hub, repo="me/out", private=True, file_bytes=shards, licence=Licence(), source=None)
-    assert "100 GB of private storage" in found.notices[0]
-    assert "no licence" in found.notices[1]
+    assert "a free account has 100 GB of private storage" in found.notices[0]
+    assert "no license" in found.notices[1]
     public = check_target(hub, repo="me/out", private=False, file_bytes=shards, licence=MIT, source=None)
     assert public.notices == ()
 

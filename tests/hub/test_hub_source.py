@@ -1,4 +1,4 @@
-"""Names, the pinned commit, headers by range, small files: what planning needs of a remote repository."""
+"""What planning needs of a remote repository: names, the pinned commit, headers by range, small files."""
 
 import shutil
 import time
@@ -202,7 +202,7 @@ def test_a_shard_that_only_the_index_has_is_named(server: LoopbackHub, hub: Hub,
     repo = server.store.add_folder("moon/tiny", tiny)
     shard = "model-00002-of-000005.safetensors"
     repo.commit("main", {name: entry for name, entry in repo.files().items() if name != shard})
-    with pytest.raises(HubError, match=f"{shard} is missing, though the index names it"):
+    with pytest.raises(HubError, match=f"{shard} is missing, but the index names it"):
         open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
 
 

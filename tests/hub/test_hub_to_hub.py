@@ -1,10 +1,11 @@
-"""The whole job in one command: Hub to Hub, Hub to folder, folder to Hub, and what is refused before it starts."""
+"""The whole job in one command: Hub to Hub, Hub to folder, folder to Hub, and refusals before the start."""
 
 import json
 import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,8 +14,8 @@ from hub_cli import HubCli
 from loopback import TOKEN, LoopbackHub
 from published import assert_published
 
-from k2convert.job.shard import Report, ShardConverter
-from k2convert.plan.plan import ShardJob
+from k2convert.job import execute
+from k2convert.job.shard import ShardTask
 from k2convert.records.shard_record import ShardRecord
 
 SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 6)]
@@ -62,17 +63,17 @@ def test_hub_to_folder_gives_the_local_bytes(
     assert hub_cli("validate", "out").returncode == 0
 
 
-def test_several_shards_are_converted_at_once_where_asked_for(
+def test_several_shards_are_converted_at_once_if_requested(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, convert = threading.Barrier(2), ShardConverter.convert
+    both, convert = threading.Barrier(2), execute.convert_shard
 
-    def together(self: ShardConverter, job: ShardJob, *, report: Report) -> ShardRecord:
-        if job.name in SHARDS[:2]:
+    def together(task: ShardTask, **options: Any) -> ShardRecord:
+        if task.shard.name in SHARDS[:2]:
             both.wait(timeout=60)  # the first waits here until another thread has come with the second
-        return convert(self, job, report=report)
+        return convert(task, **options)
 
-    monkeypatch.setattr(ShardConverter, "convert", together)
+    monkeypatch.setattr(execute, "convert_shard", together)
     done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes", "--workers", "2")
     assert done.returncode == 0, done.stderr
     assert_published(tiny_on_hub, local_result)
@@ -224,7 +225,7 @@ def test_a_failure_says_what_to_do_and_the_same_command_continues(
     tiny_on_hub.traffic.clear()
     assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
     assert_published(tiny_on_hub, local_result)
-    assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000  # headers alone
+    assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000  # only headers
 
 
 def test_an_unfinished_job_goes_on_with_the_commit_it_began_with(
@@ -278,7 +279,7 @@ def test_a_token_that_no_request_can_carry_is_refused_unseen(
 ) -> None:
     done = hub_process("run", "moon/tiny", "hf://me/out", "--yes", HF_TOKEN=f"hf_Part{inside}Other")
     assert done.returncode == 1
-    assert "has a character that no token has" in done.stderr
+    assert "has a character that tokens never have" in done.stderr
     assert "Part" not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 

@@ -1,4 +1,4 @@
-"""What hf_xet may take is bounded, in a process of its own each: neither bound can be taken back."""
+"""The memory of hf_xet is bounded. Each test uses its own process, because the bounds cannot be undone."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def output_of(script: str, *arguments: str | Path, **changes: str) -> str:
         [sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=unset | changes, check=False
     )
     if "another C library" in done.stderr:
-        pytest.skip("the heaps of glibc alone are counted and bounded")
+        pytest.skip("only the heaps of glibc are counted and bounded")
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -1,4 +1,4 @@
-"""Both quantizers on the trained tiny checkpoint, and what they refuse."""
+"""Both quantizers on the trained tiny checkpoint, and the requests that they refuse."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from block_makers import bf16_weight
 from safetensors import safe_open
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError, MissingDependencyError, RecipeError
-from k2convert.quantize.formats.arrays import Nvfp4Arrays, as_arrays
 from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.int4_error import measure_error
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import measure
-from k2convert.quantize.rules.optimal import quantize_optimal
-from k2convert.quantize.rules.plain import quantize_plain
 
-Converted = dict[str, tuple[Nvfp4Arrays, WeightMetrics]]
+ONE_BITS, NAN_BITS = 0x3F80, 0x7FC0
+Converted = dict[str, tuple[Nvfp4Weight, WeightMetrics]]
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +37,24 @@ def projections(tiny: Path) -> dict[str, Int4Weight]:
         with safe_open(shard, framework="pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys() if ".experts." in name}  # noqa: SIM118
     names = [name.removesuffix("_packed") for name in tensors if name.endswith("weight_packed")]
-    return {name: Int4Weight(tensors[f"{name}_packed"].view(torch.uint8), tensors[f"{name}_scale"]) for name in names}
+    return {
+        name: Int4Weight(
+            tensors[f"{name}_packed"].view(torch.uint8).numpy(), tensors[f"{name}_scale"].view(torch.uint16).numpy()
+        )
+        for name in names
+    }
 
 
 def convert(quantizer: Quantizer, projections: dict[str, Int4Weight], *, threads: int = 1) -> Converted:
     """Convert everything, gate and up of an expert sharing their global scale."""
-    magnitudes = {name: quantizer.measure(as_arrays(weight), name=name) for name, weight in projections.items()}
+    magnitudes = {name: quantizer.measure(weight, name=name) for name, weight in projections.items()}
 
-    def one(name: str) -> tuple[Nvfp4Arrays, WeightMetrics]:
+    def one(name: str) -> tuple[Nvfp4Weight, WeightMetrics]:
         magnitude = magnitudes[name]
         partner = name.replace("gate_proj", "up_proj") if "gate_proj" in name else name.replace("up_proj", "gate_proj")
         magnitude = magnitude.merge(magnitudes[partner])
         scale = quantizer.global_scale(magnitude, is_int4=True)
-        return quantizer.quantize(as_arrays(projections[name]), name=name, magnitude=magnitude, global_scale=scale)
+        return quantizer.quantize(projections[name], name=name, magnitude=magnitude, global_scale=scale)
 
     with ThreadPoolExecutor(threads) as pool:
         return dict(zip(projections, pool.map(one, projections), strict=True))
@@ -64,7 +70,7 @@ def plain(projections: dict[str, Int4Weight]) -> Converted:
     return convert(create_quantizer("native", rule="plain", device="cpu"), projections)
 
 
-def assert_same_bytes(one: Nvfp4Arrays, other: Nvfp4Arrays, name: str) -> None:
+def assert_same_bytes(one: Nvfp4Weight, other: Nvfp4Weight, name: str) -> None:
     assert np.array_equal(one.packed, other.packed), name
     assert np.array_equal(one.block_scales, other.block_scales), name
 
@@ -80,15 +86,14 @@ def test_the_tiny_checkpoint_has_its_known_error_under_both_rules(optimal: Conve
 
 
 @pytest.mark.parametrize("rule", get_args(Rule))
-def test_the_defining_torch_code_gives_the_same_bytes_and_figures(
+def test_the_definition_gives_the_same_bytes_and_figures(
     rule: Rule, optimal: Converted, plain: Converted, projections: dict[str, Int4Weight]
 ) -> None:
-    quantize = quantize_optimal if rule == "optimal" else quantize_plain
-    converted = optimal if rule == "optimal" else plain
+    converted = {"optimal": optimal, "plain": plain}[rule]
     for name, weight in projections.items():
         result, metrics = converted[name]
-        defined = quantize(weight, result.global_scale)
-        assert_same_bytes(as_arrays(defined), result, name)
+        defined = RULES[rule].quantize_int4(weight, result.global_scale)
+        assert_same_bytes(defined, result, name)
         partner = name.replace("gate_proj", "up_proj") if "gate_proj" in name else name.replace("up_proj", "gate_proj")
         magnitude = measure(weight).merge(measure(projections[partner]))
         seed = zlib.crc32(name.encode())
@@ -132,11 +137,11 @@ def test_threads_do_not_change_a_byte_or_a_figure(optimal: Converted, projection
 
 
 def test_the_reference_quantizer_writes_zeros_where_modelopt_writes_nan() -> None:
-    weight = Int4Weight(torch.full((2, 32), 0x88, dtype=torch.uint8), torch.ones(2, 2, dtype=torch.bfloat16))
+    weight = Int4Weight(np.full((2, 32), 0x88, dtype=np.uint8), np.full((2, 2), ONE_BITS, dtype=np.uint16))
     quantizer = create_quantizer("reference", rule="plain", device="cpu")
-    magnitude = quantizer.measure(as_arrays(weight), name="w")
+    magnitude = quantizer.measure(weight, name="w")
     scale = quantizer.global_scale(magnitude, is_int4=True)
-    result, _ = quantizer.quantize(as_arrays(weight), name="w", magnitude=magnitude, global_scale=scale)
+    result, _ = quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
     assert scale == 1.0
     assert (result.block_scales == 0x38).all()
     assert not result.packed.any()
@@ -144,26 +149,26 @@ def test_the_reference_quantizer_writes_zeros_where_modelopt_writes_nan() -> Non
 
 @pytest.mark.parametrize("kind", ["native", "reference"])
 def test_bf16_weights_are_the_same_from_both(kind: str) -> None:
-    weight = (torch.randn(16, 128, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
+    weight = bf16_weight((torch.randn(16, 128, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16))
     quantizer = create_quantizer(kind, rule="plain", device="cpu")  # type: ignore[arg-type]
-    magnitude = quantizer.measure(as_arrays(weight), name="w")
+    magnitude = quantizer.measure(weight, name="w")
     scale = quantizer.global_scale(magnitude, is_int4=False)
-    result, metrics = quantizer.quantize(as_arrays(weight), name="w", magnitude=magnitude, global_scale=scale)
+    result, metrics = quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
     native = create_quantizer("native", rule="plain", device="cpu")
-    expected, expected_metrics = native.quantize(as_arrays(weight), name="w", magnitude=magnitude, global_scale=scale)
+    expected, expected_metrics = native.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
     assert_same_bytes(result, expected, "w")
     assert metrics == expected_metrics
 
 
 @pytest.mark.parametrize("kind", ["native", "reference"])
 def test_a_bad_scale_is_refused_naming_the_tensor(kind: str) -> None:
-    weight = Int4Weight(torch.zeros(1, 16, dtype=torch.uint8), torch.tensor([[float("nan")]], dtype=torch.bfloat16))
+    weight = Int4Weight(np.zeros((1, 16), dtype=np.uint8), np.array([[NAN_BITS]], dtype=np.uint16))
     quantizer = create_quantizer(kind, rule="plain", device="cpu")  # type: ignore[arg-type]
     with pytest.raises(FormatError, match=r"experts\.3\.down_proj"):
-        quantizer.measure(as_arrays(weight), name="model.layers.1.mlp.experts.3.down_proj.weight")
+        quantizer.measure(weight, name="model.layers.1.mlp.experts.3.down_proj.weight")
 
 
-def test_the_reference_quantizer_offers_plain_alone() -> None:
+def test_the_reference_quantizer_offers_only_plain() -> None:
     with pytest.raises(RecipeError, match="plain"):
         create_quantizer("reference", rule="optimal", device="cpu")
 
@@ -172,6 +177,12 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setitem(sys.modules, "modelopt.torch.quantization.qtensor.nvfp4_tensor", None)
     with pytest.raises(MissingDependencyError, match=r"pip install k2convert\[reference\]"):
         create_quantizer("reference", rule="plain", device="cpu")
+
+
+def test_a_cuda_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("k2convert.quantize.native.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="cuda:0 needs triton"):
+        create_quantizer("native", rule="plain", device="cuda:0")
 
 
 def test_the_native_quantizer_imports_no_library_and_no_torch() -> None:

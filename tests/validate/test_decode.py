@@ -1,4 +1,4 @@
-"""The decoder that measures written bytes: held against a plain evaluation in NumPy, on what it may meet and beyond."""
+"""The decoder of written bytes equals a direct evaluation in NumPy, on conversions and on any other bytes."""
 
 import dataclasses
 import math
@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from block_makers import bf16_weight
 from int4_makers import MAKERS, any_bytes, trained_like
 from numpy.typing import NDArray
 
-from k2convert.quantize.formats.arrays import as_arrays
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import convert_int4
@@ -17,7 +17,7 @@ from k2convert.validate.decode import DecodedError, measure_decoded
 
 ELEMENTS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 GLOBAL_SCALE = float(np.float32(3.1e-5))
-"""Not a power of two: products have rounded bits where a decoder is careless."""
+"""Not a power of two, so a careless decoder rounds its products."""
 
 
 def nibbles(packed: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -53,8 +53,8 @@ def assert_measured(found: DecodedError, expected: tuple[int, int, float, float,
 
 def exact_weights(source: Int4Weight) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Every weight q * s, and every weight's s."""
-    steps = np.repeat(source.scales.double().numpy().reshape(-1), 32)
-    return (nibbles(source.packed.numpy()) - 8) * steps, steps
+    steps = np.repeat(source.scales.astype(np.float64).reshape(-1), 32)
+    return (nibbles(source.packed) - 8) * steps, steps
 
 
 def random_bytes(source: Int4Weight, *, seed: int, any_scale: bool) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -71,7 +71,7 @@ def random_bytes(source: Int4Weight, *, seed: int, any_scale: bool) -> tuple[NDA
 def test_figures_of_any_bytes_equal_a_plain_evaluation(maker: str) -> None:
     source = MAKERS[maker]()
     packed, block_scales = random_bytes(source, seed=len(maker), any_scale=False)
-    found = measure_decoded(as_arrays(source), packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+    found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
     assert_measured(found, evaluate(*exact_weights(source), packed, block_scales))
 
 
@@ -79,9 +79,9 @@ def test_figures_of_any_bytes_equal_a_plain_evaluation(maker: str) -> None:
 @pytest.mark.parametrize("maker", ["trained", "any-bytes", "few-magnitudes", "zeros"])
 def test_figures_of_a_conversion_equal_a_plain_evaluation(maker: str) -> None:
     source = MAKERS[maker]()
-    result, _ = convert_int4(as_arrays(source), rule="plain", global_scale=GLOBAL_SCALE)
+    result, _ = convert_int4(source, rule="plain", global_scale=GLOBAL_SCALE)
     packed, block_scales = result.packed, result.block_scales
-    found = measure_decoded(as_arrays(source), packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+    found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
     assert_measured(found, evaluate(*exact_weights(source), packed, block_scales))
 
 
@@ -90,14 +90,14 @@ def test_block_scales_that_are_no_number_make_the_error_none_and_leave_the_rest(
     source = any_bytes()
     packed, block_scales = random_bytes(source, seed=1, any_scale=True)
     assert {0x7F, 0xFF} <= set(block_scales.reshape(-1).tolist())
-    found = measure_decoded(as_arrays(source), packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+    found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
     assert math.isnan(found.squared_error)
     assert_measured(found, evaluate(*exact_weights(source), packed, block_scales))
 
 
 @pytest.mark.usefixtures("instructions")
 def test_one_flipped_bit_is_seen() -> None:
-    source = as_arrays(trained_like(1, seed=3))
+    source = trained_like(1, seed=3)
     result, _ = convert_int4(source, rule="optimal", global_scale=2.0**-12)
     packed, block_scales = result.packed, result.block_scales
     before = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=2.0**-12)
@@ -120,11 +120,10 @@ def test_instructions_do_not_change_a_bit_of_the_figures(maker: str, any_scale: 
     packed, block_scales = random_bytes(source, seed=7, any_scale=any_scale)
     before = _cpu.instructions()
     found: set[tuple[str, ...]] = set()
-    arrays = as_arrays(source)
     try:
         for name in {"portable", before}:
             _cpu.use_instructions(name)
-            figures = measure_decoded(arrays, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+            figures = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
             found.add(tuple(map(repr, dataclasses.astuple(figures))))
     finally:
         _cpu.use_instructions(before)
@@ -137,7 +136,7 @@ def test_figures_of_bf16_weights_equal_a_plain_evaluation() -> None:
     rng = np.random.default_rng(8)
     packed = rng.integers(0, 256, (24, 256), dtype=np.uint8)
     block_scales = rng.integers(0, 0x7F, (24, 32), dtype=np.uint8)
-    found = measure_decoded(as_arrays(source), packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+    found = measure_decoded(bf16_weight(source), packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
     weight = source.double().numpy().reshape(-1)
     assert found.max_error_steps is None
     assert_measured(found, evaluate(weight, np.zeros_like(weight), packed, block_scales))

@@ -10,38 +10,48 @@ compressed_tensors.compressors.pack_quantized.helpers.pack_to_int32 with num_bit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from k2convert.choices import GROUP_SIZE
 from k2convert.errors import FormatError
+from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits, bf16_values, describe
+from k2convert.quantize.formats.blocks import row_chunks
 from k2convert.quantize.formats.e2m1 import unpack_nibbles
-from k2convert.quantize.formats.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_MAGNITUDE: Final = 8
 NUM_MAGNITUDES: Final = MAX_MAGNITUDE + 1
-"""|q| takes the values 0..8; 8 belongs to code -8 alone."""
+"""|q| takes the values 0..8; only code -8 has |q| = 8."""
+
+FIRST_UNUSABLE_BITS: Final = 0x7E00
+"""BF16 bits of 2**125: eight times it overflows. Infinity, NaN and all negative numbers have larger bits."""
+MINUS_ZERO_BITS: Final = 0x8000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Int4Weight:
-    """One INT4 projection: `packed` uint8 [N, K/2] (the bytes of weight_packed), `scales` bf16 [N, K/32]."""
+    """An INT4 projection: `packed` uint8 [N, K/2] (bytes of weight_packed), `scale_bits` uint16 [N, K/32] (BF16 bits).
 
-    packed: Tensor
-    scales: Tensor
+    FormatError if dtypes or shapes do not fit.
+    """
+
+    packed: NDArray[np.uint8]
+    scale_bits: NDArray[np.uint16]
 
     def __post_init__(self) -> None:
-        if self.packed.dtype != torch.uint8 or self.packed.ndim != 2:
-            raise FormatError(f"packed INT4 codes must be uint8 [N, K/2], not {_describe(self.packed)}")
-        if self.scales.dtype != torch.bfloat16 or self.scales.ndim != 2:
-            raise FormatError(f"INT4 scales must be bfloat16 [N, K/{GROUP_SIZE}], not {_describe(self.scales)}")
+        if self.packed.dtype != np.uint8 or self.packed.ndim != 2:
+            raise FormatError(f"packed INT4 codes must be uint8 [N, K/2], not {describe(self.packed)}")
+        if self.scale_bits.dtype != np.uint16 or self.scale_bits.ndim != 2:
+            raise FormatError(
+                f"INT4 scales must be BF16 bits, uint16 [N, K/{GROUP_SIZE}], not {describe(self.scale_bits)}"
+            )
         rows, columns = self.shape
-        if columns % GROUP_SIZE or tuple(self.scales.shape) != (rows, columns // GROUP_SIZE):
+        if columns % GROUP_SIZE or self.scale_bits.shape != (rows, columns // GROUP_SIZE):
             raise FormatError(
                 f"INT4 codes [{rows}, {columns}] need scales [{rows}, {columns}/{GROUP_SIZE}], "
-                f"not {list(self.scales.shape)}"
+                f"not {list(self.scale_bits.shape)}"
             )
 
     @property
@@ -49,39 +59,48 @@ class Int4Weight:
         """(N, K) of the weight."""
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
-    def to(self, device: torch.device) -> Int4Weight:
-        """The same weight on another device."""
-        return Int4Weight(packed=self.packed.to(device), scales=self.scales.to(device))
+    @property
+    def scales(self) -> NDArray[np.float32]:
+        """The scales as float32 [N, K/32]."""
+        return bf16_values(self.scale_bits)
 
     def rows(self, start: int, stop: int) -> Int4Weight:
         """A view of some rows."""
-        return Int4Weight(packed=self.packed[start:stop], scales=self.scales[start:stop])
+        return Int4Weight(packed=self.packed[start:stop], scale_bits=self.scale_bits[start:stop])
 
 
-def unpack_int4(packed: Tensor) -> Tensor:
+SourceWeight = Int4Weight | Bf16Weight
+"""A weight of a source checkpoint."""
+
+
+def unpack_int4(packed: NDArray[np.uint8]) -> NDArray[np.int8]:
     """Unpack bytes uint8 [.., K/2] into codes int8 [.., K], each in -8..7."""
-    return unpack_nibbles(packed).view(torch.int8) - 8
+    return unpack_nibbles(packed).view(np.int8) - np.int8(MAX_MAGNITUDE)
 
 
-def dequantize_int4(weight: Int4Weight) -> Tensor:
-    """Return q * s as bf16 [N, K] in compressed-tensors' arithmetic: one BF16 multiply, rounded to nearest even."""
+def dequantize_int4(weight: Int4Weight) -> Bf16Weight:
+    """Return q * s rounded to BF16 [N, K], which is compressed-tensors' arithmetic: one BF16 multiply, ties to even.
+
+    The product is exact in float32: q has 4 significant bits, s has 8.
+    """
     rows, columns = weight.shape
-    codes_NGE = unpack_int4(weight.packed).view(rows, columns // GROUP_SIZE, GROUP_SIZE)
-    return (codes_NGE.to(torch.bfloat16) * weight.scales.unsqueeze(-1)).view(rows, columns)
+    bits = np.empty((rows, columns), dtype=np.uint16)
+    for start, stop in row_chunks(rows, columns):
+        chunk = weight.rows(start, stop)
+        codes_NGE = unpack_int4(chunk.packed).reshape(stop - start, -1, GROUP_SIZE)
+        with np.errstate(over="ignore"):
+            products_NGE = codes_NGE.astype(np.float32) * chunk.scales[:, :, None]
+        bits[start:stop] = bf16_bits(products_NGE).reshape(stop - start, columns)
+    return Bf16Weight(bits)
 
 
-def check_int4_scales(scales: Tensor, *, name: str) -> None:
-    """Refuse bf16 scales that are NaN, infinite, negative, or so large that a weight overflows BF16 (FormatError)."""
-    usable = (scales >= 0) & torch.isfinite(scales * MAX_MAGNITUDE)
-    if bool(usable.all()):
+def check_int4_scales(scale_bits: NDArray[np.uint16], *, name: str) -> None:
+    """Refuse BF16 scales [N, K/32] that are NaN, infinite, negative, or at least 2**125 (FormatError)."""
+    unusable = (scale_bits >= FIRST_UNUSABLE_BITS) & (scale_bits != MINUS_ZERO_BITS)
+    if not unusable.any():
         return
-    row, group = (int(index) for index in torch.nonzero(~usable)[0])
+    row, group = (int(index) for index in np.argwhere(unusable)[0])
     raise FormatError(
-        f"{name}: INT4 scale [{row}, {group}] is {scales[row, group].item()}; scales must be finite, not negative and "
-        f"below 2**125. {int((~usable).sum())} of {scales.numel()} scales are unusable. "
-        "The source is damaged: fetch this shard again or check how it was made."
+        f"{name}: INT4 scale [{row}, {group}] is {float(bf16_values(scale_bits)[row, group])}; scales must be finite, "
+        f"not negative and below 2**125. {int(unusable.sum())} of {scale_bits.size} scales are unusable."
     )
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

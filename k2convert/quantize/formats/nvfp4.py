@@ -11,33 +11,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.e2m1 import decode_e2m1, unpack_nibbles
 from k2convert.quantize.formats.e4m3 import decode_e4m3
-from k2convert.quantize.formats.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Nvfp4Weight:
-    """One NVFP4 projection: `packed` uint8 [N, K/2], `block_scales` uint8 [N, K/16], `global_scale` exact in FP32."""
+    """An NVFP4 projection: `packed` uint8 [N, K/2], `block_scales` uint8 [N, K/16], `global_scale` exact in FP32.
 
-    packed: Tensor
-    block_scales: Tensor
+    FormatError if dtypes, shapes or the global scale are not usable.
+    """
+
+    packed: NDArray[np.uint8]
+    block_scales: NDArray[np.uint8]
     global_scale: float
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
-        if self.packed.dtype != torch.uint8 or self.block_scales.dtype != torch.uint8:
+        if self.packed.dtype != np.uint8 or self.block_scales.dtype != np.uint8:
             raise FormatError("NVFP4 codes and block scales must be uint8")
-        if columns % BLOCK_SIZE or tuple(self.block_scales.shape) != (rows, columns // BLOCK_SIZE):
+        if columns % BLOCK_SIZE or self.block_scales.shape != (rows, columns // BLOCK_SIZE):
             raise FormatError(
                 f"NVFP4 codes [{rows}, {columns}] need block scales [{rows}, {columns}/{BLOCK_SIZE}], "
                 f"not {list(self.block_scales.shape)}"
@@ -49,11 +48,9 @@ class Nvfp4Weight:
         """(N, K) of the weight."""
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
-    def to(self, device: torch.device) -> Nvfp4Weight:
-        """The same weight on another device."""
-        return Nvfp4Weight(
-            packed=self.packed.to(device), block_scales=self.block_scales.to(device), global_scale=self.global_scale
-        )
+    def rows(self, start: int, stop: int) -> Nvfp4Weight:
+        """A view of some rows."""
+        return Nvfp4Weight(self.packed[start:stop], self.block_scales[start:stop], self.global_scale)
 
 
 def check_global_scale(global_scale: float) -> None:
@@ -62,9 +59,9 @@ def check_global_scale(global_scale: float) -> None:
         raise FormatError(f"the global scale must be a positive finite FP32 number, not {global_scale!r}")
 
 
-def dequantize_nvfp4(weight: Nvfp4Weight) -> Tensor:
+def dequantize_nvfp4(weight: Nvfp4Weight) -> NDArray[np.float64]:
     """Return v * b * g as float64 [N, K], exact: the product has at most 30 significant bits."""
     rows, columns = weight.shape
-    values_NBE = decode_e2m1(unpack_nibbles(weight.packed)).view(rows, columns // BLOCK_SIZE, BLOCK_SIZE)
+    values_NBE = decode_e2m1(unpack_nibbles(weight.packed)).reshape(rows, -1, BLOCK_SIZE)
     scales_NB = decode_e4m3(weight.block_scales) * weight.global_scale
-    return (values_NBE * scales_NB.unsqueeze(-1)).view(rows, columns)
+    return (values_NBE * scales_NB[:, :, None]).reshape(rows, columns)

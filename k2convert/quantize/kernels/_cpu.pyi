@@ -64,9 +64,6 @@ def figures_of_pairs(
 ) -> tuple[float, float, int, int, int, float]:
     """Return the fields of PairFigures for keys [P] and counts [P * 9]."""
 
-def exact_sum(values: NDArray[np.float64]) -> float:
-    """Return the sum of finite values rounded once, which is what math.fsum returns."""
-
 def quantize_optimal_bf16(
     source: NDArray[np.uint16], global_scale: float, packed: NDArray[np.uint8], scale_bytes: NDArray[np.uint8]
 ) -> None:

@@ -1,24 +1,28 @@
-"""Launching the triton kernel: slots for the scales that occur, tables for them, and the counters it leaves behind.
+"""Launching the triton kernels: slots for the scales that occur, tables for them, and the counters they fill.
 
-`formats` fills every table, on the same device, so the kernel itself decides nothing about rounding. Works on CPU
-tensors under triton's interpreter (TRITON_INTERPRET=1 in the environment before the first import), which is how tests
-without a device run it.
+Every table is computed with the reference arithmetic of rules/, so the kernels never round. They also work on CPU
+tensors under triton's interpreter (TRITON_INTERPRET=1 in the environment before the first import): tests without a
+device use it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.choices import BLOCK_SIZE, Rule
+from k2convert.quantize.formats.bf16 import bf16_values, round_to_bf16
 from k2convert.quantize.formats.e2m1 import SIGN_BIT
 from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
-from k2convert.quantize.kernels import cuda_kernel
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.kernels import cpu, cuda_kernel
 from k2convert.quantize.kernels.search_tables import (
     LAST_GRID_RANK,
     WINDOW_STARTS,
@@ -26,10 +30,11 @@ from k2convert.quantize.kernels.search_tables import (
     set_windows,
     window_errors,
 )
-from k2convert.quantize.metrics.pair_counts import PairCounts, count_pairs, merge_counts, pair_values
-from k2convert.quantize.rules.optimal import global_exponent, split_scales
-from k2convert.quantize.rules.plain import plain_block_scales, plain_nibbles, quantize_plain
-from k2convert.quantize.rules.scale_tables import LOWEST_OFFSET, MIN_MANTISSA, scale_tables
+from k2convert.quantize.metrics.pair_counts import SCALE_MASK, PairCounts, merge_counts, pair_values
+from k2convert.quantize.rules import check_rule_scale
+from k2convert.quantize.rules.optimal import global_exponent
+from k2convert.quantize.rules.plain import plain_block_scales, plain_nibbles, plain_steps
+from k2convert.quantize.rules.scale_tables import HIGHEST_OFFSET, LOWEST_OFFSET, MIN_MANTISSA, candidate_tables
 
 TILE: Final = 128
 MAX_COUNTED: Final = 1 << 16
@@ -43,19 +48,52 @@ LARGEST_OF_SET: Final = [members.bit_length() for members in range(256)]
 _kernels = cast(Any, cuda_kernel)
 
 
-def convert_int4(weight: Int4Weight, *, rule: Rule, global_scale: float) -> tuple[Nvfp4Weight, PairCounts]:
-    """Quantise an INT4 weight where it lies and count its pairs; byte for byte what `formats` makes of it."""
-    check_global_scale(global_scale)
-    rows, columns = weight.shape
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceInt4:
+    """An INT4 weight on a device: `packed` uint8 [N, K/2], `scale_bits` int16 [N, K/32]."""
+
+    packed: Tensor
+    scale_bits: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceNvfp4:
+    """An NVFP4 weight on a device: `packed` uint8 [N, K/2], `block_scales` uint8 [N, K/16]."""
+
+    packed: Tensor
+    block_scales: Tensor
+
+
+def upload(weight: Int4Weight, device: str) -> DeviceInt4:
+    """Copy an INT4 weight to a device."""
+    return DeviceInt4(_tensor(weight.packed).to(device), _tensor(weight.scale_bits.view(np.int16)).to(device))
+
+
+def convert_int4(weight: Int4Weight, *, rule: Rule, global_scale: float, device: str) -> tuple[Nvfp4Weight, PairCounts]:
+    """Quantize an INT4 weight on a device and count its pairs, by a rule of KERNELS; copies there and back."""
+    found = convert_on_device(upload(weight, device), rule=rule, global_scale=global_scale)
+    if found is None:
+        return cpu.convert_int4(weight, rule=rule, global_scale=global_scale)
+    result, counts = found
+    return Nvfp4Weight(result.packed.cpu().numpy(), result.block_scales.cpu().numpy(), global_scale), counts
+
+
+def convert_on_device(weight: DeviceInt4, *, rule: Rule, global_scale: float) -> tuple[DeviceNvfp4, PairCounts] | None:
+    """Quantize an INT4 weight that is on a device; None if the kernel cannot represent the rule's codes for it."""
+    check_rule_scale(rule, global_scale)
+    rows, row_bytes = weight.packed.shape
     device = weight.packed.device
-    packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
-    block_scales = torch.empty(rows, columns // BLOCK_SIZE, dtype=torch.uint8, device=device)
-    result = Nvfp4Weight(packed=packed, block_scales=block_scales, global_scale=global_scale)
-    bits = weight.scales.contiguous().view(torch.int16).flatten()
+    packed = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
+    block_scales = torch.empty(rows, 2 * row_bytes // BLOCK_SIZE, dtype=torch.uint8, device=device)
+    result = DeviceNvfp4(packed, block_scales)
+    bits = weight.scale_bits.contiguous().flatten()
     slot_bits = _distinct(bits)
     num_blocks, num_slots = block_scales.numel(), slot_bits.numel()
     if num_blocks == 0:
         return result, merge_counts([_no_counts()])
+    tables = KERNELS[rule].tables(slot_bits.cpu().numpy().astype(np.uint16), global_scale)
+    if tables is None:
+        return None
     slot_of = torch.zeros(1 << 16, dtype=torch.int32, device=device)
     slot_of[slot_bits] = torch.arange(num_slots, dtype=torch.int32, device=device)
     num_programs = -(-num_blocks // TILE)
@@ -64,16 +102,8 @@ def convert_int4(weight: Int4Weight, *, rule: Rule, global_scale: float) -> tupl
     totals = torch.zeros(2, dtype=torch.int64, device=device)
     source = weight.packed.contiguous().view(torch.int64)
     buffers = (source, bits, packed.view(torch.int64), block_scales, counters, totals, slot_of)
-    sizes = (num_blocks, num_slots, replicas)
-    if rule == "plain":
-        tables = _plain_tables(slot_bits, global_scale)
-        if tables is None:
-            result = quantize_plain(weight, global_scale)
-            return result, count_pairs(weight, result, rule=rule)
-        _kernels.plain_kernel[(num_programs,)](*buffers, *tables, *sizes, TILE=TILE)
-    else:
-        tables = _optimal_tables(slot_bits, global_exponent(global_scale))
-        _kernels.optimal_kernel[(num_programs,)](*buffers, *tables, *_search_tensors(device), *sizes, TILE=TILE)
+    on_device = (*(_tensor(table).to(device) for table in tables), *KERNELS[rule].constants(device))
+    KERNELS[rule].kernel[(num_programs,)](*buffers, *on_device, num_blocks, num_slots, replicas, TILE=TILE)
     return result, _take_counts(counters, slot_bits, totals)
 
 
@@ -84,61 +114,79 @@ def _distinct(bits: Tensor) -> Tensor:
     return torch.nonzero(occurs).flatten()
 
 
-def _plain_tables(slot_bits: Tensor, global_scale: float) -> tuple[Tensor, ...] | None:
+def _plain_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDArray[Any], ...] | None:
     """Return largest |q| of a set uint8 [256], and E4M3 byte, codes and inexact |q| for each (slot, largest).
 
-    None where a negative weight becomes +0 by underflow: the kernel takes the sign from the source code alone.
+    None if a negative weight becomes +0 by underflow: the kernel takes the sign only from the source code.
     """
-    device = slot_bits.device
-    scales_S1 = (slot_bits & 0x7FFF).to(torch.int16).view(torch.bfloat16).unsqueeze(-1)
-    weights_Sk = torch.arange(NUM_MAGNITUDES, device=device).to(torch.bfloat16) * scales_S1
-    g = torch.tensor(global_scale, dtype=torch.float32, device=device)
-    bytes_Sk = plain_block_scales(weights_Sk, g)
-    steps_Sk1 = (bytes_Sk.view(torch.float8_e4m3fn).to(torch.float32) * g).unsqueeze(-1)
-    nibbles = plain_nibbles(-weights_Sk[:, 1:].unsqueeze(1), steps_Sk1)
-    if bool(((nibbles < SIGN_BIT) & (weights_Sk[:, 1:].unsqueeze(1) > 0)).any()):
+    bits_S = slot_bits & np.uint16(SCALE_MASK)
+    scales_S1 = bf16_values(bits_S)[:, None]
+    weights_Sk = round_to_bf16(np.arange(NUM_MAGNITUDES, dtype=np.float32) * scales_S1)
+    bytes_Sk = plain_block_scales(weights_Sk, global_scale)
+    nonzero_S1k = weights_Sk[:, None, 1:]
+    nibbles = plain_nibbles(-nonzero_S1k, plain_steps(bytes_Sk, global_scale)[:, :, None])
+    if ((nibbles < SIGN_BIT) & (nonzero_S1k > 0)).any():
         return None
-    keys = ((slot_bits & 0x7FFF).unsqueeze(-1) << 8 | bytes_Sk).flatten()
-    wanted, written = pair_values(keys.cpu().numpy(), rule="plain", global_scale=global_scale)
+    keys = (bits_S.astype(np.int64)[:, None] << 8 | bytes_Sk).reshape(-1)
+    wanted, written = pair_values(keys, rule="plain", global_scale=global_scale)
     inexact = ((wanted != written)[:, 1:] << np.arange(NUM_MAGNITUDES - 1)).sum(axis=1)
     return (
-        torch.tensor(LARGEST_OF_SET, dtype=torch.uint8, device=device),
-        bytes_Sk.to(torch.int32).flatten(),
-        torch.where(scales_S1 > 0, _pack_codes(nibbles & 7), UNSIGNED).flatten(),
-        torch.as_tensor(inexact.astype(np.int32)).to(device),
+        np.array(LARGEST_OF_SET, dtype=np.uint8),
+        bytes_Sk.astype(np.int32).reshape(-1),
+        np.where(scales_S1 > 0, _pack_codes(nibbles & np.uint8(7)), np.int32(UNSIGNED)).reshape(-1),
+        inexact.astype(np.int32),
     )
 
 
-def _pack_codes(codes: Tensor) -> Tensor:
+def _pack_codes(codes: NDArray[np.uint8]) -> NDArray[np.int32]:
     """Pack the codes of |q| = 1..8, uint8 [.., 8], into int32 [..]."""
-    shifts = 4 * torch.arange(NUM_MAGNITUDES - 1, device=codes.device)
-    return (codes.to(torch.int64) << shifts).sum(dim=-1).to(torch.int32)
+    return (codes.astype(np.int64) << (4 * np.arange(NUM_MAGNITUDES - 1))).sum(axis=-1).astype(np.int32)
 
 
-def _optimal_tables(slot_bits: Tensor, exponent: int) -> tuple[Tensor, ...]:
+def _optimal_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDArray[Any], ...]:
     """Return ms - 128, E4M3 byte of position 0, its place in the maps, clamped kg - es; all int32 [slots]."""
-    scales_S1 = (slot_bits & 0x7FFF).to(torch.int16).view(torch.bfloat16).unsqueeze(-1)
-    fractions, exponents = torch.frexp(scales_S1.flatten().to(torch.float32))
-    mantissas_S = (fractions * (2 * MIN_MANTISSA)).to(torch.int64)
-    first_ranks = torch.as_tensor(lowest_rank(mantissas_S.cpu().numpy())).to(slot_bits.device)
-    # As in split_scales, but not clamped: es = e - 8, and byte = 8 * (10 - (kg - es)) + the candidate's grid index.
-    firsts = 8 * (10 - (exponent + 8 - exponents.to(torch.int64))) + LAST_GRID_RANK - first_ranks
-    _, offsets_2S = split_scales(scales_S1, exponent)
-    tables = (mantissas_S - MIN_MANTISSA, firsts, first_ranks, offsets_2S[::2] - LOWEST_OFFSET)
-    return tuple(table.to(torch.int32) for table in tables)
+    fractions, exponents = np.frexp(bf16_values(slot_bits & np.uint16(SCALE_MASK)))
+    mantissas_S = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
+    first_ranks = lowest_rank(mantissas_S)
+    # As in split_scales: es = e - 8, and byte = 8 * (10 - (kg - es)) + the candidate's grid index.
+    offsets = global_exponent(global_scale) + 8 - exponents.astype(np.int64)
+    firsts = 8 * (10 - offsets) + LAST_GRID_RANK - first_ranks
+    clamped = offsets.clip(LOWEST_OFFSET, HIGHEST_OFFSET) - LOWEST_OFFSET
+    return tuple(table.astype(np.int32) for table in (mantissas_S - MIN_MANTISSA, firsts, first_ranks, clamped))
 
 
 @lru_cache(maxsize=8)
 def _search_tensors(device: torch.device) -> tuple[Tensor, ...]:
-    tables = scale_tables(device)
-    return (
-        torch.as_tensor(window_errors()).to(device),
-        torch.as_tensor(set_windows()).to(device),
-        torch.tensor(WINDOW_STARTS, dtype=torch.int32, device=device),
+    tables = candidate_tables()
+    arrays = (
+        window_errors(),
+        set_windows(),
+        np.array(WINDOW_STARTS, dtype=np.int32),
         tables.errors,
         tables.scale_bytes,
         _pack_codes(tables.codes[:, :, 1:]),
     )
+    return tuple(_tensor(array).to(device) for array in arrays)
+
+
+def _no_tensors(device: torch.device) -> tuple[Tensor, ...]:  # noqa: ARG001
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class CudaKernel:
+    """A rule's triton kernel, the tables that depend on the scales that occur, and those that do not."""
+
+    kernel: Any
+    tables: Callable[[NDArray[np.uint16], float], tuple[NDArray[Any], ...] | None]
+    constants: Callable[[torch.device], tuple[Tensor, ...]]
+
+
+KERNELS: Final[dict[Rule, CudaKernel]] = {
+    "optimal": CudaKernel(_kernels.optimal_kernel, _optimal_tables, _search_tensors),
+    "plain": CudaKernel(_kernels.plain_kernel, _plain_tables, _no_tensors),
+}
+"""The rules that have a kernel on CUDA devices."""
 
 
 def _take_counts(counters: Tensor, slot_bits: Tensor, totals: Tensor) -> PairCounts:
@@ -150,12 +198,12 @@ def _take_counts(counters: Tensor, slot_bits: Tensor, totals: Tensor) -> PairCou
     slots, scale_bytes = torch.nonzero(fields[:, :, NUM_MAGNITUDES - 1], as_tuple=True)
     used = fields[slots, scale_bytes].cpu().numpy()
     num_blocks = used[:, -1]
-    elsewhere = used[:, :-1]
-    zeros = BLOCK_SIZE * num_blocks - elsewhere.sum(axis=1)
+    nonzero = used[:, :-1]
+    zeros = BLOCK_SIZE * num_blocks - nonzero.sum(axis=1)
     part = PairCounts(
-        keys=((slot_bits[slots] & 0x7FFF) << 8 | scale_bytes).cpu().numpy(),
+        keys=((slot_bits[slots] & SCALE_MASK) << 8 | scale_bytes).cpu().numpy(),
         num_blocks=num_blocks,
-        magnitude_counts=np.concatenate([zeros[:, None], elsewhere], axis=1),
+        magnitude_counts=np.concatenate([zeros[:, None], nonzero], axis=1),
         equal_blocks=int(totals[0]),
         outside_normal=int(totals[1]),
     )
@@ -166,3 +214,7 @@ def _take_counts(counters: Tensor, slot_bits: Tensor, totals: Tensor) -> PairCou
 def _no_counts() -> PairCounts:
     empty = np.zeros(0, dtype=np.int64)
     return PairCounts(empty, empty, np.zeros((0, NUM_MAGNITUDES), dtype=np.int64), 0, 0)
+
+
+def _tensor(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]

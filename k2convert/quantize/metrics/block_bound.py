@@ -1,9 +1,9 @@
-"""The least squared error any NVFP4 block can have: real-valued scales, of which E4M3 times g is a special case.
+"""The least squared error that any NVFP4 block can have, over all real-valued scales, which include E4M3 times g.
 
 For a fixed assignment of codes v to the elements, the best scale gives  sum k**2 - (sum k v)**2 / sum v**2.  Rounding
-to nearest changes an assignment only where t crosses a breakpoint t = k / m, with m a midpoint between neighbouring
-E2M1 values. So the minimum over all real t is a minimum over the assignments between breakpoints: for |q| = 1..8 there
-are 57 at most, the same for every block.
+to nearest changes an assignment only where t crosses a breakpoint t = k / m, with m a midpoint between neighboring
+E2M1 values. So the minimum over all real t is a minimum over the assignments between breakpoints. For |q| = 1..8 there
+are at most 57, the same for every block.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, NUM_MAGNITUDES
 
 @lru_cache(maxsize=1)
 def int4_assignments() -> NDArray[np.int64]:
-    """Return every code assignment of |q| = 0..8 that a real scale can cause, as doubled values int64 [57, 9]."""
+    """Return every code assignment of |q| = 0..8 that a real scale can give, as doubled values int64 [57, 9]."""
     midpoints = [Fraction(value, 4) for value in QUADRUPLED_MIDPOINTS]
     breakpoints = sorted({k / midpoint for k in range(1, MAX_MAGNITUDE + 1) for midpoint in midpoints})
     inner = [(low + high) / 2 for low, high in pairwise(breakpoints)]
     steps = [breakpoints[0] / 2, *inner, breakpoints[-1] * 2]
-    # No step is a breakpoint, so no ratio is a midpoint and "how many midpoints lie below" needs no tie rule.
+    # No step is a breakpoint, so no ratio is a midpoint, and counting the midpoints below it needs no tie rule.
     rows = [
         [DOUBLED_VALUES[sum(k / step > midpoint for midpoint in midpoints)] for k in range(NUM_MAGNITUDES)]
         for step in steps

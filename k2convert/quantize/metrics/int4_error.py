@@ -1,35 +1,33 @@
 """Measuring a converted weight: the metrics of an INT4 weight from its pair table.
 
-Everything is a function of integer tables, evaluated in float64 in ascending key order and added with math.fsum, so
-equal tables give equal metrics to the last bit, on every backend and at any number of threads.
+Everything is computed from integer tables, in float64, in ascending key order, and added with math.fsum. So equal
+tables give equal metrics to the last bit, on every backend and with any number of threads.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight
+from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.bf16_error import measure_bf16_error
 from k2convert.quantize.metrics.pair_counts import PairCounts, count_pairs, pair_values, sum_by_pair
 from k2convert.quantize.metrics.sampled_error import SampledError, sample_error
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import Magnitude
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_SCALE_SPREAD: Final = 2.0**13
 
 
 @dataclass(frozen=True, slots=True)
 class PairFigures:
-    """What a table of pairs says under a rule and a global scale; the fields are those of WeightMetrics."""
+    """The figures that follow from a table of pairs under a rule and a global scale; fields as in WeightMetrics."""
 
     energy: float
     squared_error: float
@@ -40,9 +38,9 @@ class PairFigures:
 
 
 def measure_error(
-    source: Int4Weight | Tensor, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
+    source: SourceWeight, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
 ) -> WeightMetrics:
-    """Measure `result`, which must be what `rule` makes of `source`, against the exact q * s or the bf16 [N, K] weight.
+    """Measure `result`, which must be the result of `rule` for `source`, against the exact q * s or the BF16 weight.
 
     `magnitude` is that of all tensors that share the global scale; `sample_seed` is the CRC-32 of the tensor's name.
     """
@@ -62,9 +60,9 @@ def finish_metrics(
     sampled: SampledError,
     figures: PairFigures | None = None,
 ) -> WeightMetrics:
-    """Put the metrics of a weight together from its pair counts: the one place where it is done.
+    """Put the metrics of a weight together from its pair counts.
 
-    `figures` are those of the counts, where a kernel has computed them already.
+    `figures` are those of the counts, if a kernel has computed them already.
     """
     figures = figures or pair_figures(counts, rule=rule, global_scale=global_scale)
     n_Pk = counts.magnitude_counts
@@ -86,7 +84,7 @@ def finish_metrics(
         recoverable_codes=figures.recoverable_codes,
         num_five_or_seven=int(n_Pk[:, 5].sum() + n_Pk[:, 7].sum()),
         num_minus_eight=int(n_Pk[:, 8].sum()),
-        blocks_outside_normal=counts.outside_normal if rule == "optimal" else None,
+        blocks_outside_normal=counts.outside_normal if RULES[rule].count_outside_normal else None,
         scale_spread_exceeded=int(magnitude.scale_max / least_scale > MAX_SCALE_SPREAD),
         min_scale_byte=used_bytes[0] if used_bytes else None,
         max_scale_byte=used_bytes[-1] if used_bytes else None,

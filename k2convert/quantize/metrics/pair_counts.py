@@ -1,9 +1,8 @@
-"""The integer table that every INT4 metric is a function of, and the seam where fast kernels plug in.
+"""The integer table from which every INT4 metric is computed, and which fast kernels return.
 
-Under a rule and a global scale, the code that |q| gets depends on the source scale s and the block scale b alone. So
-it is enough to know, for each distinct pair (s, b), how many blocks have it and how often each |q| occurs in them:
-a few thousand rows of integers, whoever counted them, on whatever device, in whatever order. Metrics computed from
-the table are then identical too.
+Under a rule and a global scale, the code that |q| gets depends only on the source scale s and the block scale b. So it
+is enough to know, for each distinct pair (s, b), how many blocks have it and how often each |q| occurs in them. That
+is a few thousand rows of integers. They do not depend on device, order or thread count, so the metrics do not either.
 """
 
 from __future__ import annotations
@@ -11,33 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.blocks import (
-    BLOCKS_PER_GROUP,
-    block_histograms,
-    equal_runs,
-    presence_field_mask,
-    presence_masks,
-    unpack_histograms,
-)
-from k2convert.quantize.formats.e2m1 import E2M1_VALUES, nearest_code
+from k2convert.quantize.formats.bf16 import bf16_values
+from k2convert.quantize.formats.blocks import BLOCKS_PER_GROUP, run_starts
+from k2convert.quantize.formats.e2m1 import E2M1_VALUES
 from k2convert.quantize.formats.e4m3 import decode_e4m3
+from k2convert.quantize.formats.histograms import PRESENCE_BITS, block_histograms, presence_masks, unpack_histograms
 from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight
-from k2convert.quantize.formats.lazy_torch import torch
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.rules.optimal import count_outside_normal
-from k2convert.quantize.rules.plain import plain_nibbles
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from k2convert.quantize.rules import RULES
 
 COUNT_BLOCKS: Final = 1 << 18
 """Blocks tallied at once (20 MB of counts)."""
+
+SCALE_MASK: Final = 0x7FFF
+"""BF16 bits without the sign: minus zero is counted with zero."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +40,8 @@ class PairCounts:
     num_blocks        int64 [P]     blocks with this pair
     magnitude_counts  int64 [P, 9]  elements with |q| = 0..8 in those blocks
     equal_blocks      blocks of the whole tensor in which every v * b * g equals its q * s
-    outside_normal    blocks that a scale outside the normal range would serve strictly better; 0 under `plain`
+    outside_normal    blocks that a scale outside the normal range would serve strictly better; 0 if the rule does not
+                      count them
     """
 
     keys: NDArray[np.int64]
@@ -69,38 +62,38 @@ class PairCounts:
 
 
 def count_pairs(source: Int4Weight, result: Nvfp4Weight, *, rule: Rule) -> PairCounts:
-    """Count the pairs of a converted weight; `result` must be what `rule` makes of `source`."""
-    outside = count_outside_normal(source, result.global_scale) if rule == "optimal" else 0
+    """Count the pairs of a converted weight; `result` must be the result of `rule` for `source`."""
+    count_outside = RULES[rule].count_outside_normal
+    outside = count_outside(source, result.global_scale) if count_outside else 0
+    keys_M = pair_keys(source.scale_bits.reshape(-1).repeat(BLOCKS_PER_GROUP), result.block_scales.reshape(-1))
     words_M = block_histograms(source.packed)
-    bits_NG = source.scales.view(torch.int16).to(torch.int64) & 0x7FFF
-    keys_M = bits_NG.repeat_interleave(BLOCKS_PER_GROUP, dim=-1).flatten() << 8 | result.block_scales.flatten()
     return count_blocks(words_M, keys_M, rule=rule, global_scale=result.global_scale, outside_normal=outside)
 
 
+def pair_keys(scale_bits_M: NDArray[np.uint16], block_bytes_M: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return the key int64 [M] of each block's pair from BF16 bits and E4M3 bytes."""
+    return (scale_bits_M.astype(np.int64) & SCALE_MASK) << 8 | block_bytes_M
+
+
 def count_blocks(
-    words_M: Tensor, keys_M: Tensor, *, rule: Rule, global_scale: float, outside_normal: int
+    words_M: NDArray[np.int64], keys_M: NDArray[np.int64], *, rule: Rule, global_scale: float, outside_normal: int
 ) -> PairCounts:
     """Count pairs from the blocks' histogram words and keys, both int64 [M]."""
-    sorted_M, order_M = torch.sort(keys_M)
-    starts_P, blocks_P = equal_runs(sorted_M)
-    keys_P = sorted_M[starts_P]
-    pairs_M = torch.arange(keys_P.numel(), device=keys_M.device).repeat_interleave(blocks_P)
-    counts_Pk = torch.zeros(keys_P.numel(), NUM_MAGNITUDES, dtype=torch.int64, device=words_M.device)
-    inexact_P = torch.as_tensor(inexact_masks(keys_P.cpu().numpy(), rule=rule, global_scale=global_scale))
-    inexact_P = inexact_P.to(words_M.device)
+    order_M = np.argsort(keys_M, kind="stable")
+    sorted_M = keys_M[order_M]
+    starts_P = run_starts(sorted_M)
+    keys_P, blocks_P = sorted_M[starts_P], np.diff(starts_P, append=sorted_M.size)
+    pairs_M = np.arange(keys_P.size).repeat(blocks_P)
+    counts_Pk = np.zeros((keys_P.size, NUM_MAGNITUDES), dtype=np.int64)
+    inexact_P = inexact_masks(keys_P, rule=rule, global_scale=global_scale)
     equal_blocks = 0
-    for start in range(0, words_M.numel(), COUNT_BLOCKS):
+    for start in range(0, words_M.size, COUNT_BLOCKS):
         pairs = pairs_M[start : start + COUNT_BLOCKS]
         words = words_M[order_M[start : start + COUNT_BLOCKS]]
-        counts_Pk.index_add_(0, pairs, unpack_histograms(words))
+        runs = run_starts(pairs)
+        counts_Pk[pairs[runs]] += np.add.reduceat(unpack_histograms(words), runs, axis=0)
         equal_blocks += int((presence_masks(words) & inexact_P[pairs] == 0).sum())
-    return PairCounts(
-        keys=keys_P.cpu().numpy(),
-        num_blocks=blocks_P.cpu().numpy(),
-        magnitude_counts=counts_Pk.cpu().numpy(),
-        equal_blocks=equal_blocks,
-        outside_normal=outside_normal,
-    )
+    return PairCounts(keys_P, blocks_P, counts_Pk, equal_blocks, outside_normal)
 
 
 def merge_counts(parts: Sequence[PairCounts]) -> PairCounts:
@@ -110,7 +103,7 @@ def merge_counts(parts: Sequence[PairCounts]) -> PairCounts:
     keys = all_keys[order]
     num_blocks = np.concatenate([part.num_blocks for part in parts])[order]
     counts = np.concatenate([part.magnitude_counts for part in parts])[order]
-    begins = np.flatnonzero(np.diff(keys, prepend=-1))
+    begins = run_starts(keys)
     if begins.size < keys.size:
         keys = keys[begins]
         num_blocks, counts = np.add.reduceat(num_blocks, begins), np.add.reduceat(counts, begins, axis=0)
@@ -123,37 +116,20 @@ def merge_counts(parts: Sequence[PairCounts]) -> PairCounts:
     )
 
 
-def pair_codes(keys_P: NDArray[np.int64], *, rule: Rule, global_scale: float) -> NDArray[np.uint8]:
-    """Return the E2M1 code 0..7 that each |q| = 0..8 gets under each pair, uint8 [P, 9]."""
-    keys = torch.as_tensor(keys_P)
-    scales_P1 = (keys >> 8).to(torch.int16).view(torch.bfloat16).unsqueeze(-1)
-    block_scales_P1 = decode_e4m3((keys & 0xFF).to(torch.uint8)).unsqueeze(-1)
-    if rule == "plain":
-        weights = torch.arange(NUM_MAGNITUDES).to(torch.bfloat16) * scales_P1
-        steps = block_scales_P1.to(torch.float32) * torch.tensor(global_scale, dtype=torch.float32)
-        return plain_nibbles(weights, steps).numpy()
-    # Both products are exact in float64, and so is every comparison between them.
-    numerators = torch.arange(NUM_MAGNITUDES, dtype=torch.float64) * scales_P1.to(torch.float64)
-    return nearest_code(numerators, block_scales_P1 * global_scale).numpy()
-
-
 def pair_values(
     keys_P: NDArray[np.int64], *, rule: Rule, global_scale: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return |q| * s and v * b * g for |q| = 0..8 under each pair, both exact, float64 [P, 9]."""
-    scales_P = _source_scales(keys_P)
-    block_scales_P = decode_e4m3(torch.as_tensor((keys_P & 0xFF).astype(np.uint8))).numpy()
+    scales_P, bytes_P = _source_scales(keys_P), (keys_P & 0xFF).astype(np.uint8)
     wanted = np.arange(NUM_MAGNITUDES, dtype=np.float64) * scales_P[:, None]
-    codes = pair_codes(keys_P, rule=rule, global_scale=global_scale)
-    return wanted, np.array(E2M1_VALUES)[codes] * (block_scales_P * global_scale)[:, None]
+    codes = RULES[rule].pair_codes(scales_P, bytes_P, global_scale)
+    return wanted, np.array(E2M1_VALUES)[codes] * (decode_e4m3(bytes_P) * global_scale)[:, None]
 
 
 def inexact_masks(keys_P: NDArray[np.int64], *, rule: Rule, global_scale: float) -> NDArray[np.int64]:
-    """Return int64 [P]: bit 5k + 4 (as in `presence_masks`) is set where |q| = k is not reproduced exactly."""
+    """Return int64 [P]: bit 5k + 4 (as in `presence_masks`) is set if |q| = k is not reproduced exactly."""
     wanted, written = pair_values(keys_P, rule=rule, global_scale=global_scale)
-    field_bits = np.int64(1) << (5 * np.arange(NUM_MAGNITUDES, dtype=np.int64) + 4)
-    assert int(field_bits.sum()) == presence_field_mask()
-    return ((wanted != written) * field_bits).sum(axis=-1)
+    return ((wanted != written) * PRESENCE_BITS).sum(axis=-1)
 
 
 def sum_squared_error(counts: PairCounts, *, rule: Rule, global_scale: float) -> float:
@@ -171,5 +147,4 @@ def sum_by_pair(terms_Pk: NDArray[np.float64]) -> float:
 
 
 def _source_scales(keys_P: NDArray[np.int64]) -> NDArray[np.float64]:
-    # A BF16 number is the upper half of an FP32 one.
-    return ((keys_P >> 8).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return bf16_values((keys_P >> 8).astype(np.uint16)).astype(np.float64)

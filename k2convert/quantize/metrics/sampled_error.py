@@ -1,37 +1,30 @@
-"""The comparison with `plain` and with the bound, made on a sample of blocks: it costs more than the conversion.
+"""The comparison with `plain` and with the bound, on a sample of blocks because it costs more than the conversion.
 
-For INT4 blocks all three figures follow from histograms and pair counts; BF16 blocks are in weight_error_bf16.py.
+For INT4 blocks all three figures follow from histograms and pair counts. For BF16 blocks see bf16_error.py.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.blocks import (
-    BLOCKS_PER_GROUP,
-    BYTES_PER_BLOCK,
-    block_histograms,
-    sampled_blocks,
-    unpack_histograms,
-)
+from k2convert.quantize.formats.bf16 import bf16_values, round_to_bf16
+from k2convert.quantize.formats.blocks import BLOCKS_PER_GROUP, BYTES_PER_BLOCK, sampled_blocks
+from k2convert.quantize.formats.histograms import block_histograms, unpack_histograms
 from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight
-from k2convert.quantize.formats.lazy_torch import torch
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.block_bound import int4_block_bounds
-from k2convert.quantize.metrics.pair_counts import count_blocks, sum_squared_error
+from k2convert.quantize.metrics.pair_counts import count_blocks, pair_keys, sum_squared_error
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.quantize.rules.plain import plain_block_scales, plain_global_scale
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class SampledError:
-    """Squared error on the sampled blocks: what was achieved, what `plain` has there, and the bound."""
+    """Squared error on the sampled blocks: the achieved one, that of `plain`, and the bound."""
 
     num_blocks: int
     achieved: float
@@ -43,27 +36,24 @@ def sample_error(
     source: Int4Weight, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
 ) -> SampledError:
     """Compare the achieved error with plain's, at plain's own global scale, and with the bound, on sampled blocks."""
-    chosen = sampled_blocks(result.block_scales.numel(), sample_seed=sample_seed, device=source.packed.device)
-    words_M = block_histograms(source.packed.reshape(-1, BYTES_PER_BLOCK)[chosen]).cpu()
-    scales_M = source.scales.flatten()[chosen // BLOCKS_PER_GROUP].cpu()
-    bytes_M = result.block_scales.flatten()[chosen].cpu()
+    chosen = sampled_blocks(result.block_scales.size, sample_seed=sample_seed)
+    words_M = block_histograms(source.packed.reshape(-1, BYTES_PER_BLOCK)[chosen])
+    bits_M = source.scale_bits.reshape(-1)[chosen // BLOCKS_PER_GROUP]
+    scales_M = bf16_values(bits_M)
     histograms_Mk = unpack_histograms(words_M)
-    largest_M = ((histograms_Mk > 0) * torch.arange(NUM_MAGNITUDES)).amax(dim=-1)
+    largest_M = ((histograms_Mk > 0) * np.arange(NUM_MAGNITUDES)).max(axis=-1, initial=0)
     plain_scale = plain_global_scale(magnitude)
-    plain_bytes_M = plain_block_scales(
-        largest_M.to(torch.bfloat16) * scales_M, torch.tensor(plain_scale, dtype=torch.float32)
-    )
-    scales = scales_M.to(torch.float64).numpy()
-    bounds = int4_block_bounds(histograms_Mk.numpy()) * (scales * scales)
+    amax_M = round_to_bf16(largest_M.astype(np.float32) * scales_M)
+
+    def squared_error(bytes_M: np.ndarray[tuple[int], np.dtype[np.uint8]], by: Rule, global_scale: float) -> float:
+        keys_M = pair_keys(bits_M, bytes_M)
+        counts = count_blocks(words_M, keys_M, rule=by, global_scale=global_scale, outside_normal=0)
+        return sum_squared_error(counts, rule=by, global_scale=global_scale)
+
+    bounds_M = int4_block_bounds(histograms_Mk) * scales_M.astype(np.float64) ** 2
     return SampledError(
-        num_blocks=int(words_M.numel()),
-        achieved=_error_of(words_M, scales_M, bytes_M, rule=rule, global_scale=result.global_scale),
-        plain=_error_of(words_M, scales_M, plain_bytes_M, rule="plain", global_scale=plain_scale),
-        bound=math.fsum(bounds.tolist()),
+        num_blocks=words_M.size,
+        achieved=squared_error(result.block_scales.reshape(-1)[chosen], rule, result.global_scale),
+        plain=squared_error(plain_block_scales(amax_M, plain_scale), "plain", plain_scale),
+        bound=math.fsum(bounds_M.tolist()),
     )
-
-
-def _error_of(words_M: Tensor, scales_M: Tensor, bytes_M: Tensor, *, rule: Rule, global_scale: float) -> float:
-    keys_M = (scales_M.view(torch.int16).to(torch.int64) & 0x7FFF) << 8 | bytes_M
-    counts = count_blocks(words_M, keys_M, rule=rule, global_scale=global_scale, outside_normal=0)
-    return sum_squared_error(counts, rule=rule, global_scale=global_scale)

@@ -1,7 +1,8 @@
-"""What a conversion did to a weight: counts and sums for one tensor, or added up over many.
+"""The error of a conversion: counts and sums for one tensor, or added up over many.
 
-Only sums are stored; every ratio is derived, so that totals over any set of tensors are as exact as a single one.
-Errors are against the exact source: q * s for INT4 sources, the BF16 value otherwise. Standard library only.
+Only sums are stored and every ratio is derived, so totals over any set of tensors are as exact as a single one.
+Errors are against the exact source: q * s for INT4 sources, the BF16 value otherwise. This module needs only the
+standard library, because --help imports it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ T = TypeVar("T", int, float)
 class WeightMetrics:
     """Figures of one converted tensor, or of several together.
 
-    Fields that may be None have no meaning for the source or rule: INT4 codes of a BF16 source, blocks_outside_normal
-    of anything but INT4 under `optimal`, and the extreme scales of a tensor without elements.
+    A field is None if it has no meaning for the source or rule: figures about INT4 codes for a BF16 source,
+    blocks_outside_normal for a rule that does not count them, and the extreme scales of a tensor without elements.
     """
 
     num_weights: int
@@ -41,12 +42,12 @@ class WeightMetrics:
     recoverable_codes: int | None
     """Codes with round(w' / s) == q, zeros included."""
     num_five_or_seven: int | None
-    """Codes with |q| of 5 or 7, which E2M1 does not have beside other integers."""
+    """Codes with |q| of 5 or 7, which E2M1 cannot represent together with other integers."""
     num_minus_eight: int | None
     blocks_outside_normal: int | None
     """Blocks that an E4M3 scale outside the normal range would have served strictly better."""
     scale_spread_exceeded: int | None
-    """1 where the source scales of the set that shares g differ by more than 2**13; totals count tensors."""
+    """1 if the source scales of the set that shares g differ by more than 2**13; totals count tensors."""
     min_scale_byte: int | None
     max_scale_byte: int | None
     scale_histogram: tuple[tuple[int, int], ...]
@@ -56,37 +57,37 @@ class WeightMetrics:
     sampled_error_plain: float
     """Squared error of the `plain` rule on the sampled blocks."""
     sampled_error_bound: float
-    """No NVFP4 weight has less squared error on the sampled blocks, whatever its scales."""
+    """No choice of scales, even real-valued, gives less squared error on the sampled blocks."""
 
     @property
     def relative_mse(self) -> float:
         """squared_error / energy."""
-        return _ratio(self.squared_error, self.energy)
+        return ratio(self.squared_error, self.energy)
 
     @property
     def sqnr_db(self) -> float:
-        """Signal-to-quantisation-noise ratio, 10 log10(energy / squared_error); infinite where nothing changed."""
-        return _decibels(self.energy, self.squared_error)
+        """Signal-to-quantization-noise ratio, 10 log10(energy / squared_error); infinite if nothing changed."""
+        return decibels(self.energy, self.squared_error)
 
     @property
     def achieved_to_plain(self) -> float:
         """Squared error as a share of plain's, on the sampled blocks; about 0.5 for `optimal`."""
-        return _ratio(self.sampled_error_achieved, self.sampled_error_plain)
+        return ratio(self.sampled_error_achieved, self.sampled_error_plain)
 
     @property
     def achieved_to_bound(self) -> float:
         """Squared error as a multiple of the bound, on the sampled blocks; about 1.13 for `optimal`."""
-        return _ratio(self.sampled_error_achieved, self.sampled_error_bound)
+        return ratio(self.sampled_error_achieved, self.sampled_error_bound)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the stored fields, ready for JSON; `from_dict` gives back an equal object."""
+        """Return the stored fields, ready for JSON; `from_dict` restores an equal object."""
         record: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
         record["scale_histogram"] = {str(byte): count for byte, count in self.scale_histogram}
         return record
 
     @classmethod
     def from_dict(cls, record: Mapping[str, object]) -> WeightMetrics:
-        """Rebuild metrics from `to_dict`; ValueError where a field is missing or unknown."""
+        """Rebuild metrics from `to_dict`; ValueError if a field is missing or unknown."""
         names = {field.name for field in fields(cls)}
         if set(record) != names:
             raise ValueError(f"not a metrics record: {sorted(names ^ set(record))} are missing or unknown")
@@ -100,7 +101,7 @@ _OPTIONAL = {field.name: "None" in str(field.type) for field in fields(WeightMet
 
 
 def check_metrics(record: Mapping[str, Any] | None, *, where: str) -> None:
-    """Hold what should be `WeightMetrics.to_dict()`, or None, against its form; ValueError naming a field."""
+    """Check that a record is None or has the form of `WeightMetrics.to_dict()`; ValueError naming a field."""
     if record is None:
         return
     if record.keys() != _OPTIONAL.keys():
@@ -122,7 +123,7 @@ def _is_histogram(value: dict[str, Any]) -> bool:
 
 
 def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
-    """Add up the metrics of several tensors; the order does not matter. ValueError where there are none.
+    """Add up the metrics of several tensors; the order does not matter. ValueError if there are none.
 
     Optional figures are summed over the parts that have them, so `recoverable_codes / num_codes` stays right in a mix.
     """
@@ -162,13 +163,17 @@ def _optional(combine: Callable[[list[T]], T], values: Iterable[T | None]) -> T 
     return combine(present) if present else None
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def ratio(numerator: float, denominator: float) -> float:
+    """Return numerator / denominator; 0 if both are zero, infinity if only the denominator is."""
     if denominator == 0.0:
         return 0.0 if numerator == 0.0 else math.inf
     return numerator / denominator
 
 
-def _decibels(energy: float, error: float) -> float:
+def decibels(energy: float, error: float) -> float:
+    """Return 10 log10(energy / error); infinity without error, -infinity if the error is not finite or energy is 0."""
     if error == 0.0:
         return math.inf
+    if not math.isfinite(error):
+        return -math.inf
     return 10.0 * math.log10(energy / error) if energy > 0.0 else -math.inf

@@ -1,0 +1,89 @@
+"""The rules by which block scales are chosen, in one table: adding a rule is a row here, a word in `choices.Rule` and a
+file in this folder. A compiled kernel is optional (see kernels/): without one, this arithmetic converts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from k2convert.choices import Rule
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
+from k2convert.quantize.rules.magnitude import Magnitude
+from k2convert.quantize.rules.optimal import (
+    count_outside_normal,
+    global_exponent,
+    optimal_codes,
+    optimal_global_scale,
+    quantize_optimal,
+)
+from k2convert.quantize.rules.optimal_bf16 import quantize_optimal_bf16
+from k2convert.quantize.rules.plain import plain_codes, plain_global_scale, quantize_plain
+
+
+class GlobalScale(Protocol):
+    """Chooses the global scale of a set of tensors from their merged magnitude."""
+
+    def __call__(self, magnitude: Magnitude, *, is_int4: bool) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RuleArithmetic:
+    """What defines a rule.
+
+    pair_codes takes source scales float64 [P], E4M3 bytes uint8 [P] and the global scale, and returns the E2M1 code
+    0..7 that each |q| = 0..8 gets, uint8 [P, 9]. A rule's codes must depend on nothing else, because all INT4 metrics
+    are computed from counts by pair (see metrics/pair_counts.py).
+    """
+
+    summary: str
+    """One sentence for people."""
+    global_scale: GlobalScale
+    quantize_int4: Callable[[Int4Weight, float], Nvfp4Weight]
+    quantize_bf16: Callable[[Bf16Weight, float], Nvfp4Weight]
+    pair_codes: Callable[[NDArray[np.float64], NDArray[np.uint8], float], NDArray[np.uint8]]
+    count_outside_normal: Callable[[Int4Weight, float], int] | None = None
+    """Counts blocks that a scale outside the normal range would serve strictly better; None if that has no meaning."""
+    has_power_of_two_scale: bool = False
+    """Whether the global scale is always a power of two."""
+    is_modelopt: bool = False
+    """Whether ModelOpt's max calibration writes the same bytes, so that the reference quantizer offers the rule."""
+
+
+def _plain_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG001
+    return plain_global_scale(magnitude)
+
+
+RULES: Final[dict[Rule, RuleArithmetic]] = {
+    "optimal": RuleArithmetic(
+        summary="Every block gets the E4M3 scale with the least squared error; the global scale is a power of two.",
+        global_scale=optimal_global_scale,
+        quantize_int4=quantize_optimal,
+        quantize_bf16=quantize_optimal_bf16,
+        pair_codes=optimal_codes,
+        count_outside_normal=count_outside_normal,
+        has_power_of_two_scale=True,
+    ),
+    "plain": RuleArithmetic(
+        summary="Every block gets its largest weight over 6 as scale, the bytes of ModelOpt's max calibration.",
+        global_scale=_plain_scale,
+        quantize_int4=quantize_plain,
+        quantize_bf16=quantize_plain,
+        pair_codes=plain_codes,
+        is_modelopt=True,
+    ),
+}
+"""One row for each word of `choices.Rule`."""
+
+
+def check_rule_scale(rule: Rule, global_scale: float) -> None:
+    """Refuse a global scale that the rule cannot use (FormatError)."""
+    check_global_scale(global_scale)
+    if RULES[rule].has_power_of_two_scale:
+        global_exponent(global_scale)

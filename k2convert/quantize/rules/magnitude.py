@@ -1,4 +1,4 @@
-"""How large the weights of a tensor are: all that a global scale is chosen from.
+"""How large the weights of a tensor are, which is all that a global scale depends on.
 
 Tensors that must share a global scale (gate and up of an expert) are measured one by one and merged.
 """
@@ -6,16 +6,17 @@ Tensors that must share a global scale (gate and up of an expert) are measured o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
+import numpy as np
+
+from k2convert.choices import GROUP_SIZE
 from k2convert.errors import FormatError
+from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values, round_to_bf16
 from k2convert.quantize.formats.blocks import row_chunks
-from k2convert.quantize.formats.int4 import Int4Weight, check_int4_scales, unpack_int4
-from k2convert.quantize.formats.lazy_torch import torch
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, check_int4_scales, unpack_int4
 
-if TYPE_CHECKING:
-    from torch import Tensor
+_INFINITY_BITS = 0x7F80
+_MAGNITUDE_BITS = 0x7FFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +31,21 @@ class Magnitude:
         return Magnitude(scale_max=max(self.scale_max, other.scale_max), amax=max(self.amax, other.amax))
 
 
-def measure(weight: Int4Weight | Tensor, *, name: str = "weight") -> Magnitude:
-    """Measure an INT4 weight or a bf16 [N, K] tensor; FormatError, naming the tensor, on values that are not usable."""
-    if isinstance(weight, Int4Weight):
-        check_int4_scales(weight.scales, name=name)
-        if weight.scales.numel() == 0:
-            return Magnitude(scale_max=0.0, amax=0.0)
-        return Magnitude(scale_max=float(weight.scales.max()), amax=_int4_amax(weight))
-    check_bf16(weight, name=name)
-    amax = float(weight.abs().max()) if weight.numel() else 0.0
-    return Magnitude(scale_max=amax, amax=amax)
+def measure(weight: SourceWeight, *, name: str = "weight") -> Magnitude:
+    """Measure a weight; FormatError, naming the tensor, if a value is not usable."""
+    if isinstance(weight, Bf16Weight):
+        return _measure_bf16(weight, name=name)
+    check_int4_scales(weight.scale_bits, name=name)
+    return Magnitude(scale_max=float(np.abs(weight.scales).max(initial=0.0)), amax=_int4_amax(weight))
 
 
-def check_bf16(weight_NK: Tensor, *, name: str) -> None:
-    """Refuse anything but a finite bf16 [N, K] matrix of whole blocks (FormatError)."""
-    if weight_NK.dtype != torch.bfloat16 or weight_NK.ndim != 2 or weight_NK.shape[1] % BLOCK_SIZE:
-        raise FormatError(
-            f"{name}: a weight to quantise must be bfloat16 [N, K] with K a multiple of {BLOCK_SIZE}, "
-            f"not {str(weight_NK.dtype).removeprefix('torch.')} {list(weight_NK.shape)}"
-        )
-    if not bool(torch.isfinite(weight_NK).all()):
+def _measure_bf16(weight: Bf16Weight, *, name: str) -> Magnitude:
+    # Magnitudes of BF16 numbers are in the order of their bits.
+    largest = (weight.bits & np.uint16(_MAGNITUDE_BITS)).max(initial=0)
+    if largest >= _INFINITY_BITS:
         raise FormatError(f"{name}: the weight holds NaN or infinity; the source is damaged")
+    amax = float(bf16_values(largest))
+    return Magnitude(scale_max=amax, amax=amax)
 
 
 def _int4_amax(weight: Int4Weight) -> float:
@@ -59,7 +54,7 @@ def _int4_amax(weight: Int4Weight) -> float:
     rows, columns = weight.shape
     for start, stop in row_chunks(rows, columns):
         chunk = weight.rows(start, stop)
-        codes_NGE = unpack_int4(chunk.packed).view(stop - start, columns // GROUP_SIZE, GROUP_SIZE)
-        largest_NG = codes_NGE.abs().amax(dim=-1).to(torch.bfloat16)
-        amax = max(amax, float((largest_NG * chunk.scales).max()))
+        codes_NGE = unpack_int4(chunk.packed).reshape(stop - start, -1, GROUP_SIZE)
+        largest_NG = np.abs(codes_NGE).max(axis=-1, initial=0)
+        amax = max(amax, float(round_to_bf16(largest_NG * np.abs(chunk.scales)).max(initial=0.0)))
     return amax

@@ -1,6 +1,6 @@
 """The `plain` rule: bit for bit what the usual pipeline writes.
 
-compressed-tensors dequantises INT4 to BF16, then ModelOpt's max calibration quantises the BF16 weight:
+compressed-tensors dequantizes INT4 to BF16, then ModelOpt's max calibration quantizes the BF16 weight:
 
     g    = fp32(amax) / 2688                          amax over all tensors that share g
     s_j  = fp32(amax of the block) / fp32(6 * g)      0 -> 1.0
@@ -8,34 +8,32 @@ compressed-tensors dequantises INT4 to BF16, then ModelOpt's max calibration qua
     x    = fp32(w) / (fp32(b_j) * g)
     code = nearest E2M1, ties to the even code;  sign bit = (x < 0)
 
-The sign of a negative that rounds to zero stays: nibble 0x8. One thing differs from ModelOpt (0.47.0), whose result
-is NaN there: a set without any non-zero weight gets g = 1.0, block scales 1.0 and codes 0.
+A negative that rounds to zero keeps its sign: nibble 0x8. One case differs from ModelOpt (0.47.0), whose result is NaN
+there: a set of tensors in which every weight is zero gets g = 1.0, block scales 1.0 and codes 0.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
+from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values, round_to_bf16
 from k2convert.quantize.formats.blocks import row_chunks
 from k2convert.quantize.formats.e2m1 import E2M1_MAX, SIGN_BIT, nearest_code, pack_nibbles
-from k2convert.quantize.formats.e4m3 import E4M3_MAX, E4M3_SMALLEST, encode_e4m3
-from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
-from k2convert.quantize.formats.lazy_torch import torch
+from k2convert.quantize.formats.e4m3 import E4M3_MAX, E4M3_SMALLEST, decode_e4m3, encode_e4m3
+from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight, SourceWeight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules.magnitude import Magnitude
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 AMAX_PER_GLOBAL_SCALE: Final = E2M1_MAX * E4M3_MAX
 
 
 def plain_global_scale(magnitude: Magnitude) -> float:
-    """Return g = fp32(amax) / 2688 as one FP32 division; 1.0 where every weight is zero."""
+    """Return g = fp32(amax) / 2688 as one FP32 division; 1.0 if every weight is zero."""
     if magnitude.amax == 0.0:
         return 1.0
     global_scale = np.float32(magnitude.amax) / np.float32(AMAX_PER_GLOBAL_SCALE)
@@ -44,38 +42,58 @@ def plain_global_scale(magnitude: Magnitude) -> float:
     return float(global_scale)
 
 
-def quantize_plain(weight: Int4Weight | Tensor, global_scale: float) -> Nvfp4Weight:
-    """Quantise an INT4 weight or a bf16 [N, K] tensor with `plain` arithmetic, in bounded memory."""
+def quantize_plain(weight: SourceWeight, global_scale: float) -> Nvfp4Weight:
+    """Quantize an INT4 or BF16 weight with `plain` arithmetic, in bounded memory."""
     rows, columns = weight.shape
-    device = weight.packed.device if isinstance(weight, Int4Weight) else weight.device
-    packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
-    scales = torch.empty(rows, columns // BLOCK_SIZE, dtype=torch.uint8, device=device)
+    packed = np.empty((rows, columns // 2), dtype=np.uint8)
+    scales = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
     for start, stop in row_chunks(rows, columns):
-        chunk = dequantize_int4(weight.rows(start, stop)) if isinstance(weight, Int4Weight) else weight[start:stop]
-        nibbles, block_bytes = quantize_plain_blocks(chunk.reshape(-1, BLOCK_SIZE), global_scale)
-        packed[start:stop] = pack_nibbles(nibbles.view(stop - start, columns))
-        scales[start:stop] = block_bytes.view(stop - start, -1)
+        if isinstance(weight, Int4Weight):
+            chunk = dequantize_int4(weight.rows(start, stop))
+        else:
+            chunk = Bf16Weight(weight.bits[start:stop])
+        nibbles, block_bytes = quantize_plain_blocks(bf16_values(chunk.bits).reshape(-1, BLOCK_SIZE), global_scale)
+        packed[start:stop] = pack_nibbles(nibbles.reshape(stop - start, columns))
+        scales[start:stop] = block_bytes.reshape(stop - start, -1)
     return Nvfp4Weight(packed=packed, block_scales=scales, global_scale=global_scale)
 
 
-def quantize_plain_blocks(blocks_ME: Tensor, global_scale: float) -> tuple[Tensor, Tensor]:
-    """Quantise bf16 [M, 16] blocks; returns nibbles uint8 [M, 16] and E4M3 bytes uint8 [M]."""
-    # A 0-dimensional FP32 tensor, so that every product and quotient below is rounded to FP32 as ModelOpt's are.
-    g = torch.tensor(global_scale, dtype=torch.float32, device=blocks_ME.device)
-    block_bytes = plain_block_scales(blocks_ME.abs().amax(dim=-1), g)
-    steps = block_bytes.view(torch.float8_e4m3fn).to(torch.float32) * g
-    return plain_nibbles(blocks_ME, steps.unsqueeze(-1)), block_bytes
+def quantize_plain_blocks(
+    blocks_ME: NDArray[np.float32], global_scale: float
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Quantize BF16 values float32 [M, 16]; returns nibbles uint8 [M, 16] and E4M3 bytes uint8 [M]."""
+    block_bytes = plain_block_scales(np.abs(blocks_ME).max(axis=-1), global_scale)
+    return plain_nibbles(blocks_ME, plain_steps(block_bytes, global_scale)[:, None]), block_bytes
 
 
-def plain_block_scales(amax_M: Tensor, global_scale: Tensor) -> Tensor:
-    """Return E4M3 bytes uint8 [M] for bf16 block maxima [M] and an FP32 global scale []."""
-    scales = amax_M.to(torch.float32) / (E2M1_MAX * global_scale)
-    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    return encode_e4m3(scales.clamp(min=E4M3_SMALLEST, max=E4M3_MAX))
+def plain_block_scales(amax_M: NDArray[np.float32], global_scale: float) -> NDArray[np.uint8]:
+    """Return E4M3 bytes (uint8, shape of `amax_M`) for block maxima in float32, rounding to FP32 after each step."""
+    with np.errstate(over="ignore", under="ignore"):
+        scales = amax_M / (np.float32(E2M1_MAX) * np.float32(global_scale))
+    scales = np.where(scales == 0, np.float32(1), scales)
+    return encode_e4m3(scales.clip(np.float32(E4M3_SMALLEST), np.float32(E4M3_MAX)))
 
 
-def plain_nibbles(weights: Tensor, steps: Tensor) -> Tensor:
-    """Return nibbles (uint8, shape of `weights`) of bf16 weights for FP32 steps b * g that broadcast to them."""
-    scaled = weights.to(torch.float32) / steps
-    code = nearest_code(scaled.abs(), torch.ones((), dtype=torch.float32, device=scaled.device))
-    return code + SIGN_BIT * (scaled < 0).to(torch.uint8)
+def plain_steps(block_bytes: NDArray[np.uint8], global_scale: float) -> NDArray[np.float32]:
+    """Return the steps b * g, rounded to FP32."""
+    with np.errstate(over="ignore", under="ignore"):
+        return decode_e4m3(block_bytes).astype(np.float32) * np.float32(global_scale)
+
+
+def plain_nibbles(weights: NDArray[np.float32], steps: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return nibbles (uint8, shape of `weights`) of float32 weights for FP32 steps b * g that broadcast to them."""
+    # Steps can underflow to zero or overflow: the quotient is then infinity, NaN (code 0) or zero.
+    with np.errstate(all="ignore"):
+        scaled = weights / steps
+        return nearest_code(np.abs(scaled), np.float32(1)) | np.uint8(SIGN_BIT) * (scaled < 0)
+
+
+def plain_codes(
+    scales_P: NDArray[np.float64], block_bytes_P: NDArray[np.uint8], global_scale: float
+) -> NDArray[np.uint8]:
+    """Return the code 0..7 of |q| = 0..8, uint8 [P, 9], for source scales and E4M3 bytes."""
+    with np.errstate(over="ignore"):
+        magnitudes_Pk = round_to_bf16(
+            np.arange(NUM_MAGNITUDES, dtype=np.float32) * scales_P.astype(np.float32)[:, None]
+        )
+    return plain_nibbles(magnitudes_Pk, plain_steps(block_bytes_P, global_scale)[:, None])

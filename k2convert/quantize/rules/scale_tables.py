@@ -7,13 +7,13 @@ g = 2**kg. The FP4 step measured in INT4 steps is then
 
 and the error of |q| = k, in units of (s / 2ms)**2, is an integer: the least (2k * ms - 2v * mb * 2**j)**2 over v.
 
-Ten shifts j = 0..9 are all that matter, for any g and s:
+Ten shifts j = 0..9 are enough, for any g and s:
 
-  * j >= 10: t >= 8 * 1024 / 255 > 32, so even k = 8 lies below t/4 and every code is zero. All such scales have the
-    same error, which any scale with a non-zero code beats strictly. They are one candidate, first in rank.
+  * j >= 10: t >= 8 * 1024 / 255 > 32, so even k = 8 is below t/4 and every code is zero. All such scales have the
+    same error, and any scale with a non-zero code has strictly less. They are one candidate, first in rank.
   * j < 0: t <= 15/2 / 128 < 1/12, so every k >= 1 saturates at 6t <= 1/2 and the error falls as t grows: any larger
-    scale with t <= 1/6 is strictly better. Where the largest scale of all, 448, still has j < 0, it is therefore the
-    best, with every non-zero code saturated. That is one candidate, last in rank.
+    scale with t <= 1/6 is strictly better. If even the largest scale, 448, has j < 0, it is therefore the best, with
+    every non-zero code saturated. That is one candidate, last in rank.
 
 Candidates are ranked from the larger scale to the smaller, because ties go to the larger.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,6 @@ from numpy.typing import NDArray
 from k2convert.quantize.formats.e2m1 import DOUBLED_VALUES, QUADRUPLED_MIDPOINTS, SIGN_BIT
 from k2convert.quantize.formats.e4m3 import MAX_BYTE, MAX_EXPONENT, MIN_EXPONENT
 from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, NUM_MAGNITUDES
-from k2convert.quantize.formats.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MIN_MANTISSA: Final = 128
 NUM_MANTISSAS: Final = 128
@@ -41,16 +37,16 @@ NUM_SHIFTS: Final = 10
 NUM_SCALE_MANTISSAS: Final = 8
 
 ZERO_CANDIDATE: Final = 0
-"""Some scale so large that every code is zero (j >= 10); the largest of them is 448."""
+"""A scale so large that every code is zero (j >= 10); the largest of them is 448."""
 FIRST_CANDIDATE: Final = 1
 NUM_GRID_CANDIDATES: Final = NUM_SHIFTS * NUM_SCALE_MANTISSAS
 SATURATED_CANDIDATE: Final = FIRST_CANDIDATE + NUM_GRID_CANDIDATES
-"""448 where even that is far too small (j < 0): every non-zero code saturates."""
+"""448, if even that is far too small (j < 0): every non-zero code saturates."""
 NUM_CANDIDATES: Final = SATURATED_CANDIDATE + 1
 
 LOWEST_OFFSET: Final = -6
 HIGHEST_OFFSET: Final = NUM_SHIFTS - 1 - MIN_EXPONENT + 1
-"""kg - es is clamped to this range: outside it only the saturated, or only the zero candidate is left."""
+"""kg - es is clamped to this range. Outside it only one candidate exists, the saturated or the zero one."""
 NUM_OFFSETS: Final = HIGHEST_OFFSET - LOWEST_OFFSET + 1
 
 
@@ -61,35 +57,13 @@ class CandidateTables:
     errors       float64 [S, 9, C]  error of |q| = k in units of (s / 2ms)**2, an integer below 2**25
     codes        uint8 [S, C, 9]    E2M1 code of |q| = k
     nibble_maps  int64 [S, C]       bits 4u..4u+3 are the output nibble of source nibble u = q + 8
-    scale_bytes  uint8 [O, C]       E4M3 byte, 0 where the candidate does not exist at this offset
+    scale_bytes  uint8 [O, C]       E4M3 byte, 0 if the candidate does not exist at this offset
     """
 
     errors: NDArray[np.float64]
     codes: NDArray[np.uint8]
     nibble_maps: NDArray[np.int64]
     scale_bytes: NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScaleTables:
-    """CandidateTables as tensors on one device."""
-
-    errors: Tensor
-    codes: Tensor
-    nibble_maps: Tensor
-    scale_bytes: Tensor
-
-
-@lru_cache(maxsize=8)
-def scale_tables(device: torch.device) -> ScaleTables:
-    """The tables on a device, which keeps them."""
-    tables = candidate_tables()
-    return ScaleTables(
-        errors=torch.as_tensor(tables.errors, device=device),
-        codes=torch.as_tensor(tables.codes, device=device),
-        nibble_maps=torch.as_tensor(tables.nibble_maps, device=device),
-        scale_bytes=torch.as_tensor(tables.scale_bytes, device=device),
-    )
 
 
 @lru_cache(maxsize=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from k2convert.forward.router import Routing
 from k2convert.forward.weights import WeightReader
+from k2convert.quantize.metrics.weight_metrics import decibels
 from k2convert.validate.layers.result import W4A4_VARIANTS, Variant, VariantError
 from k2convert.validate.layers.versions import read_mlp
 
@@ -106,9 +106,4 @@ def _variant_error(variant: Variant, outputs: _Outputs) -> VariantError:
 def sqnr_db(reference: Tensor, result: Tensor) -> float:
     """10 log10 of signal over noise energy; infinite without noise, -infinite where something is not finite."""
     signal = float(reference.double().square().sum())
-    noise = float((result.double() - reference.double()).square().sum())
-    if not math.isfinite(noise):
-        return -math.inf
-    if noise == 0.0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    return decibels(signal, float((result.double() - reference.double()).square().sum()))

@@ -1,14 +1,15 @@
-"""validate.layers.versions."""
+"""An MLP in every version that a layer check compares."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from k2convert.forward.mlp import PROJECTIONS, Mlp
-from k2convert.forward.weights import CodedWeight, DenseWeight, Projection, WeightReader, exact_weight, nvfp4_weight
-from k2convert.quantize.formats.arrays import Int4Arrays, as_arrays
-from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.native import NativeQuantizer
 from k2convert.validate.layers.result import Variant
 
@@ -45,25 +46,29 @@ def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> Mlp
     plain = _plain_weights(raw) if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}") else exact
     scales = [projection.input_scale for projection in ours]
     return MlpVersions(
-        source=Mlp(*map(Projection, exact, scales)),
+        source=Mlp(*map(LinearLayer, exact, scales)),
         converted=Mlp(*ours),
-        plain=Mlp(*map(Projection, plain, scales)),
+        plain=Mlp(*map(LinearLayer, plain, scales)),
     )
 
 
 def _plain_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
     plain = NativeQuantizer("plain", "cpu")
-    sources = {name: as_arrays(weight) for name, weight in raw.items()}
+    sources = {name: _source_weight(weight) for name, weight in raw.items()}
     measured = {name: plain.measure(source, name=name) for name, source in sources.items()}
     gate_up = measured["gate_proj"].merge(measured["up_proj"])
     weights: list[DenseWeight | CodedWeight] = []
     for name, source in sources.items():
         magnitude = measured[name] if name == "down_proj" else gate_up
-        scale = plain.global_scale(magnitude, is_int4=isinstance(source, Int4Arrays))
-        arrays, _ = plain.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
-        result = arrays.to_torch()
-        weights.append(nvfp4_weight(result.packed, result.block_scales, result.global_scale))
+        scale = plain.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
+        result, _ = plain.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
+        packed, block_scales = torch.as_tensor(result.packed), torch.as_tensor(result.block_scales)
+        weights.append(nvfp4_weight(packed, block_scales, result.global_scale))
     return weights
+
+
+def _source_weight(weight: Int4Weight | Tensor) -> SourceWeight:
+    return weight if isinstance(weight, Int4Weight) else Bf16Weight(weight.view(torch.uint16).numpy())
 
 
 def _shape(weight: Int4Weight | Tensor) -> tuple[int, int]:

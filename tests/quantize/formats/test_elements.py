@@ -1,15 +1,17 @@
-"""E2M1 and E4M3 against their definitions and against the libraries' own encoders."""
+"""E2M1, E4M3 and BF16 equal their definitions, torch and the libraries' own encoders."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 from itertools import pairwise
 
+import numpy as np
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from exact_search import E2M1, e4m3_value, nearest
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
+from k2convert.quantize.formats.bf16 import bf16_bits, bf16_values, round_to_bf16
 from k2convert.quantize.formats.e2m1 import (
     DOUBLED_VALUES,
     QUADRUPLED_MIDPOINTS,
@@ -20,7 +22,8 @@ from k2convert.quantize.formats.e2m1 import (
 )
 from k2convert.quantize.formats.e4m3 import decode_e4m3, encode_e4m3
 
-ALL_BYTES = torch.arange(256, dtype=torch.uint8)
+ALL_BYTES = np.arange(256, dtype=np.uint8)
+ONE = np.float32(1)
 
 
 def test_the_value_tables_say_what_the_format_says() -> None:
@@ -30,48 +33,86 @@ def test_the_value_tables_say_what_the_format_says() -> None:
 
 
 def test_ties_go_to_the_even_code_and_large_values_saturate() -> None:
-    values = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 1e30])
-    assert nearest_code(values, torch.ones(())).tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7, 7]
+    values = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 7.0, 1e30], dtype=np.float32)
+    assert nearest_code(values, ONE).tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7, 7]
 
 
 def test_rounding_equals_modelopt_on_a_dense_grid() -> None:
     values = torch.linspace(-7, 7, 28_001)
-    theirs = NVFP4QTensor._cast_fp4(values.clone())
-    ours = nearest_code(values.abs(), torch.ones(())) | ((values < 0).to(torch.uint8) << 3)
-    assert torch.equal(ours, theirs)
+    theirs = NVFP4QTensor._cast_fp4(values.clone()).numpy()
+    ours = nearest_code(np.abs(values.numpy()), ONE) | ((values.numpy() < 0).astype(np.uint8) << 3)
+    assert np.array_equal(ours, theirs)
 
 
 def test_rounding_a_ratio_of_integers_is_exact() -> None:
     for step in (8, 9, 11, 15):
-        numerators = torch.arange(0, 8 * step)
+        numerators = np.arange(0, 8 * step)
         expected = [nearest(n, [v * step for v in E2M1]) for n in numerators.tolist()]
-        assert nearest_code(numerators, torch.tensor(step)).tolist() == expected
+        assert nearest_code(numerators, step).tolist() == expected
 
 
 def test_every_byte_decodes_as_both_libraries_decode_it() -> None:
-    decoded = decode_e2m1(unpack_nibbles(ALL_BYTES.view(16, 16)))
-    theirs = unpack_fp4_from_uint8(ALL_BYTES.view(16, 16), 16, 32, torch.float64)
-    assert torch.equal(decoded, theirs)
-    assert torch.equal(torch.signbit(decoded), torch.signbit(theirs))
-    assert decoded.flatten()[:2].tolist() == [0.0, 0.0]
-    modelopt = NVFP4QTensor.get_e2m1_values(torch.device("cpu"))[unpack_nibbles(ALL_BYTES).long()]
-    assert torch.equal(decoded.flatten(), modelopt.to(torch.float64))
+    decoded = decode_e2m1(unpack_nibbles(ALL_BYTES.reshape(16, 16)))
+    theirs = unpack_fp4_from_uint8(torch.from_numpy(ALL_BYTES).view(16, 16), 16, 32, torch.float64).numpy()
+    assert np.array_equal(decoded, theirs)
+    assert np.array_equal(np.signbit(decoded), np.signbit(theirs))
+    assert decoded.reshape(-1)[:2].tolist() == [0.0, 0.0]
+    nibbles = torch.from_numpy(unpack_nibbles(ALL_BYTES)).long()
+    modelopt = NVFP4QTensor.get_e2m1_values(torch.device("cpu"))[nibbles]
+    assert np.array_equal(decoded.reshape(-1), modelopt.to(torch.float64).numpy())
 
 
 def test_packing_inverts_unpacking_and_equals_compressed_tensors() -> None:
-    nibbles = unpack_nibbles(ALL_BYTES.view(16, 16))
-    assert torch.equal(pack_nibbles(nibbles), ALL_BYTES.view(16, 16))
-    assert torch.equal(pack_fp4_to_uint8(decode_e2m1(nibbles).to(torch.bfloat16)), ALL_BYTES.view(16, 16))
+    table = ALL_BYTES.reshape(16, 16)
+    nibbles = unpack_nibbles(table)
+    assert np.array_equal(pack_nibbles(nibbles), table)
+    values = torch.from_numpy(decode_e2m1(nibbles)).to(torch.bfloat16)
+    assert np.array_equal(pack_fp4_to_uint8(values).numpy(), table)
 
 
 def test_every_positive_scale_byte_decodes_to_its_definition() -> None:
     decoded = decode_e4m3(ALL_BYTES[:0x7F])
     assert [Fraction(value) for value in decoded.tolist()] == [e4m3_value(byte) for byte in range(0x7F)]
-    assert torch.isnan(decode_e4m3(ALL_BYTES[0x7F:0x80])).all()
+
+
+def test_every_scale_byte_decodes_as_torch_decodes_it() -> None:
+    theirs = torch.from_numpy(ALL_BYTES).view(torch.float8_e4m3fn).to(torch.float64).numpy()
+    assert np.array_equal(decode_e4m3(ALL_BYTES), theirs, equal_nan=True)
 
 
 def test_scales_round_to_the_nearest_byte_ties_to_even() -> None:
     grid = [float(e4m3_value(byte)) for byte in range(0x7F)]
     middles = [(low + high) / 2 for low, high in pairwise(grid)]
-    assert encode_e4m3(torch.tensor(grid)).tolist() == list(range(0x7F))
-    assert encode_e4m3(torch.tensor(middles)).tolist() == [byte + byte % 2 for byte in range(0x7E)]
+    assert encode_e4m3(np.array(grid, dtype=np.float32)).tolist() == list(range(0x7F))
+    assert encode_e4m3(np.array(middles, dtype=np.float32)).tolist() == [byte + byte % 2 for byte in range(0x7E)]
+
+
+def float32_samples() -> np.ndarray:
+    """Float32 numbers of every exponent: every 997th pattern, and around every tie of BF16 some on both sides."""
+    spread = np.arange(0, 1 << 32, 997, dtype=np.uint64).astype(np.uint32)
+    ties = np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000
+    return np.concatenate([spread, ties, ties - 1, ties + 1, ties - 0x8000]).view(np.float32)
+
+
+def test_scales_round_as_torch_rounds_them() -> None:
+    bits = np.arange(0, np.float32(448).view(np.uint32) + 1, 61, dtype=np.uint32)
+    near_ties = (np.arange(0x7E, dtype=np.uint32) + 960 << 20) + np.uint32(1 << 19)
+    values = np.concatenate([bits, near_ties, near_ties - 1, near_ties + 1]).view(np.float32)
+    theirs = torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    assert np.array_equal(encode_e4m3(values), theirs)
+
+
+def test_all_bf16_patterns_have_torchs_values() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    theirs = torch.from_numpy(bits).view(torch.bfloat16).to(torch.float32).numpy()
+    assert np.array_equal(bf16_values(bits).view(np.uint32), theirs.view(np.uint32))
+    usable = ~np.isnan(theirs)
+    assert np.array_equal(bf16_bits(theirs)[usable], bits[usable])
+
+
+def test_float32_rounds_to_bf16_as_torch_rounds_it() -> None:
+    values = float32_samples()
+    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    is_nan = np.isnan(values)
+    assert np.array_equal(bf16_bits(values)[~is_nan], theirs[~is_nan])
+    assert np.isnan(round_to_bf16(values[is_nan])).all()

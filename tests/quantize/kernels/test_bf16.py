@@ -1,23 +1,22 @@
-"""The BF16 kernels give the bytes and the figures of `formats`, from the smallest weights to the largest."""
+"""The BF16 kernels give the bytes and the figures of rules/ and metrics/, from the smallest weights to the largest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from block_makers import bf16_weight
 from torch import Tensor
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.arrays import as_arrays
+from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.kernels.bf16 import measure_bf16_error, quantize_bf16
-from k2convert.quantize.metrics.bf16_error import measure_bf16_error as measure_by_formats
+from k2convert.quantize.kernels.cpu import KERNELS
+from k2convert.quantize.metrics.bf16_error import measure_bf16_error as measure_by_definition
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import measure
-from k2convert.quantize.rules.optimal import optimal_global_scale
-from k2convert.quantize.rules.optimal_bf16 import quantize_optimal_bf16
-from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
 
 
 def bell(seed: int = 0) -> Tensor:
@@ -29,7 +28,7 @@ def from_bits(bits: np.ndarray) -> Tensor:
 
 
 def every_finite_number() -> Tensor:
-    """All BF16 numbers below 2**120, of both signs, neighbours beside one another and shuffled."""
+    """All BF16 numbers below 2**120, of both signs, in order and shuffled."""
     finite = np.arange(247 << 7)
     shuffled = np.random.default_rng(0).permutation(finite)
     return from_bits(np.concatenate([finite, finite | 0x8000, shuffled, shuffled | 0x8000]))
@@ -48,7 +47,7 @@ def sparse() -> Tensor:
 
 
 def outliers() -> Tensor:
-    """Blocks of very different size: many of them out of the normal range's reach."""
+    """Blocks of very different size: many of them outside the reach of the normal range."""
     weight = bell(4).to(torch.float64)
     powers = torch.randint(-40, 1, (32, 32, 1), generator=torch.Generator().manual_seed(5)).to(torch.float64)
     return (weight.view(32, 32, 16) * torch.exp2(powers)).view(32, 512).to(torch.bfloat16)
@@ -71,33 +70,32 @@ MAKERS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def assert_equals_formats(weight: Tensor, rule: Rule, global_scale: float) -> None:
-    quantize = quantize_plain if rule == "plain" else quantize_optimal_bf16
-    expected = quantize(weight, global_scale)
-    result = quantize_bf16(as_arrays(weight), rule=rule, global_scale=global_scale).to_torch()
-    assert torch.equal(result.block_scales, expected.block_scales)
-    assert torch.equal(result.packed, expected.packed)
+def assert_equals_rules(weight: Bf16Weight, rule: Rule, global_scale: float) -> None:
+    expected = RULES[rule].quantize_bf16(weight, global_scale)
+    result = quantize_bf16(weight, rule=rule, global_scale=global_scale)
+    assert np.array_equal(result.block_scales, expected.block_scales)
+    assert np.array_equal(result.packed, expected.packed)
 
 
-@pytest.mark.parametrize("rule", get_args(Rule))
+@pytest.mark.parametrize("rule", KERNELS)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_bytes_and_figures_equal_formats(maker: str, rule: Rule) -> None:
-    weight = MAKERS[maker]()
+def test_bytes_and_figures_equal_rules(maker: str, rule: Rule) -> None:
+    weight = bf16_weight(MAKERS[maker]())
     magnitude = measure(weight)
-    scale = plain_global_scale(magnitude) if rule == "plain" else optimal_global_scale(magnitude, is_int4=False)
-    assert_equals_formats(weight, rule, scale)
-    result = quantize_bf16(as_arrays(weight), rule=rule, global_scale=scale)
-    figures = measure_bf16_error(as_arrays(weight), result, rule=rule, magnitude=magnitude, sample_seed=77)
-    assert figures == measure_by_formats(weight, result.to_torch(), magnitude=magnitude, sample_seed=77)
+    scale = RULES[rule].global_scale(magnitude, is_int4=False)
+    assert_equals_rules(weight, rule, scale)
+    result = quantize_bf16(weight, rule=rule, global_scale=scale)
+    figures = measure_bf16_error(weight, result, magnitude=magnitude, sample_seed=77)
+    assert figures == measure_by_definition(weight, result, magnitude=magnitude, sample_seed=77)
 
 
 @pytest.mark.parametrize("exponent", [-126, -60, -16, -9, 0, 30, 118, 127])
-def test_optimal_equals_formats_for_any_power_of_two(exponent: int) -> None:
+def test_optimal_equals_rules_for_any_power_of_two(exponent: int) -> None:
     for maker in ("bell", "outliers", "short-significands"):
-        assert_equals_formats(MAKERS[maker](), "optimal", 2.0**exponent)
+        assert_equals_rules(bf16_weight(MAKERS[maker]()), "optimal", 2.0**exponent)
 
 
 @pytest.mark.parametrize("global_scale", [2.0**-149, 1e-40, 3e-9, 1.1e-5, 0.75, 3.3e38])
-def test_plain_equals_formats_for_any_global_scale(global_scale: float) -> None:
+def test_plain_equals_rules_for_any_global_scale(global_scale: float) -> None:
     for maker in ("bell", "outliers", "subnormal"):
-        assert_equals_formats(MAKERS[maker](), "plain", float(np.float32(global_scale)))
+        assert_equals_rules(bf16_weight(MAKERS[maker]()), "plain", float(np.float32(global_scale)))

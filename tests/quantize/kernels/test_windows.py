@@ -1,17 +1,15 @@
-"""Looking at 16 candidates instead of 82, and at 6 assignments instead of 40, loses nothing: proven by exhaustion.
+"""Looking at 16 candidates instead of 82, and at 6 assignments instead of 40, loses nothing; proven by exhaustion.
 
 A block is a histogram of |q| = 1..8 with at most 16 entries: 735,471 of them, and 128 mantissas of s. The full search
-here ranges over every shift from 0 to 11, so it also covers candidates beyond those that formats.scale_tables lists.
+here ranges over every shift from 0 to 11, so it also covers candidates beyond those that rules/scale_tables.py lists.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
-from k2convert.quantize.formats.arrays import as_arrays
 from k2convert.quantize.formats.e2m1 import DOUBLED_VALUES
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels.cpu import convert_int4
@@ -59,9 +57,9 @@ def count_wrong(histograms: NDArray[np.uint8], mantissa: int) -> int:
     """Count histograms whose scale is not the best candidate, last on ties, and blocks wrongly found exact."""
     blocks = packed_blocks(np.concatenate([histograms, histograms[: -len(histograms) % 8]]))
     # s = ms / 128, g = 1/2: candidate c, t = mb * 2**(c // 8) / ms with mb = 8 + c % 8, has b = mb * 2**(c // 8 - 6).
-    scales = torch.full((1, len(blocks) // 2), mantissa - 128 + ONE_BF16, dtype=torch.int16).view(torch.bfloat16)
-    weight = Int4Weight(torch.from_numpy(blocks.reshape(1, -1)), scales)
-    result, counts = convert_int4(as_arrays(weight), rule="optimal", global_scale=0.5)
+    scale_bits = np.full((1, len(blocks) // 2), mantissa - 128 + ONE_BF16, dtype=np.uint16)
+    weight = Int4Weight(blocks.reshape(1, -1), scale_bits)
+    result, counts = convert_int4(weight, rule="optimal", global_scale=0.5)
     errors, sums_M = full_errors(mantissa), []
     for start in range(0, len(histograms), 1 << 15):
         sums = histograms[start : start + (1 << 15)].astype(np.float64) @ errors

@@ -6,11 +6,10 @@ from fractions import Fraction
 
 import numpy as np
 import torch
-from block_makers import any_codes, blocks_of, int4_weight, trained_like
+from block_makers import any_codes, blocks_of, codes_of, int4_weight, trained_like
 from exact_search import E2M1, exact_search
 
-from k2convert.quantize.formats.blocks import block_histograms, unpack_histograms
-from k2convert.quantize.formats.int4 import unpack_int4
+from k2convert.quantize.formats.histograms import block_histograms, unpack_histograms
 from k2convert.quantize.metrics.bf16_error import bf16_block_bounds
 from k2convert.quantize.metrics.block_bound import int4_assignments, int4_block_bounds
 
@@ -23,12 +22,12 @@ def nearest_values(t: float) -> tuple[int, ...]:
 
 def some_histograms() -> np.ndarray:
     weights = (trained_like(8, 256, seed=0), int4_weight(any_codes(32, 256, seed=1), torch.ones(32, 8).bfloat16()))
-    return np.concatenate([unpack_histograms(block_histograms(weight.packed)).numpy() for weight in weights])
+    return np.concatenate([unpack_histograms(block_histograms(weight.packed)) for weight in weights])
 
 
 def test_histograms_count_every_magnitude() -> None:
     weight = int4_weight(any_codes(16, 128, seed=2), torch.ones(16, 4).bfloat16())
-    expected = [[sum(abs(q) == k for q in block) for k in range(9)] for block in blocks_of(unpack_int4(weight.packed))]
+    expected = [[sum(abs(q) == k for q in block) for k in range(9)] for block in blocks_of(codes_of(weight)).tolist()]
     assert unpack_histograms(block_histograms(weight.packed)).tolist() == expected
 
 
@@ -81,5 +80,5 @@ def test_no_scale_of_the_exhaustive_search_beats_the_bound() -> None:
 def test_the_bound_of_bf16_blocks_agrees_with_the_one_of_int4_blocks() -> None:
     codes = any_codes(16, 128, seed=3)
     weight = int4_weight(codes, torch.ones(16, 4).bfloat16())
-    expected = int4_block_bounds(unpack_histograms(block_histograms(weight.packed)).numpy())
-    assert np.allclose(bf16_block_bounds(blocks_of(codes.to(torch.bfloat16))).numpy(), expected, rtol=0, atol=1e-9)
+    expected = int4_block_bounds(unpack_histograms(block_histograms(weight.packed)))
+    assert np.allclose(bf16_block_bounds(blocks_of(codes).numpy().astype(np.float32)), expected, rtol=0, atol=1e-9)

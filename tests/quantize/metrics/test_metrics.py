@@ -10,15 +10,25 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from block_makers import any_codes, bf16_from_bits, blocks_of, int4_weight, trained_like
+from block_makers import (
+    any_codes,
+    bf16_from_bits,
+    bf16_weight,
+    blocks_of,
+    codes_of,
+    int4_weight,
+    scales_of,
+    trained_like,
+)
 from torch import Tensor
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4, unpack_int4
+from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.metrics.int4_error import measure_error
 from k2convert.quantize.metrics.pair_counts import PairCounts, count_pairs, merge_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import Magnitude, measure
 from k2convert.quantize.rules.optimal import optimal_global_scale, quantize_optimal
 from k2convert.quantize.rules.optimal_bf16 import quantize_optimal_bf16
@@ -27,16 +37,16 @@ from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
 
 def convert(weight: Int4Weight, rule: Rule, magnitude: Magnitude | None = None) -> tuple[Nvfp4Weight, WeightMetrics]:
     magnitude = magnitude or measure(weight)
-    if rule == "plain":
-        result = quantize_plain(weight, plain_global_scale(magnitude))
-    else:
-        result = quantize_optimal(weight, optimal_global_scale(magnitude, is_int4=True))
+    result = RULES[rule].quantize_int4(weight, RULES[rule].global_scale(magnitude, is_int4=True))
     return result, measure_error(weight, result, rule=rule, magnitude=magnitude, sample_seed=12345)
 
 
 def exact_weight(weight: Int4Weight) -> Tensor:
-    scales = weight.scales.to(torch.float64).repeat_interleave(32, dim=-1)
-    return unpack_int4(weight.packed).to(torch.float64) * scales
+    return codes_of(weight).to(torch.float64) * scales_of(weight).to(torch.float64).repeat_interleave(32, dim=-1)
+
+
+def decode(result: Nvfp4Weight) -> Tensor:
+    return torch.from_numpy(dequantize_nvfp4(result))
 
 
 def awkward() -> Int4Weight:
@@ -50,9 +60,9 @@ def awkward() -> Int4Weight:
 def test_every_figure_equals_an_element_by_element_comparison(rule: Rule, make: object) -> None:
     weight = make()  # type: ignore[operator]
     result, metrics = convert(weight, rule)
-    wanted, written = exact_weight(weight), dequantize_nvfp4(result)
-    codes = unpack_int4(weight.packed).to(torch.float64)
-    scales = weight.scales.to(torch.float64).repeat_interleave(32, dim=-1)
+    wanted, written = exact_weight(weight), decode(result)
+    codes = codes_of(weight).to(torch.float64)
+    scales = scales_of(weight).to(torch.float64).repeat_interleave(32, dim=-1)
     error = wanted - written
     assert metrics.energy == pytest.approx(float((wanted**2).sum()), rel=1e-12)
     assert metrics.squared_error == pytest.approx(float((error**2).sum()), rel=1e-12)
@@ -66,7 +76,7 @@ def test_every_figure_equals_an_element_by_element_comparison(rule: Rule, make: 
     assert metrics.recoverable_codes == int((torch.round(steps) == codes).sum())
     assert metrics.num_five_or_seven == int(((codes.abs() == 5) | (codes.abs() == 7)).sum())
     assert metrics.num_minus_eight == int((codes == -8).sum())
-    used, counts = np.unique(result.block_scales.numpy(), return_counts=True)
+    used, counts = np.unique(result.block_scales, return_counts=True)
     assert metrics.scale_histogram == tuple(zip(used.tolist(), counts.tolist(), strict=True))
     assert (metrics.min_scale_byte, metrics.max_scale_byte) == (int(used[0]), int(used[-1]))
     assert metrics.sqnr_db == pytest.approx(-10 * math.log10(metrics.relative_mse))
@@ -92,7 +102,7 @@ def test_a_large_tensor_is_sampled_one_block_in_64_by_its_seed() -> None:
     assert runs[0].sampled_blocks == 4096
     assert runs[0] == runs[2]
     assert runs[0].sampled_error_achieved != runs[1].sampled_error_achieved
-    errors = blocks_of((exact_weight(weight) - dequantize_nvfp4(result)) ** 2).sum(dim=-1)
+    errors = blocks_of((exact_weight(weight) - decode(result)) ** 2).sum(dim=-1)
     assert runs[1].sampled_error_achieved == pytest.approx(float(errors[2::64].sum()), rel=1e-12)
     assert runs[0].achieved_to_plain == pytest.approx(0.5, abs=0.03)
     assert runs[0].achieved_to_bound == pytest.approx(1.13, abs=0.03)
@@ -104,9 +114,8 @@ def test_counting_in_parts_gives_equal_metrics() -> None:
     whole = count_pairs(weight, result, rule="optimal")
     parts: list[PairCounts] = []
     for start in (64, 0, 32):
-        rows = slice(start, start + 32)
-        part = Nvfp4Weight(result.packed[rows], result.block_scales[rows], result.global_scale)
-        parts.append(count_pairs(weight.rows(start, start + 32), part, rule="optimal"))
+        rows = (start, start + 32)
+        parts.append(count_pairs(weight.rows(*rows), result.rows(*rows), rule="optimal"))
     merged = merge_counts(parts)
     for name in ("keys", "num_blocks", "magnitude_counts"):
         assert np.array_equal(getattr(whole, name), getattr(merged, name))
@@ -131,7 +140,7 @@ def test_an_empty_tensor_and_a_tensor_of_zeros_have_finite_figures(rule: Rule) -
     assert (metrics.energy, metrics.squared_error, metrics.relative_mse) == (0.0, 0.0, 0.0)
     assert metrics.sqnr_db == math.inf
     assert metrics.equal_blocks == metrics.num_blocks == 16
-    nothing = Int4Weight(torch.zeros(0, 32, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.bfloat16))
+    nothing = Int4Weight(np.zeros((0, 32), dtype=np.uint8), np.zeros((0, 2), dtype=np.uint16))
     _, metrics = convert(nothing, rule)
     assert metrics.num_weights == 0
     assert metrics.min_scale_byte is None
@@ -168,17 +177,18 @@ def test_totals_are_sums_in_any_order_and_skip_what_a_tensor_does_not_have() -> 
 def test_bf16_figures_equal_an_element_by_element_comparison() -> None:
     weight = (torch.randn(40, 512, generator=torch.Generator().manual_seed(6)) * 0.02).to(torch.bfloat16)
     weight[3], weight[5, 7] = 0, 2.0**-6
-    magnitude = measure(weight)
-    result = quantize_optimal_bf16(weight, optimal_global_scale(magnitude, is_int4=False))
-    metrics = measure_error(weight, result, rule="optimal", magnitude=magnitude, sample_seed=3)
-    error = weight.to(torch.float64) - dequantize_nvfp4(result)
+    source = bf16_weight(weight)
+    magnitude = measure(source)
+    result = quantize_optimal_bf16(source, optimal_global_scale(magnitude, is_int4=False))
+    metrics = measure_error(source, result, rule="optimal", magnitude=magnitude, sample_seed=3)
+    error = weight.to(torch.float64) - decode(result)
     assert metrics.squared_error == pytest.approx(float((error**2).sum()), rel=1e-12)
     assert metrics.energy == pytest.approx(float((weight.to(torch.float64) ** 2).sum()), rel=1e-12)
     assert metrics.equal_blocks == int((blocks_of(error) == 0).all(dim=-1).sum())
     assert metrics.equal_nonzero == int(((weight != 0) & (error == 0)).sum())
     assert metrics.sampled_error_achieved == pytest.approx(metrics.squared_error, rel=1e-12)
-    plain = quantize_plain(weight, plain_global_scale(magnitude))
-    plain_error = float(((weight.to(torch.float64) - dequantize_nvfp4(plain)) ** 2).sum())
+    plain = quantize_plain(source, plain_global_scale(magnitude))
+    plain_error = float(((weight.to(torch.float64) - decode(plain)) ** 2).sum())
     assert metrics.sampled_error_plain == pytest.approx(plain_error, rel=1e-12)
     assert metrics.sampled_error_bound < metrics.sampled_error_achieved < metrics.sampled_error_plain
     assert metrics.num_codes is None

@@ -1,13 +1,14 @@
-"""`optimal` is optimal: held against an exhaustive search in fractions, and decoded by other people's code."""
+"""`optimal` is optimal: it equals an exhaustive search in fractions, and both libraries decode it exactly."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
-from block_makers import any_codes, bf16_from_bits, blocks_of, int4_weight, trained_like
+from block_makers import any_codes, bf16_from_bits, blocks_of, codes_of, int4_weight, scales_of, trained_like
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from exact_search import e4m3_value, exact_search
@@ -15,22 +16,26 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.e2m1 import unpack_nibbles
-from k2convert.quantize.formats.int4 import Int4Weight, unpack_int4
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.rules.magnitude import Magnitude, measure
 from k2convert.quantize.rules.optimal import count_outside_normal, optimal_global_scale, quantize_optimal
-from k2convert.quantize.rules.plain import plain_block_scales, plain_nibbles
+from k2convert.quantize.rules.plain import plain_block_scales, plain_nibbles, plain_steps
 
 
 def exact_weight(weight: Int4Weight) -> torch.Tensor:
-    """q * s in float64: eleven bits at most, so exact."""
+    """q * s in float64: at most eleven bits, so exact."""
     rows, columns = weight.shape
-    groups = unpack_int4(weight.packed).view(rows, -1, 32).to(torch.float64)
-    return (groups * weight.scales.to(torch.float64).unsqueeze(-1)).view(rows, columns)
+    groups = codes_of(weight).view(rows, -1, 32).to(torch.float64)
+    return (groups * scales_of(weight).to(torch.float64).unsqueeze(-1)).view(rows, columns)
+
+
+def decode(result: Nvfp4Weight) -> torch.Tensor:
+    return torch.from_numpy(dequantize_nvfp4(result))
 
 
 def block_errors(weight: Int4Weight, result: Nvfp4Weight) -> torch.Tensor:
-    return blocks_of((exact_weight(weight) - dequantize_nvfp4(result)) ** 2).sum(dim=-1)
+    return blocks_of((exact_weight(weight) - decode(result)) ** 2).sum(dim=-1)
 
 
 def own_scale(weight: Int4Weight) -> float:
@@ -40,11 +45,13 @@ def own_scale(weight: Int4Weight) -> float:
 def assert_equals_exhaustive_search(weight: Int4Weight, global_scale: float) -> None:
     """Every byte and every nibble is what the search in fractions gives; the error difference is exactly zero."""
     result = quantize_optimal(weight, global_scale)
-    codes = blocks_of(unpack_int4(weight.packed)).tolist()
-    nibbles = blocks_of(unpack_nibbles(result.packed)).tolist()
-    scales = weight.scales.repeat_interleave(2, dim=-1).flatten().to(torch.float64).tolist()
+    codes = blocks_of(codes_of(weight)).tolist()
+    nibbles = unpack_nibbles(result.packed).reshape(-1, 16).tolist()
+    scales = scales_of(weight).repeat_interleave(2, dim=-1).flatten().to(torch.float64).tolist()
     searches = {scale: exact_search(Fraction(scale), Fraction(global_scale)) for scale in set(scales)}
-    for scale, block, written, byte in zip(scales, codes, nibbles, result.block_scales.flatten().tolist(), strict=True):
+    for scale, block, written, byte in zip(
+        scales, codes, nibbles, result.block_scales.reshape(-1).tolist(), strict=True
+    ):
         search, magnitudes = searches[scale], [abs(q) for q in block]
         best = search.best(magnitudes) if scale else 0x38
         assert search.error(magnitudes, byte) - search.error(magnitudes, best) == Fraction(0)
@@ -71,7 +78,7 @@ def test_chosen_mantissas_equal_the_exhaustive_search(mantissa: int) -> None:
     assert_equals_exhaustive_search(weight, own_scale(weight))
 
 
-def test_scales_of_every_size_beside_one_large_one_equal_the_exhaustive_search() -> None:
+def test_scales_of_every_size_with_one_large_one_equal_the_exhaustive_search() -> None:
     exponents = torch.arange(0, -48, -2, dtype=torch.float64)
     scales = (170 * torch.exp2(exponents)).to(torch.bfloat16).unsqueeze(-1)
     weight = int4_weight(any_codes(24, 32, seed=3), scales)
@@ -123,32 +130,31 @@ def test_never_worse_than_plain_or_four_over_six_at_the_same_global_scale_block_
     weight = trained_like(64, 1024, seed=8)
     g = own_scale(weight)
     best = block_errors(weight, quantize_optimal(weight, g))
-    blocks = blocks_of(exact_weight(weight)).to(torch.bfloat16)
-    amax, scale = blocks.abs().amax(dim=-1), torch.tensor(g)
-    six = plain_block_scales(amax, scale)
-    four = plain_block_scales(amax, scale * 4 / 6)
+    blocks = blocks_of(exact_weight(weight)).to(torch.bfloat16).float().numpy()
+    amax = np.abs(blocks).max(axis=-1)
+    six = plain_block_scales(amax, g)
+    four = plain_block_scales(amax, g * 4 / 6)
     errors: list[torch.Tensor] = []
     for scale_bytes in (six, four):
         assert int(scale_bytes.min()) >= 0x08
-        steps = (scale_bytes.view(torch.float8_e4m3fn).to(torch.float32) * scale).unsqueeze(-1)
-        packed = plain_nibbles(blocks, steps).view(64, 1024)
-        written = Nvfp4Weight(packed[:, 0::2] | packed[:, 1::2] << 4, scale_bytes.view(64, -1), g)
+        packed = plain_nibbles(blocks, plain_steps(scale_bytes, g)[:, None]).reshape(64, 1024)
+        written = Nvfp4Weight(packed[:, 0::2] | packed[:, 1::2] << 4, scale_bytes.reshape(64, -1), g)
         errors.append(block_errors(weight, written))
     assert (best <= errors[0]).all()
     assert (best <= torch.minimum(errors[0], errors[1])).all()
     assert best.sum() < 0.55 * errors[0].sum()
 
 
-def test_blocks_without_five_and_seven_are_kept_exactly_where_the_scale_allows() -> None:
+def test_blocks_without_five_and_seven_are_kept_exactly_if_the_scale_allows() -> None:
     kept = torch.tensor([0, 1, -1, 2, -2, 3, -3, 4, -4, 6, -6, -8], dtype=torch.int8)
     pick = torch.randint(0, len(kept), (64, 128), generator=torch.Generator().manual_seed(9))
     mantissas = 16 * torch.randint(8, 16, (64, 4), generator=torch.Generator().manual_seed(10))
     weight = int4_weight(kept[pick], (mantissas * 2.0**-15).to(torch.bfloat16))
-    assert torch.equal(dequantize_nvfp4(quantize_optimal(weight, own_scale(weight))), exact_weight(weight))
+    assert torch.equal(decode(quantize_optimal(weight, own_scale(weight))), exact_weight(weight))
 
 
 @pytest.mark.parametrize("odd", [5, 7])
-def test_a_five_or_seven_beside_another_magnitude_is_never_kept(odd: int) -> None:
+def test_a_five_or_seven_with_another_magnitude_is_never_kept(odd: int) -> None:
     rows = [[odd, other] + [0] * 14 for other in (1, 2, 3, 4, 5, 6, 7, -8) if abs(other) != odd]
     codes = torch.tensor(rows, dtype=torch.int8).repeat(128, 2)
     mantissas = torch.arange(128, 256).repeat_interleave(len(rows)).unsqueeze(-1)
@@ -159,15 +165,15 @@ def test_a_five_or_seven_beside_another_magnitude_is_never_kept(odd: int) -> Non
 def test_both_libraries_decode_exactly_v_times_b_times_g() -> None:
     weight = int4_weight(any_codes(48, 512, seed=11), (torch.rand(48, 16) * 0.1).to(torch.bfloat16))
     result = quantize_optimal(weight, own_scale(weight))
-    exact = dequantize_nvfp4(result)
-    block_scales = result.block_scales.view(torch.float8_e4m3fn)
-    modelopt = NVFP4QTensor(torch.Size(result.shape), torch.float32, result.packed).dequantize(
+    exact, packed = decode(result), torch.from_numpy(result.packed)
+    block_scales = torch.from_numpy(result.block_scales).view(torch.float8_e4m3fn)
+    modelopt = NVFP4QTensor(torch.Size(result.shape), torch.float32, packed).dequantize(
         torch.float32, scale=block_scales, double_scale=torch.tensor(result.global_scale), block_sizes={-1: 16}
     )
     assert torch.equal(modelopt.to(torch.float64), exact)
     weights = QuantizationArgs(num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16)
     state = {
-        "weight_packed": result.packed,
+        "weight_packed": packed,
         "weight_scale": block_scales,
         "weight_global_scale": torch.tensor([1 / result.global_scale]),
     }
@@ -198,7 +204,7 @@ def test_the_global_scale_is_the_least_power_of_two_that_reaches_two_point_six()
 
 
 def test_the_global_scale_is_exact_at_its_steps() -> None:
-    # 2.6 * s / 448 is no power of two for any BF16 number s, so the neighbours of each step must fall on its two sides.
+    # 2.6 * s / 448 is not a power of two for any BF16 number s, so each step has neighbors on both of its sides.
     for exponent in range(-100, 100):
         edge = Fraction(2) ** exponent * 448 / Fraction(26, 10)
         below = torch.tensor(float(edge), dtype=torch.float64).to(torch.bfloat16)
@@ -214,7 +220,7 @@ def test_a_set_of_zero_scales_gets_global_scale_one() -> None:
     assert optimal_global_scale(Magnitude(0.0, 0.0), is_int4=False) == 1.0
 
 
-def test_a_global_scale_that_is_no_power_of_two_is_refused() -> None:
+def test_a_global_scale_that_is_not_a_power_of_two_is_refused() -> None:
     with pytest.raises(FormatError, match="power of two"):
         quantize_optimal(trained_like(1, 32, seed=0), 0.75)
 
@@ -233,12 +239,12 @@ def test_blocks_that_want_a_scale_outside_the_normal_range_are_counted() -> None
 def count_by_exhaustive_search(weight: Int4Weight, global_scale: float) -> int:
     """Count blocks that do strictly better when g is free by any power of two, which frees the exponent of b."""
     count = 0
-    scales = weight.scales.repeat_interleave(2, dim=-1).flatten().to(torch.float64).tolist()
-    for scale, block in zip(scales, blocks_of(unpack_int4(weight.packed)).tolist(), strict=True):
+    scales = scales_of(weight).repeat_interleave(2, dim=-1).flatten().to(torch.float64).tolist()
+    for scale, block in zip(scales, blocks_of(codes_of(weight)).tolist(), strict=True):
         magnitudes = [abs(q) for q in block]
         if any(magnitudes):
             own = exact_search(Fraction(scale), Fraction(global_scale))
-            # With this g the normal scales reach from t = 2**-10 to t = 56, which is all that can be best.
+            # With this g the normal scales reach from t = 2**-10 to t = 56; no scale outside that range can be best.
             free = exact_search(Fraction(scale), Fraction(2) ** (math.frexp(scale)[1] - 4))
             least = [min(search.error(magnitudes, byte) for byte in search.errors) for search in (own, free)]
             count += least[1] < least[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from block_makers import blocks_of
+from block_makers import bf16_weight, blocks_of
 from exact_search import NORMAL_BYTES, e4m3_value
 
 from k2convert.quantize.formats.e2m1 import unpack_nibbles
@@ -42,17 +42,17 @@ def search(block: np.ndarray, global_scale: float) -> tuple[int, np.ndarray]:
 
 
 def assert_equals_full_search(weight: torch.Tensor, global_scale: float) -> None:
-    result = quantize_optimal_bf16(weight, global_scale)
-    nibbles = blocks_of(unpack_nibbles(result.packed)).numpy()
+    result = quantize_optimal_bf16(bf16_weight(weight), global_scale)
+    nibbles = unpack_nibbles(result.packed).reshape(-1, 16)
     blocks = blocks_of(weight).to(torch.float64).numpy()
-    for block, written, byte in zip(blocks, nibbles, result.block_scales.flatten().tolist(), strict=True):
+    for block, written, byte in zip(blocks, nibbles, result.block_scales.reshape(-1).tolist(), strict=True):
         best, codes = search(np.abs(block), global_scale)
         assert byte == best, block
         assert np.array_equal(written, np.where((block < 0) & (codes > 0), codes + 8, codes))
 
 
 def own_scale(weight: torch.Tensor) -> float:
-    return optimal_global_scale(measure(weight), is_int4=False)
+    return optimal_global_scale(measure(bf16_weight(weight)), is_int4=False)
 
 
 def awkward(seed: int) -> torch.Tensor:
@@ -96,8 +96,10 @@ def test_never_worse_than_plain_at_the_same_global_scale_block_by_block() -> Non
     weight = (torch.randn(32, 512, generator=torch.Generator().manual_seed(4)) * 0.02).to(torch.bfloat16)
     g = own_scale(weight)
     errors = [
-        blocks_of((weight.to(torch.float64) - dequantize_nvfp4(result)) ** 2).sum(dim=-1)
-        for result in (quantize_optimal_bf16(weight, g), quantize_plain(weight, g))
+        ((weight.to(torch.float64).numpy() - dequantize_nvfp4(quantize(bf16_weight(weight), g))) ** 2)
+        .reshape(-1, 16)
+        .sum(axis=-1)
+        for quantize in (quantize_optimal_bf16, quantize_plain)
     ]
     assert (errors[0] <= errors[1] * (1 + 1e-12)).all()
     assert errors[0].sum() < 0.8 * errors[1].sum()
@@ -105,7 +107,9 @@ def test_never_worse_than_plain_at_the_same_global_scale_block_by_block() -> Non
 
 def test_the_result_does_not_depend_on_how_rows_are_cut() -> None:
     weight = awkward(5).repeat(1, 8)
-    whole = quantize_optimal_bf16(weight, own_scale(weight))
-    parts = [quantize_optimal_bf16(weight[row : row + 1], own_scale(weight)) for row in range(weight.shape[0])]
-    assert torch.equal(whole.packed, torch.cat([part.packed for part in parts]))
-    assert torch.equal(whole.block_scales, torch.cat([part.block_scales for part in parts]))
+    scale = own_scale(weight)
+    whole = quantize_optimal_bf16(bf16_weight(weight), scale)
+    rows = range(weight.shape[0])
+    parts = [quantize_optimal_bf16(bf16_weight(weight[row : row + 1]), scale) for row in rows]
+    assert np.array_equal(whole.packed, np.concatenate([part.packed for part in parts]))
+    assert np.array_equal(whole.block_scales, np.concatenate([part.block_scales for part in parts]))

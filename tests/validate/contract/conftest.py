@@ -54,15 +54,7 @@ def convert(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
                 source, None, {"layout": kind.layout, "activations": kind.activations, "rule": kind.rule}
             )
             destination = folder / str(len(made))
-            execute(
-                prepare(
-                    source=Source(source),
-                    destination=Destination(destination),
-                    recipe=recipe,
-                    device="cpu",
-                    workers=1,
-                )
-            )
+            execute(prepare(source=Source(source), destination=Destination(destination), recipe=recipe, device="cpu"))
             made[kind] = Converted(kind, destination, source.folder)
         return made[kind]
 

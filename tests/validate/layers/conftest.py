@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.prepare import choose_recipe, execute, prepare
+from k2convert.job.execute import execute
+from k2convert.job.places import Destination, Source
+from k2convert.job.prepare import choose_recipe, prepare
 
 Convert = Callable[..., Path]
 
@@ -34,8 +36,9 @@ def convert(tmp_path_factory: pytest.TempPathFactory) -> Convert:
             checkpoint = open_checkpoint(source)
             destination = tmp_path_factory.mktemp("layers") / "converted"
             recipe = choose_recipe(checkpoint, None, dict(fields))
-            job = prepare(source=checkpoint, destination=destination, recipe=recipe, device="cpu", workers=1)
-            execute(job, report=lambda _: None)
+            execute(
+                prepare(source=Source(checkpoint), destination=Destination(destination), recipe=recipe, device="cpu")
+            )
             made[key] = destination
         return made[key]
 

@@ -17,6 +17,39 @@ constexpr size_t kBoundBatch = 32;
 // Sampled blocks that are fetched from memory while the next are gathered.
 constexpr size_t kPrefetched = 16;
 
+// The sum of finite values rounded once, as math.fsum returns it.
+double exact_sum(const std::vector<double>& values) {
+    // Shewchuk's algorithm: partial sums that do not overlap, ascending; then one rounding, ties to even.
+    std::vector<double> partials;
+    for (double value : values) {
+        size_t kept = 0;
+        for (double partial : partials) {
+            if (std::fabs(value) < std::fabs(partial)) std::swap(value, partial);
+            const double high = value + partial, low = partial - (high - value);
+            if (low != 0.0) partials[kept++] = low;
+            value = high;
+        }
+        partials.resize(kept);
+        partials.push_back(value);
+    }
+    if (partials.empty()) return 0.0;
+    double high = partials.back(), low = 0.0;
+    partials.pop_back();
+    while (!partials.empty()) {
+        const double before = high, partial = partials.back();
+        partials.pop_back();
+        high = before + partial;
+        low = partial - (high - before);
+        if (low != 0.0) break;
+    }
+    // Half way between two numbers the next partial decides.
+    if (!partials.empty() && ((low < 0.0 && partials.back() < 0.0) || (low > 0.0 && partials.back() > 0.0))) {
+        const double doubled = 2.0 * low, rounded = high + doubled;
+        if (doubled == rounded - high) high = rounded;
+    }
+    return high;
+}
+
 struct PairError {
     double energy = 0, error = 0;
 };
@@ -154,38 +187,6 @@ Sampled sample(const Int4& source, const uint8_t* scale_bytes, size_t first, siz
         sampled.plain = error_of_blocks(words, keys, Rule::plain, plain_scale);
     }
     return sampled;
-}
-
-double exact_sum(const std::vector<double>& values) {
-    // Shewchuk's algorithm: partial sums that do not overlap, ascending; then one rounding, ties to even.
-    std::vector<double> partials;
-    for (double value : values) {
-        size_t kept = 0;
-        for (double partial : partials) {
-            if (std::fabs(value) < std::fabs(partial)) std::swap(value, partial);
-            const double high = value + partial, low = partial - (high - value);
-            if (low != 0.0) partials[kept++] = low;
-            value = high;
-        }
-        partials.resize(kept);
-        partials.push_back(value);
-    }
-    if (partials.empty()) return 0.0;
-    double high = partials.back(), low = 0.0;
-    partials.pop_back();
-    while (!partials.empty()) {
-        const double before = high, partial = partials.back();
-        partials.pop_back();
-        high = before + partial;
-        low = partial - (high - before);
-        if (low != 0.0) break;
-    }
-    // Half way between two numbers the next partial decides.
-    if (!partials.empty() && ((low < 0.0 && partials.back() < 0.0) || (low > 0.0 && partials.back() > 0.0))) {
-        const double doubled = 2.0 * low, rounded = high + doubled;
-        if (doubled == rounded - high) high = rounded;
-    }
-    return high;
 }
 
 }  // namespace k2

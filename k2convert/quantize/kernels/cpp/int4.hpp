@@ -46,7 +46,4 @@ struct Sampled {
 Sampled sample(const Int4& source, const uint8_t* scale_bytes, size_t first, size_t stride, Rule rule,
                double global_scale, float plain_scale, const Assignments& assignments);
 
-// The sum of finite values rounded once, as math.fsum returns it.
-double exact_sum(const std::vector<double>& values);
-
 }  // namespace k2

@@ -226,10 +226,6 @@ void measure_decoded_bf16(const In<uint16_t>& source, const In<uint8_t>& packed,
     });
 }
 
-double exact_sum(const In<double>& values) {
-    return k2::exact_sum(std::vector<double>(values.data(), values.data() + values.size()));
-}
-
 void use_instructions(const std::string& name) {
     require(k2::use_instructions(name.c_str()), "instructions must be 'portable', or 'avx2' where the CPU has it");
 }
@@ -246,7 +242,6 @@ NB_MODULE(_cpu, module) {
     module.def("measure", &measure);
     module.def("sample", &sample);
     module.def("figures_of_pairs", &figures_of_pairs);
-    module.def("exact_sum", &exact_sum);
     module.def("quantize_optimal_bf16", &quantize_optimal_bf16, freely);
     module.def("quantize_plain_bf16", &quantize_plain_bf16, freely);
     module.def("measure_rows_bf16", &measure_rows_bf16);
