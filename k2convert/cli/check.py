@@ -1,20 +1,23 @@
-"""What `validate` and `report` do on the command line: measure a finished folder, show it, write it down."""
+"""The verbs `validate` and `report`: measure a finished folder, show the findings, write the report."""
 
 from pathlib import Path
+from typing import Final
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli import console
-from k2convert.cli import progress as progress_views
+from k2convert.cli.progress import Display
 from k2convert.cli.validation_view import show_validation
-from k2convert.errors import CheckpointError, InvalidCheckpointError
+from k2convert.errors import CheckpointError, InvalidCheckpointError, remedy
+from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.collect import can_be_validated, check_folder
-from k2convert.report.document import report_document as figures_document
-from k2convert.validate.layers.result import LayerBudget, LayersReport
-from k2convert.validate.results import ValidationReport, folder_budget, folder_bytes, report_document
-from k2convert.validate.validation import validate_checkpoint
+from k2convert.report.document import figures_document
+from k2convert.validate.results import ValidationReport, folder_bytes, validation_document
+from k2convert.validate.validation import LayersRequest, validate_checkpoint
+
+_VALIDATION_REMEDY: Final = "Write it again: `k2convert validate DEST --json > FILE`."
 
 
 def validate(
@@ -28,68 +31,60 @@ def validate(
     against: Path | None,
     as_json: bool,
 ) -> None:
-    """Validate and show; no `layers` are all of them, None is none. InvalidCheckpointError where something fails."""
-    opened = None if source is None else open_checkpoint(source)
+    """Validate and show the findings; raises InvalidCheckpointError if the validation fails.
+
+    `layers` are the reference layers to compute: empty means all, None means none.
+    """
+    opened = None if source is None else _open_source(source)
     _check_operands(opened, layers=layers, hidden_states=hidden_states, against=against)
-
-    def compute_layers(original: Checkpoint, converted: Checkpoint) -> LayersReport:
-        from k2convert.validate.layers.check import check_layers, moe_layers
-
-        budget = folder_budget(destination)
-        return check_layers(
-            source=original,
-            converted=converted,
-            layers=layers or moe_layers(original),
-            hidden_states=hidden_states,
-            tokens=tokens,
-            budget=LayerBudget(layer_sqnr_db=budget.layer_sqnr_db, expert_sqnr_db=budget.expert_sqnr_db),
-            progress=None if as_json else progress_views.LayerNotes().advance,
-        )
-
+    request = None if layers is None else LayersRequest(layers, hidden_states, tokens)
     total = folder_bytes(destination) + (folder_bytes(against) if against is not None else 0)
-    with progress_views.PassDisplay(what="validate", total_bytes=total, quiet=as_json) as display:
+    with Display("validate", total_bytes=total, quiet=as_json) as display:
         found = validate_checkpoint(
-            folder=destination,
-            source=opened,
-            reference=reference,
-            against=against,
-            check_reference_layers=compute_layers if layers is not None else None,
-            progress=display.advance,
+            folder=destination, source=opened, reference=reference, against=against, layers=request, events=display
         )
     if as_json:
-        console.print_json(report_document(found))
+        console.print_json(validation_document(found))
     else:
         show_validation(found)
     if not found.passed:
-        raise InvalidCheckpointError(f"{destination}: validation failed; see above. Do not publish or serve it.")
+        raise InvalidCheckpointError(f"{destination}: validation failed, see above. Do not publish or serve it.")
     if not as_json:
         console.print_next(console.command("vllm", "serve", destination, "--trust-remote-code"))
+
+
+def _open_source(source: Path) -> Checkpoint:
+    with remedy(SOURCE_REMEDY):
+        return open_checkpoint(source)
 
 
 def _check_operands(
     source: Checkpoint | None, *, layers: tuple[int, ...] | None, hidden_states: Path | None, against: Path | None
 ) -> None:
-    """Open now what is needed after the pass over the shards, which takes hours for a large model; CheckpointError."""
+    """Check now what is used after the pass over the shards, which may take hours; raises CheckpointError."""
     if source is not None and layers:
         from k2convert.validate.layers.check import check_layers_exist
 
         check_layers_exist(source, layers)
     if hidden_states is not None:
         if not hidden_states.is_file():
-            raise CheckpointError(f"{hidden_states}: no such file of hidden states.")
-        read_header(hidden_states)
+            raise CheckpointError(f"{hidden_states}: no such file. Pass a file of hidden states.")
+        with remedy("Capture the hidden states again, or leave out --hidden-states."):
+            read_header(hidden_states)
     if against is not None:
-        open_checkpoint(against)
+        with remedy("Pass a complete NVFP4 checkpoint to --against."):
+            open_checkpoint(against)
 
 
 def report(destination: Path, *, source: Path | None, validation: Path | None, out: Path | None, as_json: bool) -> None:
-    """Validate what can be validated, or take the validation from a file, and write the report."""
+    """Write the report, with a validation from a file or of the folder, if the folder can be validated."""
     check_folder(destination)
     if validation is not None:
-        files = write_report(folder=destination, out=out, validation=read_json_file(validation))
+        with remedy(_VALIDATION_REMEDY):
+            files = write_report(folder=destination, out=out, validation=read_json_file(validation))
     elif (found := _validate_for_report(destination, source, quiet=as_json)) is not None:
         measured = found.weights.errors if found.weights is not None else None
-        files = write_report(folder=destination, out=out, validation=report_document(found), measured=measured)
+        files = write_report(folder=destination, out=out, validation=validation_document(found), measured=measured)
     else:
         files = write_report(folder=destination, out=out)
     is_sound = _show_report(files, as_json)
@@ -100,15 +95,18 @@ def report(destination: Path, *, source: Path | None, validation: Path | None, o
 def _validate_for_report(destination: Path, source: Path | None, *, quiet: bool) -> ValidationReport | None:
     if not can_be_validated(destination):
         if source is not None:
-            raise CheckpointError(f"{destination}: no finished checkpoint to measure against {source}. Drop --source.")
+            raise CheckpointError(
+                f"{destination}: not a finished checkpoint with shards, so it cannot be measured against {source}. "
+                "Leave out --source."
+            )
         return None
-    opened = None if source is None else open_checkpoint(source)
-    with progress_views.PassDisplay(what="report", total_bytes=folder_bytes(destination), quiet=quiet) as display:
-        return validate_checkpoint(folder=destination, source=opened, progress=display.advance)
+    opened = None if source is None else _open_source(source)
+    with Display("report", total_bytes=folder_bytes(destination), quiet=quiet) as display:
+        return validate_checkpoint(folder=destination, source=opened, events=display)
 
 
 def _show_report(files: ReportFiles, as_json: bool) -> bool:
-    """Print what was written; returns whether the conversion is complete and no rule known to be broken."""
+    """Print the written files; return whether the conversion is complete and no checked rule is broken."""
     written = {"html": files.page, "markdown": files.markdown, "picture": files.picture}
     document = figures_document(files.report)
     failed: list[int] = document["contract"]["failed"] if document["contract"] else []

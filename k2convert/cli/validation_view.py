@@ -1,4 +1,4 @@
-"""How a validation is shown: every rule, the weights, the layers, the comparison."""
+"""A validation as tables: every rule, the weights, the layers, the comparison."""
 
 import math
 
@@ -76,7 +76,7 @@ def _show_layers(report: LayersReport) -> None:
         for layer in report.layers
         for error in layer.errors
     ]
-    title = f"reference layers, output against INT4 in FP32 ({report.hidden_states})"
+    title = f"reference layers, error of the output against INT4 in FP32 ({report.hidden_states})"
     print_table(title, ("layer", "output SQNR", "cosine", "worst expert", "router"), rows)
     for layer in report.layers:
         for failure in layer.failures:
@@ -87,6 +87,6 @@ def _show_comparison(comparison: Comparison) -> None:
     _show_contract(comparison.contract)
     _show_weights(f"weight error of {comparison.folder}", comparison.weights)
     print_line(
-        f"tensor by tensor: less error here in {comparison.better_here:,}, there in {comparison.better_there:,}, "
+        f"by tensor: less error here in {comparison.better_here:,}, less there in {comparison.better_there:,}, "
         f"equal in {comparison.equal:,}"
     )

@@ -12,6 +12,7 @@ from k2convert.plan.inspection import Inspection
 from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.journal import JobState
+from k2convert.report.document import metrics_document
 
 
 def plan_document(job: Job, *, source: str) -> dict[str, Any]:
@@ -116,17 +117,6 @@ def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) 
         "tensor_bytes_out": job.plan.data_bytes,
         "totals": {role: metrics_document(metrics) for role, metrics in totals.items()},
     }
-
-
-def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
-    """Return metrics as plain data with their ratios; ratios that are not finite become None."""
-    ratios = {
-        "sqnr_db": metrics.sqnr_db,
-        "relative_mse": metrics.relative_mse,
-        "achieved_to_plain": metrics.achieved_to_plain,
-        "achieved_to_bound": metrics.achieved_to_bound,
-    }
-    return metrics.to_dict() | {key: value if math.isfinite(value) else None for key, value in ratios.items()}
 
 
 def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> None:

@@ -21,7 +21,7 @@ from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.forward.weights import WeightReader
-from k2convert.models.kimi import text_config
+from k2convert.models.config import text_config
 
 TENSOR_NAME: Final = "layers.{layer}.mlp.input"
 CHANNEL_SIGMA: Final = 0.6

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from k2convert.errors import CheckpointError
 from k2convert.forward.weights import WeightReader
-from k2convert.models.kimi import text_config
+from k2convert.models.config import text_config
 
 SCORES_PER_GROUP = 2
 """A group's score is the sum of its best two."""

@@ -1,6 +1,6 @@
-"""How the tensors' errors are distributed, and which block scales were used."""
+"""Charts: the distribution of the tensors' errors, and the block scales that were used."""
 
-# matplotlib leaves its keyword arguments untyped, which makes every call of it "partially unknown".
+# matplotlib does not type its keyword arguments, so every call is "partially unknown".
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _RANGE_LOG2 = (-9.6, 9.2)
 _TAIL_DB = 0.5
 
 Series = tuple[str, NDArray[np.float64], str]
-"""Label, SQNR of every tensor, colour."""
+"""Label, SQNR of every tensor, color."""
 
 
 def has_distribution(report: Report) -> bool:
-    """Whether there is an error with a finite SQNR to show."""
+    """Return whether any tensor has a finite SQNR."""
     return any(np.isfinite(t.sqnr_db) for t in report.tensors)
 
 
 def draw_distribution(report: Report, *, palette: Palette, is_narrow: bool) -> Figure:
-    """Histograms over the tensors: SQNR here, under `plain`, and at the bound."""
+    """Draw histograms of the tensors' SQNR: of this conversion, of `plain`, and of the bound."""
     width, height, left = (3.6, 2.9, 0.66) if is_narrow else (9.5, 3.0, 0.66)
     rows = 3 if is_narrow else 1
     top = 0.22 * rows + 0.08
@@ -42,20 +42,20 @@ def draw_distribution(report: Report, *, palette: Palette, is_narrow: bool) -> F
     axes = sheet.axes(left, top, width - left - 0.1, height - top - 0.48)
     series = _series(report.tensors, report.rule, palette)
     everything = np.concatenate([values for _, values, _ in series])
-    # A few broken tensors must not squeeze the rest: those further left are counted into the first bin, and named.
+    # A few broken tensors must not squeeze the rest: they are counted in the first bin, and the label says how many.
     low = max(float(everything.min()), min(float(np.percentile(v, 1)) for _, v, _ in series) - _TAIL_DB)
     high = float(everything.max())
     pad = 0.03 * max(high - low, 0.2)
     edges = np.linspace(low - pad, high + pad, 71 if is_narrow else 161)
-    for i, (label, values, colour) in enumerate(series):
+    for i, (label, values, color) in enumerate(series):
         counts = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0]
-        axes.stairs(counts, edges, fill=True, color=colour, alpha=0.3, linewidth=0)
-        axes.stairs(counts, edges, color=colour, linewidth=1.2)
+        axes.stairs(counts, edges, fill=True, color=color, alpha=0.3, linewidth=0)
+        axes.stairs(counts, edges, color=color, linewidth=1.2)
         median = f"{label}: median {statistics.median(values.tolist()):.2f} dB"
         if is_narrow:
-            sheet.text(left, 0.16 + 0.22 * i, median, colour=colour, weight="bold")
+            sheet.text(left, 0.16 + 0.22 * i, median, color=color, weight="bold")
         else:
-            sheet.text(left + 3.0 * i, 0.16, median, colour=colour, weight="bold")
+            sheet.text(left + 3.0 * i, 0.16, median, color=color, weight="bold")
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
     _mark_gaps(axes, series, palette, share=0.25 if is_narrow else 0.1)
@@ -63,7 +63,7 @@ def draw_distribution(report: Report, *, palette: Palette, is_narrow: bool) -> F
     axes.yaxis.set_major_formatter(FuncFormatter(_whole))
     axes.set_ylabel("tensors")
     beyond = sum(int((values < low).sum()) for _, values, _ in series)
-    note = f"; {beyond:,} further left" if beyond else "" if is_narrow else ": further right is less error"
+    note = f"; {beyond:,} further left" if beyond else "" if is_narrow else ": further right means less error"
     axes.set_xlabel(f"SQNR of a tensor, dB{note}")
     return sheet.figure
 
@@ -74,12 +74,12 @@ def _series(tensors: Sequence[TensorFigures], rule: str, palette: Palette) -> li
     bound = [t.sqnr_bound_db for t in tensors if t.sqnr_bound_db is not None]
     listed = [("plain", plain if rule != "plain" else [], palette.plain), (f"this: {rule}", ours, palette.ours)]
     listed.append(("bound", bound, palette.bound))
-    arrays = [(label, np.array([v for v in values if np.isfinite(v)]), colour) for label, values, colour in listed]
-    return [(label, values, colour) for label, values, colour in arrays if values.size]
+    arrays = [(label, np.array([v for v in values if np.isfinite(v)]), color) for label, values, color in listed]
+    return [(label, values, color) for label, values, color in arrays if values.size]
 
 
 def _mark_gaps(axes: Axes, series: Sequence[Series], palette: Palette, *, share: float) -> None:
-    """Arrows between neighbouring medians, where they are more than `share` of the axis apart."""
+    """Draw arrows between adjacent medians that differ by more than `share` of the axis."""
     low, high = axes.get_xlim()
     level = axes.get_ylim()[1] * 0.93
     medians = [statistics.median(values.tolist()) for _, values, _ in series]
@@ -94,7 +94,7 @@ def _mark_gaps(axes: Axes, series: Sequence[Series], palette: Palette, *, share:
 
 
 def draw_block_scales(histogram: Sequence[tuple[int, int]], *, palette: Palette, is_narrow: bool) -> Figure:
-    """Number of blocks by E4M3 block scale, with the limits of what every engine reads."""
+    """Draw the number of blocks by E4M3 block scale, with the limits of what every engine reads."""
     width, height, left = (3.6, 2.8, 0.66) if is_narrow else (9.5, 2.9, 0.66)
     sheet = Sheet(width, height, palette)
     axes = sheet.axes(left, 0.34, width - left - 0.1, height - 0.34 - 0.5)
@@ -118,12 +118,12 @@ def draw_block_scales(histogram: Sequence[tuple[int, int]], *, palette: Palette,
     axes.minorticks_off()
     low, high = _RANGE_LOG2
     for value, text, align in (
-        (SMALLEST_NORMAL_LOG2 - 0.1, "subnormal" if is_narrow else "subnormal: zero on Hopper", "right"),
+        (SMALLEST_NORMAL_LOG2 - 0.1, "subnormal" if is_narrow else "subnormal: flushed to zero on Hopper", "right"),
         (SMALLEST_NORMAL_LOG2 + 0.1, "2⁻⁶" if is_narrow else "2⁻⁶, the smallest normal", "left"),
         (float(np.log2(LARGEST)), "448" if is_narrow else "448, the largest", "right"),
     ):
         place = left + (width - left - 0.1) * (value - low) / (high - low)
-        sheet.text(place, 0.27, text, colour=palette.warn, align=align)
+        sheet.text(place, 0.27, text, color=palette.warn, align=align)
     return sheet.figure
 
 

@@ -1,4 +1,4 @@
-"""What `validate` found, read out of its document: rules, weights decoded again, layers, another checkpoint."""
+"""The document of a validation, parsed: rules, decoded weights, layers, and the comparison with a second checkpoint."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from k2convert.errors import CheckpointError
+from k2convert.errors import MalformedFileError
+from k2convert.report.formatting import decibels
 
 VERDICTS = ("pass", "warn", "fail", "skipped")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of the servable contract and its outcome; offenders are (name, problem)."""
+    """One rule of the servable contract and its outcome. Offenders are (name, problem)."""
 
     number: int
     title: str
@@ -25,7 +26,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """How many rules came out how."""
+    """The number of rules by outcome."""
 
     total: int
     held: int
@@ -36,7 +37,7 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """A validation ready to be shown; `layers` are table rows, `sentences` say what else was compared."""
+    """A validation ready to be shown. `layers` are table rows, `sentences` say what else was compared."""
 
     rules: tuple[Rule, ...]
     verdicts: Verdicts
@@ -56,7 +57,7 @@ LAYER_COLUMNS = ("layer", "computed with", "output SQNR", "cosine", "worst exper
 
 
 def read_checks(document: Mapping[str, Any]) -> Checks:
-    """Take a validation document apart; CheckpointError where it is not one."""
+    """Parse the document of a validation; raises MalformedFileError if it is not one."""
     try:
         rules = tuple(_read_rule(rule) for rule in document["contract"]["rules"])
         layers = cast("Mapping[str, Any]", document.get("layers") or {})
@@ -68,8 +69,8 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
             sentences=(*_weight_sentences(document), *_layer_sentences(layers), *_against_sentences(document)),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"the validation document is not what `k2convert validate --json` prints ({error!r}). Validate again."
+        raise MalformedFileError(
+            f"the validation is not a document that `k2convert validate --json` prints ({error!r})."
         ) from None
 
 
@@ -88,7 +89,7 @@ def _read_rule(rule: Mapping[str, Any]) -> Rule:
 
 
 def _last_part(path: Any) -> str:
-    """A report is made to be passed on: where things lay on somebody's disk is no part of it."""
+    """Return the last part of a path. A report is given to others, so it must not show local paths."""
     return str(path).rstrip("/").rsplit("/", 1)[-1]
 
 
@@ -108,16 +109,12 @@ def _layer_rows(layer: Mapping[str, Any]) -> list[tuple[str, ...]]:
         (
             str(int(layer["layer"])),
             _VARIANTS.get(str(error["variant"]), str(error["variant"])),
-            _decibels(error["sqnr_db"]),
+            decibels(error["sqnr_db"]),
             "" if error["cosine"] is None else f"{float(error['cosine']):.6f}",
-            f"{int(error['worst_expert'])}: {_decibels(error['worst_expert_sqnr_db'])}",
+            f"{int(error['worst_expert'])}: {decibels(error['worst_expert_sqnr_db'])}",
         )
         for error in layer["errors"]
     ]
-
-
-def _decibels(value: Any) -> str:
-    return "not finite" if value is None else f"{float(value):.2f} dB"
 
 
 def _layer_sentences(layers: Mapping[str, Any]) -> list[str]:
@@ -125,7 +122,7 @@ def _layer_sentences(layers: Mapping[str, Any]) -> list[str]:
     for layer in layers.get("layers", ()):
         number = int(layer["layer"])
         if not layer["router_unchanged"]:
-            found.append(f"Layer {number}: the router is not the source's.")
+            found.append(f"Layer {number}: the router differs from the source's.")
         found += [f"Layer {number}: {failure}" for failure in layer["failures"]]
     return found
 
@@ -135,11 +132,11 @@ def _weight_sentences(document: Mapping[str, Any]) -> list[str]:
     if not weights:
         return []
     found: list[str] = []
-    for key, what in (("journal", "the journal's figures"), ("library_decoder", "the libraries' own decoders")):
+    for key, what in (("journal", "the journal's figures"), ("library_decoder", "the library's own decoder")):
         compared, wrong = int(weights[key]["compared"]), len(weights[key]["mismatches"])
         if compared:
             outcome = f"{wrong:,} differ" if wrong else "all agree"
-            found.append(f"{compared:,} tensors decoded from the written bytes against {what}: {outcome}.")
+            found.append(f"{compared:,} tensors decoded from the written bytes and compared with {what}: {outcome}.")
     return found
 
 
@@ -149,8 +146,8 @@ def _against_sentences(document: Mapping[str, Any]) -> list[str]:
         return []
     name = _last_part(other["folder"])
     failed = ", ".join(str(int(n)) for n in other["contract"]["failed"]) or "none"
-    sqnr = _decibels(other["weights"]["totals"]["total"]["sqnr_db"])
+    sqnr = decibels(other["weights"]["totals"]["total"]["sqnr_db"])
     return [
-        f"Beside {name} ({sqnr}): less error here in {int(other['better_here']):,} tensors, there in "
-        f"{int(other['better_there']):,}, equal in {int(other['equal']):,}; contract rules broken there: {failed}."
+        f"Compared with {name} ({sqnr}): less error here in {int(other['better_here']):,} tensors, less there in "
+        f"{int(other['better_there']):,}, equal in {int(other['equal']):,}. Contract rules broken there: {failed}."
     ]

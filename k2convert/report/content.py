@@ -1,14 +1,14 @@
-"""A report in words and figures, ready to be set: the same rows go into the page and into the Markdown."""
+"""The words and rows of a report, the same in the page and in the Markdown."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.report.checks import Checks, Verdicts
 from k2convert.report.figures import Report, TensorFigures, scale_value
+from k2convert.report.formatting import decibels, percent
 
 NOT_COUNTED = "not counted"
 TIMES = "\u00d7"
@@ -17,7 +17,7 @@ _SMALLEST_NORMAL_BYTE, _LARGEST_BYTE = 0x08, 0x7E
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One headline figure; `tone` is "", "good" or "bad"."""
+    """One headline figure. `tone` is "", "good" or "bad"."""
 
     value: str
     label: str
@@ -27,7 +27,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """One honest count: what, how many, their share, and what it means."""
+    """One count: what, how many, their share, and what it means."""
 
     label: str
     value: str
@@ -36,7 +36,7 @@ class Count:
 
 
 def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
-    """The figures people quote, first things first."""
+    """Return the headline figures, the most important first."""
     total = report.total
     tiles = [
         Tile(
@@ -54,15 +54,15 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
             Tile(
                 f"{total.achieved_to_bound:.3f} {TIMES}",
                 "the bound's error",
-                "no NVFP4 weights, whatever their scales, have less",
+                "no choice of scales, even real-valued, can do better",
             )
         )
     if report.worst:
         worst = report.worst[0]
-        tiles.append(Tile(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all that were converted"))
+        tiles.append(Tile(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all converted tensors"))
     if total.num_codes and total.recoverable_codes is not None:
         share = percent(total.recoverable_codes, total.num_codes)
-        tiles.append(Tile(share, "INT4 codes recoverable", "rounding to the INT4 grid gives the source's code back"))
+        tiles.append(Tile(share, "INT4 codes recoverable", "rounding to the INT4 grid restores the source's code"))
     if checks is not None:
         tiles.append(_contract_tile(checks.verdicts))
     return tuple(tiles)
@@ -71,16 +71,16 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
 def _contract_tile(verdicts: Verdicts) -> Tile:
     if verdicts.failed:
         which = ", ".join(str(number) for number in verdicts.failed)
-        return Tile(f"{len(verdicts.failed)} broken", "contract rules", f"must not be served: rule {which}", "bad")
+        return Tile(f"{len(verdicts.failed)} broken", "contract rules", f"do not serve it: rule {which}", "bad")
     rest = [f"{verdicts.warned} with warnings"] if verdicts.warned else []
     rest += [f"{verdicts.skipped} not checked"] if verdicts.skipped else []
-    detail = ", ".join(rest) or "of vLLM, SGLang and TensorRT-LLM; no engine was run"
+    detail = ", ".join(rest) or "for vLLM, SGLang and TensorRT-LLM; no engine was run"
     tone = "good" if verdicts.held == verdicts.total else ""
     return Tile(f"{verdicts.held} of {verdicts.total}", "contract rules hold", detail, tone)
 
 
 def counts(metrics: WeightMetrics) -> tuple[Count, ...]:
-    """What happened to the weights, counted: the bad with the good."""
+    """Return the counts of what happened to the weights."""
     changed = metrics.num_nonzero - metrics.equal_nonzero
     histogram = dict(metrics.scale_histogram)
     subnormal = sum(n for byte, n in histogram.items() if byte < _SMALLEST_NORMAL_BYTE)
@@ -91,16 +91,16 @@ def counts(metrics: WeightMetrics) -> tuple[Count, ...]:
         _count("non-zero weights changed", changed, metrics.num_nonzero, "the conversion is not lossless"),
         _count("blocks reproduced exactly", metrics.equal_blocks, blocks, "all 16 values, blocks of zeros included"),
         _count("INT4 codes recoverable", metrics.recoverable_codes, codes, "round(w'/s) is the source's code"),
-        _count("codes of magnitude 5 or 7", metrics.num_five_or_seven, codes, "E2M1 has neither beside other integers"),
-        _count("codes of -8", metrics.num_minus_eight, codes, "allowed by the format, never written by K2's training"),
+        _count("codes of magnitude 5 or 7", metrics.num_five_or_seven, codes, "E2M1 has neither with other integers"),
+        _count("codes of -8", metrics.num_minus_eight, codes, "allowed, but never written by the model's training"),
         _count(
             "blocks clipped to the normal scales", metrics.blocks_outside_normal, blocks,
-            "a scale below 2^-6 or above 448 would have served them better",
+            "a scale below 2^-6 or above 448 would have given less error",
         ),
-        _count("blocks with a subnormal scale", subnormal, blocks, "Hopper's Marlin path makes them zero"),
-        _count("blocks at 448", histogram.get(_LARGEST_BYTE, 0), blocks, "the largest scale there is"),
-        _count("tensors of wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales more than 2^13 apart"),
-        Count("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its own INT4 grid"),
+        _count("blocks with a subnormal scale", subnormal, blocks, "Marlin kernels on Hopper flush them to zero"),
+        _count("blocks at 448", histogram.get(_LARGEST_BYTE, 0), blocks, "the largest scale"),
+        _count("tensors with a wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales differ by > 2^13"),
+        Count("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
         Count("block scales used", " to ".join(f"{v:g}" for v in extremes) or NOT_COUNTED, "", "smallest and largest"),
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ ROLE_COLUMNS = ("role", "weights", "SQNR", "relative error", "error / plain", "e
 
 
 def role_rows(report: Report) -> list[tuple[str, ...]]:
-    """One row a role, and the total where there is more than one."""
+    """Return one row per role, and the total if there are several roles."""
     roles = [role for role in report.totals if role != "total"]
     return [_role_row(role, report.totals[role]) for role in (roles if len(roles) == 1 else [*roles, "total"])]
 
@@ -136,7 +136,7 @@ WORST_COLUMNS = ("tensor", "SQNR", "plain", "bound", "largest error, steps", "no
 
 
 def worst_rows(tensors: Sequence[TensorFigures]) -> list[tuple[str, ...]]:
-    """One row a tensor, after its name; empty where a figure was not recorded."""
+    """Return one row per tensor, without its name; a cell is empty if a figure was not recorded."""
     return [
         (
             decibels(t.sqnr_db),
@@ -150,7 +150,7 @@ def worst_rows(tensors: Sequence[TensorFigures]) -> list[tuple[str, ...]]:
 
 
 def made_by(report: Report) -> tuple[tuple[str, str], ...]:
-    """Provenance that identifies the result, as label and value; only what is known."""
+    """Return the known facts that identify the result, as (label, value)."""
     source, recipe = report.provenance, report.provenance.recipe
     header_digest = report.provenance.fingerprint.get("source_headers")
     scales = recipe.get("input_scale")
@@ -175,35 +175,15 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
 
 
 def caution(report: Report) -> str:
-    """What the figures do not say, in one paragraph."""
+    """Return a paragraph about what the figures do not say."""
     total = report.total
     exact = "the exact INT4 values q * s"
     if total.num_codes != total.num_weights:
-        exact += " (the BF16 values, where the source was BF16)"
+        exact += " (the BF16 values for BF16 sources)"
     text = (
         f"These are errors of weights against {exact}. The conversion is not lossless: E2M1 has no 5 and no 7. It "
-        "does not save space either: INT4 and NVFP4 both take 4.5 bits a weight."
+        "does not save space: INT4 and NVFP4 both take 4.5 bits per weight."
     )
     if report.provenance.recipe.get("activations") == "w4a4":
-        text += " FP4 activations add an error of their own at run time, which no conversion of weights changes."
+        text += " FP4 activations add error at run time, which does not depend on how the weights were converted."
     return text
-
-
-def decibels(value: float) -> str:
-    """22.62 dB, or what an infinite ratio means."""
-    if math.isfinite(value):
-        return f"{value:.2f} dB"
-    return "exact" if value > 0 else "broken"
-
-
-def percent(part: int, whole: int) -> str:
-    """A share that is only 0 or 100 % where it really is."""
-    if not whole:
-        return ""
-    share = 100 * part / whole
-    if part > 0 and share < 0.001:
-        return "< 0.001 %"
-    if part < whole and share > 99.999:
-        return "> 99.999 %"
-    digits = 1 if 1 <= share <= 99 else 3
-    return f"{share:.{digits}f} %" if 0 < part < whole else f"{share:.0f} %"

@@ -1,4 +1,4 @@
-"""A report's figures as plain data, for --json."""
+"""Figures as plain data, for --json."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from k2convert.report.checks import read_checks
 from k2convert.report.figures import Report, TensorFigures
 
 
-def report_document(report: Report) -> dict[str, Any]:
-    """Headline, totals, worst tensors and contract; figures that are not finite become None."""
+def figures_document(report: Report) -> dict[str, Any]:
+    """Return totals, worst tensors and contract of a report; figures that are not finite become None."""
     checks = None if report.validation is None else read_checks(report.validation)
     return {
         "complete": report.is_complete,
         "rule": report.rule,
-        "totals": {role: _totals(metrics) for role, metrics in report.totals.items()},
-        "worst": [_tensor(tensor) for tensor in report.worst],
+        "totals": {role: metrics_document(metrics) for role, metrics in report.totals.items()},
+        "worst": [_tensor_document(tensor) for tensor in report.worst],
         "contract": None
         if checks is None
         else {
@@ -30,28 +30,30 @@ def report_document(report: Report) -> dict[str, Any]:
     }
 
 
-def _totals(metrics: WeightMetrics) -> dict[str, Any]:
-    derived = {
+def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
+    """Return metrics with the derived ratios; ratios that are not finite become None."""
+    ratios = {
         "sqnr_db": metrics.sqnr_db,
         "relative_mse": metrics.relative_mse,
         "achieved_to_plain": metrics.achieved_to_plain,
         "achieved_to_bound": metrics.achieved_to_bound,
     }
-    return {name: _finite(value) for name, value in derived.items()} | metrics.to_dict()
+    return metrics.to_dict() | {name: finite_or_none(value) for name, value in ratios.items()}
 
 
-def _tensor(tensor: TensorFigures) -> dict[str, Any]:
+def _tensor_document(tensor: TensorFigures) -> dict[str, Any]:
     return {
         "module": tensor.module,
         "role": tensor.role,
-        "sqnr_db": _finite(tensor.sqnr_db),
+        "sqnr_db": finite_or_none(tensor.sqnr_db),
         "sqnr_plain_db": tensor.sqnr_plain_db,
         "sqnr_bound_db": tensor.sqnr_bound_db,
-        "relative_mse": _finite(tensor.relative_mse),
+        "relative_mse": finite_or_none(tensor.relative_mse),
         "max_error_steps": tensor.max_error_steps,
         "changed_share": tensor.changed_share,
     }
 
 
-def _finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
+    """Return a number as JSON can hold it: None if it is infinite or NaN."""
     return value if math.isfinite(value) else None

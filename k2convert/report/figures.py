@@ -1,4 +1,4 @@
-"""What a report shows, as plain values: one entry a tensor, the heat maps made of them, and where all of it is from."""
+"""What a report shows, as plain values: figures of every tensor, heat maps of them, and the provenance."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.errors import PlanError
-from k2convert.models.kimi import TEXT_PREFIX, WRAPPED_PREFIX, parse_tensor_name
-from k2convert.models.names import Role, TensorName
+from k2convert.models import locate_module
+from k2convert.models.names import ModulePlace, Role
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.records.ledger import TOTAL
 
 PROJECTIONS = ("gate", "up", "down")
-MAX_CELLS = 1 << 20  # of one map; K2 has 23,040. A made-up expert number must not ask for terabytes
+MAX_CELLS = 1 << 20  # of one map; K2 has 23,040. A damaged record may name any expert: its map would take terabytes
 NUM_WORST = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFigures:
-    """Error of one converted projection against its source.
+    """The error of one converted projection against its source.
 
-    `sqnr_plain_db` and `sqnr_bound_db` are what `plain` and the bound would have had: the tensor's own SQNR, shifted by
-    the ratio of squared errors on the sampled blocks; None where no sample was recorded or it holds no error.
+    `sqnr_plain_db` and `sqnr_bound_db` are the SQNR of `plain` and of the bound: the tensor's own SQNR, shifted by the
+    ratio of squared errors on the sampled blocks. They are None if no sample was recorded or it has no error.
     """
 
     module: str
@@ -44,7 +44,7 @@ class TensorFigures:
 
     @property
     def place(self) -> str:
-        """Layer, expert and projection in words; empty for a module no Kimi model has."""
+        """Layer, expert and projection in words; empty if no known model has the module."""
         if self.layer is None:
             return ""
         middle = self.role.replace("_", " ") if self.expert is None else f"expert {self.expert}"
@@ -52,13 +52,13 @@ class TensorFigures:
 
     @property
     def changed_share(self) -> float:
-        """Share of the non-zero weights whose value changed."""
+        """The share of non-zero weights whose value changed."""
         return 1 - self.equal_nonzero / self.num_nonzero if self.num_nonzero else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeatMap:
-    """SQNR in dB of one projection, [layers, experts]; NaN where there is no such tensor, infinite where exact."""
+    """SQNR in dB of one projection, [layers, experts]: NaN if there is no such tensor, infinite if it is exact."""
 
     projection: str
     layers: tuple[int, ...]
@@ -71,7 +71,7 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """From what, by which recipe and versions; `shards` and `source_headers` map names to blake3 digests."""
+    """Source, recipe and versions. `shards` and `source_headers` map names to blake3 digests."""
 
     family: str | None
     repo: str | None
@@ -85,9 +85,9 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything a report says; `missing` are sentences on what could not be shown, and why.
+    """Everything that a report shows. `missing` are sentences about what could not be shown, and why.
 
-    `totals` are by role and under "total". `validation` is the document `validate --json` prints, or None.
+    `totals` are by role and under "total". `validation` is the document that `validate --json` prints, or None.
     """
 
     provenance: Provenance
@@ -101,7 +101,7 @@ class Report:
 
     @property
     def total(self) -> WeightMetrics:
-        return self.totals["total"]
+        return self.totals[TOTAL]
 
     @property
     def is_complete(self) -> bool:
@@ -113,14 +113,14 @@ class Report:
 
     @property
     def worst(self) -> tuple[TensorFigures, ...]:
-        """The tensors with the least SQNR, least first; ties by name."""
+        """The tensors with the lowest SQNR, lowest first, then by name."""
         return tuple(sorted(self.tensors, key=lambda t: (t.sqnr_db, t.module))[:NUM_WORST])
 
 
 def figures_from_metrics(module: str, role: str, metrics: WeightMetrics) -> TensorFigures:
-    """One tensor of the journal."""
+    """Return the figures of a recorded tensor."""
     own = metrics.sqnr_db
-    place = locate(module)
+    place = locate_projection(module)
     return TensorFigures(
         module=module,
         role=role,
@@ -144,18 +144,14 @@ def _shifted(sqnr_db: float, achieved: float, other: float) -> float | None:
     return sqnr_db + 10.0 * math.log10(achieved / other)
 
 
-def locate(module: str) -> TensorName | None:
-    """Layer, expert and projection of a converted module; None for names that no Kimi model has."""
-    prefix = WRAPPED_PREFIX if module.startswith(WRAPPED_PREFIX) else TEXT_PREFIX
-    try:
-        found = parse_tensor_name(f"{module}.weight", prefix=prefix)
-    except (PlanError, ValueError):  # ValueError: a number with more digits than int() takes
-        return None
-    return found if found.projection is not None else None
+def locate_projection(module: str) -> ModulePlace | None:
+    """Return layer, expert and projection of a module; None if no known model has such a projection."""
+    place = locate_module(module)
+    return place if place is not None and place.projection is not None else None
 
 
 def heat_maps(tensors: Iterable[TensorFigures]) -> tuple[HeatMap, ...]:
-    """One map for gate, up and down of the routed experts; none where there are no such tensors."""
+    """Return maps of gate, up and down of the routed experts; empty if there are no such tensors."""
     cells = [t for t in tensors if t.role == Role.EXPERTS and t.layer is not None and t.expert is not None]
     layers = tuple(sorted({t.layer for t in cells if t.layer is not None}))
     num_experts = 1 + max((t.expert for t in cells if t.expert is not None), default=-1)
@@ -170,6 +166,6 @@ def heat_maps(tensors: Iterable[TensorFigures]) -> tuple[HeatMap, ...]:
 
 
 def scale_value(byte: int) -> float:
-    """The number an E4M3 byte stands for; 0x7F as if it were one."""
+    """Return the value of a non-negative E4M3 byte. 0x7F, which is NaN, is treated as a number."""
     exponent, mantissa = byte >> 3, byte & 7
     return mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)

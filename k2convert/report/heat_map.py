@@ -1,11 +1,11 @@
-"""SQNR by layer and expert, one map each for gate, up and down on one colour scale.
+"""Heat maps: SQNR by layer and expert, one map each for gate, up and down on one color scale.
 
-K2 has 60 layers x 384 experts, so a cell is a pixel or two. On a wide page experts run along a line and the maps stand
-one above the other; on a narrow one they run downwards and the maps stand side by side. Each map is embedded as an
-image of one pixel a cell and enlarged by the browser, which keeps 69,120 cells at some 100 kB.
+K2 has 60 layers x 384 experts, so a cell is a pixel or two. On a wide page experts are columns and the maps are
+stacked. On a narrow page experts are rows and the maps are in one line. Each map is embedded as an image of one pixel
+per cell, which the browser enlarges: 69,120 cells take about 100 kB.
 """
 
-# matplotlib leaves its keyword arguments untyped, which makes every call of it "partially unknown".
+# matplotlib does not type its keyword arguments, so every call is "partially unknown".
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from k2convert.report.figures import HeatMap
-from k2convert.report.palette import COLOUR_MAP, Palette
+from k2convert.report.palette import COLOR_MAP, Palette
 from k2convert.report.sheet import Sheet
 
-MIN_SPAN_DB = 0.2  # a narrower scale would paint noise in loud colours
+MIN_SPAN_DB = 0.2  # a narrower scale would show noise as differences
 MAP_ID = "map-"
 _MAX_LABELLED_CELLS = 24 * 8
 _LAYER_STEPS = (1, 2, 5, 10, 20, 50, 100, 1 << 20)
@@ -34,8 +34,8 @@ SetTicks = Callable[[Sequence[int], Sequence[str]], object]
 
 
 @dataclass(frozen=True, slots=True)
-class ColourScale:
-    """What the ends of the colour map stand for, in dB; values beyond them take the end's colour."""
+class ColorScale:
+    """The values in dB at the ends of the color map. Values beyond an end get its color."""
 
     low: float
     high: float
@@ -43,23 +43,23 @@ class ColourScale:
     is_clipped_above: bool
 
 
-def colour_scale(maps: tuple[HeatMap, ...]) -> ColourScale:
-    """The scale all maps share: the middle 99 % of the finite values, so that one outlier does not grey the rest."""
+def color_scale(maps: tuple[HeatMap, ...]) -> ColorScale:
+    """Return the scale of all maps: the middle 99 % of the finite values, so one outlier does not hide the rest."""
     values = np.concatenate([m.values.ravel() for m in maps])
     finite = values[np.isfinite(values)]
     if finite.size == 0:
-        return ColourScale(0.0, 1.0, False, False)
+        return ColorScale(0.0, 1.0, False, False)
     low, high = (float(v) for v in np.percentile(finite, [0.5, 99.5]))
     if finite.size < 1000:
         low, high = float(finite.min()), float(finite.max())
     if high - low < MIN_SPAN_DB:
         middle = (low + high) / 2
         low, high = middle - MIN_SPAN_DB / 2, middle + MIN_SPAN_DB / 2
-    return ColourScale(low, high, bool(finite.min() < low), bool(finite.max() > high))
+    return ColorScale(low, high, bool(finite.min() < low), bool(finite.max() > high))
 
 
 def draw_heat_maps(maps: tuple[HeatMap, ...], *, palette: Palette, is_narrow: bool) -> Figure:
-    """Draw all maps with their colour scale; `is_narrow` for a telephone."""
+    """Draw all maps with their color scale; `is_narrow` for a phone."""
     return _draw_narrow(maps, palette) if is_narrow else _draw_wide(maps, palette)
 
 
@@ -67,7 +67,7 @@ def _draw_wide(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
     width, left, right, title, bottom, bar = 9.5, 0.66, 0.05, 0.26, 0.42, 0.5
     height = float(np.clip(0.042 * len(maps[0].layers), 0.6, 2.6))
     sheet = Sheet(width, bar + len(maps) * (title + height) + bottom, palette)
-    scale = colour_scale(maps)
+    scale = color_scale(maps)
     top = bar
     for i, found in enumerate(maps):
         axes = sheet.axes(left, top + title, width - left - right, height)
@@ -81,7 +81,7 @@ def _draw_wide(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
         if found.values.size <= _MAX_LABELLED_CELLS:
             _write_values(axes, found.values, scale)
         top += title + height
-    sheet.text(left + (width - left - right) / 2, top + 0.36, "expert", align="center", colour=palette.muted)
+    sheet.text(left + (width - left - right) / 2, top + 0.36, "expert", align="center", color=palette.muted)
     _draw_scale(sheet, scale, left=left, top=0.24, width=3.0)
     return sheet.figure
 
@@ -90,7 +90,7 @@ def _draw_narrow(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
     width, left, gap, title, bottom, bar = 3.6, 0.5, 0.1, 0.26, 0.42, 0.5
     height = float(np.clip(0.0145 * maps[0].num_experts, 1.8, 5.6))
     sheet = Sheet(width, bar + title + height + bottom, palette)
-    scale = colour_scale(maps)
+    scale = color_scale(maps)
     each = (width - left - 0.05 - gap * (len(maps) - 1)) / len(maps)
     for i, found in enumerate(maps):
         start = left + i * (each + gap)
@@ -103,16 +103,16 @@ def _draw_narrow(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
             axes.set_yticklabels([])
         else:
             axes.set_ylabel("expert")
-    sheet.text((left + width) / 2, bar + title + height + 0.36, "layer", align="center", colour=palette.muted)
+    sheet.text((left + width) / 2, bar + title + height + 0.36, "layer", align="center", color=palette.muted)
     _draw_scale(sheet, scale, left=left, top=0.24, width=2.2)
     return sheet.figure
 
 
-def _draw_map(axes: Axes, values: NDArray[np.float64], scale: ColourScale, palette: Palette, name: str) -> None:
+def _draw_map(axes: Axes, values: NDArray[np.float64], scale: ColorScale, palette: Palette, name: str) -> None:
     axes.set_facecolor(palette.empty)
     shown = np.ma.masked_invalid(np.where(np.isposinf(values), scale.high, values))
     image = axes.imshow(
-        shown, cmap=COLOUR_MAP, vmin=scale.low, vmax=scale.high, aspect="auto", interpolation="none", origin="upper"
+        shown, cmap=COLOR_MAP, vmin=scale.low, vmax=scale.high, aspect="auto", interpolation="none", origin="upper"
     )
     image.set_gid(f"{MAP_ID}{name}")
     axes.spines[:].set_visible(False)
@@ -130,27 +130,27 @@ def _label_experts(set_ticks: SetTicks, found: HeatMap, *, most: int) -> None:
 
 
 def _spaced(numbers: Sequence[int], most: int, steps: Sequence[int]) -> list[int]:
-    """Positions of the numbers to label: every one, or the multiples of a round step, at most `most`."""
+    """Return the positions of the numbers to label: all, or the multiples of a round step, at most `most`."""
     step = next(s for s in steps if len(numbers) <= most * s)
     return [i for i, number in enumerate(numbers) if number % step == 0]
 
 
-def _write_values(axes: Axes, values: NDArray[np.float64], scale: ColourScale) -> None:
-    norm, colours = Normalize(scale.low, scale.high, clip=True), colormaps[COLOUR_MAP]
+def _write_values(axes: Axes, values: NDArray[np.float64], scale: ColorScale) -> None:
+    norm, colors = Normalize(scale.low, scale.high, clip=True), colormaps[COLOR_MAP]
     decimals = 2 if values.shape[1] <= 16 else 1
     for row, column in np.argwhere(~np.isnan(values)):
         value = float(values[row, column])
-        red, green, blue, _ = colours(float(norm(min(value, scale.high))))
+        red, green, blue, _ = colors(float(norm(min(value, scale.high))))
         is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
         text = "exact" if np.isinf(value) else f"{value:.{decimals}f}"
-        colour = "#10151a" if is_light else "#f4f7fa"
-        axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=colour)
+        color = "#10151a" if is_light else "#f4f7fa"
+        axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=color)
 
 
-def _draw_scale(sheet: Sheet, scale: ColourScale, *, left: float, top: float, width: float) -> None:
+def _draw_scale(sheet: Sheet, scale: ColorScale, *, left: float, top: float, width: float) -> None:
     axes = sheet.axes(left, top, width, 0.1)
     ramp = np.linspace(0.0, 1.0, 256)[None, :]
-    axes.imshow(ramp, cmap=COLOUR_MAP, aspect="auto", extent=(scale.low, scale.high, 0.0, 1.0), interpolation="none")
+    axes.imshow(ramp, cmap=COLOR_MAP, aspect="auto", extent=(scale.low, scale.high, 0.0, 1.0), interpolation="none")
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
     low = f"{'≤ ' if scale.is_clipped_below else ''}{scale.low:.2f}"
@@ -159,4 +159,4 @@ def _draw_scale(sheet: Sheet, scale: ColourScale, *, left: float, top: float, wi
     axes.tick_params(axis="x", length=0, pad=2)
     for label, align in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
         label.set_horizontalalignment(align)
-    sheet.text(left, top - 0.06, "SQNR, dB: darker is more error", colour=sheet.palette.muted)
+    sheet.text(left, top - 0.06, "SQNR, dB: darker means more error", color=sheet.palette.muted)

@@ -1,6 +1,6 @@
-"""report.md: the same figures for a model card, as headings of the second level and tables.
+"""report.md: the same figures for a model card, as tables under headings of the second level.
 
-The page's picture is referred to by its relative name, so it shows wherever both files lie in one folder.
+The picture is linked by its relative name, so both files must be in the same folder.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ _NUM_WORST = 8
 
 
 def render_markdown(report: Report, checks: Checks | None, *, page: str, picture: str | None) -> str:
-    """The whole Markdown text; `page` and `picture` are file names beside it."""
+    """Return the whole Markdown text. `page` and `picture` are the names of files in the same folder."""
     parts = [
         "## What the conversion changed",
-        "Over all converted weights; plain (max calibration, the usual recipe) and the "
-        "bound (no NVFP4 weights have less error, whatever their scales) on a sample of every tensor's blocks.",
+        "SQNR and relative error are over all converted weights. The error is compared on a sample of every tensor's "
+        "blocks with plain (max calibration, the usual recipe) and with the bound (no choice of scales, even "
+        "real-valued, can do better).",
         _table(content.ROLE_COLUMNS, content.role_rows(report)),
     ]
     if picture is not None:
@@ -50,7 +51,7 @@ def _contract(checks: Checks) -> list[str]:
     if checks.layers:
         parts += [
             "### Reference layers",
-            f"Output of whole MoE blocks against the INT4 weights in FP32. Hidden states: "
+            "Error of the output of whole MoE blocks against the INT4 weights in FP32. Hidden states: "
             f"{escape(checks.hidden_states)}.",
             _table(LAYER_COLUMNS, checks.layers),
         ]
@@ -58,7 +59,7 @@ def _contract(checks: Checks) -> list[str]:
 
 
 def escape(text: str) -> str:
-    """Text out of a checkpoint or recipe as Markdown that shows it and does nothing else."""
+    """Escape text from a checkpoint or recipe, so that Markdown shows it unchanged."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split())).replace(r"\<", "&lt;").replace(r"\&", "&amp;")
 
 

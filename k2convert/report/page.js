@@ -1,5 +1,5 @@
 "use strict";
-// Names the cell of a heat map under the pointer. Values are hundredths of a dB, little-endian: 0 none, 65535 exact.
+// Shows the value of the heat map cell under the pointer. Values are hundredths of a dB, little-endian: 0 none, 65535 exact.
 (() => {
   const readout = document.getElementById("readout");
   const cells = JSON.parse(document.getElementById("cells").textContent);

@@ -1,8 +1,8 @@
-"""report.html: one file with everything in it, for any screen, light or dark, without network.
+"""report.html: one self-contained file for any screen, light or dark, without network.
 
-Jinja2 sets the page with escaping on for every name and figure; what is marked safe here is our own style, script, and
-charts, which hold numbers and no name out of a checkpoint. The page's policy allows this one script by its hash and
-nothing from anywhere else, so a name that got through could still not run.
+Jinja2 escapes every name and figure. Only our own style, script and charts are marked safe; the charts contain numbers
+and no names from a checkpoint. The page's security policy allows only this script, by its hash, and no requests, so
+even a name that was not escaped could not run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from k2convert.report import content
 from k2convert.report.charts import draw_block_scales, draw_distribution, has_distribution
 from k2convert.report.checks import LAYER_COLUMNS, Checks
 from k2convert.report.figures import HeatMap, Report
-from k2convert.report.heat_map import colour_scale, draw_heat_maps
+from k2convert.report.heat_map import color_scale, draw_heat_maps
 from k2convert.report.palette import DARK, LIGHT, THEMED, css_variables
 from k2convert.report.sheet import to_svg
 
@@ -31,17 +31,17 @@ _NO_CELL, _EXACT_CELL = 0, 0xFFFF
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """The same chart for a wide and for a narrow page."""
+    """One chart, drawn for a wide and for a narrow page."""
 
     wide: Markup
     narrow: Markup
 
 
 def render_page(report: Report, checks: Checks | None) -> str:
-    """The whole HTML document; the same report always gives the same text."""
+    """Return the whole HTML document. The same report always gives the same text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     template = environment.from_string(_text("page.html.jinja"))
-    # Closing tags cannot occur in our own script; its digest is of exactly what stands between its tags.
+    # The digest is of exactly the text between the script tags. Our script contains no closing tag.
     script = _text("page.js")
     return template.render(
         name=page_name(report),
@@ -74,7 +74,7 @@ def render_page(report: Report, checks: Checks | None) -> str:
 
 
 def page_name(report: Report) -> str:
-    """What the report is about: the source's repository if known, else the recipe."""
+    """Return the title of the report: the source's repository if known, else the recipe's name."""
     return report.provenance.repo or str(report.provenance.recipe.get("name", "unnamed recipe"))
 
 
@@ -119,12 +119,12 @@ def _charts(report: Report) -> dict[str, Chart | None]:
 def _span(maps: tuple[HeatMap, ...]) -> str:
     if not maps:
         return ""
-    scale = colour_scale(maps)
+    scale = color_scale(maps)
     return f"{scale.high - scale.low:.2f} dB"
 
 
 def _cells(maps: tuple[HeatMap, ...]) -> str:
-    """The maps' values for the read-out: digits, base64 and the three projections' names, nothing else."""
+    """Return the maps' values for the script: only digits, base64 and the three projections' names."""
     document = {
         found.projection: {
             "layers": list(found.layers),

@@ -1,16 +1,16 @@
-"""Colours of the charts: by meaning, for a picture as they are, for a page as CSS variables the page defines."""
+"""Colors of the charts by meaning: fixed colors for a picture, CSS variables for the page."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
 
-COLOUR_MAP = "viridis"  # perceptually even, safe for colour-blind eyes, and clear of both backgrounds
+COLOR_MAP = "viridis"  # perceptually uniform, safe for color-blind readers, and distinct from both backgrounds
 
 
 @dataclass(frozen=True, slots=True)
 class Palette:
-    """One colour a meaning; `paper` is the background, `empty` a map's cell without a tensor."""
+    """One color per meaning. `paper` is the background, `empty` is a map's cell without a tensor."""
 
     ink: str
     muted: str
@@ -45,18 +45,18 @@ DARK = Palette(
     bound="#4ec795",
     warn="#ff8a80",
 )
-# Colours nothing else uses, written by the SVG backend and then replaced by variables.
+# Colors that nothing else uses. The SVG backend writes them, then they are replaced by variables.
 THEMED = Palette(*(f"#0a0b{i:02x}" for i in range(len(fields(Palette)))))
 
 _VARIABLES = {getattr(THEMED, field.name): f"var(--{field.name})" for field in fields(Palette)}
-_THEMED_COLOUR = re.compile("|".join(_VARIABLES))
+_THEMED_COLOR = re.compile("|".join(_VARIABLES))
 
 
 def with_variables(svg: str) -> str:
-    """Replace the themed colours of an SVG by CSS variables, so that it follows the page from light to dark."""
-    return _THEMED_COLOUR.sub(lambda match: _VARIABLES[match[0]], svg)
+    """Replace the themed colors of an SVG by CSS variables, so that it follows light and dark mode."""
+    return _THEMED_COLOR.sub(lambda match: _VARIABLES[match[0]], svg)
 
 
 def css_variables(palette: Palette) -> str:
-    """Declarations of a palette's variables, for a CSS rule."""
+    """Return the declarations of a palette's variables, for a CSS rule."""
     return " ".join(f"--{field.name}: {getattr(palette, field.name)};" for field in fields(palette))

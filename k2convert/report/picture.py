@@ -1,4 +1,4 @@
-"""report.png: the charts that a model card shows, on white, with the headline figures above them."""
+"""report.png: the charts for a model card, on white, under the headline figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MARGIN = 24
 
 
 def render_picture(report: Report) -> bytes | None:
-    """A PNG of the charts over single tensors; None where no single tensor is known."""
+    """Return a PNG of the charts, or None if no figures of single tensors are known."""
     if not report.maps or not has_distribution(report):
         return None
     figures = [
@@ -31,7 +31,7 @@ def render_picture(report: Report) -> bytes | None:
     stacked = np.vstack([to_rgb(figure, dpi=DPI) for figure in figures])
     framed = np.pad(stacked, ((_MARGIN, _MARGIN), (_MARGIN, _MARGIN), (0, 0)), constant_values=255)
     target = BytesIO()
-    # 256 colours hold colour map, lines and text, at a third of the bytes.
+    # 256 colors are enough for color map, lines and text, and take a third of the bytes.
     few = Image.fromarray(framed).quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     few.save(target, format="PNG", optimize=True)
     return target.getvalue()

@@ -1,12 +1,12 @@
-"""A figure laid out in inches from its top left corner, and its way into a page or a picture.
+"""A figure laid out in inches from its top left corner, and its conversion to SVG or pixels.
 
-Charts are matplotlib's, drawn as SVG: they stay sharp at any size, their text is text, their colours can follow the
-page from light to dark, and the page needs no script to show them. plotly was the alternative; its library alone is
-4.5 MB in every report, several times all figures of a trillion weights. Each chart is drawn twice, wide and narrow,
-because one drawing scaled to a telephone cannot be read.
+Charts are drawn by matplotlib as SVG: they are sharp at any size, their text is text, their colors follow light and
+dark mode, and the page shows them without a script. plotly was the alternative, but its library adds 4.5 MB to every
+report, several times the size of all figures of a trillion weights. Each chart is drawn twice, wide and narrow: a wide
+chart scaled to a phone cannot be read.
 """
 
-# matplotlib leaves its keyword arguments untyped, which makes every call of it "partially unknown".
+# matplotlib does not type its keyword arguments, so every call is "partially unknown".
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _METADATA = re.compile(r"<metadata>.*?</metadata>|<style .*?</style>", re.DOTALL
 
 
 class Sheet:
-    """One figure; every measure is in inches, `top` downwards from the upper edge."""
+    """One figure. All lengths are in inches; `top` is measured from the upper edge."""
 
     def __init__(self, width: float, height: float, palette: Palette) -> None:
         self.palette = palette
@@ -40,7 +40,7 @@ class Sheet:
         self.figure = Figure(figsize=(width, height), facecolor="none")
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Axes with their upper left corner at (left, top), in this project's plain dress."""
+        """Add plain axes with their upper left corner at (left, top)."""
         bottom = self.height - top - height
         place = (left / self.width, bottom / self.height, width / self.width, height / self.height)
         axes = self.figure.add_axes(place)
@@ -53,14 +53,14 @@ class Sheet:
         return axes
 
     def text(
-        self, left: float, top: float, text: str, *, colour: str = "", align: str = "left", weight: str = "normal"
+        self, left: float, top: float, text: str, *, color: str = "", align: str = "left", weight: str = "normal"
     ) -> None:
-        """One line of text on the baseline `top`."""
+        """Add one line of text with its baseline at `top`."""
         self.figure.text(
             left / self.width,
             1 - top / self.height,
             text,
-            color=colour or self.palette.ink,
+            color=color or self.palette.ink,
             ha=align,
             va="baseline",
             fontsize=FONT_SIZE,
@@ -69,9 +69,9 @@ class Sheet:
 
 
 def to_svg(figure: Figure, *, name: str, label: str) -> str:
-    """The figure as an inline SVG that follows the page's colours; the same figure always gives the same text.
+    """Return the figure as inline SVG in the page's colors. The same figure always gives the same text.
 
-    `name` keeps the ids of several charts on one page apart, `label` says to a screen reader what is drawn.
+    `name` makes the ids of a chart unique on the page, `label` describes the chart to screen readers.
     """
     target = StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "svg.image_inline": True}):
@@ -82,7 +82,7 @@ def to_svg(figure: Figure, *, name: str, label: str) -> str:
 
 
 def to_rgb(figure: Figure, *, dpi: int) -> NDArray[np.uint8]:
-    """The figure as pixels on white, [height, width, 3]."""
+    """Return the figure as pixels on white, uint8 [height, width, 3]."""
     figure.set_facecolor("white")
     figure.set_dpi(dpi)
     canvas = FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""validate.results."""
+"""What a validation found: the contract, the weights, reference layers and a comparison, as plain values."""
 
 import math
 from collections import defaultdict
@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k2convert.checkpoint.files import read_json_file
-from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.plan.recipe import Budget
+from k2convert.checkpoint.names import SHARD_SUFFIX
 from k2convert.validate.contract.findings import ContractReport
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.layers.result import LayersReport
@@ -16,7 +14,7 @@ from k2convert.validate.layers.result import LayersReport
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """Measured error of every converted tensor by module, and where somebody's record or decoder disagrees."""
+    """The measured error of every converted tensor, by module, and where the journal or a library disagrees."""
 
     errors: dict[str, DecodedError]
     roles: dict[str, str]
@@ -30,7 +28,7 @@ class WeightsReport:
         return not self.journal_mismatches and not self.decoder_mismatches
 
     def totals(self) -> dict[str, DecodedError]:
-        """Errors added up by role, and under "total"."""
+        """Return the errors added up by role and under "total"; empty if nothing was measured."""
         by_role: dict[str, list[DecodedError]] = defaultdict(list)
         for module, error in self.errors.items():
             by_role[self.roles[module]].append(error)
@@ -38,13 +36,13 @@ class WeightsReport:
         return result | {"total": _add(list(self.errors.values()))} if result else result
 
     def worst(self, count: int) -> list[tuple[str, DecodedError]]:
-        """The tensors with the least SQNR."""
+        """Return the `count` tensors with the lowest SQNR, lowest first."""
         return sorted(self.errors.items(), key=lambda item: -item[1].relative_mse)[:count]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Another checkpoint of the same source, measured and held to the contract beside ours."""
+    """A second checkpoint of the same source, and how many tensors have less error here, there, or the same."""
 
     folder: str
     contract: ContractReport
@@ -56,7 +54,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """Everything `validate` found; `passed` decides the exit code."""
+    """Everything that `validate` found. `passed` decides the exit code."""
 
     folder: str
     contract: ContractReport
@@ -82,8 +80,8 @@ def _add(errors: list[DecodedError]) -> DecodedError:
     )
 
 
-def report_document(report: ValidationReport) -> dict[str, Any]:
-    """The whole report as plain data, for --json and the HTML report."""
+def validation_document(report: ValidationReport) -> dict[str, Any]:
+    """Return a validation as plain data, for --json and the report."""
     document: dict[str, Any] = {
         "folder": report.folder,
         "passed": report.passed,
@@ -108,15 +106,15 @@ def report_document(report: ValidationReport) -> dict[str, Any]:
 def _weights_document(weights: WeightsReport) -> dict[str, Any]:
     return {
         "passed": weights.passed,
-        "totals": {role: error_document(error) for role, error in weights.totals().items()},
-        "worst": {module: error_document(error) for module, error in weights.worst(8)},
+        "totals": {role: _error_document(error) for role, error in weights.totals().items()},
+        "worst": {module: _error_document(error) for module, error in weights.worst(8)},
         "journal": {"compared": weights.journal_compared, "mismatches": list(weights.journal_mismatches)},
         "library_decoder": {"compared": weights.decoder_compared, "mismatches": list(weights.decoder_mismatches)},
     }
 
 
-def error_document(error: DecodedError) -> dict[str, Any]:
-    """One tensor's or total's figures; ratios that are not finite become None."""
+def _error_document(error: DecodedError) -> dict[str, Any]:
+    """Return the figures of a tensor or total; ratios that are not finite become None."""
     figures = {"sqnr_db": error.sqnr_db, "relative_mse": error.relative_mse, "squared_error": error.squared_error}
     return {
         "num_weights": error.num_weights,
@@ -129,12 +127,5 @@ def error_document(error: DecodedError) -> dict[str, Any]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the shards in a folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder.is_dir() else 0
-
-
-def folder_budget(folder: Path) -> Budget:
-    """The budget of the recipe a folder was made by, or the default one where no ledger says."""
-    path = folder / LEDGER_NAME
-    recipe: dict[str, Any] = read_json_file(path).get("recipe", {}) if path.is_file() else {}
-    return Budget.model_validate(recipe.get("budget", {}))
+    """Return the bytes of the shards in a folder; 0 if there is no such folder."""
+    return sum(path.stat().st_size for path in folder.glob(f"*{SHARD_SUFFIX}")) if folder.is_dir() else 0

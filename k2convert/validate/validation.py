@@ -1,46 +1,57 @@
-"""Is a finished checkpoint right? Contract, weights and reference layers, from the written bytes alone.
+"""Is a finished checkpoint right? Contract, weights and reference layers, checked on the written bytes.
 
-Weights are decoded again by code that shares nothing with what wrote them and held against the source's exact values,
-in the same pass over the shards that the contract's rules need. Nothing here trusts the journal; the journal is one of
-the things checked. Only which global scale a rounded divisor stands for is taken from it, where the bytes agree.
+Weights are decoded by code that shares nothing with the code that wrote them, and compared with the source's exact
+values, in the same pass over the shards that the contract's rules need. The journal is not trusted: its figures are
+checked too. Only one number is taken from it: which global scale a rounded divisor means, if it has the same bytes.
 """
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import BoundedSemaphore
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.layouts import LayoutNames
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.checkpoint.reader import Bytes, ShardReader
-from k2convert.errors import CheckpointError
-from k2convert.models.projections import projection_of
+from k2convert.choices import BLOCK_SIZE
+from k2convert.errors import CheckpointError, remedy
+from k2convert.models.projections import SOURCE_REMEDY, projection_of
 from k2convert.models.weights import load_projection
+from k2convert.plan.recipe import Budget
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ProjectionRecord
 from k2convert.validate.contract import check_subject
 from k2convert.validate.contract.findings import ContractReport
-from k2convert.validate.contract.scan import Passing
+from k2convert.validate.contract.scan import ShardVisitor, scan_shards
 from k2convert.validate.contract.subject import Subject, open_subject
 from k2convert.validate.contract.tensors import shape_problems
 from k2convert.validate.decode import DecodedError, measure_decoded
-from k2convert.validate.layers.result import LayersReport
+from k2convert.validate.layers.result import LayerBudget, LayersReport
 from k2convert.validate.results import Comparison, ValidationReport, WeightsReport
 
 if TYPE_CHECKING:
     from k2convert.validate.library_decoders import Decoder
 
-MAX_PENDING = 6  # tensors decoded at once: the pass over the shards waits for the slowest
-JOURNAL_TOLERANCE = 1e-9  # both sides add float64 terms, in different orders
+RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
 
-Advance = Callable[[int], None]
+MAX_PENDING: Final = 6  # tensors decoded at once; the pass over the shards waits for the slowest
+JOURNAL_TOLERANCE: Final = 1e-9  # both sides add float64 terms, in different orders
+
+
+@dataclass(frozen=True, slots=True)
+class LayersRequest:
+    """Which reference layers to compute: `layers` empty means all, `hidden_states` None means synthetic ones."""
+
+    layers: tuple[int, ...]
+    hidden_states: Path | None
+    tokens: int
 
 
 def validate_checkpoint(
@@ -49,51 +60,43 @@ def validate_checkpoint(
     source: Checkpoint | None,
     reference: bool = False,
     against: Path | None = None,
-    check_reference_layers: Callable[[Checkpoint, Checkpoint], LayersReport] | None = None,
-    progress: Advance | None = None,
-    passing: Passing | None = None,
+    layers: LayersRequest | None = None,
+    events: Events = SILENT,
+    visitor: ShardVisitor | None = None,
 ) -> ValidationReport:
-    """Validate `folder`; weights, layers and comparison need `source`. CheckpointError where one cannot be read.
+    """Validate `folder`; raises CheckpointError if a checkpoint cannot be read.
 
-    `passing` is called with the names of its shards and all their bytes, for whoever needs those too.
+    Weights, `layers` and the comparison with the folder `against` need `source`; without it they are left out.
+    `reference` also decodes every tensor with the layout's own library. `visitor` gets all bytes of the folder's
+    shards. Reference layers are computed only if the contract holds.
     """
-    _refuse_bf16(folder)
-    contract, weights = measure_folder(
-        folder=folder, source=source, reference=reference, progress=progress, passing=passing
-    )
-    layers = None
-    if check_reference_layers is not None and source is not None and contract.passed:
-        layers = check_reference_layers(source, open_checkpoint(folder))
+    subject = open_subject(folder, source=source)
+    contract, weights = _measure(subject, reference=reference, events=events, visitor=visitor)
+    layers_report = None
+    if layers is not None and source is not None and contract.passed:
+        layers_report = _compute_layers(layers, source=source, folder=folder, budget=subject.budget, events=events)
     comparison = None
     if against is not None and source is not None and weights is not None:
-        theirs, errors = measure_folder(folder=against, source=source, reference=False, progress=progress)
-        assert errors is not None
-        comparison = compare(str(against), weights, theirs, errors)
-    return ValidationReport(str(folder), contract, weights, layers, comparison)
+        other = open_subject(against, source=source)
+        their_contract, their_weights = _measure(other, reference=False, events=events, visitor=None)
+        assert their_weights is not None
+        comparison = compare(str(against), weights, their_contract, their_weights)
+    return ValidationReport(str(folder), contract, weights, layers_report, comparison)
 
 
-def _refuse_bf16(folder: Path) -> None:
-    ledger = folder / LEDGER_NAME
-    if ledger.is_file() and read_json_file(ledger).get("recipe", {}).get("target") == "bf16":
-        raise CheckpointError(
-            f"{folder}: holds a BF16 copy (--to bf16), and this checks NVFP4 checkpoints. The hash of every shard is "
-            f"in {LEDGER_NAME}."
-        )
-
-
-def measure_folder(
-    *,
-    folder: Path,
-    source: Checkpoint | None,
-    reference: bool,
-    progress: Advance | None,
-    passing: Passing | None = None,
+def _measure(
+    subject: Subject, *, reference: bool, events: Events, visitor: ShardVisitor | None
 ) -> tuple[ContractReport, WeightsReport | None]:
-    """Check the contract of one folder and, against a source, measure every converted tensor in the same pass."""
-    subject = open_subject(folder, source=source)
+    """Check the contract and, if there is a source, measure every converted tensor in the same pass."""
+    if subject.ledger is not None and subject.ledger.recipe.get("target") == "bf16":
+        raise CheckpointError(
+            f"{subject.folder}: holds a BF16 copy (--to bf16), but only NVFP4 checkpoints can be validated. "
+            f"{LEDGER_NAME} has the hash of every shard."
+        )
+    source = subject.source
     if source is None:
-        return check_subject(subject, progress=progress, passing=passing), None
-    recorded = {p.module: p for record in Journal(folder).finished().values() for p in record.projections}
+        return check_subject(subject, scan_shards(subject, shard_visitor=visitor, events=events)), None
+    recorded = _recorded(subject)
     decoder = None
     if reference:
         from k2convert.validate.library_decoders import create_decoder
@@ -103,12 +106,10 @@ def measure_folder(
         measurer = _Measurer(
             subject=subject, source=source, reader=reader, pool=pool, decoder=decoder, recorded=recorded
         )
-        contract = check_subject(
-            subject, tensor_errors=measurer, observe=measurer.observe, progress=progress, passing=passing
-        )
+        scan = scan_shards(subject, shard_visitor=visitor, tensor_visitor=measurer, events=events)
         errors = measurer.results()
     mismatches, compared = _compare_journal(recorded, errors)
-    report = WeightsReport(
+    weights = WeightsReport(
         errors=errors,
         roles={name: subject.modules[name].parts.role for name in errors},
         journal_mismatches=tuple(mismatches),
@@ -116,12 +117,38 @@ def measure_folder(
         decoder_mismatches=tuple(sorted(measurer.decoder_mismatches)),
         decoder_compared=len(errors) if reference else 0,
     )
-    return contract, report
+    return check_subject(subject, scan, errors=errors), weights
+
+
+def _recorded(subject: Subject) -> dict[str, ProjectionRecord]:
+    """Return the journal's records of the job that the ledger states, by module; empty without a ledger."""
+    if subject.ledger is None:
+        return {}
+    records = Journal(subject.folder).finished(subject.ledger.digest).values()
+    return {projection.module: projection for record in records for projection in record.projections}
+
+
+def _compute_layers(
+    request: LayersRequest, *, source: Checkpoint, folder: Path, budget: Budget, events: Events
+) -> LayersReport:
+    from k2convert.validate.layers.check import check_layers, moe_layers
+
+    with remedy(RESULT_REMEDY):
+        converted = open_checkpoint(folder)
+    return check_layers(
+        source=source,
+        converted=converted,
+        layers=request.layers or moe_layers(source),
+        hidden_states=request.hidden_states,
+        tokens=request.tokens,
+        budget=LayerBudget(layer_sqnr_db=budget.layer_sqnr_db, expert_sqnr_db=budget.expert_sqnr_db),
+        progress=events.experts_computed,
+    )
 
 
 @dataclass(slots=True)
-class _Measurer(Mapping[str, DecodedError]):
-    """Collects a module's tensors as they pass, decodes them in the pool, and hands the figures to rule 18."""
+class _Measurer:
+    """Collects the tensors of each module during the scan and decodes them in the pool; a TensorVisitor."""
 
     subject: Subject
     source: Checkpoint
@@ -134,11 +161,11 @@ class _Measurer(Mapping[str, DecodedError]):
     _pending: dict[str, Future[DecodedError]] = field(default_factory=dict[str, Future[DecodedError]])
     _room: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(MAX_PENDING))
 
-    def observe(self, module: str, parameter: str, data: Bytes) -> None:
-        """Take one tensor of a converted module; decodes when codes, block scales and global scale are there."""
+    def tensor(self, module: str, parameter: str, data: Bytes) -> None:
+        """Take one tensor; decode its module once codes, block scales and global scale are there."""
         names = self.subject.names
         needed = (names.weight, names.block_scale, names.global_scale)
-        if parameter not in needed:  # kept, its view would keep the whole batch it lies in
+        if parameter not in needed:  # keeping the view would keep the whole batch in memory
             return
         parts = self._parts.setdefault(module, {})
         parts[parameter] = data
@@ -146,35 +173,37 @@ class _Measurer(Mapping[str, DecodedError]):
             del self._parts[module]
             if not shape_problems(self.subject, self.subject.modules[module]):
                 self._room.acquire()
-                self._pending[module] = self.pool.submit(self._measure, module, parts)
+                self._pending[module] = self.pool.submit(self._decode, module, parts)
 
-    def _measure(self, module: str, parts: dict[str, Bytes]) -> DecodedError:
+    def _decode(self, module: str, parts: dict[str, Bytes]) -> DecodedError:
         try:
             names = self.subject.names
-            source = load_projection(self.reader, projection_of(self.source, self.subject.modules[module].parts))
+            projection = projection_of(self.source, self.subject.modules[module].parts)
+            with remedy(SOURCE_REMEDY):
+                source = load_projection(self.reader, projection)
             raw = parts[names.global_scale].tobytes()
             packed, block_scales = parts[names.weight], parts[names.block_scale]
             global_scale = _global_scale(names, raw, self.recorded.get(module))
             if self.decoder is not None:
-                self._decode_again(module, packed, block_scales, raw, source.shape)
+                self._decode_by_library(module, packed, block_scales, raw, source.shape)
             return measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=global_scale)
         finally:
             self._room.release()
 
-    def _decode_again(
+    def _decode_by_library(
         self, module: str, packed: Bytes, block_scales: Bytes, raw: bytes, shape: tuple[int, int]
     ) -> None:
         from k2convert.validate.library_decoders import agrees
 
         assert self.decoder is not None
         global_scale = self.subject.names.decode_scalar(raw)
-        if not 0 < global_scale < math.inf:  # no weight at all; the contract's rules say why
+        if not 0 < global_scale < math.inf:  # rule 6 reports it
             self.decoder_mismatches.add(module)
             return
         rows, columns = shape
         written = Nvfp4Weight(
             packed=packed.copy().reshape(rows, columns // 2),
-            block_scales=block_scales.copy().reshape(rows, columns // 16),
+            block_scales=block_scales.copy().reshape(rows, columns // BLOCK_SIZE),
             global_scale=global_scale,
         )
         (stored,) = struct.unpack("<f", raw)
@@ -183,21 +212,12 @@ class _Measurer(Mapping[str, DecodedError]):
             self.decoder_mismatches.add(module)
 
     def results(self) -> dict[str, DecodedError]:
-        """Every module measured so far, in the order of the shards; waits for the last."""
+        """Wait for the last module; return every measured module in the order of the shards."""
         return {module: future.result() for module, future in self._pending.items()}
-
-    def __getitem__(self, module: str) -> DecodedError:
-        return self._pending[module].result()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pending)
-
-    def __len__(self) -> int:
-        return len(self._pending)
 
 
 def _global_scale(names: LayoutNames, raw: bytes, record: ProjectionRecord | None) -> float:
-    """The journal's global scale where the file holds exactly its bytes, else what those bytes mean by themselves.
+    """Return the journal's global scale if the file has exactly its bytes, else what the bytes mean.
 
     A divisor is a rounded 1/g, and the figures of a conversion are measured with g.
     """
@@ -209,7 +229,7 @@ def _global_scale(names: LayoutNames, raw: bytes, record: ProjectionRecord | Non
 def _compare_journal(
     recorded: Mapping[str, ProjectionRecord], errors: Mapping[str, DecodedError]
 ) -> tuple[list[str], int]:
-    """Hold the journal's figures, where there is one, against what the bytes say."""
+    """Compare recorded with measured figures; return the modules that differ, and how many were compared."""
     mismatches: list[str] = []
     compared = 0
     for module, projection in recorded.items():
@@ -227,7 +247,7 @@ def _compare_journal(
 
 
 def compare(folder: str, ours: WeightsReport, contract: ContractReport, theirs: WeightsReport) -> Comparison:
-    """Count on which side each tensor has less error."""
+    """Compare two results of the same source tensor by tensor: count which one has less error."""
     common = [(ours.errors[m], theirs.errors[m]) for m in ours.errors if m in theirs.errors]
     return Comparison(
         folder=folder,

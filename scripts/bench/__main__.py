@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.validate.validation import measure_folder
+from k2convert.validate.validation import validate_checkpoint
 from scripts.bench.measure import Run, describe_machine, evict, run_once, summarize, warm
 from scripts.bench.table import markdown
 from scripts.fixture_maker.__main__ import main as make_fixture
@@ -82,7 +82,7 @@ class Bench:
 
     def _error(self, source: Path) -> dict[str, Any]:
         """Measure the weight error in the result folder with the independent decoder."""
-        _, weights = measure_folder(folder=self.out, source=open_checkpoint(source), reference=False, progress=None)
+        weights = validate_checkpoint(folder=self.out, source=open_checkpoint(source)).weights
         assert weights is not None
         total = weights.totals()["total"]
         return {"sqnr_db": total.sqnr_db, "relative_mse": total.relative_mse}

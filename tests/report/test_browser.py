@@ -12,7 +12,7 @@ from matplotlib import colormaps
 from numpy.typing import NDArray
 
 from k2convert.report import ReportFiles
-from k2convert.report.palette import COLOUR_MAP, DARK, LIGHT, Palette
+from k2convert.report.palette import COLOR_MAP, DARK, LIGHT, Palette
 
 pytestmark = pytest.mark.skipif(browser.EXECUTABLE is None, reason="no Chromium is installed")
 
@@ -20,25 +20,25 @@ SIZES = {"wide": (1200, 2400), "telephone": (400, 3000)}
 ALPHA = 0.3  # of the histograms' areas
 
 
-def rgb(colour: str) -> NDArray[np.float64]:
-    return np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)], dtype=np.float64)
+def rgb(color: str) -> NDArray[np.float64]:
+    return np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)], dtype=np.float64)
 
 
-def count(pixels: NDArray[np.uint8], colour: NDArray[np.float64]) -> int:
-    """Pixels of a colour, give or take what rounding does to it."""
-    return int((np.abs(pixels.astype(np.float64) - colour) <= 2.0).all(axis=2).sum())
+def count(pixels: NDArray[np.uint8], color: NDArray[np.float64]) -> int:
+    """Pixels of a color, give or take what rounding does to it."""
+    return int((np.abs(pixels.astype(np.float64) - color) <= 2.0).all(axis=2).sum())
 
 
 def count_mapped(pixels: NDArray[np.uint8]) -> int:
-    """Pixels of the heat map's colours, each channel rounded either way."""
-    colours = np.array([colormaps[COLOUR_MAP](i)[:3] for i in range(256)]) * 255
-    nearby = (np.floor(colours)[:, None, :] + np.indices((2, 2, 2)).reshape(3, -1).T).reshape(-1, 3)
+    """Pixels of the heat map's colors, each channel rounded either way."""
+    colors = np.array([colormaps[COLOR_MAP](i)[:3] for i in range(256)]) * 255
+    nearby = (np.floor(colors)[:, None, :] + np.indices((2, 2, 2)).reshape(3, -1).T).reshape(-1, 3)
     weights = np.array([1 << 16, 1 << 8, 1])
     return int(np.isin(pixels.astype(np.int64) @ weights, nearby.astype(np.int64) @ weights).sum())
 
 
 def blank_charts(pixels: NDArray[np.uint8], palette: Palette) -> list[str]:
-    """Names of the charts that are not to be seen: their areas have colours that nothing else on the page has."""
+    """Names of the charts that are not to be seen: their areas have colors that nothing else on the page has."""
     blank: list[str] = []
     for name in ("plain", "ours", "bound"):
         area = ALPHA * rgb(getattr(palette, name)) + (1 - ALPHA) * rgb(palette.paper)

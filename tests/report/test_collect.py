@@ -17,7 +17,7 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.journal import Journal
 from k2convert.report import write_report
 from k2convert.report.collect import collect_report
-from k2convert.report.figures import figures_from_metrics, heat_maps, locate
+from k2convert.report.figures import figures_from_metrics, heat_maps, locate_projection
 
 EditJson = Callable[[Path, Callable[[dict[str, Any]], object]], None]
 
@@ -33,10 +33,10 @@ def test_every_cell_is_its_records_sqnr(converted: Path) -> None:
     maps = {found.projection: found for found in report.maps}
     assert list(maps) == ["gate", "up", "down"]
     num_cells = 0
-    for record in Journal(converted).records().values():
+    for record in Journal(converted).all_records().values():
         for projection in record.projections:
             assert projection.metrics is not None
-            name = locate(projection.module)
+            name = locate_projection(projection.module)
             assert name is not None
             found = maps[str(name.projection)]
             sqnr = found.values[found.layers.index(int(name.layer or 0)), int(name.expert or 0)]

@@ -88,7 +88,7 @@ def test_file_that_is_no_validation_is_refused(folder: Path, run_cli: Any, tmp_p
     [{}, {"contract": 1}, {"contract": {"rules": [{"number": 1, "verdict": "perhaps"}]}}, {"contract": {"rules": [7]}}],
 )
 def test_documents_that_are_no_validation_are_refused(document: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="Validate again"):
+    with pytest.raises(CheckpointError, match="validate --json"):
         read_checks(document)
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from k2convert.report import ReportFiles
-from k2convert.report.content import decibels, percent
+from k2convert.report.formatting import decibels, percent
 from k2convert.report.markdown import escape
 
 

@@ -20,7 +20,7 @@ from k2convert.report.checks import read_checks
 from k2convert.report.collect import collect_report
 from k2convert.report.content import headline
 from k2convert.report.figures import HeatMap
-from k2convert.report.heat_map import colour_scale, draw_heat_maps
+from k2convert.report.heat_map import color_scale, draw_heat_maps
 from k2convert.report.page import page_name
 from k2convert.report.palette import LIGHT, THEMED
 from k2convert.report.sheet import to_svg
@@ -135,7 +135,7 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, edit_json: E
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 5, 6, 7, 8), line
 
 
-def test_charts_follow_the_pages_colours(converted: Path) -> None:
+def test_charts_follow_the_pages_colors(converted: Path) -> None:
     report = collect_report(folder=converted)
     svg = to_svg(draw_block_scales(report.total.scale_histogram, palette=THEMED, is_narrow=True), name="x", label="y")
     assert "var(--ours)" in svg
@@ -169,10 +169,10 @@ def test_every_cell_of_k2_is_a_pixel(is_narrow: bool) -> None:
         assert picture.size == ((60, 384) if is_narrow else (384, 60))
 
 
-def test_one_outlier_does_not_grey_the_map() -> None:
+def test_one_outlier_does_not_hide_the_rest_of_the_map() -> None:
     maps = k2_sized_maps()
     maps[0].values[3, 7] = 5.0
-    scale = colour_scale(maps)
+    scale = color_scale(maps)
     assert scale.low > 22.4
     assert scale.is_clipped_below
     assert not np.isnan(scale.high)
@@ -198,7 +198,7 @@ def test_rule_plain_is_not_compared_with_itself(records_only: Path, edit_json: E
     files = write_report(folder=records_only, out=tmp_path / "out")
     page = files.page.read_text()
     assert "plain&#39;s error" not in page
-    assert "Every tensor, beside the bound" in page
+    assert "Every tensor, compared with the bound" in page
     assert "this: plain: median" in page
 
 

@@ -110,13 +110,16 @@ def check_metrics(record: Mapping[str, Any] | None, *, where: str) -> None:
         if name == "scale_histogram":
             is_right = isinstance(value, dict) and _is_histogram(cast(dict[str, Any], value))
         else:
-            is_right = type(value) in (int, float) or (value is None and _OPTIONAL[name])
+            # `value >= 0` is false for NaN.
+            is_right = (type(value) in (int, float) and value >= 0) or (value is None and _OPTIONAL[name])
         if not is_right:
             raise ValueError(f"{where}: metrics: {name} is {value!r}"[:160])
 
 
 def _is_histogram(value: dict[str, Any]) -> bool:
-    return all(map(str.isdecimal, value)) and set(map(type, value.values())) <= {int}
+    """Return whether this maps non-negative E4M3 bytes, in decimal, to counts."""
+    bytes_are_right = all(byte.isdecimal() and len(byte) <= 3 and int(byte) <= 127 for byte in value)
+    return bytes_are_right and all(type(count) is int and count >= 0 for count in value.values())
 
 
 def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:

@@ -1,4 +1,4 @@
-"""Rules 11, 12, 13 and 15: config.json and hf_quant_config.json against the tensors and the source."""
+"""Rules 11, 12, 13 and 15: config.json and hf_quant_config.json, compared with the tensors and the source."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _ABSENT = object()
 
 
 def exclude_entries(subject: Subject) -> list[str]:
-    """The list of modules that stay BF16, as config.json gives it; empty where there is none."""
+    """Return the list of modules that stay BF16, from config.json; empty if there is no list."""
     declared = _declared(subject)
     entries: Any = declared.get("ignore", declared.get("exclude_modules"))
     return [e for e in cast(list[Any], entries) if isinstance(e, str)] if isinstance(entries, list) else []
@@ -28,7 +28,7 @@ def _declared(subject: Subject) -> dict[str, Any]:
 
 
 def check_quantization_config(subject: Subject) -> Findings:
-    """Rule 11. A second or nested quantization_config is what engines may read instead of this one."""
+    """Rule 11. If there is a second or nested quantization_config, engines may read it instead of this one."""
     found = Findings(11)
     if (subject.folder / CONFIG_NAME).is_symlink():
         found.skip("config.json is a link, see rule 16")
@@ -39,7 +39,7 @@ def check_quantization_config(subject: Subject) -> Findings:
     places = list(_find_keys(subject.config, ""))
     for place in places:
         if place != QUANTIZATION_KEYS[0]:
-            found.error(place, "a quantization config in a place of its own; engines may read this one")
+            found.error(place, "a second quantization config; engines may read this one")
     if QUANTIZATION_KEYS[0] not in places:
         found.error(QUANTIZATION_KEYS[0], "missing at the top level")
         return found
@@ -77,7 +77,7 @@ def _check_groups(subject: Subject, declared: dict[str, Any], found: Findings) -
     shared: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
     if subject.layout != MODELOPT:
         shared |= {"strategy": "tensor_group", "symmetric": True}
-    # Local scales are taken from each block of the activation at run time; modelopt has no word for it.
+    # "local": block scales are computed from the activations at run time. modelopt has no such value.
     dynamic: Any = False if subject.layout == MODELOPT else "local"
     for name, group in groups.items():
         where = f"quantization_config.config_groups.{name}"
@@ -86,14 +86,14 @@ def _check_groups(subject: Subject, declared: dict[str, Any], found: Findings) -
         if subject.has_input_scale:
             _check_scheme(activations, shared | {"dynamic": dynamic}, f"{where}.input_activations", found)
         elif activations is not None:
-            found.error(f"{where}.input_activations", "present, but the tensors are W4A16: there is no input scale")
+            found.error(f"{where}.input_activations", "present, but the tensors are W4A16 and have no input scale")
         if "Linear" not in (mapping_or_empty(group).get("targets") or []):
             found.error(f"{where}.targets", "does not name Linear")
 
 
 def _check_scheme(scheme: Any, expected: dict[str, Any], where: str, found: Findings) -> None:
     if not isinstance(scheme, dict):
-        found.error(where, "missing; engines would take the checkpoint for another scheme")
+        found.error(where, "missing; engines would assume a different scheme")
         return
     for key, value in expected.items():
         stated = mapping_or_empty(cast(object, scheme)).get(key)
@@ -102,12 +102,12 @@ def _check_scheme(scheme: Any, expected: dict[str, Any], where: str, found: Find
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Equal as JSON: True is not 1, and 1 is not 1.0."""
+    """Return whether two values are equal as JSON: True is not 1, and 1 is not 1.0."""
     return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
 
 
 def check_config_unchanged(subject: Subject) -> Findings:
-    """Rule 12: engines read much more than the quantisation from config.json, and defaults differ between them."""
+    """Rule 12. Engines read more than the quantization from config.json, and their defaults differ."""
     found = Findings(12)
     if subject.source is None:
         found.skip("needs --source")
@@ -136,16 +136,19 @@ def _differences(before: Any, after: Any, path: str) -> Iterator[tuple[str, Any,
 
 
 def check_hf_quant_config(subject: Subject, *, compare_lists: bool) -> Findings:
-    """Rule 13. TensorRT-LLM reads this file first; vLLM's fallback reader wants `modelopt` as the producer's name.
+    """Rule 13. TensorRT-LLM reads this file first. vLLM's fallback reader requires the producer name `modelopt`.
 
-    What config.json itself may have wrong is expected here as it should be, so that a fault in one file is found there;
-    `compare_lists` is off where rule 14 has found config.json's list wrong, or found none.
+    Except for the exclude list, fields are compared with the tensors and the recipe, so that a fault in config.json is
+    not reported twice. `compare_lists` is False if rule 14 found config.json's list wrong or missing.
     """
     found = Findings(13)
     path = subject.folder / HF_QUANT_CONFIG_NAME
     if subject.layout != MODELOPT:
         if path.exists():
-            found.error(HF_QUANT_CONFIG_NAME, "of the modelopt layout, but the tensors are compressed-tensors'")
+            found.error(
+                HF_QUANT_CONFIG_NAME,
+                "belongs to the modelopt layout, but the tensors are in the compressed-tensors layout",
+            )
         return found
     if path.is_symlink():
         found.skip(f"{HF_QUANT_CONFIG_NAME} is a link, see rule 16")
@@ -153,36 +156,36 @@ def check_hf_quant_config(subject: Subject, *, compare_lists: bool) -> Findings:
     try:
         document = read_json_file(path)
     except CheckpointError as error:
-        found.error(HF_QUANT_CONFIG_NAME, str(error))
+        found.error(HF_QUANT_CONFIG_NAME, str(error).removeprefix(f"{path}: ").removesuffix("."))
         return found
     producer = mapping_or_empty(document.get("producer")).get("name")
     if producer != "modelopt":
         found.error("producer.name", f"{producer!r}, expected 'modelopt'")
     stated, expected = mapping_or_empty(document.get("quantization")), _expected_modelopt(subject)
     del expected["quant_method"]
-    recipe, declared = subject.ledger.recipe, _declared(subject)
+    recipe, declared = subject.recipe, _declared(subject)
     has_fp8_cache = recipe.kv_cache is not None if recipe is not None else declared.get("kv_cache_scheme") is not None
     expected["kv_cache_quant_algo"] = "FP8" if has_fp8_cache else None
     if compare_lists:
         expected["exclude_modules"] = declared.get("ignore", declared.get("exclude_modules"))
     for key in {**expected, "exclude_modules": None}:
         if key not in stated:
-            found.error(f"quantization.{key}", "missing; vLLM refuses the file without it")
+            found.error(f"quantization.{key}", "missing; vLLM refuses a file without it")
         elif key in expected and not _same(stated[key], expected[key]):
             found.error(f"quantization.{key}", f"{stated[key]!r}, expected {expected[key]!r} as in config.json")
     return found
 
 
 def check_kv_cache(subject: Subject) -> Findings:
-    """Rule 15. An FP8 cache changes answers at long context, so it is a choice of its own; without scales it is 1.0."""
+    """Rule 15. An FP8 cache changes answers at long context, so the recipe must ask for it. Its default scale is 1."""
     found = Findings(15)
     scheme = _declared(subject).get("kv_cache_scheme")
-    recipe = subject.ledger.recipe
+    recipe = subject.recipe
     place = "quantization_config.kv_cache_scheme"
     if recipe is not None and (recipe.kv_cache is not None) != (scheme is not None):
-        asked = "asked for it" if recipe.kv_cache is not None else "did not ask for one"
+        asked = "asks for one" if recipe.kv_cache is not None else "does not ask for one"
         found.error(place, f"{scheme!r}, but the recipe {asked}")
     elif scheme is not None:
-        known = "" if recipe is not None else "; nothing says whether it was asked for"
-        found.warn(place, f"FP8 cache without k and v scales: engines take 1.0{known}")
+        known = "" if recipe is not None else "; without a ledger it is unknown whether the recipe asks for it"
+        found.warn(place, f"FP8 cache without k and v scales: engines use 1.0{known}")
     return found

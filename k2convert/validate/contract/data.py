@@ -1,4 +1,4 @@
-"""Rules 4, 5, 6, 7 and 18: what the bytes say."""
+"""Rules 4, 5, 6, 7 and 18: checks on tensor data."""
 
 import math
 import struct
@@ -7,26 +7,25 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from k2convert.models.names import Role
-from k2convert.plan.recipe import Budget
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.scan import ScanResult
 from k2convert.validate.contract.subject import Subject
 
 
 class TensorError(Protocol):
-    """What rule 18 needs of a measured tensor: its SQNR in dB against the INT4 source."""
+    """The error of one converted tensor against its source: SQNR in dB, None if the tensor is all zeros."""
 
     @property
     def sqnr_db(self) -> float | None: ...
 
 
 def check_block_scales(scan: ScanResult) -> Findings:
-    """Rule 4: 0x7F and 0xFF are NaN, signs are not read as such, and a block of scale zero holds plain zeros."""
+    """Rule 4: 0x7F and 0xFF are NaN, engines do not read the sign, and blocks of scale zero hold only zero codes."""
     found = Findings(4)
     for name, count in scan.invalid_scales.items():
         found.error(name, f"{count:,} block scales are NaN or negative", count=count)
     for name, count in scan.zero_blocks_with_codes.items():
-        found.error(name, f"{count:,} blocks have scale zero and codes that are not", count=count)
+        found.error(name, f"{count:,} blocks have scale zero but non-zero codes", count=count)
     return found
 
 
@@ -39,9 +38,9 @@ def check_subnormal_scales(scan: ScanResult) -> Findings:
 
 
 def check_scalars(subject: Subject, scan: ScanResult) -> Findings:
-    """Rule 6. Engines use gate's global scale for both or the larger of the two; either way the other's rows are wrong.
+    """Rule 6. Engines use gate's global scale for both or the larger of the two: unequal scales give wrong weights.
 
-    Input scales that vary within a layer are a warning: most kernels use the layer's maximum, so variation is lost.
+    Input scales that vary within a layer are a warning: most kernels use the layer's maximum for all.
     """
     found = Findings(6)
     shared: dict[tuple[str, str], dict[str, bytes]] = defaultdict(dict)
@@ -62,12 +61,12 @@ def check_scalars(subject: Subject, scan: ScanResult) -> Findings:
             found.error(next(iter(members)), f"gate and up differ: {stated}")
     for where, values in by_layer.items():
         if len(values) > 1 and not found.errors:
-            found.warn(where, f"{len(values)} different input scales; kernels use one a layer")
+            found.warn(where, f"{len(values)} different input scales, but kernels use one per layer")
     return found
 
 
 def check_copies(subject: Subject, scan: ScanResult) -> Findings:
-    """Rule 7: dtype, shape and bytes of everything that was not converted; what is missing is rule 8's."""
+    """Rule 7: dtype, shape and bytes of everything that was not converted. Missing tensors are reported by rule 8."""
     found = Findings(7)
     if subject.source is None:
         found.skip("needs --source")
@@ -88,31 +87,26 @@ def check_copies(subject: Subject, scan: ScanResult) -> Findings:
     return found
 
 
-def check_errors(
-    subject: Subject, tensor_errors: Mapping[str, TensorError] | None, budget_sqnr_db: float | None
-) -> Findings:
-    """Rule 18: every converted tensor has a measured SQNR, and it is not below the recipe's budget."""
+def check_errors(subject: Subject, errors: Mapping[str, TensorError] | None) -> Findings:
+    """Rule 18: every converted tensor was measured, and its SQNR is at least the recipe's budget."""
     found = Findings(18)
-    if tensor_errors is None:
-        found.skip("needs --source" if subject.source is None else "the weights were not measured")
+    if errors is None:
+        found.skip("needs --source")
         return found
-    recipe = subject.ledger.recipe
-    budget = budget_sqnr_db
-    if budget is None:
-        budget = (recipe.budget if recipe is not None else Budget()).tensor_sqnr_db
+    budget = subject.budget.tensor_sqnr_db
     worst = math.inf
     for module in subject.converted:
-        measured = tensor_errors.get(module.name)
+        measured = errors.get(module.name)
         if measured is None:
-            # A projection that cannot be decoded is named by rule 1 or 3.
+            # A projection that cannot be decoded is reported by rule 1 or 3.
             if set(subject.expected_parameters) <= set(module.parameters):
-                found.error(module.name, "was not measured")
+                found.error(module.name, "not measured")
             continue
         sqnr = measured.sqnr_db
         if sqnr is None:
-            continue  # an all-zero tensor has no ratio
+            continue  # an all-zero tensor has no SQNR
         worst = min(worst, sqnr)
         if not sqnr >= budget:
-            found.error(module.name, f"SQNR {sqnr:.2f} dB, the budget is {budget:.2f}")
+            found.error(module.name, f"SQNR {sqnr:.2f} dB is below the budget of {budget:.2f} dB")
     found.note = f"worst {worst:.2f} dB, budget {budget:.2f} dB" if math.isfinite(worst) else f"budget {budget:.2f} dB"
     return found

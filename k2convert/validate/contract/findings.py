@@ -1,4 +1,4 @@
-"""The nineteen rules by number, and what a check of them found."""
+"""The nineteen rules by number, and what the checks found."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ MAX_OFFENDERS = 8
 
 
 class Severity(StrEnum):
-    """What a broken rule means: an error must not be published, a warning is reported with its count."""
+    """What a broken rule means: a checkpoint with an error must not be published, a warning is counted."""
 
     ERROR = "error"
     WARNING = "warning"
 
 
 class Verdict(StrEnum):
-    """What became of a rule; `skipped` always comes with the reason."""
+    """The outcome of a rule. `skipped` always has a reason."""
 
     PASS = "pass"
     WARN = "warn"
@@ -25,31 +25,31 @@ class Verdict(StrEnum):
 
 
 RULES: dict[int, tuple[Severity, str]] = {
-    1: (Severity.ERROR, "every converted projection has exactly its tensors, and no other name is new"),
+    1: (Severity.ERROR, "every converted projection has exactly its tensors, and there are no other new names"),
     2: (Severity.ERROR, "tensor names keep the source's prefix"),
-    3: (Severity.ERROR, "dtypes and shapes of the converted tensors"),
-    4: (Severity.ERROR, "block scales are numbers without a sign; zero blocks have zero codes"),
-    5: (Severity.WARNING, "no block scale below 2^-6, which Hopper's Marlin path makes zero"),
-    6: (Severity.ERROR, "global and input scales are finite, positive and shared by gate and up"),
+    3: (Severity.ERROR, "converted tensors have the right dtypes and shapes"),
+    4: (Severity.ERROR, "block scales are non-negative numbers, and blocks of scale zero have zero codes"),
+    5: (Severity.WARNING, "no block scale is below 2^-6 (Marlin kernels on Hopper flush such scales to zero)"),
+    6: (Severity.ERROR, "global and input scales are finite and positive, and gate and up share them"),
     7: (Severity.ERROR, "every other tensor is byte-identical to the source"),
-    8: (Severity.ERROR, "tensor count and tensor bytes are what the source and the layout give"),
+    8: (Severity.ERROR, "tensor count and tensor bytes match the source and the layout"),
     9: (Severity.ERROR, "experts, router and config.json agree on the number of experts"),
     10: (Severity.ERROR, "hidden and expert sizes fit the kernels' alignment"),
-    11: (Severity.ERROR, "one quantization_config, at the top level, that declares what is there"),
-    12: (Severity.ERROR, "everything else in config.json is the source's"),
+    11: (Severity.ERROR, "config.json has one quantization_config, at the top level, and it describes the tensors"),
+    12: (Severity.ERROR, "the rest of config.json equals the source's"),
     13: (Severity.ERROR, "hf_quant_config.json agrees with config.json"),
-    14: (Severity.ERROR, "under every engine's matcher the BF16 layers are excluded and the converted ones are not"),
-    15: (Severity.ERROR, "no KV cache scheme that was not asked for"),
-    16: (Severity.ERROR, "index, headers and folder are whole, and nothing else lies there"),
+    14: (Severity.ERROR, "every engine's matcher excludes the BF16 layers and no converted layer"),
+    15: (Severity.ERROR, "a KV cache scheme is declared only if the recipe asks for it"),
+    16: (Severity.ERROR, "index, headers and shards are complete and consistent, without leftover files"),
     17: (Severity.ERROR, "tokenizer, template, processor and code files are byte-identical copies"),
-    18: (Severity.ERROR, "weight error of every converted tensor is within the budget"),
-    19: (Severity.ERROR, "the ledger is there and every shard has the hash it states"),
+    18: (Severity.ERROR, "the weight error of every converted tensor is within the budget"),
+    19: (Severity.ERROR, "the ledger is present, and every shard has the hash that it states"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Offender:
-    """Something that breaks a rule: a tensor, module, file or config field, and what is wrong with it."""
+    """A tensor, module, file or config field that breaks a rule, and what is wrong with it."""
 
     name: str
     problem: str
@@ -57,7 +57,7 @@ class Offender:
 
 @dataclass(frozen=True, slots=True)
 class RuleResult:
-    """One rule's outcome; `count` is of all offenders, `offenders` holds the first few, `note` a reason or figure."""
+    """One rule's outcome. `count` is of all offenders, `offenders` has the first few, `note` is a reason or figure."""
 
     number: int
     title: str
@@ -68,7 +68,7 @@ class RuleResult:
     note: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for --json."""
+        """Return plain data for --json."""
         return {
             "number": self.number,
             "title": self.title,
@@ -82,7 +82,7 @@ class RuleResult:
 
 @dataclass(slots=True)
 class Findings:
-    """Collects what one rule finds; at scale only the first offenders are kept, all are counted."""
+    """Collects what one rule finds. All offenders are counted, the first few are kept."""
 
     number: int
     errors: int = 0
@@ -99,17 +99,17 @@ class Findings:
             self._first_errors.append(Offender(name, problem))
 
     def warn(self, name: str, problem: str, *, count: int = 1) -> None:
-        """Count an offender that is reported but fails nothing."""
+        """Count an offender that does not fail the rule."""
         self.warnings += count
         if len(self._first_warnings) < MAX_OFFENDERS:
             self._first_warnings.append(Offender(name, problem))
 
     def skip(self, reason: str) -> None:
-        """Say why the rule could not be checked; errors found before still count."""
+        """Say why the rule could not be checked. Errors found before still count."""
         self.skip_reason = reason
 
     def result(self) -> RuleResult:
-        """The outcome: errors before warnings before skipped before pass."""
+        """Return the outcome: fail, else warn, else skipped, else pass."""
         severity, title = RULES[self.number]
         if self.errors:
             verdict, count, offenders = Verdict.FAIL, self.errors, self._first_errors
@@ -123,7 +123,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class ContractReport:
-    """All nineteen outcomes for one folder, in order; `layout` and `activations` as found in the tensors."""
+    """All nineteen outcomes for one folder, in order. `layout` and `activations` are as found in the tensors."""
 
     folder: str
     layout: str
@@ -132,16 +132,16 @@ class ContractReport:
 
     @property
     def passed(self) -> bool:
-        """No rule failed; warnings and skipped rules do not count against a checkpoint."""
+        """Whether no rule failed. Warnings and skipped rules do not fail a checkpoint."""
         return all(rule.verdict is not Verdict.FAIL for rule in self.rules)
 
     @property
     def failed(self) -> list[int]:
-        """Numbers of the rules that failed."""
+        """The numbers of the rules that failed."""
         return [rule.number for rule in self.rules if rule.verdict is Verdict.FAIL]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for --json."""
+        """Return plain data for --json."""
         return {
             "folder": self.folder,
             "layout": self.layout,
@@ -153,5 +153,5 @@ class ContractReport:
 
 
 def results(found: Iterable[Findings]) -> tuple[RuleResult, ...]:
-    """Outcomes in the rules' order."""
+    """Return the outcomes in the order of the rules."""
     return tuple(f.result() for f in sorted(found, key=lambda f: f.number))

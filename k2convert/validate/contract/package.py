@@ -1,4 +1,4 @@
-"""Rules 16, 17 and 19: the folder as a package."""
+"""Rules 16, 17 and 19: the files of the folder."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ _COMPARE_BYTES = 1 << 20
 
 
 def check_package(subject: Subject) -> Findings:
-    """Rule 16: what an engine opens is what the index says, whole, and no leftover of a run lies beside it."""
+    """Rule 16: index and shards agree and are complete, and there are no links, stray shards or temporary files."""
     found = Findings(16)
     for shard, problem in subject.unreadable.items():
         found.error(shard, problem)
@@ -22,8 +22,8 @@ def check_package(subject: Subject) -> Findings:
     for path in _visible_files(subject.folder):
         name = str(path.relative_to(subject.folder))
         if path.is_symlink():
-            if name not in subject.unreadable and name != INDEX_NAME:  # those were refused when opened
-                found.error(name, "is a link")
+            if name not in subject.unreadable and name != INDEX_NAME:  # reported already
+                found.error(name, "a link, not a file")
         elif path.suffix == SHARD_SUFFIX and name not in subject.headers and name not in subject.unreadable:
             found.error(name, "a shard that the index does not name")
         elif path.suffix in _TEMPORARY_SUFFIXES:
@@ -32,7 +32,7 @@ def check_package(subject: Subject) -> Findings:
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    """Everything but folders; hidden folders (the journal, a download cache) are not part of the package."""
+    """Return all files. Hidden folders (the journal, a download cache) are not part of the package."""
     result: list[Path] = []
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts[:-1])
@@ -53,25 +53,25 @@ def _check_index(subject: Subject, found: Findings) -> None:
         found.error(INDEX_NAME, "has no weight_map")
         return
     mapped = cast(dict[str, Any], weight_map)
-    lies_in = {name: shard for shard, header in subject.headers.items() for name in header.tensors}
+    shard_of = {name: shard for shard, header in subject.headers.items() for name in header.tensors}
     for name, shard in mapped.items():
-        if shard not in subject.unreadable and lies_in.get(name) != shard:
-            where = f"is in {lies_in[name]}" if name in lies_in else "is in no shard"
-            found.error(name, f"the index says {shard}, it {where}")
-    for name, shard in lies_in.items():
+        if shard not in subject.unreadable and shard_of.get(name) != shard:
+            where = f"is in {shard_of[name]}" if name in shard_of else "is in no shard"
+            found.error(name, f"the index says {shard}, but it {where}")
+    for name, shard in shard_of.items():
         if name not in mapped:
             found.error(name, f"in {shard}, but not in the index")
     total: Any = cast(dict[str, Any], subject.index.get("metadata") or {}).get("total_size")
     actual = sum(t.num_bytes for header in subject.headers.values() for t in header.tensors.values())
     if not subject.unreadable and (total != actual or isinstance(total, float)):
-        found.error(f"{INDEX_NAME}: metadata.total_size", f"{total!r}, the tensors have {actual}")
+        found.error(f"{INDEX_NAME}: metadata.total_size", f"{total!r}, but the tensors have {actual} bytes")
     num_found = sum(len(header.tensors) for header in subject.headers.values())
-    if num_found != len(lies_in):
-        found.error(INDEX_NAME, f"{num_found - len(lies_in)} tensors stand in two shards")
+    if num_found != len(shard_of):
+        found.error(INDEX_NAME, f"{num_found - len(shard_of)} tensors appear in two shards")
 
 
 def check_sidecars(subject: Subject) -> Findings:
-    """Rule 17. The files are compared with the source's, never run; code the source does not have is refused."""
+    """Rule 17. Files are compared with the source's and never run. Code that the source does not have is an error."""
     found = Findings(17)
     if subject.source is None:
         found.skip("needs --source")
@@ -80,7 +80,7 @@ def check_sidecars(subject: Subject) -> Findings:
     for relative in expected:
         path = subject.folder / relative
         if path.is_symlink():
-            continue  # rule 16 names it
+            continue  # reported by rule 16
         if not path.is_file():
             found.error(str(relative), "missing")
         elif not _same_bytes(path, subject.source.folder / relative):
@@ -104,28 +104,29 @@ def _same_bytes(left: Path, right: Path) -> bool:
 
 
 def check_ledger(subject: Subject, scan: ScanResult) -> Findings:
-    """Rule 19: the ledger says from what and by which recipe, and every shard has the size and hash it states."""
+    """Rule 19: the ledger states source and recipe, and every shard has the size and hash that it states."""
     found = Findings(19)
     ledger = subject.ledger
     if (subject.folder / LEDGER_NAME).is_symlink():
         found.skip(f"{LEDGER_NAME} is a link, see rule 16")
         return found
+    if ledger is None:
+        found.error(LEDGER_NAME, subject.ledger_problem)
+        return found
     for problem in ledger.problems:
         found.error(LEDGER_NAME, problem)
-    if not ledger.is_present:
-        return found
     for shard, digest in scan.digests.items():
         stated = ledger.shards.get(shard)
         if stated is None:
-            found.error(shard, "is not in the ledger")
-        elif stated[0] != digest:
+            found.error(shard, "not in the ledger")
+        elif stated.blake3 != digest:
             found.error(shard, "its blake3 is not the ledger's: the file was changed after it was written")
-        elif shard in subject.headers and stated[1] != subject.headers[shard].file_bytes:
-            found.error(shard, f"{subject.headers[shard].file_bytes:,} bytes, the ledger says {stated[1]:,}")
+        elif shard in subject.headers and stated.num_bytes != subject.headers[shard].file_bytes:
+            found.error(shard, f"{subject.headers[shard].file_bytes:,} bytes, but the ledger says {stated.num_bytes:,}")
     for shard in sorted(set(ledger.shards) - set(scan.digests) - set(subject.unreadable)):
-        found.error(shard, "is in the ledger but not there")
-    if subject.source is not None and ledger.source_headers:
+        found.error(shard, "in the ledger, but missing")
+    if subject.source is not None and ledger.headers:
         headers = {shard: header.digest for shard, header in subject.source.headers.items()}
-        if headers != ledger.source_headers:
-            found.warn(LEDGER_NAME, "names other source headers than those of --source")
+        if headers != ledger.headers:
+            found.warn(LEDGER_NAME, "states different source headers than --source has")
     return found

@@ -1,20 +1,23 @@
-"""The one pass over the shards' bytes: hashes, block scales, scalars and copied tensors, in bounded memory.
+"""The one pass over the shards: hashes, block scales, scalars and copied tensors, in bounded memory.
 
-Reading is most of what a check of 594 GB costs, so everything that needs data takes it from the same read: each shard
-is read once in file order, in batches of whole tensors, the next batch while this one is looked at. Whoever wants the
-converted tensors' bytes too (to decode and measure them) gets them through `observe`.
+Reading is most of the cost of checking 594 GB, so everything that needs data uses the same pass. Each shard is read
+once in file order, in batches of whole tensors. The next batch is read while the current one is checked. Visitors get
+the bytes too: to hash whole shards, or to decode converted tensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
 
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.reader import Bytes, ShardReader
+from k2convert.choices import BLOCK_SIZE
+from k2convert.records.events import SILENT, Events
 from k2convert.validate.contract.subject import Module, Subject
 from k2convert.validate.contract.tensors import shape_problems
 
@@ -22,19 +25,28 @@ BATCH_BYTES = 16 << 20
 SUBNORMAL_LAST = 0x07
 LARGEST_FINITE = 0x7E
 _BLOCKS_AT_ONCE = 1 << 20
-_CODE_BYTES_A_BLOCK = 8
+_CODE_BYTES_A_BLOCK = BLOCK_SIZE // 2
 
-Observe = Callable[[str, str, Bytes], None]
-"""Called as observe(module, parameter, bytes) with every tensor of every converted module, whole, in file order."""
-Advance = Callable[[int], None]
-"""Called with the number of bytes just dealt with."""
-Passing = Callable[[str, Bytes], None]
-"""Called as passing(shard, bytes) with all bytes of all shards in order, mostly from another thread."""
+
+class ShardVisitor(Protocol):
+    """Gets all bytes of all shards."""
+
+    def shard_bytes(self, shard: str, data: Bytes) -> None:
+        """Take the next bytes of a shard. Called in file order, mostly from another thread."""
+        ...
+
+
+class TensorVisitor(Protocol):
+    """Gets the tensors of converted modules."""
+
+    def tensor(self, module: str, parameter: str, data: Bytes) -> None:
+        """Take one whole tensor. Called in file order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [begin, end) of one tensor, lying at `offset` in the batch that was read."""
+    """Bytes [begin, end) of one tensor, at `offset` in the batch."""
 
     tensor: TensorInfo
     begin: int
@@ -44,7 +56,7 @@ class Piece:
 
 @dataclass(slots=True)
 class ScanResult:
-    """What the pass found, by the tensors' expected names (see Subject)."""
+    """What the pass found, by the names that tensors should have (see Subject)."""
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
     invalid_scales: dict[str, int] = field(default_factory=dict[str, int])
@@ -56,7 +68,7 @@ class ScanResult:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What one tensor of the folder is: its expected name, its converted module if any, its source if copied."""
+    """One tensor of the folder: the name it should have, its module if converted, its source if copied."""
 
     name: str
     parameter: str
@@ -68,14 +80,14 @@ class _Target:
 def scan_shards(
     subject: Subject,
     *,
-    observe: Observe | None,
-    advance: Advance | None,
-    passing: Passing | None = None,
+    shard_visitor: ShardVisitor | None = None,
+    tensor_visitor: TensorVisitor | None = None,
+    events: Events = SILENT,
     digests: Mapping[str, str] | None = None,
 ) -> ScanResult:
-    """Read every readable shard once; raises SourceReadError where the system cannot read one.
+    """Read every readable shard once; raises SourceReadError if reading fails.
 
-    Of a shard whose blake3 is among `digests` only scales and scalars are read: its bytes are vouched for elsewhere.
+    `digests` are blake3 hashes that the caller knows. Of those shards only scales and scalars are read.
     """
     result = ScanResult()
     targets = _targets(subject)
@@ -87,9 +99,11 @@ def scan_shards(
         ) as source_reader,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan") as ahead,
     ):
-        scan = _Scan(subject, targets, reader, source_reader, result, observe, ahead, passing, digests or {})
+        scan = _Scan(
+            subject, targets, reader, source_reader, result, ahead, shard_visitor, tensor_visitor, events, digests or {}
+        )
         for shard, header in subject.headers.items():
-            result.digests[shard] = scan.shard(header, advance)
+            result.digests[shard] = scan.shard(header)
             reader.close()
         for shard in subject.unreadable:
             path = subject.folder / shard
@@ -107,7 +121,7 @@ def _hash_file(path: Path) -> str:
 
 
 def _targets(subject: Subject) -> dict[tuple[str, str], _Target]:
-    """(shard, name found) -> what it is."""
+    """Return (shard, name in the file) -> what it is."""
     targets: dict[tuple[str, str], _Target] = {}
     problems = {module.name: shape_problems(subject, module) for module in subject.converted}
     for name, tensor in subject.tensors.items():
@@ -129,13 +143,14 @@ class _Scan:
     reader: ShardReader
     source_reader: ShardReader
     result: ScanResult
-    observe: Observe | None
     ahead: ThreadPoolExecutor
-    passing: Passing | None
+    shard_visitor: ShardVisitor | None
+    tensor_visitor: TensorVisitor | None
+    events: Events
     digests: Mapping[str, str]
 
-    def shard(self, header: ShardHeader, advance: Advance | None) -> str:
-        """Go through one shard; returns the blake3 of the whole file."""
+    def shard(self, header: ShardHeader) -> str:
+        """Scan one shard; return the blake3 of the whole file."""
         known, digest = self.digests.get(header.shard), blake3(max_threads=blake3.AUTO)
         if known is None:
             digest.update(self._read(header.shard, 0, header.data_begin).data)
@@ -149,15 +164,14 @@ class _Scan:
             if known is None:
                 digest.update(data.data)
             for piece in batch:
-                self._look_at(piece, data[piece.offset : piece.offset + piece.end - piece.begin])
-            if advance is not None:
-                advance(len(data))
+                self._check(piece, data[piece.offset : piece.offset + piece.end - piece.begin])
+            self.events.progress(bytes_in=len(data))
         return known or digest.hexdigest()
 
     def _batches(self, header: ShardHeader, *, whole: bool) -> Iterator[list[Piece]]:
-        """Neighbouring pieces in file order; tensors of converted modules stay whole, large copied ones are cut.
+        """Yield adjacent pieces in file order. Tensors of converted modules stay whole, large copied ones are split.
 
-        Those of a shard that is not looked at as a `whole` are what the rules check by itself.
+        If the shard is not read as a `whole`, only the tensors that the rules look at are included.
         """
         batch: list[Piece] = []
         filled = 0
@@ -189,11 +203,11 @@ class _Scan:
 
     def _read(self, shard: str, begin: int, end: int) -> Bytes:
         data = self.reader.read(TensorInfo("(all)", "U8", (end - begin,), begin, end, shard))
-        if self.passing is not None:
-            self.passing(shard, data)
+        if self.shard_visitor is not None:
+            self.shard_visitor.shard_bytes(shard, data)
         return data
 
-    def _look_at(self, piece: Piece, data: Bytes) -> None:
+    def _check(self, piece: Piece, data: Bytes) -> None:
         target = self.targets.get((piece.tensor.shard, piece.tensor.name))
         if target is None:
             return
@@ -202,8 +216,8 @@ class _Scan:
         elif target.module is not None:
             if target.is_readable:
                 self._check_converted(target, target.module, data)
-            if self.observe is not None:
-                self.observe(target.module.name, target.parameter, data)
+            if self.tensor_visitor is not None:
+                self.tensor_visitor.tensor(target.module.name, target.parameter, data)
 
     def _compare(self, target: _Target, piece: Piece, data: Bytes) -> None:
         assert target.source is not None
@@ -220,7 +234,7 @@ class _Scan:
             self._count_scales(target, module, data)
 
     def _count_scales(self, target: _Target, module: Module, scales: Bytes) -> None:
-        """Only reached where some byte is outside 2^-6 .. 448; the usual tensor is done with one comparison."""
+        """Count the scales outside 2^-6 .. 448. Called only if there are any."""
         counts = np.bincount(scales, minlength=256)
         invalid = int(counts[LARGEST_FINITE + 1 :].sum())
         if invalid:
@@ -248,5 +262,5 @@ class _Scan:
 
 
 def _outside(data: Bytes, least: int, largest: int) -> bool:
-    """Whether any byte lies outside least .. largest, by two reductions and no temporary."""
+    """Return whether any byte is outside least .. largest, without a temporary array."""
     return bool(data.size) and (int(data.min()) < least or int(data.max()) > largest)

@@ -1,7 +1,7 @@
-"""The contract for results whose shards leave the disk one by one: each is scanned before it goes.
+"""The contract for a result whose shards leave the disk one by one: each shard is scanned before it is removed.
 
-What a scan found is kept as plain data (with the upload record), and is held against the rules when config, index and
-ledger are there. Comparisons with the source's bytes are left out, as they are without `--source`.
+The findings of a scan are kept as plain data in the upload record. The rules are checked on them once config, index and
+ledger are written. As without `--source`, nothing is compared with the source's bytes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from typing import Any, cast
 from k2convert.checkpoint.header import ShardHeader, read_header
 from k2convert.validate.contract import check_subject
 from k2convert.validate.contract.findings import ContractReport
-from k2convert.validate.contract.scan import Passing, ScanResult, scan_shards
+from k2convert.validate.contract.scan import ScanResult, ShardVisitor, scan_shards
 from k2convert.validate.contract.subject import open_subject
 
 _SCAN = {
@@ -24,17 +24,15 @@ _SCAN = {
 
 
 def scan_shard(
-    folder: Path, shard: str, *, passing: Passing | None = None, blake3: str | None = None
+    folder: Path, shard: str, *, visitor: ShardVisitor | None = None, blake3: str | None = None
 ) -> dict[str, Any]:
-    """Look at every byte of one finished shard; returns what `check_streamed` needs, ready for JSON.
+    """Scan every byte of one finished shard; return what `check_streamed` needs, ready for JSON.
 
-    With its `blake3` given, only at what the rules look at themselves: whoever gives it vouches for the rest.
-    `passing` is called with the shard's name and all bytes in order. Raises CheckpointError where its header is
-    damaged, SourceReadError where it cannot be read.
+    If the caller knows the file's `blake3`, only the tensors that the rules look at are read, and `visitor` gets only
+    those. Raises CheckpointError if the header is damaged, SourceReadError if the file cannot be read.
     """
     subject = open_subject(folder, source=None, known_headers={shard: read_header(folder / shard)})
-    digests = None if blake3 is None else {shard: blake3}
-    found = scan_shards(subject, observe=None, advance=None, passing=passing, digests=digests)
+    found = scan_shards(subject, shard_visitor=visitor, digests={} if blake3 is None else {shard: blake3})
     return {
         "digests": found.digests,
         "invalid_scales": found.invalid_scales,
@@ -45,7 +43,7 @@ def scan_shard(
 
 
 def is_scan(scan: Mapping[str, Any]) -> bool:
-    """Whether this has the form of what `scan_shard` returns."""
+    """Return whether a document has the form that `scan_shard` returns."""
     values = {key: cast(dict[str, Any], scan[key]).values() for key in _SCAN if isinstance(scan.get(key), dict)}
     if values.keys() != _SCAN.keys() or not all(isinstance(v, _SCAN[key]) for key in values for v in values[key]):
         return False
@@ -60,9 +58,10 @@ def is_scan(scan: Mapping[str, Any]) -> bool:
 def check_streamed(
     folder: Path, *, headers: Mapping[str, ShardHeader], scans: Iterable[Mapping[str, Any]]
 ) -> ContractReport:
-    """Check the contract on a folder that holds everything but the shards.
+    """Check the contract on a folder that holds everything except the shards.
 
-    `headers` are those of all shards as planned: a shard's digest, held against the ledger, vouches for its header.
+    `headers` are the planned ones of all shards. A scan's hash of the whole file, compared with the ledger, covers its
+    header.
     """
     together = ScanResult()
     for scan in scans:
@@ -71,5 +70,4 @@ def check_streamed(
         together.subnormal_scales.update(scan["subnormal_scales"])
         together.zero_blocks_with_codes.update(scan["zero_blocks_with_codes"])
         together.scalars.update({name: bytes.fromhex(data) for name, data in scan["scalars"].items()})
-    subject = open_subject(folder, source=None, known_headers=dict(headers))
-    return check_subject(subject, scan=together)
+    return check_subject(open_subject(folder, source=None, known_headers=dict(headers)), together)

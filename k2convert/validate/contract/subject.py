@@ -1,8 +1,8 @@
-"""A finished checkpoint as the rules see it: read leniently, so that one damaged thing does not hide the others.
+"""A finished checkpoint as the rules see it. It is read leniently, so that one damaged file does not hide other faults.
 
-`checkpoint.index.open_checkpoint` refuses a folder at the first thing that does not fit; here every shard, the index
-and the configs are read on their own, and what cannot be read is kept as a problem for the rule that owns it. Tensor
-names are held under the prefix they should have, so a wrong prefix is one rule's finding and not everybody's.
+`checkpoint.index.open_checkpoint` refuses a folder at the first inconsistency. Here every shard, the index, the configs
+and the ledger are read separately, and a file that cannot be read becomes a finding of one rule. Tensors are listed
+under the prefix they should have, so only rule 2 reports a wrong prefix.
 """
 
 from collections import defaultdict
@@ -15,13 +15,12 @@ from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, LayoutNames
-from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX
+from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX
 from k2convert.errors import CheckpointError, PlanError
-from k2convert.models.kimi import TEXT_PREFIX, WRAPPED_PREFIX, detect_family, parse_tensor_name
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Role, TensorName
-from k2convert.records.ledger import Ledger, read_ledger
-
-_LANGUAGE_PARTS = ("layers.", "embed_tokens.", "norm.")
+from k2convert.models import detect_family, expected_family, parse_tensor_name
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
+from k2convert.plan.recipe import Budget, Recipe
+from k2convert.records.ledger import Ledger, find_ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +35,14 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Everything about the folder that headers and JSON say; `source` is the checkpoint it was made from, if given.
+    """What headers and JSON files say about a folder, and the source it was converted from, if given.
 
-    `tensors` maps the name a tensor should have to where it lies; `renamed` the names found to those, where they
-    differ; `unknown` are tensors that belong to no Kimi K2 model. `layout` and `has_input_scale` are read off the
-    tensors, so a config that says otherwise is found wrong and not followed.
+    config, index, ledger      None if the file is missing or damaged; `*_problem` says why
+    headers, unreadable        shards that could be read, and why others could not
+    tensors                    the name a tensor should have -> where it is
+    renamed                    name found -> name it should have, if they differ
+    unknown                    names that are not part of the family's models
+    layout, has_input_scale    as found in the tensors: a config that differs is wrong, not followed
     """
 
     folder: Path
@@ -54,39 +56,41 @@ class Subject:
     renamed: dict[str, str]
     unknown: tuple[str, ...]
     modules: dict[str, Module]
-    prefix: str
+    family: Family
     layout: str
     has_input_scale: bool
     source: Checkpoint | None
     source_names: Mapping[str, TensorName]
     int4_modules: frozenset[str]
-    ledger: Ledger
+    ledger: Ledger | None
+    ledger_problem: str
+    recipe: Recipe | None
 
     @property
     def names(self) -> LayoutNames:
-        """Parameter names of the layout."""
+        """The parameter names of the layout."""
         return LAYOUTS[self.layout]
 
     @property
-    def is_wrapped(self) -> bool:
-        """K2.5's form: the language model inside a multimodal wrapper."""
-        return self.prefix == WRAPPED_PREFIX
+    def budget(self) -> Budget:
+        """The budget of the ledger's recipe, or the default one."""
+        return Budget() if self.recipe is None else self.recipe.budget
 
     @property
     def expected_parameters(self) -> tuple[str, ...]:
-        """What each converted projection must consist of."""
+        """The parameters of a converted projection."""
         names = self.names
         scalars = (names.global_scale, names.input_scale) if self.has_input_scale else (names.global_scale,)
         return (names.weight, names.block_scale, *scalars)
 
     @property
     def converted(self) -> list[Module]:
-        """The modules that are, or should be, NVFP4."""
+        """The modules that are NVFP4, or should be."""
         return [module for module in self.modules.values() if module.is_converted]
 
     @property
     def incomplete(self) -> str:
-        """Why nothing can be said about the tensors as a whole; empty where every shard was read."""
+        """Why rules about all tensors cannot be checked; empty if every shard was read."""
         if not self.unreadable:
             return ""
         return f"{next(iter(self.unreadable))} cannot be read, see rule 16"
@@ -95,23 +99,26 @@ class Subject:
 def open_subject(
     folder: Path, *, source: Checkpoint | None, known_headers: dict[str, ShardHeader] | None = None
 ) -> Subject:
-    """Read everything but tensor bytes; raises CheckpointError only where there is no folder.
+    """Read everything except tensor data; raises CheckpointError if the folder does not exist.
 
-    `known_headers` stand in for the shards' own where these have left the folder, or when only some are meant.
+    `known_headers` replace the headers in the folder: of shards that were removed, or of the only shards to look at.
+    Raises PlanError if the source belongs to no known family.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder. Give the folder of a finished conversion.")
+        raise CheckpointError(f"{folder}: no such folder. Pass the folder of a finished conversion.")
     config, config_problem = _read_json(folder / CONFIG_NAME)
     index, index_problem = _read_json(folder / INDEX_NAME)
     headers, unreadable = _read_headers(folder, index) if known_headers is None else (known_headers, {})
-    prefix = detect_family(source)[1] if source is not None else _expected_prefix(config, headers)
-    tensors, renamed = _named_as_expected(headers, prefix)
-    parsed, unknown = _parse(tensors, prefix)
-    source_names = _parse(source.tensors, prefix)[0] if source is not None else {}
+    ledger, ledger_problem = _find_ledger(folder)
+    recipe = None if ledger is None else ledger.checked_recipe()
+    found = [name for header in headers.values() for name in header.tensors]
+    family = detect_family(source) if source is not None else expected_family(config, found)
+    tensors, renamed = _named_as_expected(headers, family)
+    parsed, unknown = _parse(tensors, family)
+    source_names = _parse(source.tensors, family)[0] if source is not None else {}
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
-    ledger = read_ledger(folder)
     layout = _detect_layout(parsed)
-    modules = _modules(tensors, parsed, int4, ledger, LAYOUTS[layout])
+    modules = _modules(tensors, parsed, int4, recipe, LAYOUTS[layout])
     return Subject(
         folder=folder,
         config=config,
@@ -124,13 +131,15 @@ def open_subject(
         renamed=renamed,
         unknown=unknown,
         modules=modules,
-        prefix=prefix,
+        family=family,
         layout=layout,
-        has_input_scale=_has_input_scale(modules, LAYOUTS[layout], ledger),
+        has_input_scale=_has_input_scale(modules, LAYOUTS[layout], recipe),
         source=source,
         source_names=source_names,
         int4_modules=int4,
         ledger=ledger,
+        ledger_problem=ledger_problem,
+        recipe=recipe,
     )
 
 
@@ -138,11 +147,23 @@ def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:
     try:
         return read_json_file(path), ""
     except CheckpointError as error:
-        return None, str(error)
+        return None, _problem(error, path)
+
+
+def _problem(error: CheckpointError, path: Path) -> str:
+    return str(error).removeprefix(f"{path}: ").removesuffix(".")
+
+
+def _find_ledger(folder: Path) -> tuple[Ledger | None, str]:
+    try:
+        ledger = find_ledger(folder)
+    except CheckpointError as error:
+        return None, _problem(error, folder / LEDGER_NAME)
+    return ledger, "missing" if ledger is None else ""
 
 
 def _read_headers(folder: Path, index: dict[str, Any] | None) -> tuple[dict[str, ShardHeader], dict[str, str]]:
-    """Headers of the shards the index names (of all there are, without an index), and why others cannot be read."""
+    """Read the headers of the shards that the index names, or of all shards; return why others cannot be read."""
     weight_map: Any = index.get("weight_map") if index else None
     if isinstance(weight_map, dict):
         shards = sorted({s for s in weight_map.values() if isinstance(s, str)})  # type: ignore[reportUnknownVariableType]
@@ -152,52 +173,33 @@ def _read_headers(folder: Path, index: dict[str, Any] | None) -> tuple[dict[str,
     unreadable: dict[str, str] = {}
     for shard in shards:
         if Path(shard).name != shard:
-            unreadable[shard] = "is a path and not a file name"
+            unreadable[shard] = "a path, not a file name"
             continue
         try:
             headers[shard] = read_header(folder / shard)
         except CheckpointError as error:
-            unreadable[shard] = str(error).removeprefix(f"{folder / shard}: ")
+            unreadable[shard] = _problem(error, folder / shard)
     return headers, unreadable
 
 
-def _expected_prefix(config: dict[str, Any] | None, headers: dict[str, ShardHeader]) -> str:
-    if config is not None:
-        return WRAPPED_PREFIX if isinstance(config.get("text_config"), dict) else TEXT_PREFIX
-    wrapped = any(name.startswith("language_model.") for header in headers.values() for name in header.tensors)
-    return WRAPPED_PREFIX if wrapped else TEXT_PREFIX
-
-
-def _restore_prefix(name: str, prefix: str) -> str:
-    """The name under the prefix it should have; names outside the language model stay as they are."""
-    body = name
-    for head in (WRAPPED_PREFIX, "language_model.", TEXT_PREFIX):
-        if body.startswith(head):
-            body = body[len(head) :]
-            break
-    if body.startswith(_LANGUAGE_PARTS):
-        return prefix + body
-    return prefix.removesuffix(TEXT_PREFIX) + body if body.startswith("lm_head.") else name
-
-
-def _named_as_expected(headers: dict[str, ShardHeader], prefix: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def _named_as_expected(headers: dict[str, ShardHeader], family: Family) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     tensors: dict[str, TensorInfo] = {}
     renamed: dict[str, str] = {}
     for header in headers.values():
         for found, tensor in header.tensors.items():
-            name = _restore_prefix(found, prefix)
+            name = family.expected_name(found)
             if name != found:
                 renamed[found] = name
             tensors.setdefault(name, tensor)
     return tensors, renamed
 
 
-def _parse(tensors: Mapping[str, TensorInfo], prefix: str) -> tuple[dict[str, TensorName], tuple[str, ...]]:
+def _parse(tensors: Mapping[str, TensorInfo], family: Family) -> tuple[dict[str, TensorName], tuple[str, ...]]:
     parsed: dict[str, TensorName] = {}
     unknown: list[str] = []
     for name in tensors:
         try:
-            parsed[name] = parse_tensor_name(name, prefix=prefix)
+            parsed[name] = parse_tensor_name(name, family=family)
         except PlanError:
             unknown.append(name)
     return parsed, tuple(unknown)
@@ -214,7 +216,7 @@ def _modules(
     tensors: Mapping[str, TensorInfo],
     parsed: Mapping[str, TensorName],
     int4: frozenset[str],
-    ledger: Ledger,
+    recipe: Recipe | None,
     names: LayoutNames,
 ) -> dict[str, Module]:
     parameters: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
@@ -223,7 +225,7 @@ def _modules(
         parameters[parts.module][parts.parameter] = tensors[name]
         first.setdefault(parts.module, parts)
     marks = {WEIGHT_PACKED, WEIGHT_SHAPE, names.block_scale, names.global_scale, names.input_scale}
-    roles = {Role.EXPERTS, *(ledger.recipe.roles if ledger.recipe is not None else ())}
+    roles = {Role.EXPERTS, *(recipe.roles if recipe is not None else ())}
     modules: dict[str, Module] = {}
     for module, found in parameters.items():
         weight = found.get(WEIGHT)
@@ -233,8 +235,8 @@ def _modules(
     return modules
 
 
-def _has_input_scale(modules: Mapping[str, Module], names: LayoutNames, ledger: Ledger) -> bool:
-    if ledger.recipe is not None:
-        return ledger.recipe.activations == "w4a4"
+def _has_input_scale(modules: Mapping[str, Module], names: LayoutNames, recipe: Recipe | None) -> bool:
+    if recipe is not None:
+        return recipe.activations == "w4a4"
     converted = [m for m in modules.values() if m.is_converted and m.parts.role in CONVERTIBLE_ROLES]
     return sum(names.input_scale in m.parameters for m in converted) * 2 > len(converted)

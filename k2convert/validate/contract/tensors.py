@@ -1,7 +1,6 @@
-"""Rules 1, 2, 3, 8, 9 and 10: what headers and config.json alone decide about the tensors.
+"""Rules 1, 2, 3, 8, 9 and 10: tensor names, shapes and counts, from headers and config.json.
 
-One fault is one rule's finding. A tensor that rule 1, 3, 7 or 9 names is not counted again by rule 8, which would
-otherwise repeat every one of them.
+One fault is reported by one rule: rule 8 does not count a tensor again that rule 1, 3, 7 or 9 reports.
 """
 
 import re
@@ -10,14 +9,14 @@ from pathlib import Path
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.layouts import projection_tensors
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
-from k2convert.models.kimi import LEGACY_PREFIX, read_architecture, text_config
+from k2convert.models.config import text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.subject import Module, Subject
 
-CARD_NAME = "README.md"
 HIDDEN_ALIGNMENT = 256
 WIDTH_ALIGNMENT = 16
 WIDTH_ALIGNMENT_FAST = 64
@@ -26,35 +25,35 @@ _TP_SIZE = re.compile(r"(?:--tensor-parallel-size|--tp-size|--tp_size|--tp|(?<!\
 
 
 def check_names(subject: Subject) -> Findings:
-    """Rule 1. vLLM stops at an unknown name but not at a missing one; SGLang skips unknown expert tensors silently."""
+    """Rule 1. vLLM stops at an unknown name but not at a missing one. SGLang silently skips unknown expert tensors."""
     found = Findings(1)
     expected = set(subject.expected_parameters)
     allowed = {parts.module for parts in subject.source_names.values()}
     for module in subject.converted:
         if module.parts.role not in CONVERTIBLE_ROLES:
-            found.error(module.name, f"no engine serves the role {module.parts.role} in NVFP4")
+            found.error(module.name, f"no engine loads the role {module.parts.role} in NVFP4")
             continue
         for parameter in sorted(expected - set(module.parameters)):
             found.error(f"{module.name}.{parameter}", "missing")
         for parameter in sorted(set(module.parameters) - expected):
-            found.error(f"{module.name}.{parameter}", "not part of a converted projection of this layout")
+            found.error(f"{module.name}.{parameter}", "a converted projection of this layout has no such tensor")
     for name in _missing_projections(subject):
         found.error(name, "missing")
     for name in subject.unknown:
         if subject.source is None or name not in subject.source.tensors:
-            found.error(name, "not part of a Kimi K2 model")
+            found.error(name, f"not part of a {subject.family.title} model")
     for module in subject.modules.values():
         if subject.source is None or module.is_converted:
             continue
         for parameter, tensor in module.parameters.items():
             if f"{module.name}.{parameter}" not in subject.source.tensors:
                 new = "a new name" if module.name in allowed else "a new module"
-                found.error(f"{module.name}.{parameter}", f"{new}, not in the source ({tensor.shard})")
+                found.error(f"{module.name}.{parameter}", f"{new} ({tensor.shard}), not in the source")
     return found
 
 
 def _missing_projections(subject: Subject) -> list[str]:
-    """Projections of which nothing is there. Whole experts that are missing are rule 9's."""
+    """Return projections with no tensors at all. Missing experts are reported by rule 9."""
     experts = {(m.parts.layer, m.parts.expert) for m in subject.modules.values() if m.parts.role is Role.EXPERTS}
     stems = {m.name.rsplit(".", 1)[0] for m in subject.modules.values() if m.parts.role is Role.EXPERTS}
     missing = {f"{stem}.{kind}_proj" for stem in stems for kind in _PROJECTIONS} - set(subject.modules)
@@ -67,11 +66,12 @@ def _missing_projections(subject: Subject) -> list[str]:
 
 
 def check_prefix(subject: Subject) -> Findings:
-    """Rule 2. Names under another prefix load nowhere, or as random weights."""
+    """Rule 2. Engines refuse names with a wrong prefix, or leave the weights random."""
     found = Findings(2)
     for name, expected in subject.renamed.items():
-        legacy = " (an early NVFP4 naming)" if name.startswith(LEGACY_PREFIX) else ""
-        found.error(name, f"should be {expected}{legacy}")
+        refused = subject.family.refused_prefixes.items()
+        reason = next((f" ({reason})" for prefix, reason in refused if name.startswith(prefix)), "")
+        found.error(name, f"should be {expected}{reason}")
     return found
 
 
@@ -85,22 +85,22 @@ def check_shapes(subject: Subject) -> Findings:
 
 
 def shape_problems(subject: Subject, module: Module) -> dict[str, str]:
-    """What is wrong with a converted module's tensors, by parameter; missing ones are rule 1's."""
+    """Return what is wrong with a converted module's tensors, by parameter. Missing ones are reported by rule 1."""
     names, problems = subject.names, dict[str, str]()
     weight, scale = module.parameters.get(names.weight), module.parameters.get(names.block_scale)
     size = _source_size(subject, module) or _own_size(weight, scale)
-    for parameter, tensor, dtype, per_byte in (
+    for parameter, tensor, dtype, columns_a_byte in (
         (names.weight, weight, "U8", 2),
-        (names.block_scale, scale, "F8_E4M3", 16),
+        (names.block_scale, scale, "F8_E4M3", BLOCK_SIZE),
     ):
         if tensor is None:
             continue
-        expected = (size[0], size[1] // per_byte) if size is not None else None
+        expected = (size[0], size[1] // columns_a_byte) if size is not None else None
         if tensor.dtype != dtype or len(tensor.shape) != 2 or (expected is not None and tensor.shape != expected):
             wanted = list(expected) if expected is not None else "with two dimensions"
             problems[parameter] = f"{tensor.dtype} {list(tensor.shape)}, expected {dtype} {wanted}"
     if size is not None and size[1] % BLOCK_SIZE and weight is not None and names.weight not in problems:
-        problems[names.weight] = f"{size[1]} input columns are no multiple of {BLOCK_SIZE}"
+        problems[names.weight] = f"{size[1]} input columns are not a multiple of {BLOCK_SIZE}"
     for parameter in (names.global_scale, names.input_scale):
         tensor = module.parameters.get(parameter)
         if tensor is not None and (tensor.dtype != "F32" or tensor.shape not in ((), (1,))):
@@ -119,14 +119,14 @@ def _source_size(subject: Subject, module: Module) -> tuple[int, int] | None:
 
 
 def _own_size(weight: TensorInfo | None, scale: TensorInfo | None) -> tuple[int, int] | None:
-    """N and K by the codes, or by the block scales where the codes have no such shape."""
+    """Return N and K by the codes, or by the block scales if the codes have a wrong number of dimensions."""
     if weight is not None and len(weight.shape) == 2:
         return weight.shape[0], weight.shape[1] * 2
     return (scale.shape[0], scale.shape[1] * BLOCK_SIZE) if scale is not None and len(scale.shape) == 2 else None
 
 
 def check_totals(subject: Subject) -> Findings:
-    """Rule 8. Experts-only W4A4 has exactly the source's bytes: three tensors become four of the same total size."""
+    """Rule 8. Experts-only W4A4 keeps the source's tensor bytes: three tensors become four of the same total size."""
     found = Findings(8)
     if subject.source is None:
         found.skip("needs --source")
@@ -136,9 +136,9 @@ def check_totals(subject: Subject) -> Findings:
     found.note = f"{len(subject.tensors):,} of {count:,} tensors, {actual:,} of {size:,} bytes"
     for name, parts in subject.source_names.items():
         converted = parts.module in subject.int4_modules or _is_converted(subject, parts.module)
-        # Experts and router rows that are missing are rule 9's, projections rule 1's.
+        # Rule 9 reports missing experts and router rows, rule 1 missing projections.
         if not converted and parts.role is not Role.ROUTER and name not in subject.tensors:
-            found.error(name, f"missing, {subject.source.tensors[name].num_bytes:,} bytes in the source")
+            found.error(name, f"missing; it has {subject.source.tensors[name].num_bytes:,} bytes in the source")
     return found
 
 
@@ -170,30 +170,30 @@ def _expected_totals(subject: Subject) -> tuple[int, int]:
 
 
 def check_expert_counts(subject: Subject) -> Findings:
-    """Rule 9, for pruned models too: experts 0..k-1 in every MoE layer, k everywhere the same."""
+    """Rule 9, for pruned models too: every MoE layer has the experts 0..k-1, with the same k."""
     found = Findings(9)
     architecture = _architecture(subject, found)
     if architecture is None:
         return found
-    count = architecture.num_experts
+    count, family = architecture.num_experts, subject.family
     experts: dict[int, set[int]] = defaultdict(set)
     for module in subject.modules.values():
         if module.parts.role is Role.EXPERTS and module.parts.layer is not None and module.parts.expert is not None:
             experts[module.parts.layer].add(module.parts.expert)
     found.note = f"{count} experts in {len(architecture.moe_layers)} layers"
     for layer in sorted({*architecture.moe_layers, *experts}):
-        where = f"{subject.prefix}layers.{layer}.mlp"
+        experts_name, router_name = family.experts.format(layer=layer), family.router.format(layer=layer)
         wanted = set(range(count)) if layer in architecture.moe_layers else set[int]()
         for expert in sorted(wanted ^ experts[layer]):
-            problem = "missing" if expert in wanted else f"config.json says experts are 0..{len(wanted) - 1}"
-            found.error(f"{where}.experts.{expert}", problem)
+            problem = "missing" if expert in wanted else f"config.json says the experts are 0..{len(wanted) - 1}"
+            found.error(f"{experts_name}.{expert}", problem)
         if layer not in architecture.moe_layers:
             continue
-        for parameter in ("weight", "e_score_correction_bias"):
-            router = subject.tensors.get(f"{where}.gate.{parameter}")
+        for parameter in family.router_parameters:
+            router = subject.tensors.get(f"{router_name}.{parameter}")
             if router is None or not router.shape or router.shape[0] != count:
                 has = "missing" if router is None else f"has shape {list(router.shape)}"
-                found.error(f"{where}.gate.{parameter}", f"{has}, n_routed_experts is {count}")
+                found.error(f"{router_name}.{parameter}", f"{has}, but n_routed_experts is {count}")
     return found
 
 
@@ -202,14 +202,17 @@ def _architecture(subject: Subject, found: Findings) -> Architecture | None:
         found.skip("config.json cannot be read, see rule 11")
         return None
     try:
-        return read_architecture(subject.config, where=str(subject.folder))
+        return subject.family.read_architecture(subject.config, str(subject.folder))
     except PlanError as error:
-        found.error("config.json", str(error))
+        found.error(CONFIG_NAME, str(error))
         return None
 
 
 def check_alignment(subject: Subject) -> Findings:
-    """Rule 10: hidden_size % 256; expert width per GPU % 16, better % 64, for the tensor-parallel sizes on the card."""
+    """Rule 10: hidden_size is a multiple of 256, the expert width per GPU one of 16, better 64.
+
+    The tensor-parallel sizes are those named on the card, or 1.
+    """
     found = Findings(10)
     if subject.config is None:
         found.skip("config.json cannot be read, see rule 11")
@@ -217,16 +220,16 @@ def check_alignment(subject: Subject) -> Findings:
     text = text_config(subject.config)
     hidden, width = text.get("hidden_size"), text.get("moe_intermediate_size")
     if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:
-        found.error("hidden_size", f"{hidden} is no multiple of {HIDDEN_ALIGNMENT}")
+        found.error("hidden_size", f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}")
     sizes = _card_tp_sizes(subject.folder / CARD_NAME) or [1]
     found.note = "tensor-parallel sizes " + ", ".join(map(str, sizes))
     for size in sizes:
         part = width // size if isinstance(width, int) and width % size == 0 else None
         name = f"moe_intermediate_size at tensor-parallel size {size}"
         if part is None or part % WIDTH_ALIGNMENT:
-            found.error(name, f"{width} / {size} is no multiple of {WIDTH_ALIGNMENT}")
+            found.error(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT}")
         elif part % WIDTH_ALIGNMENT_FAST:
-            found.warn(name, f"{width} / {size} is no multiple of {WIDTH_ALIGNMENT_FAST}: kernels pad it")
+            found.warn(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT_FAST}: kernels pad it")
     return found
 
 

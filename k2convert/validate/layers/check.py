@@ -25,7 +25,7 @@ from k2convert.errors import CheckpointError
 from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
 from k2convert.forward.router import read_router_config, route_block
 from k2convert.forward.weights import WeightReader
-from k2convert.models.kimi import detect_family, read_architecture
+from k2convert.models import detect_family
 from k2convert.validate.layers.block import BlockError, compute_block
 from k2convert.validate.layers.result import LayerBudget, LayerResult, LayersReport, Variant
 
@@ -37,7 +37,7 @@ ROUTER_PARAMETERS = ("weight", "e_score_correction_bias")
 
 def moe_layers(source: Checkpoint) -> tuple[int, ...]:
     """The layers that can be checked."""
-    return read_architecture(source.config, where=str(source.folder)).moe_layers
+    return detect_family(source).read_architecture(source.config, str(source.folder)).moe_layers
 
 
 def check_layers_exist(source: Checkpoint, layers: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ def check_layers(
     with closing(WeightReader(source)) as from_source, closing(WeightReader(converted)) as from_converted:
         results: list[LayerResult] = []
         for layer in layers:
-            stem = f"{detect_family(source)[1]}layers.{layer}"
+            stem = detect_family(source).layer.format(layer=layer)
             norm = from_source.read(f"{stem}.post_attention_layernorm.weight")
             if hidden_states is not None:
                 states = load_hidden_states(hidden_states, layer=layer, hidden_size=norm.numel(), tokens=tokens)

@@ -1,10 +1,10 @@
-"""Development check: our matchers against the engines' own functions, taken out of their wheels and run.
+"""Development check: compare our matchers with the engines' own functions, extracted from their wheels.
 
     pip download --no-deps vllm==0.33.0 sglang==0.5.23
-    python tests/contract/compare_with_engines.py --vllm vllm-*.whl --sglang sglang-*.whl [--tensorrt-llm FILE...]
+    python tests/validate/contract/compare_with_engines.py --vllm vllm-*.whl --sglang sglang-*.whl [--tensorrt-llm FILE]
 
-The functions are cut out of the source by name and executed in this process, without their packages; nothing of them
-is kept. FILE is a Python file with TensorRT-LLM's `QuantConfig.is_module_excluded_from_quantization` in it.
+The functions are cut out of the source by name and executed in this process, without their packages. Nothing of them is
+kept. FILE is a Python file that contains TensorRT-LLM's `QuantConfig.is_module_excluded_from_quantization`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import re
 
 from matcher_cases import LISTS, modules_of
+from test_matchers import naming, sglang, sglang_packed, tensorrt_llm, tensorrt_llm_subtree, vllm, vllm_packed
 
 from k2convert.validate.contract import matchers
 
@@ -38,7 +39,7 @@ Matcher = Callable[[str, list[str], bool], bool]
 
 
 def cut(source: str, *names: str, within: str | None = None) -> str:
-    """The text of top-level definitions, or of those in class `within`, dedented by parsing."""
+    """Return the source of top-level definitions, or of those in class `within`, dedented by parsing."""
     body: list[ast.stmt] = ast.parse(source).body
     if within is not None:
         body = next(n for n in body if isinstance(n, ast.ClassDef) and n.name == within).body
@@ -53,7 +54,7 @@ def cut(source: str, *names: str, within: str | None = None) -> str:
 
 
 def define(*texts: str, **extra: Any) -> dict[str, Any]:
-    """Execute cut-out definitions in a namespace of what they use."""
+    """Execute extracted definitions in a namespace with the names they use."""
     space: dict[str, Any] = {
         "Any": Any, "Iterable": Iterable, "Mapping": Mapping, "MappingProxyType": MappingProxyType,
         "Literal": Literal, "List": list, "re": re, "fnmatch": fnmatch, "lru_cache": lru_cache,
@@ -156,7 +157,7 @@ def tensorrt_llm_real(path: Path) -> Matcher:
     text = cut(path.read_text(), "is_module_excluded_from_quantization", within="QuantConfig")
     method = define(text, fnmatch=fnmatch_module)["is_module_excluded_from_quantization"]
     return lambda module, entries, wrapped: method(
-        SimpleNamespace(exclude_modules=matchers.map_tensorrt_llm_excludes(entries, is_wrapped=wrapped)), module
+        SimpleNamespace(exclude_modules=matchers.map_tensorrt_llm_excludes(entries, naming(wrapped))), module
     )
 
 
@@ -166,7 +167,7 @@ def reader_of(wheel: Path, root: str) -> Callable[[str], str]:
 
 
 def outcome(matcher: Matcher, module: str, entries: list[str], wrapped: bool) -> Outcome:
-    """True, False, or "refused" where it raises."""
+    """Return True, False, or "refused" if it raises."""
     try:
         return bool(matcher(module, entries, wrapped))
     except (ValueError, re.error):
@@ -217,40 +218,22 @@ def main() -> None:
     good = True
     if options.vllm:
         real = VllmReal(options.vllm)
-        good &= compare("vLLM, modelopt", real.excludes, vllm_modelopt, "vLLM", options.fuzz)
+        good &= compare("vLLM, modelopt", real.excludes, vllm, "vLLM", options.fuzz)
         good &= compare("vLLM, compressed-tensors", real.ignores, vllm_packed, "vLLM", options.fuzz)
     if options.sglang:
         other = SglangReal(options.sglang)
-        good &= compare("SGLang, modelopt", other.excludes, sglang_modelopt, "SGLang", options.fuzz)
+        good &= compare("SGLang, modelopt", other.excludes, sglang, "SGLang", options.fuzz)
         good &= compare("SGLang, compressed-tensors", other.ignores, sglang_packed, "SGLang", options.fuzz)
     for path in options.tensorrt_llm:
         is_subtree = "rsplit" in path.read_text()
-        ours = matchers.tensorrt_llm_excludes_subtree if is_subtree else matchers.tensorrt_llm_excludes
         good &= compare(
             f"TensorRT-LLM, {path.name}",
             tensorrt_llm_real(path),
-            lambda m, e, w, f=ours: f(m, matchers.map_tensorrt_llm_excludes(e, is_wrapped=w)),
+            tensorrt_llm_subtree if is_subtree else tensorrt_llm,
             "TensorRT-LLM" if not is_subtree else "TensorRT-LLM, unfused",
             options.fuzz,
         )
     sys.exit(0 if good else 1)
-
-
-def vllm_modelopt(module: str, entries: list[str], wrapped: bool) -> bool:
-    return matchers.vllm_excludes(module, matchers.map_vllm_excludes(entries, is_wrapped=wrapped))
-
-
-def vllm_packed(module: str, entries: list[str], wrapped: bool) -> bool:
-    return matchers.vllm_ignores(module, matchers.map_vllm_ignores(entries, is_wrapped=wrapped))
-
-
-def sglang_modelopt(module: str, entries: list[str], wrapped: bool) -> bool:
-    mapped = matchers.map_sglang_excludes(entries, is_wrapped=wrapped)
-    return matchers.sglang_excludes(module, mapped, is_moe=module.endswith(".experts"))
-
-
-def sglang_packed(module: str, entries: list[str], wrapped: bool) -> bool:
-    return matchers.sglang_ignores(module, matchers.map_sglang_ignores(entries, is_wrapped=wrapped))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def _expert(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def sources(tiny: Path, k25: Path, reap: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """INT4 sources by name style; the first two with few experts, to be quick."""
+    """INT4 sources by name style. Two of them have few experts, to be quick."""
     folder = tmp_path_factory.mktemp("contract-sources")
     made = {"reap": reap, "tiny": tiny}
     for name, whole in (("thinking", tiny), ("k2.5", k25)):
@@ -63,7 +63,7 @@ def convert(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(params=GOOD, ids=str)
 def good(request: pytest.FixtureRequest, convert: Callable[[Kind], Converted]) -> Converted:
-    """A good checkpoint to read, of every kind in turn."""
+    """A good checkpoint of every kind. Read it only."""
     return convert(request.param)
 
 

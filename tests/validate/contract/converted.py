@@ -1,10 +1,10 @@
-"""Conversions the contract is checked on: the kinds that must pass, and what a test needs to break a copy of one."""
+"""Conversions to check the contract on: the kinds that must pass, and how to break a copy of one."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,15 +12,19 @@ from typing import NamedTuple
 import torch
 from blake3 import blake3
 
+from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
-from k2convert.validate.contract import check_contract
+from k2convert.validate.contract import check_subject
+from k2convert.validate.contract.data import TensorError
 from k2convert.validate.contract.findings import ContractReport, RuleResult, Verdict
+from k2convert.validate.contract.scan import scan_shards
+from k2convert.validate.contract.subject import open_subject
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint
 
 
 class Kind(NamedTuple):
-    """What a good checkpoint is made of and how; `rule` is plain where the choice of scales is not the point."""
+    """How a good checkpoint is converted. `rule` is plain unless the choice of scales matters."""
 
     layout: str
     source: str
@@ -48,7 +52,7 @@ GOOD = [
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A finished conversion and what it was made from."""
+    """A finished conversion and its source."""
 
     kind: Kind
     folder: Path
@@ -66,17 +70,25 @@ class Converted:
         return f"{self.layers}.{layer}.mlp.experts.{expert}.{projection}_proj"
 
     def check(self) -> ContractReport:
-        return check_contract(checkpoint_folder=self.folder, source_folder=self.source)
+        return check(self.folder, source=self.source)
+
+
+def check(
+    folder: Path, *, source: Path | None = None, errors: Mapping[str, TensorError] | None = None
+) -> ContractReport:
+    """Scan a folder and check all rules, against a source if there is one."""
+    subject = open_subject(folder, source=None if source is None else open_checkpoint(source))
+    return check_subject(subject, scan_shards(subject), errors=errors)
 
 
 def copy_of(converted: Converted, folder: Path) -> Converted:
-    """Copy the folder, to break it; the source is shared and stays as it is."""
+    """Copy the folder, to break it. The source is shared and must not change."""
     shutil.copytree(converted.folder, folder)
     return Converted(converted.kind, folder, converted.source)
 
 
 def seal(folder: Path) -> None:
-    """Write the shards' present hashes into the ledger, so that a change of bytes is not what is found."""
+    """Write the shards' current hashes into the ledger, so that rule 19 does not report changed bytes."""
     path = folder / "k2convert.json"
     ledger = json.loads(path.read_text())
     for shard in folder.glob("*.safetensors"):
@@ -92,14 +104,14 @@ def verdicts(report: ContractReport) -> dict[int, Verdict]:
 
 
 def only(report: ContractReport, number: int, verdict: Verdict = Verdict.FAIL) -> RuleResult:
-    """The one rule that found something, which must be `number`; counts of rule 5 are of no interest elsewhere."""
+    """Return the result of rule `number`, the only rule that may have found something. Rule 5 is ignored elsewhere."""
     found = {n: v for n, v in verdicts(report).items() if n == number or n != 5}
     assert found == {number: verdict}, [(r.number, r.offenders) for r in report.rules if r.number in found]
     return report.rules[number - 1]
 
 
 def change(converted: Converted, apply: Callable[[SmallCheckpoint], object]) -> None:
-    """Change tensors; shards, index and the ledger's hashes are made to fit."""
+    """Change tensors, and update shards, index and the ledger's hashes."""
     damage.edit_checkpoint(converted.folder, apply)
     seal(converted.folder)
 

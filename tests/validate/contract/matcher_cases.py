@@ -1,4 +1,4 @@
-"""Exclude lists that were seen in published checkpoints or got somebody into trouble, and the modules they are for."""
+"""Exclude lists from published checkpoints or that caused trouble, and the modules they are for."""
 
 from __future__ import annotations
 

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from converted import GOOD, Converted, Kind, copy_of, verdicts
+from converted import GOOD, Converted, Kind, check, copy_of, verdicts
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.validate.contract import check_contract
+from k2convert.checkpoint.reader import Bytes
+from k2convert.records.events import Events
 from k2convert.validate.contract.findings import Severity, Verdict
+from k2convert.validate.contract.scan import scan_shards
 from k2convert.validate.contract.subject import open_subject
 
 
@@ -22,8 +24,8 @@ class Measured:
 def test_every_rule_passes(good: Converted) -> None:
     subject = open_subject(good.folder, source=open_checkpoint(good.source))
     errors = {module.name: Measured(20.0) for module in subject.converted}
-    report = check_contract(checkpoint_folder=good.folder, source_folder=good.source, tensor_errors=errors)
-    # The reference's rule may choose block scales that Hopper flushes; that is counted, not refused.
+    report = check(good.folder, source=good.source, errors=errors)
+    # `plain` may choose block scales that Hopper flushes; they are counted, not refused.
     assert {n: v for n, v in verdicts(report).items() if n != 5} == {}
     assert report.passed
     assert [rule.number for rule in report.rules] == list(range(1, 20))
@@ -37,7 +39,7 @@ def test_optimal_has_no_block_scale_that_hopper_flushes(convert: Callable[[Kind]
 
 
 def test_without_a_source_the_rules_that_need_one_say_so(good: Converted) -> None:
-    report = check_contract(checkpoint_folder=good.folder)
+    report = check(good.folder)
     skipped = {rule.number: rule.note for rule in report.rules if rule.verdict is Verdict.SKIPPED}
     assert skipped == dict.fromkeys((7, 8, 12, 17, 18), "needs --source")
     assert report.passed
@@ -48,24 +50,42 @@ def test_layout_and_activations_are_told_from_the_tensors_without_ledger_and_sou
     assert (subject.layout, subject.has_input_scale) == (good.kind.layout, good.kind.activations == "w4a4")
 
 
-def test_a_foreign_checkpoint_fails_for_its_ledger_alone(modelopt: Converted) -> None:
+def test_a_foreign_checkpoint_fails_only_for_its_missing_ledger(modelopt: Converted) -> None:
     (modelopt.folder / "k2convert.json").unlink()
     assert verdicts(modelopt.check()) == {19: Verdict.FAIL}
 
 
-def test_observer_sees_every_converted_tensor_once_and_whole(good: Converted) -> None:
+class Sizes:
+    """A visitor and an event sink that count bytes."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, int] = {}
+        self.shards: dict[str, int] = {}
+        self.bytes_in = 0
+
+    def tensor(self, module: str, parameter: str, data: Bytes) -> None:
+        assert f"{module}.{parameter}" not in self.tensors
+        self.tensors[f"{module}.{parameter}"] = data.nbytes
+
+    def shard_bytes(self, shard: str, data: Bytes) -> None:
+        self.shards[shard] = self.shards.get(shard, 0) + data.nbytes
+
+    def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
+        self.bytes_in += bytes_in
+
+    def note(self, text: str) -> None: ...
+    def shard_finished(self, shard: str) -> None: ...
+    def experts_computed(self, layer: int, done: int, total: int) -> None: ...
+
+
+def test_visitors_get_every_shard_and_every_converted_tensor_once_and_whole(good: Converted) -> None:
     subject = open_subject(good.folder, source=None)
-    seen: dict[str, int] = {}
-
-    def observe(module: str, parameter: str, data: object) -> None:
-        assert f"{module}.{parameter}" not in seen
-        seen[f"{module}.{parameter}"] = memoryview(data).nbytes  # type: ignore[arg-type]
-
-    total = []
-    check_contract(checkpoint_folder=good.folder, observe=observe, progress=total.append)
-    expected = {f"{m.name}.{p}": t.num_bytes for m in subject.converted for p, t in m.parameters.items()}
-    assert seen == expected
-    assert sum(total) == sum(tensor.num_bytes for tensor in subject.tensors.values())
+    sizes = Sizes()
+    events: Events = sizes
+    scan_shards(subject, shard_visitor=sizes, tensor_visitor=sizes, events=events)
+    assert sizes.tensors == {f"{m.name}.{p}": t.num_bytes for m in subject.converted for p, t in m.parameters.items()}
+    assert sizes.shards == {name: header.file_bytes for name, header in subject.headers.items()}
+    assert sizes.bytes_in == sum(tensor.num_bytes for tensor in subject.tensors.values())
 
 
 def test_report_as_json_has_number_verdict_count_and_offenders(modelopt: Converted) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint made by llm-compressor's own data-free path from the same INT4 source, held to the same rules."""
+"""A checkpoint made by llm-compressor's data-free path from the same INT4 source, checked by the same rules."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from converted import Converted, Kind
+from converted import Converted, Kind, check
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.validate.contract import check_contract
 from k2convert.validate.contract.findings import Verdict
 from k2convert.validate.validation import validate_checkpoint
 
@@ -22,7 +21,7 @@ IGNORED = [
 
 @pytest.fixture(scope="module")
 def theirs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """NVFP4A16 by model_free_ptq, INT4 taken off by compressed-tensors on the way."""
+    """NVFP4A16 by model_free_ptq; compressed-tensors removes INT4 first."""
     from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer
 
     source, out = sources["thinking"], tmp_path_factory.mktemp("llm-compressor") / "out"
@@ -38,9 +37,9 @@ def theirs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_unequal_gate_and_up_scales_are_all_that_is_wrong_with_it(theirs: Path, sources: dict[str, Path]) -> None:
-    report = check_contract(checkpoint_folder=theirs, source_folder=sources["thinking"])
+    report = check(theirs, source=sources["thinking"])
     assert (report.layout, report.activations) == ("compressed-tensors", "w4a16")
-    assert report.failed == [6, 19]  # and it has no ledger of ours
+    assert report.failed == [6, 19]  # it has no ledger of k2convert
     rule = report.rules[5]
     assert 8 <= rule.count <= 12  # of twelve experts; two may coincide
     assert all("gate and up differ" in offender.problem for offender in rule.offenders)
@@ -48,7 +47,7 @@ def test_unequal_gate_and_up_scales_are_all_that_is_wrong_with_it(theirs: Path, 
     assert passed == set(range(1, 20)) - {6, 18, 19}
 
 
-def test_its_weight_error_stands_beside_ours(
+def test_its_weight_error_is_compared_with_ours(
     theirs: Path, sources: dict[str, Path], convert: Callable[[Kind], Converted]
 ) -> None:
     ours = convert(Kind("modelopt", "thinking", "w4a4", "optimal"))

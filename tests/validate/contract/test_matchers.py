@@ -1,6 +1,6 @@
-"""The engines read one exclude list in different ways; these are lists that were published or got somebody in trouble.
+"""The engines read one exclude list in different ways. These lists were published, or caused trouble.
 
-That our matchers are the engines' own is checked by compare_with_engines.py, against the functions in their wheels.
+compare_with_engines.py compares our matchers with the functions in the engines' wheels.
 """
 
 from __future__ import annotations
@@ -10,36 +10,42 @@ from collections.abc import Callable
 import pytest
 from matcher_cases import LISTS, MOE, OURS, modules_of
 
+from k2convert.models.kimi import K2_5, K2_THINKING
+from k2convert.models.names import EngineNaming
 from k2convert.validate.contract import matchers
 from k2convert.validate.contract.matchers import EngineRefusalError
 
 Matcher = Callable[[str, list[str], bool], bool]
 
 
+def naming(wrapped: bool) -> EngineNaming:
+    return (K2_5 if wrapped else K2_THINKING).naming
+
+
 def vllm(module: str, entries: list[str], wrapped: bool) -> bool:
-    return matchers.vllm_excludes(module, matchers.map_vllm_excludes(entries, is_wrapped=wrapped))
+    return matchers.vllm_excludes(module, matchers.map_vllm_excludes(entries, naming(wrapped)), naming(wrapped))
 
 
 def sglang(module: str, entries: list[str], wrapped: bool) -> bool:
-    mapped = matchers.map_sglang_excludes(entries, is_wrapped=wrapped)
-    return matchers.sglang_excludes(module, mapped, is_moe=module.endswith(".experts"))
+    mapped = matchers.map_sglang_excludes(entries, naming(wrapped))
+    return matchers.sglang_excludes(module, mapped, naming(wrapped), is_moe=module.endswith(".experts"))
 
 
 def tensorrt_llm(module: str, entries: list[str], wrapped: bool) -> bool:
-    return matchers.tensorrt_llm_excludes(module, matchers.map_tensorrt_llm_excludes(entries, is_wrapped=wrapped))
+    return matchers.tensorrt_llm_excludes(module, matchers.map_tensorrt_llm_excludes(entries, naming(wrapped)))
 
 
 def tensorrt_llm_subtree(module: str, entries: list[str], wrapped: bool) -> bool:
-    mapped = matchers.map_tensorrt_llm_excludes(entries, is_wrapped=wrapped)
+    mapped = matchers.map_tensorrt_llm_excludes(entries, naming(wrapped))
     return matchers.tensorrt_llm_excludes_subtree(module, mapped)
 
 
 def vllm_packed(module: str, entries: list[str], wrapped: bool) -> bool:
-    return matchers.vllm_ignores(module, matchers.map_vllm_ignores(entries, is_wrapped=wrapped))
+    return matchers.vllm_ignores(module, matchers.map_vllm_ignores(entries, naming(wrapped)))
 
 
 def sglang_packed(module: str, entries: list[str], wrapped: bool) -> bool:
-    return matchers.sglang_ignores(module, matchers.map_sglang_ignores(entries, is_wrapped=wrapped))
+    return matchers.sglang_ignores(module, matchers.map_sglang_ignores(entries, naming(wrapped)))
 
 
 ENGINES: dict[str, Matcher] = {"vLLM": vllm, "SGLang": sglang, "TensorRT-LLM": tensorrt_llm}
@@ -47,13 +53,13 @@ PACKED: dict[str, Matcher] = {"vLLM": vllm_packed, "SGLang": sglang_packed, "Ten
 
 
 def missed(engine: str, entries: list[str], *, wrapped: bool, engines: dict[str, Matcher] = ENGINES) -> set[str]:
-    """BF16 modules that the engine would take for NVFP4, by their last part."""
+    """BF16 modules that the engine would load as NVFP4, by their last part."""
     names = [name for name in modules_of(engine, wrapped=wrapped) if ".mlp.experts" not in name]
     return {name.rsplit(".", 1)[-1] for name in names if not engines[engine](name, entries, wrapped)}
 
 
 def disabled(engine: str, entries: list[str], *, wrapped: bool, engines: dict[str, Matcher] = ENGINES) -> list[int]:
-    """Layers whose experts the engine would take for BF16."""
+    """Layers whose experts the engine would load as BF16."""
     prefix = "language_model.model" if wrapped and engine == "vLLM" else "model"
     return [layer for layer in MOE if engines[engine](f"{prefix}.layers.{layer}.mlp.experts", entries, wrapped)]
 
@@ -80,7 +86,7 @@ def test_modelopt_s_own_style_of_list_works_everywhere(engine: str, name: str, w
     ("engine", "attention"), [("vLLM", "fused_qkv_a_proj"), ("SGLang", "fused_qkv_a_proj_with_mqa")]
 )
 def test_regular_expressions_match_next_to_nothing_in_the_modelopt_layout(engine: str, attention: str) -> None:
-    # The INT4 source's own list, taken over as it stands.
+    # The INT4 source's own list, unchanged.
     assert {attention, "q_b_proj", "o_proj", "gate_up_proj", "gate"} <= missed(
         engine, LISTS["the source's list"], wrapped=False
     )
@@ -133,8 +139,8 @@ def test_sglang_matches_single_parts_and_runs_of_whole_parts() -> None:
     assert sglang("model.layers.5.self_attn.fused_qkv_a_proj_with_mqa", ["*kv_a_proj_with_mqa", "x.q_a_proj"], False)
 
 
-def test_sglang_refuses_what_is_no_regular_expression_once_translated() -> None:
-    with pytest.raises(EngineRefusalError, match="no valid pattern"):
+def test_sglang_refuses_an_entry_that_is_not_a_regular_expression_once_translated() -> None:
+    with pytest.raises(EngineRefusalError, match="not a valid pattern"):
         sglang("model.layers.5.mlp.gate", ["model.(layers"], False)
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from converted import Converted, only
+from converted import Converted, check, only
 
-from k2convert.validate.contract import check_contract
 from k2convert.validate.contract.findings import Verdict
 from scripts.fixture_maker import damage
 
@@ -274,6 +273,6 @@ def test_rule_15_without_a_ledger_nobody_knows(breakable: Converted) -> None:
     edit_quantization(breakable, lambda q: q.update(kv_cache_scheme=FP8))
     declare_fp8_cache_to_tensorrt_llm(breakable)
     (breakable.folder / "k2convert.json").unlink()
-    report = check_contract(checkpoint_folder=breakable.folder)
+    report = check(breakable.folder)
     assert report.failed == [19]
     assert report.rules[14].verdict is Verdict.WARN

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from converted import Converted, Kind, add_tensor, change, change_tensor, copy_of, only
+from converted import Converted, Kind, add_tensor, change, change_tensor, check, copy_of, only
 
-from k2convert.validate.contract import check_contract
 from scripts.fixture_maker.folder import SmallCheckpoint
 
 E4M3 = torch.float8_e4m3fn
@@ -57,13 +56,13 @@ def test_rule_1_a_whole_projection_missing(breakable: Converted) -> None:
 
     change(breakable, drop)
     assert only(breakable.check(), 1).offenders[0].name == module
-    assert 1 in check_contract(checkpoint_folder=breakable.folder).failed  # seen without the source too
+    assert 1 in check(breakable.folder).failed  # seen without the source too
 
 
 def test_rule_1_a_router_in_nvfp4(modelopt: Converted) -> None:
     module = "model.layers.1.mlp.gate"
 
-    def quantise(checkpoint: SmallCheckpoint) -> None:
+    def quantize(checkpoint: SmallCheckpoint) -> None:
         members = checkpoint.shards[checkpoint.shard_of(f"{module}.weight")]
         rows, columns = members[f"{module}.weight"].shape
         members[f"{module}.weight"] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
@@ -71,7 +70,7 @@ def test_rule_1_a_router_in_nvfp4(modelopt: Converted) -> None:
         members[f"{module}.weight_scale_2"] = torch.tensor(1.0)
         members[f"{module}.input_scale"] = torch.tensor(1.0)
 
-    change(modelopt, quantise)
+    change(modelopt, quantize)
     assert only(modelopt.check(), 1).offenders[0].name == module
 
 
@@ -91,7 +90,7 @@ def test_rule_2_legacy_names(breakable: Converted, part: str) -> None:
     change(breakable, rename)
     rule = only(breakable.check(), 2)
     assert rule.offenders[0].name.startswith("language_model.")
-    assert only(check_contract(checkpoint_folder=breakable.folder), 2).count == rule.count
+    assert only(check(breakable.folder), 2).count == rule.count
 
 
 # ---- 3: forms --------------------------------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from converted import Converted, only, seal
+from converted import Converted, check, only, seal
 from safetensors.torch import save_file
 
-from k2convert.validate.contract import check_contract
 from k2convert.validate.contract.findings import Verdict
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.shards import INDEX_NAME
@@ -207,11 +206,11 @@ def test_rule_19_warns_of_another_source(breakable: Converted) -> None:
 
 def test_a_folder_that_is_not_there_or_empty(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
-        check_contract(checkpoint_folder=tmp_path / "nowhere")
+        check(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert {11, 16, 19} <= set(check_contract(checkpoint_folder=tmp_path / "empty").failed)
+    assert {11, 16, 19} <= set(check(tmp_path / "empty").failed)
 
 
 def test_the_int4_source_itself_is_no_nvfp4_checkpoint(breakable: Converted) -> None:
-    report = check_contract(checkpoint_folder=breakable.source)
+    report = check(breakable.source)
     assert {1, 11, 19} <= set(report.failed)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from converted import Converted, change, change_tensor, only, set_byte, verdicts
+from converted import Converted, change, change_tensor, check, only, set_byte, verdicts
 
-from k2convert.validate.contract import check_contract
 from k2convert.validate.contract.findings import ContractReport, Verdict
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint
@@ -131,7 +130,7 @@ def test_rule_9_an_expert_is_missing(breakable: Converted, expert: int) -> None:
 
     change(breakable, drop)
     assert only(breakable.check(), 9).offenders[0].name == stem.removesuffix(".")
-    assert only(check_contract(checkpoint_folder=breakable.folder), 9).count == 1
+    assert only(check(breakable.folder), 9).count == 1
 
 
 def test_rule_9_an_expert_too_many(breakable: Converted) -> None:
@@ -150,7 +149,7 @@ def test_rule_9_an_expert_too_many(breakable: Converted) -> None:
 def test_rule_9_router_of_another_size(breakable: Converted, parameter: str) -> None:
     name = f"{breakable.layers}.2.mlp.gate.{parameter}"
     change_tensor(breakable, name, lambda t: t[:-1])
-    report = check_contract(checkpoint_folder=breakable.folder)
+    report = check(breakable.folder)
     assert only(report, 9).offenders[0].name == name
 
 
@@ -159,7 +158,7 @@ def test_rule_9_pruned_weights_under_the_unpruned_config(breakable: Converted) -
         config.get("text_config", config)["n_routed_experts"] = 16
 
     damage.edit_json(breakable.folder / "config.json", grow)
-    rule = only(check_contract(checkpoint_folder=breakable.folder), 9)
+    rule = only(check(breakable.folder), 9)
     assert rule.count == 3 * (12 + 2)
 
 
@@ -188,7 +187,7 @@ def test_rule_10_hidden_size(breakable: Converted) -> None:
         config.get("text_config", config)["hidden_size"] = 250
 
     damage.edit_json(breakable.folder / "config.json", narrow)
-    assert only(check_contract(checkpoint_folder=breakable.folder), 10).offenders[0].name == "hidden_size"
+    assert only(check(breakable.folder), 10).offenders[0].name == "hidden_size"
 
 
 # ---- 18: errors ------------------------------------------------------------------------------------------------------
@@ -209,25 +208,29 @@ def measured(converted: Converted, **changed: float | None) -> dict[str, Measure
     return {module: Measured(value) for module, value in figures.items() if value is not None}
 
 
-def check_with(converted: Converted, errors: dict[str, Measured], **budget: float) -> ContractReport:
-    return check_contract(
-        checkpoint_folder=converted.folder, source_folder=converted.source, tensor_errors=errors, **budget
-    )
+def check_with(converted: Converted, errors: dict[str, Measured]) -> ContractReport:
+    return check(converted.folder, source=converted.source, errors=errors)
 
 
 def test_rule_18_a_tensor_below_the_budget(breakable: Converted) -> None:
     rule = only(check_with(breakable, measured(breakable, up=12.5)), 18)
     assert (rule.count, rule.offenders[0].name) == (1, breakable.expert(1, 2, "up"))
     assert "12.50" in rule.offenders[0].problem
-    assert check_with(breakable, measured(breakable, up=12.5), budget_sqnr_db=12.0).passed
 
 
-def test_rule_18_a_figure_that_is_no_number(breakable: Converted) -> None:
+def test_rule_18_takes_the_budget_from_the_ledgers_recipe(breakable: Converted) -> None:
+    ledger = breakable.folder / "k2convert.json"
+    damage.edit_json(ledger, lambda document: document["recipe"]["budget"].update(tensor_sqnr_db=12.0))
+    assert check_with(breakable, measured(breakable, up=12.5)).passed
+    assert only(check_with(breakable, measured(breakable, up=11.9)), 18).count == 1
+
+
+def test_rule_18_a_figure_that_is_not_a_number(breakable: Converted) -> None:
     assert only(check_with(breakable, measured(breakable, up=float("nan"))), 18).count == 1
 
 
 def test_rule_18_a_tensor_that_was_not_measured(breakable: Converted) -> None:
-    assert only(check_with(breakable, measured(breakable, up=None)), 18).offenders[0].problem == "was not measured"
+    assert only(check_with(breakable, measured(breakable, up=None)), 18).offenders[0].problem == "not measured"
 
 
 def test_scalars_of_the_two_layouts_are_each_other_s_reciprocals(breakable: Converted) -> None:

@@ -1,4 +1,4 @@
-"""A result whose shards have left the disk is held to the same rules as the whole folder."""
+"""A result whose shards were removed from the disk is checked by the same rules as the whole folder."""
 
 import hashlib
 import json
@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from converted import check
 
 from k2convert.checkpoint.header import TensorInfo, read_header
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.job.uploads import ShardHashes
-from k2convert.validate.contract import check_contract
 from k2convert.validate.contract.streamed import check_streamed, scan_shard
 
 
@@ -35,7 +35,7 @@ def test_scans_of_single_shards_give_the_whole_folders_verdict(whole: Path, tmp_
     scans = [json.loads(json.dumps(scan_shard(whole, shard.name))) for shard in shards]
     headers = {shard.name: read_header(shard) for shard in shards}
     streamed = check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans)
-    complete = check_contract(checkpoint_folder=whole)
+    complete = check(whole)
     assert streamed.passed
     assert streamed.rules == complete.rules
 
@@ -64,11 +64,11 @@ def test_a_missing_scan_fails(whole: Path, tmp_path: Path) -> None:
 def test_a_files_sha256_can_be_taken_from_the_scan(whole: Path) -> None:
     hashes = ShardHashes()
     for shard in whole.glob("*.safetensors"):
-        scan_shard(whole, shard.name, passing=hashes.add)
+        scan_shard(whole, shard.name, visitor=hashes)
         assert hashes.sha256(shard.name) == hashlib.sha256(shard.read_bytes()).hexdigest()
 
 
-def test_with_its_blake3_a_scan_finds_the_same_and_reads_scales_alone(
+def test_with_its_blake3_a_scan_finds_the_same_and_reads_only_scales(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []

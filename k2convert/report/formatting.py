@@ -1,0 +1,25 @@
+"""Numbers as text, the same in the page, the Markdown and the checks."""
+
+import math
+
+
+def decibels(value: float | None) -> str:
+    """Return "22.62 dB", or a word for an infinite ratio; None is what JSON documents have for one."""
+    if value is None:
+        return "not finite"
+    if math.isfinite(value):
+        return f"{value:.2f} dB"
+    return "exact" if value > 0 else "broken"
+
+
+def percent(part: int, whole: int) -> str:
+    """Return a share; "0 %" and "100 %" only if the share is exactly that, "" if there is no whole."""
+    if not whole:
+        return ""
+    share = 100 * part / whole
+    if part > 0 and share < 0.001:
+        return "< 0.001 %"
+    if part < whole and share > 99.999:
+        return "> 99.999 %"
+    digits = 1 if 1 <= share <= 99 else 3
+    return f"{share:.{digits}f} %" if 0 < part < whole else f"{share:.0f} %"
