@@ -28,7 +28,7 @@ class RouterConfig:
     experts_per_token: int
     num_groups: int
     chosen_groups: int
-    normalise: bool
+    normalize: bool
     scaling_factor: float
 
 
@@ -69,7 +69,7 @@ def read_router_config(config: dict[str, Any], *, where: str) -> RouterConfig:
         experts_per_token=field("num_experts_per_tok", int),
         num_groups=field("n_group", int),
         chosen_groups=field("topk_group", int),
-        normalise=field("norm_topk_prob", bool),
+        normalize=field("norm_topk_prob", bool),
         scaling_factor=float(field("routed_scaling_factor", int | float)),  # type: ignore[arg-type]
     )
 
@@ -87,7 +87,7 @@ def route(hidden_TK: Tensor, weight_EK: Tensor, bias_E: Tensor, config: RouterCo
     choice_TE = grouped.masked_fill(~is_open.unsqueeze(-1), float("-inf")).reshape(-1, num_experts)
     experts = torch.topk(choice_TE, k=config.experts_per_token, dim=-1, sorted=False).indices
     weights = scores_TE.gather(1, experts)
-    if config.normalise:
+    if config.normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return Routing(experts=experts, weights=weights * config.scaling_factor, scores=scores_TE)
 

@@ -3,8 +3,8 @@
 The definition of `optimal` compares 82 candidates. Which of them can win depends on which magnitudes occur in the
 block: t = 4 is never best for a block with 1, 2, 3, 5 and 7 in it. So the 255 sets of magnitudes fall into
 `NUM_WINDOWS` windows of 16 neighboring candidates that hold every winner, for every mantissa of s. 31 rare sets, with
-few and even magnitudes, need two windows. Nothing is lost: tests/quantize/kernels/test_windows.py compares all 735,470 histograms
-under all 128 mantissas with the full search.
+few and even magnitudes, need two windows. Nothing is lost: tests/quantize/kernels/test_windows.py compares all
+735,470 histograms under all 128 mantissas with the full search.
 
 A position p counts candidates upwards (larger scale, larger t): position 6 is the first with t >= 1. Errors are
 integers in units of (s / ms)**2, capped at 2**16 - 1; minus 2**15 they are 16-bit numbers. A sum without a capped error
