@@ -1,3 +1,21 @@
-"""Convert Kimi K2 INT4 checkpoints to NVFP4 in one streamed, resumable, measured pass."""
+"""Convert Kimi K2 INT4 checkpoints to NVFP4 in one streamed, resumable, measured pass.
+
+The package from the ground up. A wing imports itself and what is above it in this list:
+
+    errors      the error tree
+    buffers     a pool of buffers for tensor bytes
+    choices     words and sizes that several wings share
+    checkpoint  safetensors and checkpoint folders
+    quantize    number formats, rules, metrics, kernels: numbers only
+    models      families of checkpoints, tensor names, the projections to convert
+    hub         everything that talks to the Hub
+    forward     one forward pass of a layer
+    plan        recipe, plan, exclude list, inspection
+    records     fingerprint, journal, ledger, events
+    validate    the servable contract, weight error, reference layers
+    report      the report as page, Markdown and picture
+    job         what a run does, in order
+    cli         the command line
+"""
 
 __version__ = "0.1.0"

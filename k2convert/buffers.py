@@ -1,8 +1,8 @@
-"""Memory for tensor bytes that is used again: tensor after tensor of one checkpoint has the same size.
+"""A pool of buffers for tensor bytes, because the tensors of one checkpoint have few different sizes.
 
-A fresh buffer of 8 MB costs up to 2,000 page faults, as long as `plain` takes to fill it. So buffers stay here, and one
-is free again when nothing but the pool refers to it: a tensor, view or memoryview made from an array keeps the array
-alive as long as it lives itself.
+A new buffer of 8 MB costs up to 2,000 page faults, which take as long as `plain` takes to fill it. So buffers stay in
+the pool. One is free again when only the pool refers to it: a tensor, view or memoryview of an array keeps the array
+alive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZE_BITS: Final = 4
 
 
 def _free_references() -> int:
-    """References to an array that only a list and a loop over it hold, as this interpreter counts them."""
+    """Return the reference count of an array that only a list and a loop over it hold, in this interpreter."""
     for array in [np.empty(0, dtype=np.uint8)]:
         return sys.getrefcount(array)
     raise AssertionError
@@ -41,11 +41,11 @@ class BufferPool:
         self._lock = Lock()
 
     def empty(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return a uint8 array [num_bytes], in memory that was used before where some of that size is free."""
+        """Return a uint8 array [num_bytes], in used memory if a buffer of that size is free."""
         return self.empty_pages(num_bytes)[:num_bytes]
 
     def empty_pages(self, num_bytes: int) -> NDArray[np.uint8]:
-        """The same as whole pages, one more than these bytes need: room for them wherever in a page they begin."""
+        """Return whole pages, one more than these bytes need, so that the bytes fit at any offset within a page."""
         held = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
         if num_bytes < SMALLEST_POOLED:
             memory = np.empty(held + PAGE_BYTES, dtype=np.uint8)
@@ -57,13 +57,13 @@ class BufferPool:
             return self._take(_rounded(held - PAGE_BYTES) + PAGE_BYTES)[:held]
 
     def limit(self, capacity_bytes: int) -> None:
-        """Keep at most so much from now on."""
+        """Keep at most this many bytes from now on."""
         with self._lock:
             self._capacity_bytes = capacity_bytes
             self._leave_room(0)
 
     def clear(self) -> None:
-        """Forget all buffers; what is in use lives on, the rest goes back to the system."""
+        """Release all buffers; those in use stay alive for their users, the rest returns to the system."""
         with self._lock:
             self._arrays.clear()
 
@@ -79,7 +79,7 @@ class BufferPool:
         return array
 
     def _leave_room(self, num_bytes: int) -> None:
-        """Let the least lately used go, those that somebody uses last: these live on for as long as they are used."""
+        """Drop the least recently used buffers, free ones first; dropped buffers in use stay alive for their users."""
         excess = sum(array.nbytes for array in self._arrays) + num_bytes - self._capacity_bytes
         for used in (False, True):
             position = 0
@@ -91,9 +91,9 @@ class BufferPool:
 
 
 def _map(num_bytes: int) -> NDArray[np.uint8]:
-    """Pages of their own from the system, which has them back when the array goes: an allocator may keep them.
+    """Map separate pages, which return to the system with the array; an allocator might keep them.
 
-    Large ones where the system gives them, as each page costs a fault.
+    Ask for huge pages, because each page costs a fault.
     """
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
@@ -102,10 +102,10 @@ def _map(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def _rounded(num_bytes: int) -> int:
-    """The next number of SIZE_BITS significant bits, an eighth more at most: similar sizes share their buffers."""
+    """Round up to SIZE_BITS significant bits, at most an eighth more, so that similar sizes share buffers."""
     unit = 1 << max(num_bytes.bit_length() - SIZE_BITS, 0)
     return -(-num_bytes // unit) * unit
 
 
 BUFFERS: Final = BufferPool(POOL_BYTES)
-"""What is read and what is converted lies here: an INT4 weight and its NVFP4 form have parts of the same sizes."""
+"""The pool for both source and result: an INT4 weight and its NVFP4 form have parts of the same sizes."""

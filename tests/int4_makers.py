@@ -49,7 +49,7 @@ def every_scale() -> Int4Weight:
 
 
 def few_magnitudes() -> Int4Weight:
-    """Blocks of every pair of magnitudes, alone and mixed, under mantissas that hit ties and those that do not."""
+    """Blocks of every pair of magnitudes, single and mixed, under mantissas that hit ties and those that do not."""
     rng = np.random.default_rng(3)
     pairs = [(a, b) for a in range(9) for b in range(9)] * 16
     codes = [np.where(rng.random(16) < rng.random(), a, b) * rng.choice([-1, 1], 16) for a, b in pairs]

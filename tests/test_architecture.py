@@ -1,6 +1,10 @@
-"""The shape of the code: imports go one way, one owner for each outside thing, files and functions stay small."""
+"""The shape of the house: imports go one way, each outside library has one owner, files and functions stay small.
+
+The order of the wings is read from the docstring of the package, so a new folder must be placed before it is accepted.
+"""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,88 +12,162 @@ from pathlib import Path
 
 import pytest
 
+import k2convert
+from k2convert.models import FAMILIES
+from k2convert.models.names import Family
+
 PACKAGE = Path(__file__).resolve().parents[1] / "k2convert"
 FILES = sorted(PACKAGE.rglob("*.py"))
-
-# A module may import its own level's foundations and anything on a lower level; stages never import one another.
-LEVELS = {
-    "errors": 0, "buffers": 0, "lazy_torch": 0, "formats": 1, "kernels": 2, "checkpoint": 1, "k2": 2,
-    "recipe": 3, "quantizers": 3, "projections": 3, "int4_config": 3, "weights": 4, "plan": 4, "journal": 4,
-}  # fmt: skip
-COMMAND_LINE = {"cli", "__main__", "options", "console", "streaming"} | {
-    stem for stem in (p.stem for p in PACKAGE.glob("*.py")) if stem.endswith(("_commands", "views", "_view"))
-}
+ORDER = re.findall(r"^    (\w+)", k2convert.__doc__ or "", flags=re.MULTILINE)
 OWNERS = {
-    "rich": {"console"},
+    "rich": {"cli/console.py", "cli/progress.py"},
     "huggingface_hub": {"hub"},
-    "typer": {"cli", "options", "hub_commands", "check_commands"},
-    "yaml": {"recipe", "hub"},
-    "triton": {"kernels"},
+    "typer": {"cli"},
+    "yaml": {"plan", "hub"},
+    "triton": {"quantize/kernels"},
+    "pydantic": {"plan"},
+    "matplotlib": {"report"},
+    "jinja2": {"report"},
+    "compressed_tensors": {"quantize/libraries.py", "validate/library_decoders.py"},
+    "modelopt": {"quantize/libraries.py", "validate/library_decoders.py"},
+    "torch": {
+        "quantize/kernels",
+        "quantize/libraries.py",
+        "quantize/native.py",
+        "forward",
+        "validate",
+        "job/machine.py",
+    },
 }
-# What `job`, `validate` and the command line put together, and what never knows of one another.
-STAGES = {"convert", "assemble", "inspection", "contract", "layers", "report", "hub"}
 
 
-def name_of(path: Path) -> str:
+def inside(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def wing_of(path: Path) -> str:
+    """The folder at the top level, or the module there."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in the file; names imported from a package count as modules of it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, node
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                below = PACKAGE.parent / Path(*node.module.split("."), alias.name)
+                is_module = below.with_suffix(".py").exists() or below.is_dir()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
 
 
-def own_imports(path: Path) -> set[str]:
-    found = set()
-    for module, _ in imports(path):
-        parts = module.split(".")
-        if parts[0] == "k2convert" and len(parts) > 1:
-            found.add(parts[1])
-    return found - {name_of(path)}
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_every_wing_has_its_place() -> None:
+    found = {wing_of(path) for path in FILES} - {"__init__", "__main__"}
+    assert found == set(ORDER), "the package's docstring lists the wings from the ground up"
+    assert len(list(PACKAGE.glob("*.py"))) <= 5, "three modules at the top level, __init__ and __main__"
+    assert all((folder / "__init__.py").is_file() for folder in PACKAGE.glob("**/") if list(folder.glob("*.py")))
 
 
 def test_imports_go_down() -> None:
-    wrong = [
-        f"{path.relative_to(PACKAGE)} imports {target}"
-        for path in FILES
-        if (level := LEVELS.get(name_of(path))) is not None
-        for target in own_imports(path)
-        if LEVELS.get(target, 99) > level
-    ]
+    """A wing imports itself and wings below it; the modules of the top level are below all wings."""
+    wrong: list[str] = []
+    for path in FILES:
+        wing = wing_of(path)
+        if wing in ("__init__", "__main__"):
+            continue
+        for module in imports(path):
+            parts = module.split(".")
+            if parts[0] == "k2convert" and len(parts) > 1 and ORDER.index(parts[1]) > ORDER.index(wing):
+                wrong.append(f"{inside(path)} imports {module}")
     assert not wrong
 
 
-def test_stages_do_not_import_each_other() -> None:
+def test_there_is_no_import_circle() -> None:
+    known = {module_of(path): path for path in FILES}
+    graph = {name: {m for m in imports(path) if m in known and m != name} for name, path in known.items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join([*way[way.index(name) :], name])
+        if name not in done:
+            for following in sorted(graph[name]):
+                visit(following, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint"),
+    [("from k2convert.job.execute import execute\n", "imports"), ("import k2convert.cli.app\n", "imports")],
+)
+def test_an_import_upwards_is_found(tmp_path: Path, code: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = PACKAGE / "checkpoint" / "files.py"
+    copy = tmp_path / "k2convert" / "checkpoint" / "files.py"
+    copy.parent.mkdir(parents=True)
+    copy.write_text(wrong.read_text() + code)
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "k2convert")
+    monkeypatch.setattr(sys.modules[__name__], "FILES", [copy])
+    with pytest.raises(AssertionError, match=complaint):
+        test_imports_go_down()
+
+
+def test_a_module_without_a_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stray = tmp_path / "k2convert" / "helpers" / "things.py"
+    stray.parent.mkdir(parents=True)
+    stray.write_text("")
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "k2convert")
+    monkeypatch.setattr(sys.modules[__name__], "FILES", [stray])
+    with pytest.raises(AssertionError, match="ground up"):
+        test_every_wing_has_its_place()
+
+
+def test_the_command_line_is_imported_by_nothing_else() -> None:
     for path in FILES:
-        if name_of(path) in STAGES:
-            assert not own_imports(path) & STAGES, path.relative_to(PACKAGE)
+        if wing_of(path) not in ("cli", "__main__"):
+            assert not [m for m in imports(path) if m.startswith("k2convert.cli")], inside(path)
 
 
-def test_formats_need_torch_alone() -> None:
-    allowed = {"torch", "numpy", "k2convert", *sys.stdlib_module_names}
-    for path in (PACKAGE / "formats").glob("*.py"):
-        foreign = {module.split(".")[0] for module, _ in imports(path)} - allowed
-        assert not foreign, f"{path.name} imports {foreign}"
-        assert own_imports(path) <= {"errors", "lazy_torch"}, path.name
-
-
-def test_nothing_but_the_command_line_imports_the_command_line() -> None:
+def test_each_outside_library_has_its_owners() -> None:
     for path in FILES:
-        if name_of(path) not in COMMAND_LINE:
-            assert not own_imports(path) & COMMAND_LINE, path.name
-
-
-def test_each_outside_thing_has_one_owner() -> None:
-    for path in FILES:
-        for module, _ in imports(path):
+        for module in imports(path):
             owners = OWNERS.get(module.split(".")[0])
-            assert owners is None or name_of(path) in owners, f"{path.relative_to(PACKAGE)} imports {module}"
+            is_owner = owners is None or any(inside(path) == o or inside(path).startswith(f"{o}/") for o in owners)
+            assert is_owner, f"{inside(path)} imports {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_numbers_need_numpy_only() -> None:
+    """Formats, rules and metrics are the definition that every kernel is compared with."""
+    allowed = {"numpy", "k2convert", *sys.stdlib_module_names}
+    for name in ("formats", "rules", "metrics"):
+        for path in (PACKAGE / "quantize" / name).glob("*.py"):
+            assert {module.split(".")[0] for module in imports(path)} <= allowed, inside(path)
+
+
+def test_families_are_asked_for_in_models_only() -> None:
+    """Nothing outside the wing imports a family's file, or compares a family's name."""
+    modules = {name: vars(module) for name, module in sys.modules.items() if name.startswith("k2convert.models.")}
+    of_families = {name for name, values in modules.items() if any(isinstance(v, Family) for v in values.values())}
+    assert of_families == {"k2convert.models.kimi"}
+    for path in FILES:
+        if wing_of(path) == "models":
+            continue
+        assert not of_families & set(imports(path)), inside(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                constants = [c.value for c in [node.left, *node.comparators] if isinstance(c, ast.Constant)]
+                assert not {f.name for f in FAMILIES} & {c for c in constants if isinstance(c, str)}, inside(path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=inside)
 def test_files_and_functions_stay_small(path: Path) -> None:
     source = path.read_text()
     assert source.count("\n") <= 350
@@ -106,9 +184,14 @@ def test_help_does_not_import_heavy_libraries() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_int4_is_converted_and_validated_on_cpus_without_torch(tiny: Path, tmp_path: Path) -> None:
-    """It takes seconds to import, and memory that a machine may want for other things."""
-    code = "import sys\nfrom k2convert.cli.app import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
-    for arguments in (("run", tiny, tmp_path / "out"), ("validate", tmp_path / "out", "--source", tiny)):
+@pytest.mark.parametrize("rule", ["optimal", "plain"])
+def test_int4_is_converted_and_validated_on_cpus_without_torch(rule: str, tiny: Path, tmp_path: Path) -> None:
+    """Importing torch takes seconds, and memory that the machine may need for other things."""
+    code = (
+        "import sys\nfrom k2convert.cli.app import main\n"
+        "try: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    )
+    out = tmp_path / "out"
+    for arguments in (("run", tiny, out, "--rule", rule), ("validate", out, "--source", tiny)):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == "False"

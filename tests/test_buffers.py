@@ -1,4 +1,4 @@
-"""Buffers are used again, but never while anybody can still see what is in them."""
+"""Buffers are reused, but never while something still refers to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_released_memory_is_used_again() -> None:
 
 
 def test_memory_in_use_is_left_alone() -> None:
-    """A slice, a tensor, an array of a tensor and a memoryview each keep a buffer, long after the array is gone."""
+    """A slice, a tensor, an array of a tensor and a memoryview each keep a buffer after the array is gone."""
     pool = BufferPool(64 * MEGABYTE)
     kept = [pool.empty(MEGABYTE) for _ in range(4)]
     for mark, array in enumerate(kept):
@@ -64,7 +64,7 @@ def test_lowered_limit_lets_go_of_what_is_free() -> None:
     assert (used == 7).all()
 
 
-def test_memory_that_somebody_uses_is_the_last_to_leave_the_pool() -> None:
+def test_memory_in_use_is_the_last_to_leave_the_pool() -> None:
     pool = BufferPool(16 * MEGABYTE)
     used, free = pool.empty(4 * MEGABYTE), pool.empty(3 * MEGABYTE)
     address = used.ctypes.data

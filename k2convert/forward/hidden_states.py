@@ -1,11 +1,11 @@
 """Inputs of a MoE block: captured from a model, or synthetic ones of the same shape.
 
 Captured states are a safetensors file with one tensor a layer, `layers.{N}.mlp.input` [tokens, hidden], floating point:
-what post_attention_layernorm gives to the MoE block. `scripts/eval capture` writes one.
+the output of post_attention_layernorm. `scripts/eval capture` writes such a file.
 
-Synthetic states stand in where nobody can run the model. They have what matters for quantisation: RMS-normed rows, the
-layer's own norm weight, a log-normal spread of channels, a few channels that are much larger, and a mean that is not
-zero. They do not know the model's router, so experts are chosen more evenly than by real text.
+Synthetic states are for machines that cannot run the model. They have what matters for quantization: RMS-normed rows,
+the layer's norm weight, a log-normal spread of channels, a few much larger channels, and a mean that is not zero. They
+do not depend on the router, so they choose experts more evenly than real text does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MEAN_SHARE: Final = 0.3
 
 
 def load_hidden_states(path: Path, *, layer: int, hidden_size: int, tokens: int) -> Tensor:
-    """Read the first `tokens` captured states of a layer as f32 [<= tokens, hidden]; CheckpointError if not there."""
+    """Read the first `tokens` captured states of a layer as f32 [<= tokens, hidden]; CheckpointError if absent."""
     header = read_header(path)
     name = TENSOR_NAME.format(layer=layer)
     info = header.tensors.get(name)

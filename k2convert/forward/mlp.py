@@ -1,7 +1,4 @@
-"""One MLP of a MoE block, with the weights of every variant.
-
-Gate, up and down are read and converted by `plain` on the fly for one MLP at a time; weights stay coded until used.
-"""
+"""One MLP of a MoE block. Its weights stay packed until they are used."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """down(silu(gate(x)) * up(x)), inputs quantised where a projection has an input scale."""
+    """down(silu(gate(x)) * up(x)), inputs quantized if a layer has an input scale."""
 
     gate: LinearLayer
     up: LinearLayer
@@ -29,18 +26,18 @@ class Mlp:
         return self._run(x_TK, 0)
 
     def on_both_inputs(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """The output on FP32 inputs and the output on quantised ones; each weight is decoded once."""
+        """Return the outputs on FP32 inputs and on quantized ones; each weight is decoded once."""
         tokens = x_TK.shape[0]
         outputs = self._run(torch.cat([x_TK, x_TK]), tokens)
         return outputs[:tokens], outputs[tokens:]
 
     def _run(self, x_TK: Tensor, first: int) -> Tensor:
-        """Quantise the inputs of the tokens from `first` on."""
+        """Quantize the inputs of the tokens from `first` on."""
         hidden = torch.nn.functional.silu(_linear(x_TK, self.gate, first)) * _linear(x_TK, self.up, first)
         return _linear(hidden, self.down, first)
 
 
-def _linear(x_TK: Tensor, projection: LinearLayer, first: int) -> Tensor:
-    if projection.input_scale is not None:
-        x_TK = torch.cat([x_TK[:first], quantize_activations(x_TK[first:], projection.input_scale)])
-    return projection.weight.linear(x_TK)
+def _linear(x_TK: Tensor, layer: LinearLayer, first: int) -> Tensor:
+    if layer.input_scale is not None:
+        x_TK = torch.cat([x_TK[:first], quantize_activations(x_TK[first:], layer.input_scale)])
+    return layer.weight.linear(x_TK)

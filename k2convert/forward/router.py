@@ -1,8 +1,8 @@
-"""The router of a Kimi K2 MoE block: sigmoid scores, a correction bias for the choice alone, group-limited top-k.
+"""The router of a Kimi K2 MoE block: sigmoid scores, a correction bias only for the choice, group-limited top-k.
 
-Kimi K2 uses DeepSeek-V3's (`topk_method` noaux_tc); the arithmetic here is that of transformers' DeepseekV3TopkRouter
-(5.17) in FP32, and equal to it bit for bit. Converting does not touch the router: it decides which experts a wrong
-weight reaches.
+Kimi K2 uses DeepSeek-V3's router (`topk_method` noaux_tc). The arithmetic here equals transformers'
+DeepseekV3TopkRouter (5.17) in FP32 bit for bit. The conversion does not change the router, which decides which experts
+a wrong weight reaches.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from k2convert.forward.weights import WeightReader
 from k2convert.models.config import text_config
 
 SCORES_PER_GROUP = 2
-"""A group's score is the sum of its best two."""
+"""The score of a group is the sum of its two best scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """What config.json says about routing."""
+    """The routing fields of config.json."""
 
     experts_per_token: int
     num_groups: int
     chosen_groups: int
-    normalise: bool
+    normalize: bool
     scaling_factor: float
 
 
@@ -41,35 +41,35 @@ class Routing:
     scores: Tensor
 
     def tokens_of(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Tokens (int64 [t]) that chose an expert, and the weights (f32 [t]) they give it."""
+        """Return the tokens (int64 [t]) that chose an expert, and the weights (f32 [t]) they give it."""
         tokens, places = torch.where(self.experts == expert)
         return tokens, self.weights[tokens, places]
 
     def likeliest_tokens(self, expert: int, count: int) -> Tensor:
-        """The tokens (int64) with the highest scores for an expert that none of them may have chosen."""
+        """Return the tokens (int64) with the highest scores for an expert, whether they chose it or not."""
         return torch.topk(self.scores[:, expert], min(count, self.scores.shape[0])).indices
 
 
 def read_router_config(config: dict[str, Any], *, where: str) -> RouterConfig:
-    """Read the routing fields of config.json; CheckpointError names what is missing or not DeepSeek-V3's method."""
+    """Read the routing fields of config.json; CheckpointError names a field that is missing or not DeepSeek-V3's."""
     text = text_config(config)
 
     def field(key: str, kind: type) -> Any:
         value = text.get(key)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise CheckpointError(f"{where}: config.json: {key} is {value!r}, but the router needs it.")
+            raise CheckpointError(f"{where}: config.json: {key} is {value!r}, which the router cannot use.")
         return value
 
     for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if text.get(key, known) != known:
             raise CheckpointError(
-                f"{where}: config.json: {key} is {text[key]!r}, not {known!r}: this is not Kimi K2's router."
+                f"{where}: config.json: {key} is {text[key]!r}, not {known!r}. This is not Kimi K2's router."
             )
     return RouterConfig(
         experts_per_token=field("num_experts_per_tok", int),
         num_groups=field("n_group", int),
         chosen_groups=field("topk_group", int),
-        normalise=field("norm_topk_prob", bool),
+        normalize=field("norm_topk_prob", bool),
         scaling_factor=float(field("routed_scaling_factor", int | float)),  # type: ignore[arg-type]
     )
 
@@ -78,7 +78,7 @@ def route(hidden_TK: Tensor, weight_EK: Tensor, bias_E: Tensor, config: RouterCo
     """Choose experts for FP32 hidden states [T, K] by router weight [E, K] and e_score_correction_bias [E]."""
     num_experts = weight_EK.shape[0]
     scores_TE = torch.nn.functional.linear(hidden_TK.float(), weight_EK.float()).sigmoid()
-    # The bias balances the load: it takes part in the choice, not in the weight.
+    # The bias balances the load. It affects the choice but not the weight.
     choice_TE = scores_TE + bias_E.float()
     grouped = choice_TE.view(-1, config.num_groups, num_experts // config.num_groups)
     group_scores = grouped.topk(SCORES_PER_GROUP, dim=-1).values.sum(dim=-1)
@@ -87,7 +87,7 @@ def route(hidden_TK: Tensor, weight_EK: Tensor, bias_E: Tensor, config: RouterCo
     choice_TE = grouped.masked_fill(~is_open.unsqueeze(-1), float("-inf")).reshape(-1, num_experts)
     experts = torch.topk(choice_TE, k=config.experts_per_token, dim=-1, sorted=False).indices
     weights = scores_TE.gather(1, experts)
-    if config.normalise:
+    if config.normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return Routing(experts=experts, weights=weights * config.scaling_factor, scores=scores_TE)
 

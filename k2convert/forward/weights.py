@@ -1,7 +1,7 @@
-"""Weights read from a checkpoint one projection at a time and decoded by tables of their own, some rows at a time.
+"""Weights read from a checkpoint one layer at a time, and decoded a few rows at a time.
 
-The decoders here share nothing with `formats`: what the converter wrote is read back from its bytes as the format
-documents describe them, so a mistake in the codecs shows as a wrong layer.
+The decoders and their tables share nothing with quantize/formats: they follow the format documents, so a mistake in the
+formats shows as a wrong layer.
 
     INT4   byte k of a row: column 2k in the low nibble, 2k + 1 in the high one, code q + 8; times BF16 s per 32
     NVFP4  the same nibble order; nibble = sign << 3 | index of {0, .5, 1, 1.5, 2, 3, 4, 6}; times E4M3 b per 16,
@@ -30,16 +30,16 @@ _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 CHUNK_ROWS: Final = 64
-"""Rows decoded at once: 1.8 MB at K2's size, which the allocator keeps, where a whole weight is 59 MB of new pages."""
+"""Rows decoded at once: 1.8 MB at K2's size, which the allocator keeps. A whole weight is 59 MB of new pages."""
 
 
 def _pairs(values: list[float]) -> Tensor:
-    """For 16 nibble values the table from a byte to its two columns, low nibble first: f32 pairs as int64 [256]."""
+    """Return the table from a byte to the values of its two nibbles, low nibble first: f32 pairs as int64 [256]."""
     return torch.tensor([(values[byte & 15], values[byte >> 4]) for byte in range(256)]).view(torch.int64).flatten()
 
 
 def _e4m3_values() -> Tensor:
-    """Values f32 [256] of the E4M3 (fn) bytes: bias 7, subnormals below 2^-6, 0x7F and 0xFF are NaN."""
+    """Return the values f32 [256] of the E4M3 (fn) bytes: bias 7, subnormals below 2^-6, 0x7F and 0xFF are NaN."""
     values: list[float] = []
     for byte in range(256):
         exponent, mantissa = (byte >> 3) & 15, byte & 7
@@ -66,17 +66,17 @@ class DenseWeight:
         return self.values.shape[0], self.values.shape[1]
 
     def linear(self, x_TK: Tensor) -> Tensor:
-        """x W^T in f32 [T, N]."""
+        """Return x W^T in f32 [T, N]."""
         return torch.nn.functional.linear(x_TK, self.values.float())
 
     def decode(self) -> Tensor:
-        """The weight as f32 [N, K]."""
+        """Return the weight as f32 [N, K]."""
         return self.values.float()
 
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """Codes uint8 [N, K/2], what each byte means (f32 pairs as int64 [256]), and f32 steps [N, K/block]."""
+    """Codes uint8 [N, K/2], the values of each byte (f32 pairs as int64 [256]), and f32 steps [N, K/block]."""
 
     packed: Tensor
     pairs: Tensor
@@ -88,7 +88,7 @@ class CodedWeight:
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
     def linear(self, x_TK: Tensor) -> Tensor:
-        """x W^T in f32 [T, N], the weight decoded a few rows at a time."""
+        """Return x W^T in f32 [T, N], decoding a few rows of the weight at a time."""
         rows = self.shape[0]
         result = torch.empty(x_TK.shape[0], rows)
         for start in range(0, rows, CHUNK_ROWS):
@@ -97,11 +97,11 @@ class CodedWeight:
         return result
 
     def decode(self) -> Tensor:
-        """The weight as f32 [N, K]."""
+        """Return the weight as f32 [N, K]."""
         return self.rows(0, self.shape[0])
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Some rows of the weight as f32 [stop - start, K]."""
+        """Return some rows of the weight as f32 [stop - start, K]."""
         values = self.pairs.index_select(0, self.packed[start:stop].flatten().int()).view(torch.float32)
         steps = self.steps[start:stop]
         values.view(*steps.shape, -1).mul_(steps.unsqueeze(-1))
@@ -110,14 +110,14 @@ class CodedWeight:
 
 @dataclass(frozen=True, slots=True)
 class LinearLayer:
-    """A linear layer; `input_scale` is None where its input is not quantised."""
+    """A linear layer; `input_scale` is None if its input is not quantized."""
 
     weight: DenseWeight | CodedWeight
     input_scale: float | None = None
 
 
 class WeightReader:
-    """Reads the tensors of one checkpoint by name; holds files open until closed."""
+    """Reads the tensors of one checkpoint by name; keeps files open until closed."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -132,18 +132,20 @@ class WeightReader:
         return name in self.checkpoint.tensors
 
     def info(self, name: str) -> TensorInfo:
-        """Where a tensor lies; CheckpointError where there is none."""
+        """Return the place of a tensor; CheckpointError if the checkpoint does not have it."""
         found = self.checkpoint.tensors.get(name)
         if found is None:
-            raise CheckpointError(f"{self.checkpoint.folder}: tensor {name} is missing. The layer cannot be computed.")
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: tensor {name} is missing, so the layer cannot be computed."
+            )
         return found
 
     def raw(self, name: str) -> Tensor:
-        """A tensor's bytes, uint8 [num_bytes]."""
+        """Return the bytes of a tensor, uint8 [num_bytes]."""
         return torch.frombuffer(self._shards.read(self.info(name)), dtype=torch.uint8)
 
     def read(self, name: str, *, num_rows: int | None = None) -> Tensor:
-        """A floating-point or U8 tensor in its own dtype and shape, or its first `num_rows` rows."""
+        """Return a floating-point or U8 tensor in its stored dtype and shape, or its first `num_rows` rows."""
         info = self.info(name)
         if info.dtype not in _DTYPES:
             raise CheckpointError(f"{info.shard}: {name} is {info.dtype}; expected one of {', '.join(_DTYPES)}.")
@@ -153,7 +155,7 @@ class WeightReader:
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
     def read_source(self, module: str) -> Int4Weight | Tensor:
-        """A projection of the INT4 source as it is stored: INT4, or bf16 [N, K]."""
+        """Return a layer's weight as the INT4 source stores it: INT4, or bf16 [N, K]."""
         if not self.has(f"{module}.{WEIGHT_PACKED}"):
             return self.read(f"{module}.{WEIGHT}")
         rows = self.info(f"{module}.{WEIGHT_PACKED}").shape[0]
@@ -162,17 +164,17 @@ class WeightReader:
         return Int4Weight(packed=packed.numpy(), scale_bits=scale_bits.numpy())
 
     def is_nvfp4(self, module: str) -> bool:
-        """Whether a projection is stored as NVFP4, in either layout."""
+        """Whether a layer is stored as NVFP4, in either layout."""
         return self._layout(module) is not None
 
     def read_converted(self, module: str, *, shape: tuple[int, int] | None = None) -> LinearLayer:
-        """A projection of a converted checkpoint, NVFP4 or left in BF16; CheckpointError where it is not of `shape`."""
+        """Return a layer of a converted checkpoint, NVFP4 or BF16; CheckpointError if it does not have `shape`."""
         names = self._layout(module)
         found = self._nvfp4(module, names) if names else LinearLayer(DenseWeight(self.read(f"{module}.{WEIGHT}")))
         if shape is not None and found.weight.shape != shape:
             raise CheckpointError(
-                f"{self.checkpoint.folder}: {module} is {list(found.weight.shape)}, in the source {list(shape)}. "
-                "The two are not checkpoints of the same model."
+                f"{self.checkpoint.folder}: {module} has shape {list(found.weight.shape)}, but {list(shape)} in the "
+                "source. These are checkpoints of different models."
             )
         return found
 
@@ -198,7 +200,7 @@ class WeightReader:
 
 
 def exact_weight(weight: Int4Weight | Tensor) -> DenseWeight | CodedWeight:
-    """The source's weight: q * s is exact in FP32 (4 and 8 bits of significand); bf16 [N, K] is taken as it is."""
+    """Return the source's weight: q * s, exact in FP32 (4 and 8 bits of significand), or bf16 [N, K] unchanged."""
     if isinstance(weight, Tensor):
         return DenseWeight(weight)
     packed, scales = torch.as_tensor(weight.packed), torch.as_tensor(weight.scales)
@@ -206,6 +208,6 @@ def exact_weight(weight: Int4Weight | Tensor) -> DenseWeight | CodedWeight:
 
 
 def nvfp4_weight(packed: Tensor, block_scales: Tensor, global_scale: float) -> CodedWeight:
-    """The weight v * (b * g) of codes uint8 [N, K/2] and E4M3 bytes uint8 [N, K/16]."""
+    """Return the weight v * (b * g) from codes uint8 [N, K/2] and E4M3 bytes uint8 [N, K/16]."""
     steps = _E4M3[block_scales.int()] * torch.tensor(global_scale, dtype=torch.float32)
     return CodedWeight(packed, _E2M1_PAIRS, steps)

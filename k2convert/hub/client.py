@@ -193,10 +193,10 @@ class RangeBody:
     """The bytes of one range response, read into the caller's memory.
 
     The HTTP library yields the first piece. If `connection` is given, the rest is read from that socket. The library
-    would copy each piece (64 KB, or 16 KB over TLS) four times and hold the interpreter meanwhile. Without the socket,
-    fetching 1 GB on two cores, which the server shares, takes 1.2 times as long (7.8 s, not 6.4) and 1.2 times the CPU
-    seconds; over TLS it takes 1.1 times as long (11.2 s, not 10.1) and 1.3 times the CPU seconds (10.4, not 7.8).
-    `python -m scripts.bench.range_reads` measures it.
+    would copy each piece (64 KB, or 16 KB over TLS) four times and hold the interpreter meanwhile. Over TLS, which
+    the Hub uses, a fetch without the socket took 1.1 to 1.3 times as long and 1.3 times the client's CPU seconds; over
+    plain HTTP 1.0 to 1.2 times both (two cores, shared with the server). `python -m scripts.bench.range_reads` measures
+    it.
     """
 
     def __init__(

@@ -47,11 +47,14 @@ def detect_family(checkpoint: Checkpoint) -> Family:
 
 
 def expected_family(config: Mapping[str, Any] | None, names: Iterable[str]) -> Family:
-    """Return the family that a damaged checkpoint most likely belongs to: by its config, else by its tensor names."""
-    if config is not None:
-        return next((family for family in FAMILIES if family.matches_config(config)), FAMILIES[-1])
+    """Return the family that a damaged checkpoint most likely belongs to: by its config, then by its tensor names."""
     known = list(names)
-    return next((family for family in FAMILIES if _resembles(family, known)), FAMILIES[-1])
+    candidates = FAMILIES if config is None else [family for family in FAMILIES if family.matches_config(config)]
+    for is_like in (_has_layers, _resembles):
+        for family in candidates:
+            if is_like(family, known):
+                return family
+    return candidates[-1] if candidates else FAMILIES[-1]
 
 
 def _layers_prefix(family: Family) -> str:

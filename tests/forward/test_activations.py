@@ -1,4 +1,4 @@
-"""FP4 activations equal two other implementations, and do at the edges of the range what the kernels do."""
+"""FP4 activations equal two other implementations, and behave like the kernels at the edges of the range."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_equals_modelopt(input_scale: float) -> None:
 
 
 def assert_equal_but_for_rounding_of_scales(ours: Tensor, theirs: Tensor) -> None:
-    """Equal to the last bit of FP32, but where amax/6 lies within an ulp of the middle between two E4M3 scales.
+    """Equal to the last bit of FP32, unless amax/6 is within an ulp of the middle between two E4M3 scales.
 
-    The kernel multiplies by reciprocals, the libraries divide; that may round one scale in thousands to its neighbour.
+    The kernel multiplies by reciprocals, the libraries divide; that may round one scale in thousands to its neighbor.
     """
     same = torch.isclose(ours, theirs, rtol=1e-6, atol=0.0).view(-1, 16).all(dim=-1)
     assert float(same.float().mean()) > 0.998

@@ -28,15 +28,15 @@ def transformers_config(config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("num_groups", "chosen_groups", "normalise"), [(1, 1, True), (4, 2, True), (8, 3, False), (2, 2, True)]
+    ("num_groups", "chosen_groups", "normalize"), [(1, 1, True), (4, 2, True), (8, 3, False), (2, 2, True)]
 )
-def test_router_equals_transformers(tiny: Path, num_groups: int, chosen_groups: int, normalise: bool) -> None:
+def test_router_equals_transformers(tiny: Path, num_groups: int, chosen_groups: int, normalize: bool) -> None:
     config = open_checkpoint(tiny).config | {
         "n_routed_experts": 32,
         "num_experts_per_tok": 6,
         "n_group": num_groups,
         "topk_group": chosen_groups,
-        "norm_topk_prob": normalise,
+        "norm_topk_prob": normalize,
     }
     module = deepseek.DeepseekV3TopkRouter(transformers_config(config))
     generator = torch.Generator().manual_seed(num_groups)

@@ -15,7 +15,7 @@ from k2convert.job.room import Item, plan_disk
 
 @dataclass
 class Disk:
-    """Counts what lies on a disk that does not exist, and remembers the most."""
+    """A simulated disk that counts what it holds and remembers the maximum."""
 
     files: dict[str, int] = field(default_factory=dict)
     peak: int = 0
@@ -104,7 +104,7 @@ def test_any_job_that_fits_ends_within_its_room(seed: int, publish: bool) -> Non
             convert=convert,
             drop_source=disk.drop,
             drop_output=disk.drop,
-            publisher=branch if publish else None,
+            uploads=branch if publish else None,
         ),
         num_workers=1 + seed % 3,
         stop=threading.Event(),
@@ -142,7 +142,7 @@ def test_the_first_failure_stops_everything_and_is_raised(stage: str) -> None:
             convert=lambda *_: fail_at("convert"),
             drop_source=lambda _: None,
             drop_output=lambda _: None,
-            publisher=Failing(),
+            uploads=Failing(),
         ),
         num_workers=1,
         stop=stop,
@@ -188,31 +188,56 @@ def test_an_interrupt_while_the_threads_are_being_started_is_passed_on() -> None
 
 
 def test_stages_overlap() -> None:
+    """Fetching one shard, converting the previous one and uploading the one before meet at the same time."""
     items = [Item(f"o{i}", (f"s{i}",), 10) for i in range(8)]
     sources = {f"s{i}": 10 for i in range(8)}
+    meeting = threading.Barrier(3)
 
-    class Slow(Branch):
+    def meet_at(name: str, expected: str) -> None:
+        if name == expected:
+            meeting.wait(timeout=60)
+
+    class Meeting(Branch):
         def upload(self, name: str) -> None:
-            time.sleep(0.05)
+            meet_at(name, "o3")
             super().upload(name)
 
-    start = time.monotonic()
     Pipeline(
         items,
         disk=plan_disk(items, source_bytes=sources, room=100, outputs_leave=True, can_shrink=False),
         source_bytes=sources,
         room=100,
         stages=Stages(
-            fetch=lambda _: time.sleep(0.05),
-            convert=lambda *_: time.sleep(0.05),
+            fetch=lambda source: meet_at(source, "s5"),
+            convert=lambda item, _: meet_at(item.name, "o4"),
             drop_source=lambda _: None,
             drop_output=lambda _: None,
-            publisher=Slow(),
+            uploads=Meeting(),
         ),
         num_workers=1,
         stop=threading.Event(),
     ).run()
-    assert time.monotonic() - start < 0.8 * 3 * 8 * 0.05
+    assert not meeting.broken
+
+
+def test_a_local_source_has_no_fetch_stage() -> None:
+    items, converted = [Item(f"o{i}", (f"s{i}",), 10) for i in range(5)], list[str]()
+    Pipeline(
+        items,
+        disk=plan_disk(items, source_bytes={}, room=50, outputs_leave=False, can_shrink=False),
+        source_bytes={},
+        room=50,
+        stages=Stages(
+            fetch=None,
+            convert=lambda item, _: converted.append(item.name),
+            drop_source=lambda _: None,
+            drop_output=lambda _: None,
+            uploads=None,
+        ),
+        num_workers=2,
+        stop=threading.Event(),
+    ).run()
+    assert sorted(converted) == [item.name for item in items]
 
 
 def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
@@ -228,7 +253,7 @@ def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
             convert=lambda item, _: disk.add(item.name, 10),
             drop_source=disk.drop,
             drop_output=disk.drop,
-            publisher=branch,
+            uploads=branch,
         ),
         num_workers=1,
         stop=threading.Event(),
@@ -252,10 +277,10 @@ def test_uploads_left_by_an_earlier_run_are_finished_first() -> None:
             convert=lambda *_: None,
             drop_source=lambda _: None,
             drop_output=dropped.append,
-            publisher=branch,
+            uploads=branch,
         ),
         num_workers=1,
         stop=threading.Event(),
-        waiting=waiting,
+        to_upload=waiting,
     ).run()
     assert branch.committed == dropped == ["old"]

@@ -62,6 +62,6 @@ def check_global_scale(global_scale: float) -> None:
 def dequantize_nvfp4(weight: Nvfp4Weight) -> NDArray[np.float64]:
     """Return v * b * g as float64 [N, K], exact: the product has at most 30 significant bits."""
     rows, columns = weight.shape
-    values_NBE = decode_e2m1(unpack_nibbles(weight.packed)).reshape(rows, -1, BLOCK_SIZE)
+    values_NBE = decode_e2m1(unpack_nibbles(weight.packed)).reshape(rows, columns // BLOCK_SIZE, BLOCK_SIZE)
     scales_NB = decode_e4m3(weight.block_scales) * weight.global_scale
     return (values_NBE * scales_NB[:, :, None]).reshape(rows, columns)

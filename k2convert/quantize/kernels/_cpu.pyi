@@ -1,7 +1,7 @@
-"""The compiled kernels (cpp/): flat, contiguous NumPy arrays in, results in arrays of the caller's; they hold no lock.
+"""The compiled kernels (cpp/): flat, contiguous NumPy arrays in, results into the caller's arrays.
 
-Groups are 16 packed bytes and one scale as BF16 bits; results have 16 bytes and 2 block scales a group. ValueError
-where sizes do not fit together, TypeError where a dtype does not.
+They release the interpreter's lock. A group is 16 packed bytes and one scale as BF16 bits; its result is 16 bytes and 2
+block scales. ValueError if sizes do not fit, TypeError if a dtype does not.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ _Counted = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int, i
 """keys [P], num_blocks [P], magnitude_counts [P, 9], equal blocks, blocks outside the normal range; see PairCounts."""
 
 class SearchTables:
-    """What `optimal` looks up, see cpp/groups.hpp; copies of the arrays."""
+    """The tables of `optimal`, described in cpp/groups.hpp; copies of the arrays."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ def convert_plain(
     out: NDArray[np.uint8],
     scale_bytes: NDArray[np.uint8],
 ) -> _Counted:
-    """Convert groups with a global scale of FP32."""
+    """Convert groups with an FP32 global scale."""
 
 def measure(packed: NDArray[np.uint8], scale_bits: NDArray[np.uint16]) -> tuple[int, float, bool]:
     """Return (largest scale as BF16 bits, largest |bf16(q * s)|, whether every scale is usable)."""
@@ -57,7 +57,7 @@ def sample(
     plain_scale: float,
     assignments: NDArray[np.float64],
 ) -> tuple[float, float, float]:
-    """Return the errors achieved, of plain, and of the bound, on every `stride`th block from `first` on."""
+    """Return the achieved error, that of plain, and the bound, on every `stride`th block from `first` on."""
 
 def figures_of_pairs(
     keys: NDArray[np.int64], counts: NDArray[np.int64], is_plain: bool, global_scale: float
@@ -67,7 +67,7 @@ def figures_of_pairs(
 def quantize_optimal_bf16(
     source: NDArray[np.uint16], global_scale: float, packed: NDArray[np.uint8], scale_bytes: NDArray[np.uint8]
 ) -> None:
-    """Quantise blocks of 16 BF16 numbers, given as their bits, into 8 bytes and a block scale each."""
+    """Quantize blocks of 16 BF16 numbers, given as bits, into 8 bytes and a block scale each."""
 
 def quantize_plain_bf16(
     source: NDArray[np.uint16], global_scale: float, packed: NDArray[np.uint8], scale_bytes: NDArray[np.uint8]
@@ -82,7 +82,7 @@ def measure_rows_bf16(
     energies: NDArray[np.float64],
     errors: NDArray[np.float64],
 ) -> tuple[int, int, int]:
-    """Write sum w**2 and sum (w - w')**2 of each row; return weights not zero, those unchanged, blocks unchanged."""
+    """Write sum w**2 and sum (w - w')**2 of each row; return counts of non-zero and unchanged weights and blocks."""
 
 def block_errors_bf16(
     source: NDArray[np.uint16],
@@ -94,7 +94,7 @@ def block_errors_bf16(
     """Write the squared error of each block."""
 
 def block_bounds_bf16(source: NDArray[np.uint16], bounds: NDArray[np.float64]) -> None:
-    """Write the bound of each block (see formats.weight_error_bf16)."""
+    """Write the bound of each block (see metrics/bf16_error.py)."""
 
 def measure_decoded_int4(
     source: NDArray[np.uint8],
@@ -105,9 +105,9 @@ def measure_decoded_int4(
     sums: NDArray[np.float64],
     counts: NDArray[np.int64],
 ) -> None:
-    """Write energy, error and largest error in steps to sums [N * 3], weights not zero and unchanged to counts [N * 2].
+    """Write energy, error and largest error in steps to sums [N * 3], non-zero and unchanged weights to counts [N * 2].
 
-    `scales` has a number a group, `block_values` is b * g of each of the 256 bytes a block scale may have.
+    `scales` has one number for each group; `block_values` is b * g for each of the 256 bytes of a block scale.
     """
 
 def measure_decoded_bf16(
@@ -121,7 +121,7 @@ def measure_decoded_bf16(
     """The same for BF16 bits; the largest error stays zero."""
 
 def instructions() -> str:
-    """Which instructions INT4 weights are converted and decoded with: "avx2" where the CPU has it, else "portable"."""
+    """The instructions that convert and decode INT4 weights: "avx2" if the CPU has it, else "portable"."""
 
 def use_instructions(name: str) -> None:
-    """Choose them, for tests of the one on a CPU that has the other; ValueError where it has not."""
+    """Choose the instructions, so that tests cover both on one CPU; ValueError if the CPU does not have them."""

@@ -1,6 +1,6 @@
 """The CPU kernels as functions over arrays, compiled, one thread a call.
 
-A call releases the interpreter's lock and works in buffers of its own thread. So callers may use any number of threads,
+A call releases the interpreter's lock and uses the buffers of its thread. So callers may use any number of threads,
 with a tensor or a range of rows each. Results do not depend on the split.
 """
 

@@ -1,15 +1,15 @@
 """INT4 -> NVFP4 on a CUDA device in one pass, written in triton; `kernels.cuda` launches it.
 
 One lane is one block: 8 source bytes in two 32-bit words, 8 result bytes out. A word holds 8 codes, and the kernel
-handles them side by side: bit planes with a bit for each nibble tell which of them have |q| = k; these bits are added
-up for the histogram, and multiplied by the code of k for the result. No floating-point rounding happens anywhere.
+handles them in parallel: bit planes with a bit for each nibble tell which of them have |q| = k. These bits are added up
+for the histogram, and multiplied by the code of k for the result. The kernel never rounds a floating-point number.
 
-`plain` finds its block scale, codes and exactness in a table of (source scale, largest |q|) that formats.plain filled;
-`optimal` contracts the histogram of |q| with error tables as the CPU kernel does, in sums below 2**24. Every block
+`plain` finds its block scale, codes and exactness in a table of (source scale, largest |q|), filled by rules/plain.py.
+`optimal` multiplies the histogram of |q| with error tables as the CPU kernel does, in sums below 2**24. Every block
 adds its histogram to the counters of its (source scale, block scale) pair, three 64-bit words of three fields.
 """
 
-# triton's language has no types of its own, and its functions are compiled from this source.
+# triton's language has no types, and its functions are compiled from this source.
 # pyright: reportUnknownMemberType=false, reportUnknownParameterType=false, reportMissingParameterType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportMissingTypeStubs=false
 # pyright: reportUntypedFunctionDecorator=false, reportMissingTypeArgument=false, reportArgumentType=false
@@ -77,8 +77,8 @@ def _count_of(small, large, k: tl.constexpr):
 
 @triton.jit
 def _members(small, large):
-    """Bit k - 1 where some |q| = k occurs."""
-    # 0x7F + n has its highest bit set where n is 1..16; the product moves these four bits side by side.
+    """Set bit k - 1 if some |q| = k occurs."""
+    # 0x7F + n has its highest bit set if n is 1..16; the product moves these four bits next to each other.
     first = ((((small + 0x7F7F7F7F) >> 7) & 0x01010101) * 0x01020408) >> 24
     second = ((((large + 0x7F7F7F7F) >> 7) & 0x01010101) * 0x01020408) >> 24
     return (first & 15) | ((second & 15) << 4)
@@ -88,7 +88,7 @@ def _members(small, large):
 def _encode(word, codes, SIGNED_ZERO: tl.constexpr):
     """Return the result nibbles of eight codes; bits 4k - 4 .. 4k - 2 of `codes` are the E2M1 code of |q| = k.
 
-    With SIGNED_ZERO a negative keeps its sign where it becomes zero, unless the highest bit of `codes` is set.
+    With SIGNED_ZERO a negative that becomes zero keeps its sign, unless the highest bit of `codes` is set.
     """
     one, two, four, eight = _magnitude_planes(word)
     result = word * 0
@@ -137,7 +137,7 @@ def _search(mantissas, small, large, members, errors, windows, starts):
 
 @triton.jit
 def _settle(mantissas, offsets, small, large, full_errors, scale_bytes):
-    """Search all candidates that exist, by the definition; return (rank, error is zero, served better outside)."""
+    """Search all candidates that exist, as the definition does; return (rank, error is zero, better outside)."""
     best = tl.full(small.shape, float("inf"), tl.float64)
     least = tl.full(small.shape, float("inf"), tl.float64)
     rank = mantissas * 0

@@ -1,15 +1,16 @@
-"""The tables of `formats.scale_tables`, cut to what a kernel needs to find a block's best scale in one look.
+"""The tables of rules/scale_tables.py, cut to what a kernel needs to find a block's best scale in one look.
 
 The definition of `optimal` compares 82 candidates. Which of them can win depends on which magnitudes occur in the
-block: a block with 1, 2, 3, 5 and 7 in it is never served best by t = 4. So the 255 sets of magnitudes fall into
-`NUM_WINDOWS` windows of 16 neighbouring candidates that hold every winner, for every mantissa of s; 31 sets, which
-hold few and even magnitudes and hardly ever occur, need a look at two windows. That this loses nothing is proven by
-exhaustion: tests/kernels/test_windows.py compares all 735,470 histograms under all 128 mantissas with the full search.
+block: t = 4 is never best for a block with 1, 2, 3, 5 and 7 in it. So the 255 sets of magnitudes fall into
+`NUM_WINDOWS` windows of 16 neighboring candidates that hold every winner, for every mantissa of s. 31 rare sets, with
+few and even magnitudes, need two windows. Nothing is lost: tests/quantize/kernels/test_windows.py compares all
+735,470 histograms under all 128 mantissas with the full search.
 
 A position p counts candidates upwards (larger scale, larger t): position 6 is the first with t >= 1. Errors are
-integers in units of (s / ms)**2, capped at 2**16 - 1; less 2**15 they are 16-bit numbers. A sum without a capped error
-is exact and others are at most too small, so the least sum is the winner's wherever it has none. Where it has one,
-which hardly ever happens, the kernel searches again among all candidates. (A CUDA device has room for larger numbers.)
+integers in units of (s / ms)**2, capped at 2**16 - 1; minus 2**15 they are 16-bit numbers. A sum without a capped error
+is exact, and the others are at most too small. So the candidate with the least sum is the winner if its sum has no
+capped error. Otherwise, which is rare, the kernel searches again among all candidates. (A CUDA device has room for
+larger numbers.)
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ WINDOW_OF_SET: Final = (
     "8110210041101100411021004110110021102100111011002110211011101100"
     "a1919111419191114190211041901110a1919111319091102190211021901110"
 )
-"""The window of each set of magnitudes, one hexadecimal digit; bit k - 1 of the place says that |q| = k occurs. 9 and a
-stand for two windows that join: the first and the sixth (positions 0 to 31), the second and the last (7 to 38)."""
+"""The window of each set of magnitudes, one hexadecimal digit; bit k - 1 of the index says that |q| = k occurs. 9 and a
+mean two adjoining windows: the first and the sixth (positions 0 to 31), the second and the last (7 to 38)."""
 
 BOUND_ASSIGNMENTS: Final = (
     (0, 1, 2, 3, 4, 6, 6, 8, 8),
@@ -52,15 +53,15 @@ BOUND_ASSIGNMENTS: Final = (
     (0, 2, 3, 4, 6, 8, 8, 12, 12),
     (0, 3, 6, 8, 12, 12, 12, 12, 12),
 )
-"""Of the assignments in formats.block_bound those that some histogram needs, as doubled values: for all 735,471 of them
-the greatest quotient is the same without the others (tests/kernels/test_windows.py)."""
+"""The assignments of metrics/block_bound.py that some histogram needs, as doubled values. For all 735,471 histograms
+the greatest quotient is the same without the others (tests/quantize/kernels/test_windows.py)."""
 
 FLOAT_ERROR_CAP: Final = (1 << 20) - 1
-"""Sums of 16 errors up to this are exact in float32; no winner is near it."""
+"""Sums of 16 errors up to this are exact in float32, and every winner is far below it."""
 ERROR_CAP: Final = (1 << 16) - 1
 ERROR_SHIFT: Final = 1 << 15
 LARGEST_KEY: Final = 255
-"""A key is error << 8 | LARGEST_KEY - position: the least has the least error, and of equal ones the larger scale."""
+"""A key is error << 8 | LARGEST_KEY - position: the least key has the least error, and on ties the larger scale."""
 LOWEST_STEP: Final = 6
 """Positions below the first candidate with t >= 1."""
 LAST_GRID_RANK: Final = NUM_CANDIDATES - 2
@@ -70,7 +71,7 @@ SHIFT_OF_ONE: Final = 4
 
 @lru_cache(maxsize=1)
 def search_tables() -> SearchTables:
-    """Build the tables for the CPU kernels; cpp/groups.hpp says what each one is."""
+    """Build the tables for the CPU kernels; cpp/groups.hpp describes each one."""
     tables = candidate_tables()
     maps, map_ids = np.unique(tables.nibble_maps, return_inverse=True)
     nibbles = (maps.view(np.uint64)[:, None] >> (4 * np.arange(16, dtype=np.uint64))) & np.uint64(15)
@@ -100,7 +101,7 @@ def lowest_rank(mantissas: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def set_windows() -> NDArray[np.uint8]:
-    """Return uint8 [256, 2]: the windows to look at for each set of magnitudes, one twice where it is enough."""
+    """Return uint8 [256, 2]: the windows to look at for each set of magnitudes, one window twice if it is enough."""
     entries = [int(digit, 16) for digit in WINDOW_OF_SET]
     return np.array([PAIRS[e - NUM_WINDOWS] if e >= NUM_WINDOWS else (e, e) for e in entries], dtype=np.uint8)
 
@@ -119,7 +120,7 @@ def window_errors() -> NDArray[np.float32]:
 
 
 def _paired_errors() -> NDArray[np.int16]:
-    """Return int16 [128, 9, 4, 16, 2]: the same by pairs of |q|, less ERROR_SHIFT."""
+    """Return int16 [128, 9, 4, 16, 2]: the same by pairs of |q|, minus ERROR_SHIFT."""
     shifted = (np.minimum(window_errors(), ERROR_CAP) - ERROR_SHIFT).astype(np.int16)
     pairs = shifted.reshape(NUM_MANTISSAS, NUM_WINDOWS, -1, 2, LANES)
     return np.ascontiguousarray(pairs.swapaxes(-1, -2))

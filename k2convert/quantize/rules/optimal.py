@@ -86,11 +86,12 @@ def quantize_optimal(weight: Int4Weight, global_scale: float) -> Nvfp4Weight:
     empty_M = (words_M == ALL_ZERO_HISTOGRAM) | (mantissas_M == 0)
     scales_M = np.where(empty_M, np.uint8(ONE_BYTE), tables.scale_bytes[offsets_M - LOWEST_OFFSET, candidates_M])
     maps_M = tables.nibble_maps[(mantissas_M - MIN_MANTISSA).clip(min=0), candidates_M]
-    maps_NB = np.where(empty_M, 0, maps_M).reshape(rows, -1)
+    maps_NB = np.where(empty_M, 0, maps_M).reshape(rows, columns // BLOCK_SIZE)
     packed = np.empty_like(weight.packed)
     for start, stop in row_chunks(rows, columns):
         packed[start:stop] = _apply_maps(weight.packed[start:stop], maps_NB[start:stop])
-    return Nvfp4Weight(packed=packed, block_scales=scales_M.reshape(rows, -1), global_scale=global_scale)
+    scales_NB = scales_M.reshape(rows, columns // BLOCK_SIZE)
+    return Nvfp4Weight(packed=packed, block_scales=scales_NB, global_scale=global_scale)
 
 
 def split_scales(scales_NG: NDArray[np.float32], exponent: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,4 +1,4 @@
-"""The MoE block of one layer, computed expert by expert in every variant."""
+"""The MoE block of one layer, computed expert by expert for every variant."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from k2convert.validate.layers.result import W4A4_VARIANTS, Variant, VariantErro
 from k2convert.validate.layers.versions import read_mlp
 
 PROBE_TOKENS = 2
-"""Tokens given to an expert that none has chosen."""
+"""Tokens on which an expert is run if no token chose it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockError:
-    """Errors of one block by variant; `expert_sqnr_db` of each expert's own output, weight-only."""
+    """Errors of one block by variant; `expert_sqnr_db` is the weight-only SQNR of each expert's output."""
 
     errors: tuple[VariantError, ...]
     expert_sqnr_db: tuple[float, ...]
@@ -29,7 +29,7 @@ class BlockError:
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """Outputs f64 [T, hidden] of the block so far, and each expert's own SQNR."""
+    """Outputs f64 [T, hidden] of the block so far, and the SQNR of each expert's output."""
 
     reference: Tensor
     variants: dict[Variant, Tensor]
@@ -37,7 +37,7 @@ class _Outputs:
     shared_sqnr_db: dict[Variant, float] = field(default_factory=dict[Variant, float])
 
     def add(self, tokens: Tensor, reference: Tensor, outputs: dict[Variant, Tensor], weights: Tensor | None) -> None:
-        """Add an MLP's outputs f32 [t, hidden], weighted by f32 [t], to the block's for those tokens."""
+        """Add an MLP's outputs f32 [t, hidden], weighted by f32 [t], to those of the block."""
         factor = 1.0 if weights is None else weights.unsqueeze(-1)
         self.reference.index_add_(0, tokens, (reference * factor).double())
         for variant, output in outputs.items():
@@ -56,7 +56,7 @@ def compute_block(
 ) -> BlockError:
     """Compute the block `stem` for f32 [T, hidden] from both checkpoints and compare every variant's output.
 
-    `with_fp4_inputs` computes the W4A4 variants too; it needs a checkpoint with input scales.
+    `with_fp4_inputs` adds the W4A4 variants; it needs a checkpoint with input scales.
     """
     num_experts = routing.scores.shape[1]
     variants = [variant for variant in Variant if with_fp4_inputs or variant not in W4A4_VARIANTS]
@@ -104,6 +104,6 @@ def _variant_error(variant: Variant, outputs: _Outputs) -> VariantError:
 
 
 def sqnr_db(reference: Tensor, result: Tensor) -> float:
-    """10 log10 of signal over noise energy; infinite without noise, -infinite where something is not finite."""
+    """Return 10 log10 of signal over noise energy; infinity without noise, -infinity if a value is not finite."""
     signal = float(reference.double().square().sum())
     return decibels(signal, float((result.double() - reference.double()).square().sum()))

@@ -1,12 +1,13 @@
-"""Reference layers: a MoE block computed for real, from the source's INT4 weights and from the converted bytes.
+"""Reference layers: a MoE block computed from the source's INT4 weights and from the converted bytes.
 
 The router, every routed expert and the shared experts are computed in FP32 on the same hidden states, once with the
-source's exact q*s and once per variant: the converted weights, the converted weights on FP4 activations, what `plain`
-makes of the same source, and FP4 activations alone. Experts stream one by one, so a K2 layer needs under 4 GB.
+source's exact q * s and once for each variant: the converted weights, the same on FP4 activations, the weights that
+`plain` gives for the same source, the same on FP4 activations, and the source's weights on FP4 activations. Experts are
+read one by one, so a K2 layer needs under 4 GB.
 
-An expert no token chose is run on the tokens that came nearest to choosing it: it cannot hide, but it adds nothing to
-the layer's output. Input scales are taken expert by expert as stored; engines that use one per layer take the largest,
-which is the same number wherever they are constant.
+An expert that no token chose is run on the tokens with the highest scores for it. So it is checked too, but it adds
+nothing to the layer's output. Input scales are used as stored for each expert; engines that use one per layer take the
+largest, which is the same number if they are constant.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from k2convert.validate.layers.block import BlockError, compute_block
 from k2convert.validate.layers.result import LayerBudget, LayerResult, LayersReport, Variant
 
 Progress = Callable[[int, int, int], None]
-"""Called with layer, experts done, experts in all."""
+"""Called with the layer, the experts done, and the total number of experts."""
 
 ROUTER_PARAMETERS = ("weight", "e_score_correction_bias")
 
 
 def moe_layers(source: Checkpoint) -> tuple[int, ...]:
-    """The layers that can be checked."""
+    """Return the layers that can be checked."""
     return detect_family(source).read_architecture(source.config, str(source.folder)).moe_layers
 
 
 def check_layers_exist(source: Checkpoint, layers: Sequence[int]) -> None:
-    """Refuse layers that are not there or not mixtures of experts (CheckpointError); from the config alone."""
+    """Refuse layers that do not exist or have no MoE block (CheckpointError); reads only the config."""
     known = moe_layers(source)
     if unknown := [layer for layer in layers if layer not in known]:
         there = f"{known[0]}..{known[-1]}" if known else "none"
@@ -60,9 +61,9 @@ def check_layers(
     budget: LayerBudget,
     progress: Progress | None = None,
 ) -> LayersReport:
-    """Compute MoE layers from both checkpoints and judge the difference; CheckpointError where one cannot be computed.
+    """Compute MoE layers from both checkpoints and judge the difference; CheckpointError if one cannot be computed.
 
-    `hidden_states` is a file of captured states (see `hidden_states`); without it they are drawn from `seed`.
+    `hidden_states` is a file of captured states (see forward/hidden_states.py); without it they are drawn from `seed`.
     """
     check_layers_exist(source, layers)
     described = f"captured: {hidden_states.name}" if hidden_states else f"synthetic, seed {seed}"

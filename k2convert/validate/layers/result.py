@@ -1,4 +1,4 @@
-"""What a reference-layer check found, as plain values."""
+"""The results of a reference-layer check, as plain values."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Variant(StrEnum):
-    """Whose weights, and whether the inputs of the quantised layers are FP4 too."""
+    """Which weights, and whether the inputs of the quantized layers are FP4 too."""
 
     CONVERTED = "converted"
     CONVERTED_W4A4 = "converted-w4a4"
     PLAIN = "plain"
     PLAIN_W4A4 = "plain-w4a4"
     ACTIVATIONS_ONLY = "activations-only"
-    """The source's own weights with FP4 activations: what no weight conversion can remove."""
+    """The source's weights with FP4 activations: the error that no weight conversion can remove."""
 
 
 W4A4_VARIANTS = (Variant.CONVERTED_W4A4, Variant.PLAIN_W4A4, Variant.ACTIVATIONS_ONLY)
@@ -24,7 +24,7 @@ W4A4_VARIANTS = (Variant.CONVERTED_W4A4, Variant.PLAIN_W4A4, Variant.ACTIVATIONS
 
 @dataclass(frozen=True, slots=True)
 class LayerBudget:
-    """The least SQNR in dB, weight-only: of a layer's output, and of any single expert's own output.
+    """The least weight-only SQNR in dB of a layer's output, and of any single expert's output.
 
     Measured on synthetic states, routed experts converted: layers 19.2 to 20.6 `optimal`, 16.2 to 17.7 `plain`; worst
     expert 16.9 to 17.9 and 13.9 to 14.8. Shared experts converted too: layers 18.5 and 16.0.
@@ -39,7 +39,7 @@ class VariantError:
     """Error of one layer's output against the INT4 source in FP32.
 
     `sqnr_db` over all tokens, `cosine` the mean over tokens and `worst_cosine` the least; experts are judged by their
-    own outputs. Infinite where nothing differs, -infinite where a value is not finite.
+    own outputs. Infinite if nothing differs, -infinite if a value is not finite.
     """
 
     variant: Variant
@@ -64,13 +64,13 @@ class LayerResult:
     failures: tuple[str, ...]
 
     def error(self, variant: Variant) -> VariantError | None:
-        """The error of one variant; None for W4A4 where the checkpoint has no input scales."""
+        """The error of one variant; None for W4A4 if the checkpoint has no input scales."""
         return next((error for error in self.errors if error.variant is variant), None)
 
 
 @dataclass(frozen=True, slots=True)
 class LayersReport:
-    """All layers that were computed; `hidden_states` says on what."""
+    """All layers that were computed; `hidden_states` describes their inputs."""
 
     hidden_states: str
     budget: LayerBudget

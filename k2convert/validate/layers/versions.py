@@ -16,14 +16,14 @@ from k2convert.validate.layers.result import Variant
 
 @dataclass(frozen=True, slots=True)
 class MlpVersions:
-    """An MLP with the source's weights, the converted ones, and what `plain` makes of the source; same input scales."""
+    """An MLP with the source's weights, the converted ones, and those of `plain`; all with the same input scales."""
 
     source: Mlp
     converted: Mlp
     plain: Mlp
 
     def run(self, x_TK: Tensor, *, with_fp4_inputs: bool) -> tuple[Tensor, dict[Variant, Tensor]]:
-        """The source's output f32 [T, hidden] for f32 [T, hidden], and every variant's."""
+        """Return the source's output f32 [T, hidden] for f32 [T, hidden], and every variant's."""
         if not with_fp4_inputs:
             return self.source(x_TK), {Variant.CONVERTED: self.converted(x_TK), Variant.PLAIN: self.plain(x_TK)}
         reference, activations_only = self.source.on_both_inputs(x_TK)
@@ -39,7 +39,7 @@ class MlpVersions:
 
 
 def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> MlpVersions:
-    """Read the MLP `stem` (a module name without its last part) from both checkpoints; CheckpointError if it cannot."""
+    """Read the MLP `stem` (a module name without its last part) from both checkpoints; CheckpointError if unusable."""
     raw = {name: source.read_source(f"{stem}.{name}") for name in PROJECTIONS}
     ours = [converted.read_converted(f"{stem}.{name}", shape=_shape(raw[name])) for name in PROJECTIONS]
     exact = [exact_weight(weight) for weight in raw.values()]

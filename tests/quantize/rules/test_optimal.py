@@ -209,8 +209,8 @@ def test_the_global_scale_is_exact_at_its_steps() -> None:
         edge = Fraction(2) ** exponent * 448 / Fraction(26, 10)
         below = torch.tensor(float(edge), dtype=torch.float64).to(torch.bfloat16)
         bits = int(below.view(torch.int16))
-        neighbours = [float(bf16_from_bits(torch.tensor([bits + step]))[0]) for step in (-1, 0, 1)]
-        for scale_max in neighbours:
+        neighbors = [float(bf16_from_bits(torch.tensor([bits + step]))[0]) for step in (-1, 0, 1)]
+        for scale_max in neighbors:
             expected = exponent if Fraction(scale_max) <= edge else exponent + 1
             assert optimal_global_scale(Magnitude(scale_max, 0.0), is_int4=True) == 2.0**expected
 

@@ -1,4 +1,4 @@
-"""Conversions of the tiny checkpoint by the real pipeline, made once a session."""
+"""Conversions of the tiny checkpoint by the real pipeline, once for each test session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Convert = Callable[..., Path]
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads, by far where other tests run beside."""
+    """Tensors this small are slower on several threads, above all when other tests run at the same time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

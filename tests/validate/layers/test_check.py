@@ -1,4 +1,4 @@
-"""A layer check passes what is right, fails what is damaged, names the expert, and says the same in every layout."""
+"""A layer check passes good layers, fails damaged ones, names the expert, and gives the same result in every layout."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-// Batches with AVX2. This file alone is compiled for it, and entered only where the CPU has it.
+// Batches with AVX2. This file is compiled for AVX2, and its code runs only if the CPU has it.
 //
-// Sixteen candidates lie in two vectors. Counts are multiplied by 256 where they are spread to 16-bit lanes, so that a
-// sum leaves its low byte to the candidate's position, and one minimum finds both; `vpmaddwd` adds two magnitudes at
-// once. Errors are capped to 16 bits (see search_tables.py), and 16 of them times 256 fit 32.
+// Two vectors hold sixteen candidates. Counts are multiplied by 256 when they are spread to 16-bit lanes, so the low
+// byte of a sum is free for the candidate's position, and one minimum finds both. `vpmaddwd` adds two magnitudes at
+// once. Errors are capped to 16 bits (see search_tables.py), and 16 of them times 256 fit 32 bits.
 #include <cstring>
 
 #include "groups.hpp"
@@ -31,7 +31,7 @@ Nibbles split_nibbles(__m256i bytes) {
     return {_mm256_and_si256(bytes, mask), _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask)};
 }
 
-// For each source nibble: 1 where its magnitude is 2 * Pair + 1, 32 where it is 2 * Pair + 2.
+// For each source nibble: 1 if its magnitude is 2 * Pair + 1, 32 if it is 2 * Pair + 2.
 template <int Pair>
 __m256i count_table() {
     const auto entry = [](int nibble) {
@@ -63,7 +63,7 @@ uint32_t present_in_four(__m256i words) {
     return ~static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(words, _mm256_setzero_si256())));
 }
 
-// Replace the nibbles of two groups, each of the four blocks by its own map.
+// Replace the nibbles of two groups, in each of the four blocks by the map of that block.
 __m256i encode(const Nibbles& nibbles, const uint8_t* const maps[4]) {
     const __m256i first = _mm256_shuffle_epi8(join(load_half(maps[0]), load_half(maps[2])),
                                               _mm256_unpacklo_epi64(nibbles.low, nibbles.high));
@@ -80,7 +80,7 @@ void count_row(uint8_t* row, const uint64_t* word) {
     ++reinterpret_cast<uint32_t*>(row)[kBlocksLane];
 }
 
-// The lesser of two times eight candidates' keys under one window.
+// The keys of sixteen candidates under one window, as the lesser of each two.
 __m256i window_keys(const SearchTables& tables, const char* mantissa, int window, uint64_t word) {
     const auto* errors = reinterpret_cast<const __m256i*>(mantissa + window * kWindowBytes);
     const auto* keys = reinterpret_cast<const __m256i*>(tables.keys + window * kLanes);
@@ -123,7 +123,7 @@ __m256i least_keys(const __m256i keys[8]) {
                             _mm256_permute2x128_si256(first, second, 0x31));
 }
 
-// How many of the sixteen are not zero, of eight blocks.
+// The number of non-zero codes in each of eight blocks.
 __m256i num_counted(const uint64_t* words) {
     const __m256i zero = _mm256_setzero_si256();
     const __m256i sums = _mm256_packus_epi32(_mm256_sad_epu8(load(words), zero), _mm256_sad_epu8(load(words + 4), zero));
@@ -174,7 +174,7 @@ void convert_optimal(const Batch& batch, int exponent, const SearchTables& table
         }
         const __m256i keys = least_keys(candidates);
         const __m256i positions = _mm256_andnot_si256(keys, _mm256_set1_epi32(0xFF));
-        // The slots' fields, each twice: one for each block of its group.
+        // The fields of the slots, each twice, once for each block of the group.
         const __m256i even = join(found[0], found[2]), odd = join(found[1], found[3]);
         const __m256i firsts = _mm256_shuffle_epi32(_mm256_unpacklo_epi32(even, odd), 0xFA);
         const __m256i ranks_rows = _mm256_unpackhi_epi32(even, odd);
@@ -184,7 +184,7 @@ void convert_optimal(const Batch& batch, int exponent, const SearchTables& table
             _mm256_cmpeq_epi32(counted, zero),
             _mm256_or_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(kMinNormalByte), scale_bytes),
                             _mm256_cmpgt_epi32(scale_bytes, _mm256_set1_epi32(kMaxByte))));
-        // The error is zero where the sum is -32768 a weight.
+        // The error is zero if the sum is -32768 for each non-zero weight.
         const __m256i sums = _mm256_add_epi32(_mm256_srai_epi32(keys, 8), _mm256_slli_epi32(counted, 15));
         equal_blocks = _mm256_sub_epi32(equal_blocks, _mm256_andnot_si256(odd_ones, _mm256_cmpeq_epi32(sums, zero)));
 

@@ -9,12 +9,12 @@ namespace k2 {
 namespace {
 
 constexpr int kNumScales = kMaxByte - kMinNormalByte + 1;
-// As NUM_WINDOW_SCALES in formats.optimal_bf16, and padded to whole vectors of float64.
+// NUM_WINDOW_SCALES of rules/optimal_bf16.py, and the same padded to whole vectors of float64.
 constexpr int kWindowScales = 25;
 constexpr int kPaddedWindow = 28;
 constexpr int kScratch = kNumScales + kPaddedWindow;
 
-// Write |w| of a block; returns the largest.
+// Write |w| of a block and return the largest.
 float load_magnitudes(const uint16_t* source, float* weights) {
     uint32_t largest = 0;
     for (int i = 0; i < kBlock; ++i) {
@@ -33,7 +33,7 @@ K2_CLONES void add_errors(const float* weights, const double* steps, int count, 
         for (int place = 0; place < count; ++place) {
             const double step = steps[place];
             const float ratio = weight / static_cast<float>(step);
-            // Half to even in units of 1/2, 1 or 2 is rounding to E2M1; adding 1.5 * 2**23 of a unit rounds.
+            // Rounding half to even in units of 1/2, 1 or 2 rounds to E2M1; adding 1.5 * 2**23 units does it.
             const float unit = ratio < 2.0f ? 0.5f : ratio < 4.0f ? 1.0f : 2.0f;
             const float shift = 12582912.0f * unit;
             float value = (ratio + shift) - shift;
@@ -52,7 +52,7 @@ int last_least(const double* errors, int count) {
     return best;
 }
 
-// The index of the best of the normal scales, as formats.optimal_bf16 finds it; amax is not zero.
+// The index of the best normal scale, as rules/optimal_bf16.py finds it; amax is not zero.
 int best_scale(const float* weights, double amax, const double* steps) {
     double errors[kScratch];
     int low = 0, high = kNumScales;
@@ -62,7 +62,7 @@ int best_scale(const float* weights, double amax, const double* steps) {
         else high = middle;
     }
     const int first = std::min(low, kNumScales - 1);
-    // Beyond the last scale the steps are infinite: their error is infinite or NaN, and never the least.
+    // Beyond the last scale the steps are infinite, so their error is infinite or NaN and never the least.
     const int count = std::min(kWindowScales, kNumScales - first);
     add_errors(weights, steps + first, kPaddedWindow, errors);
     const int best = first + last_least(errors, count);
@@ -79,12 +79,12 @@ double decoded(int nibble, double step) {
 
 int nibble_of(const uint8_t* packed, int i) { return packed[i / 2] >> (4 * (i & 1)) & 15; }
 
-// (sum w v)**2 / sum v**2 for the codes that this step gives, with v doubled.
+// (sum w v)**2 / sum v**2 for the codes under this step, with v doubled.
 double explained_by(const float* weights, double step) {
     double inner = 0.0, norm = 0.0;
     for (int i = 0; i < kBlock; ++i) {
         const double quadrupled = 4.0 * static_cast<double>(weights[i]);
-        // The doubled values 0, 1, 2, 3, 4, 6, 8, 12 as a sum over the midpoints passed.
+        // The doubled values 0, 1, 2, 3, 4, 6, 8, 12 as a sum over the midpoints below.
         const double value = (quadrupled > step) + (quadrupled >= 3.0 * step) + (quadrupled > 5.0 * step) +
                              (quadrupled >= 7.0 * step) +
                              2.0 * ((quadrupled > 10.0 * step) + (quadrupled >= 14.0 * step)) +

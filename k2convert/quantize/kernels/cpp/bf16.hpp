@@ -1,10 +1,10 @@
-// BF16 -> NVFP4 under both rules, and what it cost: the element-by-element code of formats/, block by block.
+// BF16 -> NVFP4 under both rules, and its error: rules/ and metrics/bf16_error.py, block by block.
 //
-// Quotients may be FP32 where formats/ has float64: a BF16 weight over a step of four significant bits is never closer
-// to a midpoint than 2**-13 of it unless it is one, so rounding to E2M1 comes out the same. Errors are float64, with
-// terms and sums in the order formats/ gives them.
+// Some quotients are FP32 instead of float64. A BF16 weight over a step of four significant bits either equals a
+// midpoint or differs from it by at least 2**-13 of it, so rounding to E2M1 gives the same code. Errors are float64,
+// with terms and sums in the order of rules/ and metrics/.
 //
-// Weights are BF16 bits, 16 a block; `packed` has 8 bytes a block, `scale_bytes` one.
+// Weights are BF16 bits, 16 for each block; `packed` has 8 bytes for each block, `scale_bytes` one.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct Bf16Totals {
 Bf16Totals measure_rows_bf16(const uint16_t* source, const uint8_t* packed, const uint8_t* scale_bytes,
                              double global_scale, size_t num_rows, size_t blocks_per_row, double* energies,
                              double* errors);
-// The squared error of each block, and the bound on it (see formats.weight_error_bf16).
+// The squared error of each block, and the bound on it (see metrics/bf16_error.py).
 void block_errors_bf16(const uint16_t* source, const uint8_t* packed, const uint8_t* scale_bytes, size_t num_blocks,
                        double global_scale, double* errors);
 void block_bounds_bf16(const uint16_t* source, size_t num_blocks, double* bounds);

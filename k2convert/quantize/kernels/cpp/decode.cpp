@@ -25,7 +25,7 @@ namespace portable {
 
 K2_CLONES RowError measure_row_int4(const uint8_t* source, const double* scales, const uint8_t* packed,
                                     const uint8_t* block_scales, size_t num_groups, const double* block_values) {
-    // Low and high nibbles have four sums each: what a vector of float64 holds.
+    // Low and high nibbles have four sums each, as many as a vector of float64 holds.
     double errors[2][4] = {};
     RowError row{};
     for (size_t group = 0; group < num_groups; ++group, source += 16, packed += 16) {

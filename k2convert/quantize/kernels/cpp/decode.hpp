@@ -1,7 +1,7 @@
-// Measuring written NVFP4 bytes against their source: a decoder that shares nothing with the code that wrote them.
+// Measuring written NVFP4 bytes against their source, with a decoder that shares nothing with the code that wrote them.
 //
-// Element by element in float64: w' = v * b * g against w = q * s, both exact. It assumes nothing about a rule, so it
-// measures anybody's checkpoint and sees a single flipped bit.
+// Element by element in float64: w' = v * b * g against w = q * s, both exact. The decoder assumes no rule, so it
+// measures any NVFP4 checkpoint, and it detects a single flipped bit.
 #pragma once
 
 #include <cstddef>
@@ -9,17 +9,17 @@
 
 namespace k2 {
 
-// Of one row: sum w**2, sum (w - w')**2, the largest |w - w'| / s (INT4 alone), non-zero weights, and those unchanged.
+// Of one row: sum w**2, sum (w - w')**2, the largest |w - w'| / s (INT4 only), non-zero and unchanged weights.
 struct RowError {
     double energy, error, max_error_steps;
     int64_t num_nonzero, equal_nonzero;
 };
 
-// Groups have 16 bytes of `source` and of `packed`, one scale and two block scales; `block_values` is b * g of each of
-// the 256 bytes that a block scale may have.
+// A group has 16 bytes of `source` and of `packed`, one scale and two block scales; `block_values` is b * g for each of
+// the 256 bytes of a block scale.
 RowError measure_row_int4(const uint8_t* source, const double* scales, const uint8_t* packed,
                           const uint8_t* block_scales, size_t num_groups, const double* block_values);
-// `weights` are BF16 bits, 16 a block.
+// `weights` are BF16 bits, 16 for each block.
 RowError measure_row_bf16(const uint16_t* weights, const uint8_t* packed, const uint8_t* block_scales,
                           size_t num_blocks, const double* block_values);
 

@@ -1,4 +1,4 @@
-// One row with AVX2; entered only where the CPU has it. Every operation and its order are portable::'s.
+// One row with AVX2; runs only if the CPU has it. Every operation and its order are the same as in portable::.
 #include "decode.hpp"
 
 #if defined(__x86_64__)
@@ -20,7 +20,7 @@ struct Lanes {
         const __m256d weight = _mm256_mul_pd(_mm256_cvtepi32_pd(code), scale);
         const __m256d difference = _mm256_sub_pd(weight, _mm256_mul_pd(_mm256_cvtepi32_pd(value), half_step));
         error = _mm256_add_pd(error, _mm256_mul_pd(difference, difference));
-        // Where the difference is not a number, the second operand stays.
+        // If the difference is NaN, the result is the second operand.
         worst = _mm256_max_pd(_mm256_andnot_pd(_mm256_set1_pd(-0.0), difference), worst);
         const __m256d unchanged = _mm256_and_pd(_mm256_cmp_pd(difference, zero, _CMP_EQ_OQ),
                                                 _mm256_cmp_pd(weight, zero, _CMP_NEQ_UQ));

@@ -1,5 +1,5 @@
-// What follows from counted pairs and from sampled blocks, operation by operation as in formats/ (float64, in the order
-// given there), so that figures agree to the last bit.
+// The figures of counted pairs and of sampled blocks, operation by operation as in metrics/ (float64, in the same
+// order), so that they are equal to the last bit.
 #include <cmath>
 #include <cstring>
 
@@ -11,10 +11,10 @@ namespace k2 {
 
 namespace {
 
-// Blocks whose pairs may be counted before the hash table has to be asked for room.
+// Blocks whose pairs are counted between two checks of the room in the hash table.
 constexpr size_t kSampleBatch = 2 * kBatchGroups;
 constexpr size_t kBoundBatch = 32;
-// Sampled blocks that are fetched from memory while the next are gathered.
+// How many sampled blocks ahead memory is prefetched.
 constexpr size_t kPrefetched = 16;
 
 // The sum of finite values rounded once, as math.fsum returns it.
@@ -42,7 +42,7 @@ double exact_sum(const std::vector<double>& values) {
         low = partial - (high - before);
         if (low != 0.0) break;
     }
-    // Half way between two numbers the next partial decides.
+    // If the sum is half way between two numbers, the next partial decides.
     if (!partials.empty() && ((low < 0.0 && partials.back() < 0.0) || (low > 0.0 && partials.back() > 0.0))) {
         const double doubled = 2.0 * low, rounded = high + doubled;
         if (doubled == rounded - high) high = rounded;
@@ -105,7 +105,7 @@ double error_of_blocks(const std::vector<uint64_t>& words, const std::vector<int
     return exact_sum(errors);
 }
 
-// The bounds of up to kBoundBatch blocks of these scales, see formats.block_bound; block by block in vectors.
+// The bounds of up to kBoundBatch blocks with these scales, see metrics/block_bound.py; one vector lane for each block.
 K2_CLONES void bound_blocks(const uint64_t* words, const double* scales, size_t size, const Assignments& assignments,
                             double* bounds) {
     double counts[8][kBoundBatch], sums[12][kBoundBatch] = {}, energy[kBoundBatch] = {}, explained[kBoundBatch] = {};
@@ -160,7 +160,7 @@ Sampled sample(const Int4& source, const uint8_t* scale_bytes, size_t first, siz
     std::vector<int64_t> keys(size);
     std::vector<double> scales(size), bounds(size);
     for (size_t i = 0, block = first; i < size; ++i, block += stride) {
-        // Sampled blocks lie on lines far apart.
+        // Sampled blocks are on cache lines far from each other.
         const size_t ahead = std::min(block + kPrefetched * stride, 2 * source.num_groups - 1);
         __builtin_prefetch(source.packed + 8 * ahead);
         __builtin_prefetch(source.scale_bits + ahead / 2);

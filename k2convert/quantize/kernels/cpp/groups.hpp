@@ -1,16 +1,15 @@
-// Converting a batch of groups: 32 INT4 codes in 16 bytes each, that is two NVFP4 blocks of 8 bytes.
+// Converting a batch of groups. A group is 32 INT4 codes in 16 bytes, or two NVFP4 blocks of 8 bytes.
 //
-// `optimal` goes in three phases of short dependency chains:
+// `optimal` has three phases with short dependency chains:
 //
-//     count     16 bytes -> two histograms of |q|, one byte a magnitude, and the set of magnitudes that occur
+//     count     16 bytes -> two histograms of |q|, one byte for each magnitude, and the set of magnitudes that occur
 //     search    histogram x error table [8, 16] -> the best of 16 candidates (see search_tables.py)
 //     encode    byte shuffle by the candidate's map, block scale, tally
 //
-// Blocks that the search cannot settle (all zero, a zero scale, a best scale outside the normal range, a capped error in
-// the least sum: all other sums are then at most too small) are settled one by one with the full table, exactly as
-// formats.optimal defines it. Under `plain` the block scale depends on the source scale and the block's largest |q| alone
-// (rounding to BF16 is monotone), and so does every code: both are computed once for each pair met, as formats.plain
-// defines them.
+// Some blocks are settled one by one with the full table, as rules/optimal.py defines it: blocks of zeros, zero scales,
+// a best scale outside the normal range, and a capped error in the least sum (capped sums are at most too small). Under
+// `plain` the block scale depends only on the source scale and the block's largest |q| (rounding to BF16 is monotone),
+// and so does every code. Both are computed once for each such pair, as rules/plain.py defines them.
 #pragma once
 
 #include <cstdint>
@@ -28,19 +27,19 @@ constexpr int kNumOffsets = 26;
 constexpr int kWindowBytes = 8 * kLanes * static_cast<int>(sizeof(int16_t));
 constexpr int kMantissaBytes = kNumWindows * kWindowBytes;
 constexpr int kNumBases = kNumWindows * kLanes;
-// Windows from here on stand for two that join.
+// Windows from here on mean two adjoining windows.
 constexpr int kFirstPair = kNumWindows;
 constexpr int kPairs[2][2] = {{0, 5}, {1, 8}};
 constexpr int kLowestStep = 6;
 constexpr int kLastGridRank = kNumCandidates - 2;
 constexpr int kLowestOffset = -6, kHighestOffset = 19;
 
-// What search_tables.py builds, on cache lines.
+// The tables that search_tables.py builds, aligned to cache lines.
 //
 //     windows      [256]             window of each set of magnitudes
-//     errors       [128, 9, 4, 16, 2]  (ms, window, pair of magnitudes, lane, one of the pair), less 32768
+//     errors       [128, 9, 4, 16, 2]  (ms, window, pair of magnitudes, lane, one of the pair), minus 32768
 //     keys         [9, 16]           255 - position of each lane
-//     choices      [128, 82]         (ms, rank): which map gives the codes; from bit 8 on, which |q| have capped errors
+//     choices      [128, 82]         (ms, rank): the map of the codes; from bit 8 on, which |q| have capped errors
 //     maps         [maps, 16]        output nibble of each source nibble
 //     full_errors  [128, 9, 82]      (ms, |q|, rank)
 //     scale_bytes  [26, 82]          (kg - es, rank)
@@ -54,28 +53,28 @@ struct SearchTables {
     double full_errors[kNumMantissas * 9 * kNumCandidates];
 };
 
-// Groups in a row, with the slot of each one's scale.
+// Consecutive groups, with the slot of the scale of each.
 struct Batch {
-    const uint8_t* packed;   // 16 bytes a group
-    const int16_t* slots;    // one a group
+    const uint8_t* packed;   // 16 bytes for each group
+    const int16_t* slots;    // one for each group
     size_t num_groups;
-    uint8_t* out;            // 16 bytes a group
-    uint8_t* scale_bytes;    // 2 a group
+    uint8_t* out;            // 16 bytes for each group
+    uint8_t* scale_bytes;    // 2 for each group
 };
 
 struct Totals {
     int64_t equal_blocks = 0, outside_normal = 0;
 };
 
-// The scale and the place in choices of one block that the search cannot settle; counts it, and adds to the totals.
+// The scale and the place in `choices` of a block that the search cannot settle. settle_block counts the block too.
 struct Settled {
     int scale_byte, place;
 };
 Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTables& tables, Tally& tally,
                      Totals& totals);
 
-// The same functions in plain C++ and with AVX2; the latter take whole multiples of four groups or blocks. They return in
-// the tally and the totals what they counted; g = 2**exponent. Words are histograms, see block_word.
+// The same functions in plain C++ and with AVX2; the latter take multiples of four groups or blocks. They add their
+// counts to the tally and the totals; g = 2**exponent. Words are histograms, see block_word.
 namespace portable {
 void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words);
 void convert_optimal(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
@@ -90,7 +89,7 @@ void convert_plain(const Batch& batch, Tally& tally, Totals& totals);
 
 // The histogram of one block of 8 bytes: the number of |q| = k in byte k - 1.
 inline uint64_t block_word(const uint8_t* packed) {
-    // Sixteen equal codes fill no byte; zeros are counted below the lowest and shifted out.
+    // A count is at most 16, so no byte overflows. Zeros are not counted.
     uint64_t word = 0, minus_eight = 0;
     for (int i = 0; i < 8; ++i) {
         for (const int nibble : {packed[i] & 15, packed[i] >> 4}) {
@@ -107,12 +106,12 @@ inline const uint8_t* map_of(const SearchTables& tables, int place) {
     return tables.maps + 16 * (tables.choices[place] & 0xFF);
 }
 
-// Which of the magnitudes of a block have capped errors in a choice.
+// The magnitudes of a block that have capped errors in a choice.
 inline int capped_magnitudes(const SearchTables& tables, int place, uint8_t present) {
     return tables.choices[place] >> 8 & present;
 }
 
-// Bit k - 1 where the histogram has |q| = k.
+// Bit k - 1 is set if the histogram has |q| = k.
 inline uint8_t present_magnitudes(uint64_t word) {
     uint64_t bits = ((word & 0x7F7F7F7F7F7F7F7Full) + 0x7F7F7F7F7F7F7F7Full) & 0x8080808080808080ull;
     return static_cast<uint8_t>((bits >> 7) * 0x0102040810204080ull >> 56);

@@ -9,18 +9,18 @@ namespace k2 {
 
 namespace {
 
-// What of a slot follows from its scale, under `optimal`.
+// Fill the fields of a slot that depend on its scale, under `optimal`.
 void place_in_tables(Slot& slot, uint32_t bits, int exponent) {
     const SplitScale scale = split_scale(bits);
     const int grid_index = 32 + (scale.mantissa + 15) / 16 - 8 - kLowestStep;
-    // A zero scale has no tables, and no position gives a valid byte: its blocks are settled one by one.
+    // A zero scale has no tables and no position with a valid byte, so its blocks are settled one by one.
     const bool is_zero = scale.mantissa == 0;
     slot.table = is_zero ? 0 : (scale.mantissa - kNumMantissas) * kMantissaBytes;
     slot.first = is_zero ? -(1 << 12) : 8 * (10 - (exponent - scale.exponent)) + grid_index;
     slot.rank = is_zero ? 0 : (scale.mantissa - kNumMantissas) * kNumCandidates + kLastGridRank - grid_index;
 }
 
-// The rows of a scale under `plain`, one for each largest |q|: block scale, codes, and which of them are inexact.
+// Fill the rows of a scale under `plain`, one for each largest |q|: block scale, codes, and which of them are inexact.
 void fill_plain_rows(uint8_t* row, uint32_t bits, float global_scale) {
     const float scale = bf16_value(bits & 0x7FFF);
     for (int largest = 0; largest < kPlainRows; ++largest, row += kRowBytes) {
@@ -39,7 +39,7 @@ void fill_plain_rows(uint8_t* row, uint32_t bits, float global_scale) {
     }
 }
 
-// Convert in batches; `open` prepares a new slot for a scale, `convert` and `convert_rest` a batch each.
+// Convert in batches; `open` prepares a new slot for a scale, `convert` and `convert_rest` convert a batch.
 template <class Open, class Convert, class ConvertRest>
 Counted convert_batches(const Int4& source, uint8_t* out, uint8_t* scale_bytes, Rule rule, const Open& open,
                         const Convert& convert, const ConvertRest& convert_rest) {
@@ -134,10 +134,11 @@ Counted convert_plain(const Int4& source, float global_scale, uint8_t* out, uint
 
 namespace {
 
-// BF16 bits of 2**125: eight times it overflows. Infinity, NaN and all negative numbers but -0.0 are above it too.
+// BF16 bits of 2**125: eight times it overflows. Infinity, NaN and all negative numbers have larger bits; -0.0 is
+// usable.
 constexpr uint16_t kFirstUnusableBits = 0x7E00;
 constexpr uint16_t kMinusZeroBits = 0x8000;
-// Groups of which only the largest scale is looked at first.
+// Groups for which the largest scale is found first: most chunks cannot raise amax and are skipped.
 constexpr size_t kChunkGroups = 256;
 
 K2_CLONES uint16_t largest_of(const uint16_t* scale_bits, size_t size) {
@@ -146,7 +147,7 @@ K2_CLONES uint16_t largest_of(const uint16_t* scale_bits, size_t size) {
     return largest;
 }
 
-// The largest of the bits, minus zero's taken as zero's.
+// The largest of the bits, with minus zero as zero.
 uint16_t largest_bits_of(const uint16_t* scale_bits, size_t size) {
     const uint16_t all = largest_of(scale_bits, size);
     if (all < kFirstUnusableBits) return all;

@@ -1,4 +1,4 @@
-// INT4 weights as the module offers them: conversion with its counts, measuring, and what follows from the counts.
+// INT4 weights: conversion with its counts, measuring, and the figures of the counts.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace k2 {
 
-// A packed INT4 weight: 16 bytes and one scale's BF16 bits a group.
+// A packed INT4 weight: for each group 16 bytes and the BF16 bits of one scale.
 struct Int4 {
     const uint8_t* packed;
     const uint16_t* scale_bits;
@@ -27,7 +27,7 @@ struct Measured {
 // The largest scale as BF16 bits, the largest |bf16(q * s)|, and whether every scale is usable.
 Measured measure(const Int4& source);
 
-// As PairFigures in formats.weight_error.
+// PairFigures of metrics/int4_error.py.
 struct Figures {
     double energy = 0, squared_error = 0;
     int64_t num_nonzero = 0, equal_nonzero = 0, recoverable_codes = 0;
@@ -42,7 +42,7 @@ using Assignments = double[8][12];
 struct Sampled {
     double achieved, plain, bound;
 };
-// The three squared errors of formats.sampled_error on every `stride`th block from `first` on.
+// The three squared errors of metrics/sampled_error.py on every `stride`th block from `first` on.
 Sampled sample(const Int4& source, const uint8_t* scale_bytes, size_t first, size_t stride, Rule rule,
                double global_scale, float plain_scale, const Assignments& assignments);
 

@@ -1,4 +1,4 @@
-// The extension module: arrays in, arrays and numbers out; see _cpu.pyi. The interpreter's lock is free while they run.
+// The extension module: arrays in, arrays and numbers out; see _cpu.pyi. Its functions release the interpreter's lock.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -84,7 +84,7 @@ std::unique_ptr<k2::SearchTables> make_tables(const In<uint8_t>& windows, const 
 nb::tuple convert_optimal(const In<uint8_t>& packed, const In<uint16_t>& scale_bits, int exponent,
                           const k2::SearchTables& tables, const Out<uint8_t>& out, const Out<uint8_t>& scale_bytes) {
     const k2::Int4 source = int4_of(packed, scale_bits);
-    require(out.size() == packed.size() && scale_bytes.size() == 2 * scale_bits.size(), "results of another size");
+    require(out.size() == packed.size() && scale_bytes.size() == 2 * scale_bits.size(), "sizes do not fit");
     k2::Counted counted;
     {
         const Release release;
@@ -96,7 +96,7 @@ nb::tuple convert_optimal(const In<uint8_t>& packed, const In<uint16_t>& scale_b
 nb::tuple convert_plain(const In<uint8_t>& packed, const In<uint16_t>& scale_bits, float global_scale,
                         const Out<uint8_t>& out, const Out<uint8_t>& scale_bytes) {
     const k2::Int4 source = int4_of(packed, scale_bits);
-    require(out.size() == packed.size() && scale_bytes.size() == 2 * scale_bits.size(), "results of another size");
+    require(out.size() == packed.size() && scale_bytes.size() == 2 * scale_bits.size(), "sizes do not fit");
     k2::Counted counted;
     {
         const Release release;
@@ -119,7 +119,7 @@ nb::tuple sample(const In<uint8_t>& packed, const In<uint16_t>& scale_bits, cons
                  size_t first, size_t stride, bool is_plain, double global_scale, float plain_scale,
                  const In<double>& assignments) {
     const k2::Int4 source = int4_of(packed, scale_bits);
-    require(scale_bytes.size() == 2 * scale_bits.size() && stride > 0, "results of another size");
+    require(scale_bytes.size() == 2 * scale_bits.size() && stride > 0, "sizes do not fit");
     require(assignments.size() == sizeof(k2::Assignments) / sizeof(double), "assignments");
     k2::Assignments table;
     std::copy_n(assignments.data(), assignments.size(), &table[0][0]);
@@ -145,7 +145,7 @@ nb::tuple figures_of_pairs(const In<int64_t>& keys, const In<int64_t>& counts, b
 }
 
 void require_bf16(size_t weights, size_t packed, size_t blocks) {
-    require(weights == k2::kBlock * blocks && packed == k2::kBlock / 2 * blocks, "results of another size");
+    require(weights == k2::kBlock * blocks && packed == k2::kBlock / 2 * blocks, "sizes do not fit");
 }
 
 void quantize_optimal_bf16(const In<uint16_t>& source, double global_scale, const Out<uint8_t>& packed,
@@ -186,7 +186,8 @@ void block_bounds_bf16(const In<uint16_t>& source, const Out<double>& bounds) {
     k2::block_bounds_bf16(source.data(), bounds.size(), bounds.data());
 }
 
-// Write energy, error, largest error in steps, non-zero and unchanged weights of each row: sums [N * 3], counts [N * 2].
+// Write energy, error, largest error in steps, non-zero and unchanged weights of each row: sums [N * 3], counts [N *
+// 2].
 template <class MeasureRow>
 void measure_decoded(size_t num_blocks, const Out<double>& sums, const Out<int64_t>& counts, const MeasureRow& row) {
     const size_t num_rows = sums.size() / 3;
@@ -207,7 +208,7 @@ void measure_decoded_int4(const In<uint8_t>& source, const In<double>& scales, c
                           const Out<int64_t>& counts) {
     const size_t num_blocks = block_scales.size();
     require(source.size() == 8 * num_blocks && packed.size() == 8 * num_blocks && 2 * scales.size() == num_blocks &&
-                block_values.size() == 256 && sums.size() % 3 == 0, "results of another size");
+                block_values.size() == 256 && sums.size() % 3 == 0, "sizes do not fit");
     require(sums.size() == 0 || num_blocks / (sums.size() / 3) % 2 == 0, "rows are whole groups");
     measure_decoded(num_blocks, sums, counts, [&](size_t first, size_t size) {
         return k2::measure_row_int4(source.data() + 8 * first, scales.data() + first / 2, packed.data() + 8 * first,
@@ -227,13 +228,13 @@ void measure_decoded_bf16(const In<uint16_t>& source, const In<uint8_t>& packed,
 }
 
 void use_instructions(const std::string& name) {
-    require(k2::use_instructions(name.c_str()), "instructions must be 'portable', or 'avx2' where the CPU has it");
+    require(k2::use_instructions(name.c_str()), "instructions must be 'portable', or 'avx2' if the CPU has it");
 }
 
 }  // namespace
 
 NB_MODULE(_cpu, module) {
-    nb::set_leak_warnings(false);  // the tables are kept for as long as the process lives
+    nb::set_leak_warnings(false);  // the tables live as long as the process
     const auto freely = nb::call_guard<Release>();
     nb::class_<k2::SearchTables>(module, "SearchTables").def(
         nb::new_(&make_tables), "windows"_a, "errors"_a, "keys"_a, "choices"_a, "maps"_a, "full_errors"_a, "scale_bytes"_a);

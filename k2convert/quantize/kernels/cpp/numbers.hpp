@@ -1,4 +1,4 @@
-// Scalar arithmetic of the three formats, operation by operation as in formats/: FP32 or FP64 as named, rounded after
+// Scalar arithmetic of the three formats, operation by operation as in formats/: FP32 or FP64, rounded after
 // each operation (the build forbids fused multiply-adds), ties to even.
 #pragma once
 
@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-// Functions of plain loops are compiled twice on x86-64, and the loader takes the one that the CPU can run.
+// On x86-64, functions with plain loops are compiled twice; the loader takes the version for the CPU.
 #if defined(__x86_64__) && defined(__ELF__)
 #define K2_CLONES __attribute__((target_clones("avx2", "default")))
 #else
@@ -36,7 +36,7 @@ inline float round_to_bf16(float value) {
     return bits_as<float>(bits & 0xFFFF0000u);
 }
 
-// Round to an integer, ties to even; numbers of 2**52 and more are integers already, infinity and NaN stay.
+// Round to an integer, ties to even; numbers from 2**52 on are integers already; infinity and NaN stay.
 inline double round_half_even(double value) {
     constexpr double shift = 4503599627370496.0;
     const double magnitude = value < 0 ? -value : value;
@@ -77,7 +77,7 @@ inline int nearest_code(float scaled) { return nearest_code(4.0f * scaled, 1.0f)
 
 constexpr double kCodeValues[8] = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0};
 
-// s = mantissa * 2**exponent with a mantissa of 128..255; both are zero where s is.
+// s = mantissa * 2**exponent with a mantissa of 128..255; both are zero if s is.
 struct SplitScale {
     int mantissa, exponent;
 };

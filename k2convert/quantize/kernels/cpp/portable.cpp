@@ -1,4 +1,4 @@
-// Batches in plain C++, for CPUs without AVX2 and for what is left of a batch of four.
+// Batches in plain C++, for CPUs without AVX2 and for the groups that remain after multiples of four.
 #include <cstring>
 
 #include "groups.hpp"
@@ -20,7 +20,7 @@ void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out) {
     for (int i = 0; i < 8; ++i) out[i] = static_cast<uint8_t>(map[packed[i] & 15] | map[packed[i] >> 4] << 4);
 }
 
-// The least of error << 8 | (255 - position) over the 16 candidates of a window; errors less 32768 a weight.
+// The least of error << 8 | (255 - position) over the 16 candidates of a window; errors minus 32768 for each weight.
 int32_t least_key(const SearchTables& tables, size_t mantissa, int window, uint64_t word) {
     const int16_t* errors = tables.errors + (mantissa + static_cast<size_t>(window) * kWindowBytes) / sizeof(int16_t);
     int32_t keys[kLanes];

@@ -1,15 +1,15 @@
-// Counting pairs of source scale and block scale while blocks pass.
+// Counting pairs of source scale and block scale during the conversion.
 //
-// Every distinct source scale met gets a slot, and a slot a few rows: one for each block scale its blocks usually get,
-// found without a search. `optimal` finds it by the candidate's position, `plain` by the block's largest |q|. Blocks
-// that have to be looked at one by one (all zero, or best served outside the normal E4M3 range) are counted in a small
-// hash table. A row is one cache line, and holds all that a block needs to touch:
+// Every distinct source scale gets a slot, and every slot a few rows, one for each block scale that its blocks usually
+// get. The row is found without a search: under `optimal` by the candidate's position, under `plain` by the block's
+// largest |q|. Blocks that are settled one by one (all zero, or with a best scale outside the normal E4M3 range) are
+// counted in a small hash table. A row is one cache line, with everything that a block needs:
 //
 //     byte  0..31                        32..35    36            37                           48..63
-//           elements with |q| = 1..8,    blocks    `plain`:      `plain`: bit k - 1 where     `plain`: output nibble
+//           elements with |q| = 1..8,    blocks    `plain`:      `plain`: bit k - 1 if        `plain`: output nibble
 //           uint32 each                            E4M3 byte     |q| = k is inexact           of each source nibble
 //
-// Where slots or hash table run full, what was counted is taken away as pairs, and counting goes on.
+// When the slots or the hash table are full, the counts are moved to a list of pairs, and counting continues.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +25,9 @@ constexpr int kRowBytes = 64;
 constexpr int kBlocksLane = 8;
 constexpr int kScaleByte = 36, kInexactByte = 37, kMapByte = 48;
 constexpr int kOddCapacity = 1 << 13;
-// Groups that pass through the phases of a kernel together; their buffers stay in the first-level cache.
+// Groups that go through the phases of a kernel together; their buffers fit the first-level cache.
 constexpr int kBatchGroups = 64;
-// Counters of 32 bits hold this many groups of 32 weights.
+// 32-bit counters can count this many groups of 32 weights.
 constexpr int64_t kMaxGroups = int64_t{1} << 26;
 
 enum class Rule { optimal, plain };
@@ -37,17 +37,17 @@ struct Pair {
     int64_t key, num_blocks, counts[9];
 };
 
-// What was counted, in ascending order of the key.
+// The counts of a tensor, in ascending order of the key.
 struct Counted {
     std::vector<Pair> pairs;
     int64_t equal_blocks = 0, outside_normal = 0;
 };
 
-// What `optimal` knows of a source scale: places in the tables, see search_tables.py.
+// The places of a source scale in the tables of `optimal`, see search_tables.py.
 struct Slot {
     int32_t table;  // byte offset of its mantissa's errors
     int32_t first;  // E4M3 byte of position 0, any integer
-    int32_t rank;   // where position 0 stands in the table of choices
+    int32_t rank;   // index of position 0 in the table of choices
     int32_t row;    // byte offset of the row of position 0
 };
 
@@ -63,14 +63,14 @@ public:
     Slot& slot(int number) { return slots_[number]; }
     const Slot* slots() const { return slots_; }
     uint8_t* rows() { return rows_; }
-    // A row that stands for nothing: what is counted in it is lost.
+    // A row whose counts are discarded.
     static constexpr int32_t spare_row() { return kMaxSlots * kOptimalRows * kRowBytes; }
 
     // Count one block in the hash table; `word` has the number of |q| = k in byte k - 1.
     void count_odd(int64_t key, uint64_t word);
-    // Whether a batch more could need room that is not there.
+    // Whether the next batch could need more room than is left.
     bool is_full() const;
-    // Take what was counted since the last call and leave the tally empty.
+    // Move the counts since the last call to `pairs` and leave the tally empty.
     void drain(Rule rule, std::vector<Pair>& pairs);
 
 private:
@@ -90,7 +90,7 @@ private:
 // This thread's tally, empty.
 Tally& thread_tally();
 
-// Sort pairs by key and add up those of one key; minus zero is counted with zero, as everywhere.
+// Sort pairs by key and add up those with equal keys. Minus zero is counted with zero.
 void merge_pairs(std::vector<Pair>& pairs);
 
 }  // namespace k2

@@ -1,0 +1,64 @@
+"""The per-shard function: a task and a record travel between processes, and the bytes are those of a whole job."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.job import execute
+from k2convert.job.places import Destination, Source
+from k2convert.job.prepare import Job, choose_recipe, prepare
+from k2convert.job.shard import ShardTask, convert_shard
+from k2convert.records.shard_record import ShardRecord
+
+IN_ANOTHER_PROCESS = """
+import pickle, sys
+from k2convert.job.shard import convert_shard
+task = pickle.loads(sys.stdin.buffer.read())
+sys.stdout.buffer.write(pickle.dumps(convert_shard(task)))
+"""
+
+
+def plan(source: Path, destination: Path, **overrides: Any) -> Job:
+    checkpoint = open_checkpoint(source)
+    recipe = choose_recipe(checkpoint, None, overrides)
+    return prepare(source=Source(checkpoint), destination=Destination(destination), recipe=recipe, device="cpu")
+
+
+@pytest.mark.parametrize("overrides", [{}, {"rule": "plain", "layout": "compressed-tensors"}, {"target": "bf16"}])
+def test_a_task_is_pickled_and_converted_in_another_process(
+    split: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any]
+) -> None:
+    tasks: list[ShardTask] = []
+
+    def remember(task: ShardTask, **options: Any) -> ShardRecord:
+        tasks.append(task)
+        return convert_shard(task, **options)
+
+    monkeypatch.setattr(execute, "convert_shard", remember)
+    whole = execute.execute(plan(split, tmp_path / "whole", **overrides))
+    assert len(tasks) == len(whole.records) > 1 or overrides == {"target": "bf16"}
+    (tmp_path / "apart").mkdir()
+    for task in tasks:
+        there = ShardTask(
+            **{name: getattr(task, name) for name in ShardTask.__slots__} | {"destination": tmp_path / "apart"}
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", IN_ANOTHER_PROCESS], input=pickle.dumps(there), capture_output=True, check=True
+        )
+        name = task.shard.name
+        assert pickle.loads(done.stdout) == whole.records[name]
+        assert (tmp_path / "apart" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_one_place_makes_tasks() -> None:
+    """One executor: nothing else in the package starts the conversion of a shard."""
+    package = Path(execute.__file__).resolve().parents[1]
+    places = [
+        path.name for path in package.rglob("*.py") for line in path.read_text().splitlines() if "ShardTask(" in line
+    ]
+    assert places == ["execute.py"]
