@@ -1,4 +1,4 @@
-"""Headless Chromium: what a person would see of a page, what its script did, and what it complained of."""
+"""Headless Chromium: what a reader would see of a page, what its script did, and its log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-default-apps", "--disable-sync", "--no-first-run", "--hide-scrollbars", "--enable-logging=stderr",
-    # Nothing resolves: a page that wanted something from elsewhere would say so in its log.
+    # No name resolves: a page that requests something would report it in its log.
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
 DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
@@ -23,7 +23,7 @@ DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
 
 @dataclass(frozen=True, slots=True)
 class Complaints:
-    """Lines of the browser's log that come from a page."""
+    """The lines of the browser's log that come from the page."""
 
     lines: tuple[str, ...]
 
@@ -38,17 +38,17 @@ def _run(page: Path, work: Path, *flags: str) -> tuple[str, Complaints]:
 
 
 def dump_dom(page: Path, work: Path) -> tuple[str, Complaints]:
-    """The document after its script ran."""
+    """Return the document after its script ran."""
     return _run(page, work, "--dump-dom")
 
 
 def dump_dom_from_files(page: Path, work: Path) -> tuple[str, Complaints]:
-    """The same for a page that reads into frames of other files."""
+    """The same for a page that reads frames of other files."""
     return _run(page, work, "--dump-dom", "--allow-file-access-from-files")
 
 
 def screenshot(page: Path, work: Path, *, width: int, height: int, dark: bool = False) -> NDArray[np.uint8]:
-    """The page as pixels, [height, width, 3]."""
+    """Return the page as pixels, [height, width, 3]."""
     target = work / "shot.png"
     _run(page, work, f"--screenshot={target}", f"--window-size={width},{height}", *(DARK if dark else ()))
     with Image.open(target) as image:

@@ -1,4 +1,4 @@
-"""The tiny checkpoint, converted and validated once; every report here is about it or about a copy of its records."""
+"""The tiny checkpoint, converted and validated once. Every report here is about it or a copy of its records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from k2convert.report import ReportFiles, write_report
 
 @pytest.fixture(scope="session")
 def converted(tiny: Path, run_cli: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint converted by the command; read only."""
+    """The tiny checkpoint, converted by the command. Read it only."""
     folder = tmp_path_factory.mktemp("report") / "converted"
     done = run_cli("run", tiny, folder)
     assert done.returncode == 0, done.stderr
@@ -24,7 +24,7 @@ def converted(tiny: Path, run_cli: Any, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def validation(converted: Path, tiny: Path, run_cli: Any) -> dict[str, Any]:
-    """What `validate --json` prints of it, against the source and with one layer computed."""
+    """What `validate --json` prints for it, with the source and one reference layer."""
     done = run_cli("validate", converted, "--source", tiny, "--layers", "2", "--tokens", "32", "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -32,7 +32,7 @@ def validation(converted: Path, tiny: Path, run_cli: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def reported(converted: Path, validation: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
-    """A full report, with everything there is to show."""
+    """A full report."""
     return write_report(folder=converted, out=tmp_path_factory.mktemp("reported"), validation=validation)
 
 

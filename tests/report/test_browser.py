@@ -1,4 +1,4 @@
-"""The page in a real browser: charts are painted in every dress, the script runs, nothing is complained of."""
+"""The page in a real browser: charts are painted in every size and mode, and the script runs without errors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def rgb(color: str) -> NDArray[np.float64]:
 
 
 def count(pixels: NDArray[np.uint8], color: NDArray[np.float64]) -> int:
-    """Pixels of a color, give or take what rounding does to it."""
+    """Count the pixels of a color, within rounding."""
     return int((np.abs(pixels.astype(np.float64) - color) <= 2.0).all(axis=2).sum())
 
 
 def count_mapped(pixels: NDArray[np.uint8]) -> int:
-    """Pixels of the heat map's colors, each channel rounded either way."""
+    """Count the pixels of the heat map's colors, each channel rounded either way."""
     colors = np.array([colormaps[COLOR_MAP](i)[:3] for i in range(256)]) * 255
     nearby = (np.floor(colors)[:, None, :] + np.indices((2, 2, 2)).reshape(3, -1).T).reshape(-1, 3)
     weights = np.array([1 << 16, 1 << 8, 1])
@@ -38,7 +38,7 @@ def count_mapped(pixels: NDArray[np.uint8]) -> int:
 
 
 def blank_charts(pixels: NDArray[np.uint8], palette: Palette) -> list[str]:
-    """Names of the charts that are not to be seen: their areas have colors that nothing else on the page has."""
+    """Return the charts that are not visible: their areas have colors that nothing else on the page has."""
     blank: list[str] = []
     for name in ("plain", "ours", "bound"):
         area = ALPHA * rgb(getattr(palette, name)) + (1 - ALPHA) * rgb(palette.paper)
@@ -46,7 +46,7 @@ def blank_charts(pixels: NDArray[np.uint8], palette: Palette) -> list[str]:
             blank.append(f"distribution: {name}")
     if count(pixels, rgb(palette.ours)) < 2000:
         blank.append("block scales")
-    if count_mapped(pixels) < 20_000:  # the scale beside the maps has a tenth of that
+    if count_mapped(pixels) < 20_000:  # the color scale has a tenth of that
         blank.append("heat map")
     return blank
 
@@ -73,7 +73,7 @@ def test_a_blank_chart_would_be_noticed(reported: ReportFiles, tmp_path: Path) -
     assert blank_charts(pixels, LIGHT) == expected
 
 
-def test_script_runs_and_nothing_is_complained_of(reported: ReportFiles, tmp_path: Path) -> None:
+def test_script_runs_without_complaints(reported: ReportFiles, tmp_path: Path) -> None:
     document, complaints = browser.dump_dom(reported.page, tmp_path)
     assert 'data-ready="yes"' in document
     assert "Point at a cell" in document

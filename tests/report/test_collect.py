@@ -1,4 +1,4 @@
-"""A report's figures are the journal's; where the journal is missing they are the ledger's, and the report says so."""
+"""A report's figures are those of the journal; without a journal they are the ledger's, and the report says so."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def test_folder_without_journal_falls_back_on_the_ledger(records_only: Path, con
     assert files.report.total == collect_report(folder=converted).total
     assert files.report.tensors == ()
     assert files.picture is None
-    assert any("did not travel" in sentence for sentence in files.report.missing)
+    assert any("no figures of single tensors" in sentence for sentence in files.report.missing)
     page = files.page.read_text()
-    assert "did not travel" in page
+    assert "no figures of single tensors" in page
     assert "Block scales" in page
     assert "by layer and expert" not in page
     assert "report.png" not in files.markdown.read_text()
 
 
-def test_measured_errors_stand_in_for_the_journal(records_only: Path, tiny: Path, converted: Path) -> None:
+def test_measured_errors_replace_a_missing_journal(records_only: Path, tiny: Path, converted: Path) -> None:
     from k2convert.checkpoint.index import open_checkpoint
     from k2convert.validate.validation import validate_checkpoint
 
@@ -96,7 +96,7 @@ def test_records_of_another_job_are_not_counted(records_only: Path, edit_json: E
     assert (report.finished_shards, report.num_shards) == (4, 5)
 
 
-def test_unfinished_conversion_is_reported_as_far_as_it_is(records_only: Path) -> None:
+def test_unfinished_conversion_is_reported_up_to_its_last_shard(records_only: Path) -> None:
     for name in ("k2convert.json", "config.json"):
         (records_only / name).unlink()
     (records_only / ".k2convert/shards/model-00003-of-000005.safetensors.json").unlink()
@@ -106,8 +106,15 @@ def test_unfinished_conversion_is_reported_as_far_as_it_is(records_only: Path) -
     assert any("4 of 5 shards" in sentence for sentence in report.missing)
 
 
-def test_shards_that_are_gone_are_no_failure(records_only: Path) -> None:
+def test_missing_shards_are_reported_not_refused(records_only: Path) -> None:
     assert any("shards are not in this folder" in s for s in collect_report(folder=records_only).missing)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1, "a": 2}'])
+def test_damaged_ledger_is_named_with_a_remedy(records_only: Path, text: str) -> None:
+    (records_only / "k2convert.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"k2convert\.json: .* Delete the file and run the conversion again"):
+        collect_report(folder=records_only)
 
 
 def test_foreign_folder_is_refused(tiny: Path, tmp_path: Path) -> None:
@@ -129,7 +136,7 @@ def test_file_in_the_way_is_named(records_only: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["<script>", None, -1, True, math.nan, [1]])
-def test_figures_that_are_no_numbers_are_refused(records_only: Path, edit_json: EditJson, value: object) -> None:
+def test_figures_that_are_not_numbers_are_refused(records_only: Path, edit_json: EditJson, value: object) -> None:
     shutil.rmtree(records_only / ".k2convert")
     edit_json(records_only / "k2convert.json", lambda ledger: ledger["totals"]["total"].update(num_weights=value))
     with pytest.raises(CheckpointError, match="num_weights"):
@@ -137,7 +144,7 @@ def test_figures_that_are_no_numbers_are_refused(records_only: Path, edit_json: 
 
 
 @pytest.mark.parametrize("histogram", [{"999": 1}, {"100": "x"}, {"x": 1}, [], {"100": -1}])
-def test_histograms_that_are_none_are_refused(records_only: Path, edit_json: EditJson, histogram: object) -> None:
+def test_values_that_are_not_histograms_are_refused(records_only: Path, edit_json: EditJson, histogram: object) -> None:
     shutil.rmtree(records_only / ".k2convert")
     edit_json(
         records_only / "k2convert.json", lambda ledger: ledger["totals"]["total"].update(scale_histogram=histogram)
@@ -153,7 +160,7 @@ def test_damaged_record_is_named(records_only: Path, edit_json: EditJson) -> Non
         collect_report(folder=records_only)
 
 
-def test_expert_number_out_of_all_bounds_makes_no_map(converted: Path) -> None:
+def test_absurd_expert_number_makes_no_map(converted: Path) -> None:
     metrics = collect_report(folder=converted).total
     far = figures_from_metrics(f"model.layers.1.mlp.experts.{10**12}.gate_proj", "experts", metrics)
     longer_than_int_reads = figures_from_metrics(f"model.layers.1.mlp.experts.{'9' * 5000}.up_proj", "experts", metrics)

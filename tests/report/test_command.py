@@ -15,7 +15,7 @@ from k2convert.report.checks import read_checks
 
 @pytest.fixture(scope="module")
 def folder(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole conversion of this module's own, to write a report into."""
+    """A copy of the conversion, to write a report into."""
     target = tmp_path_factory.mktemp("command") / "converted"
     shutil.copytree(converted, target)
     return target
@@ -47,7 +47,7 @@ def test_report_without_source_skips_what_needs_it(folder: Path, run_cli: Any, t
     assert "skipped" in Path(document["files"]["html"]).read_text()
 
 
-def test_broken_contract_is_shown_and_said(folder: Path, run_cli: Any, tmp_path: Path) -> None:
+def test_broken_contract_is_shown(folder: Path, run_cli: Any, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     shard = broken / "model-00003-of-000005.safetensors"
@@ -73,21 +73,35 @@ def test_validation_is_taken_from_a_file(
     assert run_cli("report", folder, "--validation", saved, "--source", tiny).returncode == 2
 
 
-def test_file_that_is_no_validation_is_refused(folder: Path, run_cli: Any, tmp_path: Path) -> None:
+def test_file_that_is_not_a_validation_is_refused(folder: Path, run_cli: Any, tmp_path: Path) -> None:
     saved = tmp_path / "validation.json"
     saved.write_text('{"contract": {"rules": [{"number": "x"}]}}')
     done = run_cli("report", folder, "--validation", saved, "--out", tmp_path / "out")
     assert done.returncode == 1
     assert "validate --json" in done.stderr
     assert "Traceback" not in done.stderr
+    assert "Write it again: `k2convert validate DEST --json > FILE`." in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", [None, "{"])
+def test_validation_file_that_cannot_be_read_has_the_right_remedy(
+    folder: Path, run_cli: Any, tmp_path: Path, text: str | None
+) -> None:
+    saved = tmp_path / "validation.json"
+    if text is not None:
+        saved.write_text(text)
+    done = run_cli("report", folder, "--validation", saved)
+    assert done.returncode == 1
+    assert "validation.json: " in done.stderr
+    assert "Write it again: `k2convert validate DEST --json > FILE`." in done.stderr
 
 
 @pytest.mark.parametrize(
     "document",
     [{}, {"contract": 1}, {"contract": {"rules": [{"number": 1, "verdict": "perhaps"}]}}, {"contract": {"rules": [7]}}],
 )
-def test_documents_that_are_no_validation_are_refused(document: dict[str, Any]) -> None:
+def test_documents_that_are_not_validations_are_refused(document: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="validate --json"):
         read_checks(document)
 

@@ -1,4 +1,4 @@
-"""report.md fits under a model card: headings of the second level and below, whole tables, nothing that acts."""
+"""report.md fits into a model card: headings from the second level, whole tables, no active content."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_table_is_whole(reported: ReportFiles) -> None:
         assert set(rows[1]) == set("| -")
 
 
-def test_files_beside_it_are_named(reported: ReportFiles) -> None:
+def test_page_and_picture_are_linked(reported: ReportFiles) -> None:
     assert reported.picture is not None
     text = reported.markdown.read_text()
     assert f"]({reported.picture.name})" in text

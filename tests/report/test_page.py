@@ -1,4 +1,4 @@
-"""The page holds everything, needs nothing, runs nothing but its own script, and stays small at a trillion weights."""
+"""The page is self-contained, runs only its own script, and stays small for a trillion weights."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, edit_json: E
 
     edit_json(record, poison_record)
     edit_json(records_only / "k2convert.json", poison_ledger)
-    shard = HOSTILE.replace("/", "")  # as far as a file can have this name
+    shard = HOSTILE.replace("/", "")  # a file name cannot contain a slash
     (records_only / f".k2convert/shards/{shard}.json").write_text(
         json.dumps(json.loads(record.read_text()) | {"shard": shard, "projections": []})
     )
@@ -202,7 +202,7 @@ def test_rule_plain_is_not_compared_with_itself(records_only: Path, edit_json: E
     assert "this: plain: median" in page
 
 
-def test_rules_that_were_not_checked_are_no_success(reported: ReportFiles, validation: dict[str, Any]) -> None:
+def test_rules_that_were_not_checked_do_not_count_as_success(reported: ReportFiles, validation: dict[str, Any]) -> None:
     rules = [dict(rule) for rule in validation["contract"]["rules"]]
     full = headline(reported.report, read_checks(validation))[-1]
     rules[6]["verdict"] = "skipped"

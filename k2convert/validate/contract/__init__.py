@@ -2,8 +2,8 @@
 
 An error means that an engine refuses the folder, or loads it and gives wrong answers without a message. A warning is
 counted. Headers and configs are read first. Rules that need data share one pass over the shards (see `scan`). One
-fault is reported by one rule if faults can be told apart. NVFP4 checkpoints made by other tools are held to the same
-rules, except for the ledger.
+fault is reported by one rule if faults can be told apart. NVFP4 checkpoints made by other tools are checked by the
+same rules, except for the ledger.
 
 Left out: running an engine. Engine behavior is as read in vLLM 0.33.0, SGLang 0.5.23 and TensorRT-LLM's sources.
 """

@@ -27,7 +27,7 @@ from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.metrics.int4_error import measure_error
 from k2convert.quantize.metrics.pair_counts import PairCounts, count_pairs, merge_counts
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metrics, total_metrics
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import Magnitude, measure
 from k2convert.quantize.rules.optimal import optimal_global_scale, quantize_optimal
@@ -154,6 +154,28 @@ def test_metrics_survive_json_exactly() -> None:
     del record["energy"]
     with pytest.raises(ValueError, match="energy"):
         WeightMetrics.from_dict(record)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("energy", math.nan),
+        ("num_weights", -1),
+        ("num_weights", True),
+        ("num_weights", None),
+        ("scale_histogram", {"128": 1}),
+        ("scale_histogram", {"9" * 5000: 1}),
+        ("scale_histogram", {"100": -1}),
+        ("scale_histogram", {"-1": 1}),
+    ],
+    ids=["NaN", "negative", "true", "null", "sign bit", "many digits", "negative count", "negative byte"],
+)
+def test_a_record_with_impossible_figures_is_refused(field: str, value: object) -> None:
+    _, metrics = convert(awkward(), "plain")
+    record = metrics.to_dict()
+    check_metrics(record, where="here")
+    with pytest.raises(ValueError, match=f"here: metrics: {field} is"):
+        check_metrics(record | {field: value}, where="here")
 
 
 def test_totals_are_sums_in_any_order_and_skip_what_a_tensor_does_not_have() -> None:
