@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "k2convert"
 FILES = sorted(PACKAGE.rglob("*.py"))
 DECORATED = {"command", "callback"}  # typer calls these
 
-ALLOWED: dict[str, str] = {}
+ALLOWED = {"model_config": "pydantic reads it"}
 """Public names that nothing in the package uses, each with its reason. At most five."""
 
 
@@ -39,6 +39,8 @@ def uses(tree: ast.Module) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute):
             yield node.attr
+        elif isinstance(node, ast.keyword) and node.arg is not None:
+            yield node.arg  # a field of a dataclass that is written as a whole
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             yield node.value  # getattr, slots, string annotations
 

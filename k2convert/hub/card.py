@@ -13,7 +13,6 @@ from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.hub.source_card import SourceCard, front_matter
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
-PICTURES = ("report.png", "report.svg")
 ROLE_NAMES = {
     "experts": "routed experts",
     "shared_experts": "shared experts",

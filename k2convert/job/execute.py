@@ -15,7 +15,6 @@ from threading import Event
 from k2convert.checkpoint.files import make_folder
 from k2convert.checkpoint.names import (
     DOWNLOADS_FOLDER,
-    LOCK_NAME,
     RECORDS_FOLDER,
     SOURCE_COPY_FOLDER,
     UPLOADS_FOLDER,
@@ -79,8 +78,6 @@ def _check_work_folder(folder: Path) -> None:
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             kind = "a link" if path.is_symlink() else "not a folder"
             raise DestinationError(f"{path}: is {kind}, but k2convert needs a folder there. Remove it.")
-    if (folder / LOCK_NAME).is_dir():
-        raise DestinationError(f"{folder / LOCK_NAME}: is a folder, but k2convert needs a file there. Remove it.")
 
 
 def _open_uploads(job: Job, journal: Journal) -> Uploads | None:

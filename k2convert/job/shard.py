@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -162,8 +162,8 @@ class _Conversion:
                 inflight -= piece.num_bytes
                 yield piece, result
         finally:
-            unfinished = [future for _, *futures in waiting for future in futures]
-            wait([future for future in unfinished if not future.cancel()])  # they read from files that are closed next
+            unfinished: list[Future[Any]] = [future for _, *futures in waiting for future in futures]
+            wait([future for future in unfinished if not future.cancel()])  # they read files that are closed next
 
     def _load(self, piece: _Piece) -> _Loaded:
         if self.stop.is_set():

@@ -162,7 +162,7 @@ def parse_ledger(document: Mapping[str, Any]) -> Ledger:
     repo, revision = (_text_or_none(source.get(key), f"source.{key}", problems) for key in ("repo", "revision"))
     if not revision and not headers:
         problems.append("source: has neither a revision nor the digests of its headers")
-    stated = document.get("versions")
+    stated: Any = document.get("versions")
     if not isinstance(stated, dict):
         problems.append("versions: missing")
     return Ledger(
@@ -187,7 +187,7 @@ def _text_or_none(value: object, where: str, problems: list[str]) -> str | None:
     return None
 
 
-def _parse_shards(value: object, problems: list[str]) -> dict[str, LedgerShard]:
+def _parse_shards(value: Any, problems: list[str]) -> dict[str, LedgerShard]:
     if not isinstance(value, dict):
         problems.append("shards: missing")
     shards: dict[str, LedgerShard] = {}
@@ -203,7 +203,7 @@ def _parse_shards(value: object, problems: list[str]) -> dict[str, LedgerShard]:
     return shards
 
 
-def _parse_totals(value: object, problems: list[str]) -> dict[str, WeightMetrics]:
+def _parse_totals(value: Any, problems: list[str]) -> dict[str, WeightMetrics]:
     if not isinstance(value, dict):
         problems.append("totals: missing")
     totals: dict[str, WeightMetrics] = {}

@@ -68,7 +68,7 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
     ),
     "tensor that the index lacks": (lambda s: edit_index(s, lambda m: m.pop(NORM)), [INDEX, NORM, SHARD, "ownload"]),
     "tensor in two shards": (duplicate_tensor, [NORM, SHARD, OTHER, "ownload"]),
-    "tensor named twice": (repeat_key, [INDEX, NORM, "twice", "ownload"]),
+    "duplicate tensor name": (repeat_key, [INDEX, NORM, "duplicate key", "ownload"]),
     "no weight_map": (lambda s: edit_json(s / INDEX, lambda i: i.pop("weight_map")), [INDEX, "weight_map", "ownload"]),
     "empty weight_map": (lambda s: edit_index(s, dict.clear), [INDEX, "weight_map", "ownload"]),
     "metadata not an object": (
@@ -86,9 +86,9 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
     "config is a link": (link_away("config.json"), ["config.json", "link"]),
     "missing config": (lambda s: (s / "config.json").unlink(), ["config.json", "missing", "ownload"]),
     "config not JSON": (replace_text("config.json", "{"), ["config.json", "JSON", "ownload"]),
-    "config key that stands twice": (
+    "duplicate config key": (
         replace_text("config.json", '{"n_routed_experts": 16, "n_routed_experts": 384}'),
-        ["config.json", "n_routed_experts", "twice", "ownload"],
+        ["config.json", "n_routed_experts", "duplicate key", "ownload"],
     ),
     "config not UTF-8": (
         lambda s: (s / "config.json").write_bytes(b'{"a": "\xff"}'),
@@ -96,11 +96,11 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
     ),
     "a billion layers": (
         lambda s: edit_config(s, num_hidden_layers=10**9),
-        ["config.json", "num_hidden_layers", "100,000", "ownload"],
+        ["config.json", "num_hidden_layers", "100,000", "Use the model's own config"],
     ),
     "as many experts as no number": (
         lambda s: edit_config(s, n_routed_experts=10**400),
-        ["config.json", "n_routed_experts", "100,000", "ownload"],
+        ["config.json", "n_routed_experts", "100,000", "Use the model's own config"],
     ),
     "config not an object": (replace_text("config.json", "[]"), ["config.json", "object", "ownload"]),
     "sidecar is a link": (link_away("tokenizer.json"), ["tokenizer.json", "link"]),

@@ -49,9 +49,9 @@ DESTINATIONS: dict[str, tuple[Callable[[Path, Path], Path], list[str]]] = {
     "the source by another way": (lambda source, _: source / ".." / source.name, ["source itself"]),
     "a link to the source": (lambda source, dest: linked(dest, source), ["source itself"]),
     "inside the source": (lambda source, _: source / "nvfp4", ["inside the source", "outside"]),
-    "around the source": (lambda source, _: source.parent, ["contains the source", "beside"]),
+    "around the source": (lambda source, _: source.parent, ["contains the source", "next to it"]),
     "not empty and not ours": (lambda _, dest: filled(dest), ["not empty", "empty folder"]),
-    "a file": (lambda _, dest: a_file(dest), ["is a file", "Name a folder"]),
+    "a file": (lambda _, dest: a_file(dest), ["is a file", "Choose a folder"]),
     "under a file": (lambda _, dest: a_file(dest) / "sub", ["dest", "folder"]),
     "a link to nothing": (lambda _, dest: linked(dest, dest.parent / "nowhere"), ["dest", "link"]),
 }
@@ -91,7 +91,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "unknown key": ("name: a\nrule: plain\nruel: optimal\n", ["'ruel'", "known keys", "rule"]),
     "unknown key inside": ("name: a\ninput_scale: {gate: 1.0}\n", ["input_scale.gate", "gate_up"]),
     "unknown role": ("name: a\nroles: [experts, router]\n", ["roles", "shared_experts"]),
-    "role that stands twice": ("name: a\nroles: [experts, experts]\n", ["roles", "twice"]),
+    "repeated role": ("name: a\nroles: [experts, experts]\n", ["roles", "repeated"]),
     "experts left out": ("name: a\nroles: [dense_mlp]\n", ["roles", "experts"]),
     "unknown rule": ("name: a\nrule: best\n", ["rule", "optimal"]),
     "optimal by the reference": ("name: a\nquantizer: reference\n", ["reference", "plain"]),
@@ -107,7 +107,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "no name": ("rule: plain\n", ["name"]),
     "not YAML": ("name: [a\n", ["not YAML"]),
     "a tag that would run code": ("!!python/object/apply:os.getcwd []\n", ["not YAML"]),
-    "key that stands twice": ("name: a\nrule: plain\nrule: optimal\n", ["rule", "twice"]),
+    "duplicate key": ("name: a\nrule: plain\nrule: optimal\n", ["rule", "duplicate key"]),
     "not a mapping": ("- name\n", ["mapping"]),
     "empty": ("", ["mapping"]),
     "for another family": ("name: a\nfamily: kimi-k2.5\n", ["kimi-k2.5", "kimi-k2-thinking"]),
@@ -138,7 +138,7 @@ def test_role_that_matches_nothing_is_refused(tmp_path: Path, dest: Path, refuse
     source = fixtures.make_k2_thinking_headers(tmp_path / "all-moe", shape=shape)
     message = refuse("--recipe", "kimi-k2-thinking-nvfp4-mlp", source=source, dest=dest)
     assert "dense_mlp" in message
-    assert "matches no tensor" in message
+    assert "no tensor has it" in message
 
 
 def without_int4(dtype: torch.dtype) -> Callable[[SmallCheckpoint], None]:
@@ -235,7 +235,7 @@ def test_own_result_is_refused_as_a_source(
         main(["run", str(k2_shaped), str(converted), "--layout", layout, "--device", "cpu", "--json"])
     assert done.value.code == 0
     capsys.readouterr()
-    assert "NVFP4 already" in refuse(source=converted, dest=tmp_path / "twice")
+    assert "already NVFP4" in refuse(source=converted, dest=tmp_path / "twice")
 
 
 def test_write_that_fails_on_the_way_keeps_what_is_finished(k2_shaped: Path, dest: Path) -> None:
@@ -280,7 +280,7 @@ def test_senseless_words_are_usage_errors(words: list[str], capsys: pytest.Captu
 def test_a_limit_on_disk_is_for_jobs_with_the_hub(source: Path, dest: Path, run_cli: RunCli) -> None:
     done = run_cli("run", source, dest, "--max-disk", "1TB")
     assert done.returncode == 2
-    assert "--max-disk is for jobs with the Hub" in done.stderr
+    assert "--max-disk only applies to hf:// sources or destinations" in done.stderr
     assert not dest.exists()
 
 

@@ -76,7 +76,7 @@ DAMAGED_SHARDS: dict[str, tuple[Damage, list[str]]] = {
     "overlap": (lambda s: shift(s, NORM, -2), ["overlap", "ownload"]),
     "gap": (lambda s: shift(s, NORM, 2), [NORM, "gap", "ownload"]),
     "trailing bytes": (lambda s: append(s, bytes(8)), ["longer", "ownload"]),
-    "tensor named twice": (repeat_tensor, [NORM, "twice", "ownload"]),
+    "duplicate tensor name": (repeat_tensor, [NORM, "duplicate key", "ownload"]),
     "not JSON": (raw_header(b"{{{{"), ["JSON", "ownload"]),
     "not UTF-8": (raw_header(b'{"\xff": 1}'), ["JSON", "ownload"]),
     "not an object": (raw_header(b"[1, 2]"), ["object", "ownload"]),

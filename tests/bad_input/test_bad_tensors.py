@@ -160,4 +160,4 @@ def test_shard_harmed_after_the_start_is_named_with_its_tensor(harm: str, source
         reader.read(tensor)
     assert str(path) in str(raised.value)
     assert tensor.name in str(raised.value)
-    assert "run again" in str(raised.value)
+    assert "run the same command again" in str(raised.value)

@@ -245,7 +245,7 @@ def test_a_disk_that_fills_up_under_the_record_is_said_in_one_line(
 ) -> None:
     server.traffic.bytes_per_second = 200_000.0
     (tmp_path / f"{SHARD}.part.json.tmp").symlink_to("/dev/full")
-    with pytest.raises(DiskFullError, match=rf"{SHARD}\.part\.json: no room left on the disk"):
+    with pytest.raises(DiskFullError, match=rf"{SHARD}\.part\.json: the disk is full"):
         fetch(hub, source, tmp_path / SHARD)
 
 

@@ -168,7 +168,7 @@ def test_a_shard_damaged_before_its_upload_never_arrives(
     shard.write_bytes(data)
     done = hub_process(*JOB, **environment)
     assert done.returncode == 1
-    assert f"{shard.name}: is no longer what was written" in done.stderr
+    assert f"{shard.name}: does not match its recorded hash" in done.stderr
     assert "Traceback" not in done.stderr
     shard.unlink()
     assert hub_process(*JOB, **environment).returncode == 0

@@ -142,7 +142,7 @@ def test_a_file_that_changed_since_it_was_hashed_is_not_sent(
     data = bytearray(before.path.read_bytes())
     data[-1] ^= 1
     changed.write_bytes(data)
-    with pytest.raises(ChangedFileError, match=f"{SHARDS[0]}: is no longer what was written"):
+    with pytest.raises(ChangedFileError, match=f"{SHARDS[0]}: does not match its recorded hash"):
         branch.upload(Upload(before.name, changed, before.sha256, before.num_bytes), records={})
     assert branch.num_pending == 0
     assert not server.store.blob(before.sha256).exists()

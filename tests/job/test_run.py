@@ -138,7 +138,7 @@ def test_one_flipped_block_scale_of_a_plain_result_is_found(
     ("options", "words"),
     [
         (["--layers", "9"], "layer 9 has no MoE block"),
-        (["--layers", "1", "--hidden-states", "nope"], "nope: no such file of hidden states"),
+        (["--layers", "1", "--hidden-states", "nope"], "nope: no such file. Pass a file of hidden states"),
         (["--against", "nope"], "nope"),
     ],
 )

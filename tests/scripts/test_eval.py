@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.mlp import Mlp
-from k2convert.forward.weights import DenseWeight, Projection
+from k2convert.forward.weights import DenseWeight, LinearLayer
 from k2convert.validate.layers.check import check_layers
 from k2convert.validate.layers.result import LayerBudget, Variant
 from scripts.evaluation import smollm2
@@ -163,12 +163,12 @@ def test_slices_of_an_mlp_add_up_to_it() -> None:
     for name, weight in dense.items():
         pieces |= smollm2.as_moe(f"model.layers.1.mlp.{name}.weight", weight)
     hidden = torch.randn(8, 64, generator=generator)
-    whole = Mlp(*(Projection(DenseWeight(weight)) for weight in dense.values()))(hidden)
+    whole = Mlp(*(LinearLayer(DenseWeight(weight)) for weight in dense.values()))(hidden)
     parts = [f"model.layers.1.mlp.experts.{expert}" for expert in range(smollm2.NUM_EXPERTS)]
     shared = "model.layers.1.mlp.shared_experts"
-    total = Mlp(*(Projection(DenseWeight(pieces[f"{shared}.{name}.weight"])) for name in shapes))(hidden)
+    total = Mlp(*(LinearLayer(DenseWeight(pieces[f"{shared}.{name}.weight"])) for name in shapes))(hidden)
     for part in parts:
-        total += Mlp(*(Projection(DenseWeight(unpack(pieces, f"{part}.{name}"))) for name in shapes))(hidden)
+        total += Mlp(*(LinearLayer(DenseWeight(unpack(pieces, f"{part}.{name}"))) for name in shapes))(hidden)
     error = float((total - whole).square().sum() / whole.square().sum())
     assert error < 0.05  # the error of INT4, -20 dB per projection
 
