@@ -162,9 +162,7 @@ def parse_ledger(document: Mapping[str, Any]) -> Ledger:
     repo, revision = (_text_or_none(source.get(key), f"source.{key}", problems) for key in ("repo", "revision"))
     if not revision and not headers:
         problems.append("source: has neither a revision nor the digests of its headers")
-    stated: Any = document.get("versions")
-    if not isinstance(stated, dict):
-        problems.append("versions: missing")
+    stated = _object(document, "versions", problems)
     return Ledger(
         tool_version=str(document.get("k2convert", "")),
         family=_text_or_none(source.get("family"), "source.family", problems),
@@ -173,9 +171,9 @@ def parse_ledger(document: Mapping[str, Any]) -> Ledger:
         headers=headers,
         recipe=recipe,
         fingerprint=fingerprint,
-        versions={name: str(value) for name, value in mapping_or_empty(stated).items()},
-        shards=_parse_shards(document.get("shards"), problems),
-        totals=_parse_totals(document.get("totals"), problems),
+        versions={name: str(value) for name, value in stated.items()},
+        shards=_parse_shards(_object(document, "shards", problems), problems),
+        totals=_parse_totals(_object(document, "totals", problems), problems),
         problems=tuple(problems),
     )
 
@@ -187,11 +185,16 @@ def _text_or_none(value: object, where: str, problems: list[str]) -> str | None:
     return None
 
 
-def _parse_shards(value: Any, problems: list[str]) -> dict[str, LedgerShard]:
-    if not isinstance(value, dict):
-        problems.append("shards: missing")
+def _object(document: Mapping[str, Any], key: str, problems: list[str]) -> dict[str, Any]:
+    """Return a part of the document that must be an object; empty, with a problem, if it is not."""
+    if not isinstance(document.get(key), dict):
+        problems.append(f"{key}: missing")
+    return mapping_or_empty(document.get(key))
+
+
+def _parse_shards(entries: dict[str, Any], problems: list[str]) -> dict[str, LedgerShard]:
     shards: dict[str, LedgerShard] = {}
-    for name, entry in mapping_or_empty(value).items():
+    for name, entry in entries.items():
         stated = mapping_or_empty(entry)
         digest, size, count = stated.get("blake3"), stated.get("bytes"), stated.get("tensors", 0)
         if PurePosixPath(name).name != name:
@@ -203,11 +206,9 @@ def _parse_shards(value: Any, problems: list[str]) -> dict[str, LedgerShard]:
     return shards
 
 
-def _parse_totals(value: Any, problems: list[str]) -> dict[str, WeightMetrics]:
-    if not isinstance(value, dict):
-        problems.append("totals: missing")
+def _parse_totals(stated: dict[str, Any], problems: list[str]) -> dict[str, WeightMetrics]:
     totals: dict[str, WeightMetrics] = {}
-    for role, metrics in mapping_or_empty(value).items():
+    for role, metrics in stated.items():
         try:
             check_metrics(mapping_or_empty(metrics), where=f"totals.{role}")
             totals[role] = WeightMetrics.from_dict(mapping_or_empty(metrics))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.mlp import PROJECTIONS, Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight
-from k2convert.models.kimi import detect_family, parse_tensor_name
+from k2convert.models import detect_family, parse_tensor_name
 from k2convert.models.names import Role
 
 Mlps = dict[str, Mlp]
@@ -114,8 +114,8 @@ def _restore_rotary(network: Any) -> None:
 
 def _load_rest(network: Any, source: Path) -> None:
     checkpoint = open_checkpoint(source)
-    prefix = detect_family(checkpoint)[1]
-    rest = [n for n in checkpoint.tensors if parse_tensor_name(n, prefix=prefix).role not in _MLP_ROLES]
+    family = detect_family(checkpoint)
+    rest = [n for n in checkpoint.tensors if parse_tensor_name(n, family=family).role not in _MLP_ROLES]
     with closing(WeightReader(checkpoint)) as reader:
         state = {name: reader.read(name).float() for name in rest}
     if network.config.tie_word_embeddings:
@@ -146,8 +146,8 @@ def _decoded(projections: Iterable[LinearLayer]) -> Mlp:
 
 
 def _stems(reader: WeightReader) -> list[str]:
-    prefix = detect_family(reader.checkpoint)[1]
-    names = (parse_tensor_name(name, prefix=prefix) for name in reader.checkpoint.tensors)
+    family = detect_family(reader.checkpoint)
+    names = (parse_tensor_name(name, family=family) for name in reader.checkpoint.tensors)
     return sorted({name.module.rsplit(".", 1)[0] for name in names if name.role in _MLP_ROLES})
 
 

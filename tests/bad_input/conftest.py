@@ -18,8 +18,8 @@ from safetensors import safe_open
 from k2convert.cli.app import main
 
 REMEDY = re.compile(
-    r"\b([Dd]ownload|[Cc]hoose|Pass|[Nn]ame|[Ss]tart|Use|[Aa]dd|Free|[Rr]emove|[Dd]elete|[Nn]othing to do|[Kk]nown|Shipped"
-    r"|should be|must be|must contain)\b"
+    r"\b([Dd]ownload|[Cc]hoose|Pass|[Nn]ame|[Ss]tart|Use|[Aa]dd|Free|[Rr]emove|[Dd]elete|[Nn]othing to do|[Kk]nown"
+    r"|Shipped|should be|must be|must contain)\b"
 )
 
 

@@ -328,9 +328,8 @@ def test_something_else_in_place_of_a_work_folder_is_refused(
         path.write_text("x")
     done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes", "--work-dir", "w")
     assert done.returncode == 1
-    assert f"{name}: is {'a link' if is_link else 'not a folder'}, but k2convert needs a folder" in " ".join(
-        done.stderr.split()
-    )
+    kind = "a link" if is_link else "not a folder"
+    assert f"{name}: is {kind}, but k2convert needs a folder" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("suffix", ["", ".part", ".part.json"])
