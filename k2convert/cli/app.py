@@ -113,7 +113,7 @@ def validate(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to compute layers on.")] = 256,
     reference: Annotated[bool, typer.Option("--reference", help="Decode with the quantization libraries too.")] = False,
     against: Annotated[
-        Path | None, typer.Option(help="Another NVFP4 checkpoint of the same source to measure beside. Needs --source.")
+        Path | None, typer.Option(help="Another NVFP4 checkpoint of the same source to measure too. Needs --source.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

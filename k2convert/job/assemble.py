@@ -1,7 +1,7 @@
 """The files next to the shards: index, configs, sidecars and the ledger, derived from plan and records.
 
 They are written when every shard is recorded, the index and config.json last: without them no engine takes the folder
-for a checkpoint. Assembling again restores files that were lost or changed, and leaves correct ones alone.
+for a checkpoint. Assembling again restores files that were lost or changed, and keeps correct ones.
 """
 
 from collections.abc import Iterator, Mapping

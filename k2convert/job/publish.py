@@ -48,7 +48,7 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     """Check the contract on a job's result, and commit shards and files to main; returns the commit's id.
 
     `names` are the files next to the shards. The shards are on the work branch: what their scans found is checked.
-    Raises UnservableError, and leaves main alone, if a rule fails.
+    Raises UnservableError if a rule fails; main is not changed then.
     """
     folder = job.destination.folder
     scans = [upload.scan for upload in uploads.uploads.values()]

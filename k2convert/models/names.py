@@ -104,7 +104,7 @@ class Family:
     source_hint          which checkpoint to start from, one sentence
     recipe               the shipped recipe to use if none is named
     prefix               of the language model's tensors
-    layer, router, experts   names of a layer, its router and its experts; `{layer}` stands for the number
+    layer, router, experts   names of a layer, its router and its experts; `{layer}` is the number
     router_parameters    every router has these, one row an expert
     refused_prefixes     tensor-name prefixes that no engine loads, with the reason
     usual_num_experts    of the unpruned models

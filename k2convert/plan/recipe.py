@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from k2convert.choices import Activations, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
 from k2convert.errors import PlanError, RecipeError
 from k2convert.models import find_family
+from k2convert.quantize.rules import RULES
 
 
 def _is_fp32_scale(value: float) -> float:
@@ -73,8 +74,9 @@ class Recipe(BaseModel):
             raise ValueError("roles: a role is repeated; remove one")
         if "experts" not in self.roles:
             raise ValueError("roles: must contain 'experts', because the source's INT4 weights are the routed experts")
-        if self.quantizer == "reference" and self.rule != "plain":
-            raise ValueError("quantizer 'reference' supports only rule 'plain'; add 'rule: plain'")
+        if self.quantizer == "reference" and not RULES[self.rule].is_modelopt:
+            known = " or ".join(f"'rule: {rule}'" for rule, arithmetic in RULES.items() if arithmetic.is_modelopt)
+            raise ValueError(f"quantizer 'reference' does not support rule {self.rule!r}; add {known}")
         return self
 
     def document(self) -> dict[str, Any]:
