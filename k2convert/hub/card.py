@@ -165,8 +165,7 @@ It has no 5 and no 7, so blocks with these codes change. The figures above are o
 
 
 def _error_row(name: str, metrics: WeightMetrics) -> str:
-    plain = _decibels(metrics.sqnr_db, error_ratio=metrics.achieved_to_plain)
-    bound = _decibels(metrics.sqnr_db, error_ratio=metrics.achieved_to_bound)
+    plain, bound = _decibels(metrics.sqnr_plain_db), _decibels(metrics.sqnr_bound_db)
     codes = (
         f"{metrics.recoverable_codes / metrics.num_codes:.2%}"
         if metrics.num_codes and metrics.recoverable_codes is not None
@@ -188,11 +187,9 @@ def _comparison(total: WeightMetrics | None) -> str:
     )
 
 
-def _decibels(sqnr_db: float, *, error_ratio: float = 1.0) -> str:
-    """The SQNR of weights with 1/`error_ratio` of this squared error; empty if it is not finite."""
-    if not (math.isfinite(sqnr_db) and 0 < error_ratio < math.inf):
-        return ""
-    return f"{sqnr_db + 10 * math.log10(error_ratio):.2f} dB"
+def _decibels(sqnr_db: float | None) -> str:
+    """Return an SQNR in words; empty if it is not known or not finite."""
+    return "" if sqnr_db is None or not math.isfinite(sqnr_db) else f"{sqnr_db:.2f} dB"
 
 
 def _serving(facts: CardFacts) -> str:

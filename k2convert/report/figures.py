@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +118,6 @@ class Report:
 
 def figures_from_metrics(module: str, role: str, metrics: WeightMetrics) -> TensorFigures:
     """Return the figures of a recorded tensor."""
-    own = metrics.sqnr_db
     place = locate_projection(module)
     return TensorFigures(
         module=module,
@@ -130,18 +128,12 @@ def figures_from_metrics(module: str, role: str, metrics: WeightMetrics) -> Tens
         num_weights=metrics.num_weights,
         num_nonzero=metrics.num_nonzero,
         equal_nonzero=metrics.equal_nonzero,
-        sqnr_db=own,
+        sqnr_db=metrics.sqnr_db,
         relative_mse=metrics.relative_mse,
         max_error_steps=metrics.max_error_steps,
-        sqnr_plain_db=_shifted(own, metrics.sampled_error_achieved, metrics.sampled_error_plain),
-        sqnr_bound_db=_shifted(own, metrics.sampled_error_achieved, metrics.sampled_error_bound),
+        sqnr_plain_db=metrics.sqnr_plain_db,
+        sqnr_bound_db=metrics.sqnr_bound_db,
     )
-
-
-def _shifted(sqnr_db: float, achieved: float, other: float) -> float | None:
-    if not math.isfinite(sqnr_db) or achieved <= 0.0 or other <= 0.0:
-        return None
-    return sqnr_db + 10.0 * math.log10(achieved / other)
 
 
 def locate_projection(module: str) -> ModulePlace | None:

@@ -142,7 +142,7 @@ def _compute_layers(
         hidden_states=request.hidden_states,
         tokens=request.tokens,
         budget=LayerBudget(layer_sqnr_db=budget.layer_sqnr_db, expert_sqnr_db=budget.expert_sqnr_db),
-        progress=events.experts_computed,
+        events=events,
     )
 
 

@@ -101,6 +101,15 @@ def test_publish_sends_a_finished_folder_and_keeps_it(server: LoopbackHub, hub_c
     assert all((local_result / name).exists() for name in SHARDS)
 
 
+def test_publishing_what_is_published_says_so_at_once(server: LoopbackHub, hub_cli: HubCli, local_result: Path) -> None:
+    first = hub_cli("publish", local_result, "--repo", "me/out", "--yes", "--json")
+    server.traffic.requests.clear()
+    again = hub_cli("publish", local_result, "--repo", "me/out", "--yes", "--json")
+    assert json.loads(again.stdout) == json.loads(first.stdout)
+    assert "already holds this result" in again.stderr
+    assert not server.traffic.matching("POST", "/commit/")
+
+
 def test_publish_refuses_what_does_not_validate(
     server: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
 ) -> None:

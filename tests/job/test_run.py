@@ -21,6 +21,8 @@ from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.cli.app import main
+from k2convert.job.prepare import choose_recipe
+from k2convert.plan.plan import plan_conversion
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.validate.library_decoders import agrees, create_decoder
@@ -340,12 +342,16 @@ def test_whole_k2_thinking_is_planned_from_headers(k2_headers: Path, run_cli: Ru
     assert plan["shards"][0]["name"] == "model-00001-of-000062.safetensors"
 
 
-def test_result_opens_with_safetensors(tiny: Path, tmp_path: Path) -> None:
+def test_safetensors_reads_exactly_the_planned_tensors(tiny: Path, tmp_path: Path) -> None:
     result = convert(tiny, tmp_path / "out")
-    with safe_open(result / "model-00002-of-000005.safetensors", "pt") as shard:
-        assert shard.metadata() == {"format": "pt"}
-        names = set(shard.keys())
-    assert "model.layers.1.mlp.experts.0.gate_proj.weight" in names
+    checkpoint = open_checkpoint(tiny)
+    plan = plan_conversion(source=checkpoint, recipe=choose_recipe(checkpoint, None, {}))
+    for job in plan.jobs:
+        with safe_open(result / job.name, "pt") as shard:
+            assert shard.metadata() == dict(job.metadata)
+            slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 - no mapping
+            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        assert found == {output.name: (output.dtype, output.shape) for output in job.outputs}
 
 
 def test_inspect_names_what_it_finds(k25: Path, run_cli: RunCli) -> None:

@@ -79,6 +79,21 @@ class WeightMetrics:
         """Squared error as a multiple of the bound, on the sampled blocks; about 1.13 for `optimal`."""
         return ratio(self.sampled_error_achieved, self.sampled_error_bound)
 
+    @property
+    def sqnr_plain_db(self) -> float | None:
+        """The SQNR of `plain`: this one, shifted by the ratio of errors on the sampled blocks; None if not known."""
+        return self._shifted(self.sampled_error_plain)
+
+    @property
+    def sqnr_bound_db(self) -> float | None:
+        """The SQNR of the bound, in the same way."""
+        return self._shifted(self.sampled_error_bound)
+
+    def _shifted(self, other_error: float) -> float | None:
+        if not math.isfinite(self.sqnr_db) or self.sampled_error_achieved <= 0.0 or other_error <= 0.0:
+            return None
+        return self.sqnr_db + 10.0 * math.log10(self.sampled_error_achieved / other_error)
+
     def to_dict(self) -> dict[str, object]:
         """Return the stored fields, ready for JSON; `from_dict` restores an equal object."""
         record: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}

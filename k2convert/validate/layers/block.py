@@ -52,7 +52,7 @@ def compute_block(
     source: WeightReader,
     converted: WeightReader,
     with_fp4_inputs: bool,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None],
 ) -> BlockError:
     """Compute the block `stem` for f32 [T, hidden] from both checkpoints and compare every variant's output.
 
@@ -77,8 +77,7 @@ def compute_block(
             outputs.expert_sqnr_db[variant].append(sqnr_db(reference, result))
         if is_reached:
             outputs.add(tokens, reference, results, weights)
-        if progress is not None:
-            progress(expert + 1, num_experts)
+        progress(expert + 1, num_experts)
     if source.has(f"{stem}.shared_experts.gate_proj.weight"):
         mlp = read_mlp(f"{stem}.shared_experts", source=source, converted=converted)
         reference, results = mlp.run(hidden_TK, with_fp4_inputs=with_fp4_inputs)

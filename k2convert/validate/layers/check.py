@@ -13,7 +13,7 @@ largest, which is the same number if they are constant.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,9 @@ from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_stat
 from k2convert.forward.router import read_router_config, route_block
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family
+from k2convert.records.events import SILENT, Events
 from k2convert.validate.layers.block import BlockError, compute_block
 from k2convert.validate.layers.result import LayerBudget, LayerResult, LayersReport, Variant
-
-Progress = Callable[[int, int, int], None]
-"""Called with the layer, the experts done, and the total number of experts."""
 
 ROUTER_PARAMETERS = ("weight", "e_score_correction_bias")
 
@@ -59,7 +57,7 @@ def check_layers(
     tokens: int = 256,
     seed: int = 0,
     budget: LayerBudget,
-    progress: Progress | None = None,
+    events: Events = SILENT,
 ) -> LayersReport:
     """Compute MoE layers from both checkpoints and judge the difference; CheckpointError if one cannot be computed.
 
@@ -76,8 +74,7 @@ def check_layers(
                 states = load_hidden_states(hidden_states, layer=layer, hidden_size=norm.numel(), tokens=tokens)
             else:
                 states = draw_hidden_states(norm, config=source.config, layer=layer, tokens=tokens, seed=seed)
-            report = partial(progress, layer) if progress else None
-            results.append(_check_layer(layer, f"{stem}.mlp", states, from_source, from_converted, budget, report))
+            results.append(_check_layer(layer, f"{stem}.mlp", states, from_source, from_converted, budget, events))
     return LayersReport(described, budget, tuple(results))
 
 
@@ -88,13 +85,19 @@ def _check_layer(
     source: WeightReader,
     converted: WeightReader,
     budget: LayerBudget,
-    progress: Callable[[int, int], None] | None,
+    events: Events,
 ) -> LayerResult:
     config = read_router_config(source.checkpoint.config, where=str(source.checkpoint.folder))
     routing = route_block(source, stem, states, config)
     has_scales = converted.read_converted(f"{stem}.experts.0.down_proj").input_scale is not None
     block = compute_block(
-        stem, states, routing, source=source, converted=converted, with_fp4_inputs=has_scales, progress=progress
+        stem,
+        states,
+        routing,
+        source=source,
+        converted=converted,
+        with_fp4_inputs=has_scales,
+        progress=partial(events.experts_computed, layer),
     )
     unchanged = all(_same_bytes(f"{stem}.gate.{name}", source, converted) for name in ROUTER_PARAMETERS)
     return LayerResult(
