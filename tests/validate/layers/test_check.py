@@ -202,7 +202,12 @@ def test_a_seed_fixes_the_figures(tiny: Path, plain: Path) -> None:
 
 def test_progress_counts_experts(tiny: Path, plain: Path) -> None:
     seen: list[tuple[int, int, int]] = []
-    check(tiny, plain, layers=(1, 3), progress=lambda *step: seen.append(step))
+
+    class Listener:
+        def experts_computed(self, layer: int, done: int, total: int) -> None:
+            seen.append((layer, done, total))
+
+    check(tiny, plain, layers=(1, 3), events=Listener())
     assert seen == [(layer, done, 16) for layer in (1, 3) for done in range(1, 17)]
 
 
