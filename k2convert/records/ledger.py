@@ -11,20 +11,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Final
 
 from k2convert import __version__
 from k2convert.checkpoint.files import dump_json, mapping_or_empty, read_json_file
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.errors import CheckpointError, RecipeError
+from k2convert.errors import CheckpointError, RecipeError, remedy
 from k2convert.plan.plan import Plan
 from k2convert.plan.recipe import Recipe, build_recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metrics, total_metrics
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.shard_record import ShardRecord
 
-TOTAL = "total"
+TOTAL: Final = "total"
+_REMEDY: Final = "Delete the file and run the conversion again: the file is written again from the records."
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,12 +226,10 @@ def find_ledger(folder: Path) -> Ledger | None:
 
 def read_ledger(folder: Path) -> Ledger:
     """Read the ledger of a finished folder; raises CheckpointError if there is none or it is damaged."""
-    ledger = find_ledger(folder)
+    with remedy(_REMEDY):
+        ledger = find_ledger(folder)
     if ledger is None:
         raise CheckpointError(f"{folder}: not a finished conversion (no {LEDGER_NAME}). Finish `k2convert run` first.")
     if ledger.problems:
-        raise CheckpointError(
-            f"{folder / LEDGER_NAME}: {ledger.problems[0]}. Delete the file and run the conversion again: the file is "
-            "written again from the records."
-        )
+        raise CheckpointError(f"{folder / LEDGER_NAME}: {ledger.problems[0]}. {_REMEDY}")
     return ledger

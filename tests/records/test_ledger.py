@@ -1,0 +1,65 @@
+"""The ledger is read in one place: written and read back it is equal, and a damaged one is refused with what to do."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import CheckpointError
+from k2convert.job.execute import execute
+from k2convert.job.places import Destination, Source
+from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.records.ledger import find_ledger, read_ledger
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ledger") / "result"
+    checkpoint = open_checkpoint(tiny)
+    recipe = choose_recipe(checkpoint, None, {})
+    execute(prepare(source=Source(checkpoint), destination=Destination(folder), recipe=recipe, device="cpu"))
+    return folder
+
+
+def test_a_ledger_read_back_gives_its_own_bytes(finished: Path) -> None:
+    ledger = read_ledger(finished)
+    assert ledger.to_bytes() == (finished / "k2convert.json").read_bytes()
+    assert ledger.num_bytes == sum(path.stat().st_size for path in finished.glob("*.safetensors"))
+
+
+DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "recipe": lambda d: d.update(recipe={"rule": "best"}),
+    "fingerprint": lambda d: d.pop("fingerprint"),
+    "source: has neither": lambda d: d.update(source={}),
+    "source.repo": lambda d: d["source"].update(repo=5),
+    "versions": lambda d: d.update(versions=[]),
+    "shards": lambda d: d.update(shards={"../x.safetensors": {"blake3": "", "bytes": 1}}),
+    "totals": lambda d: d["totals"]["total"].update(energy=-1.0),
+}
+
+
+@pytest.mark.parametrize("part", DAMAGE)
+def test_a_damaged_part_is_named_with_the_remedy(part: str, finished: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(finished, tmp_path / "copy"))
+    document = json.loads((folder / "k2convert.json").read_text())
+    DAMAGE[part](document)
+    (folder / "k2convert.json").write_text(json.dumps(document))
+    lenient = find_ledger(folder)
+    assert lenient is not None
+    assert any(part in problem for problem in lenient.problems)
+    with pytest.raises(CheckpointError, match=rf"k2convert\.json: .*{part}.*Delete the file and run the conversion"):
+        read_ledger(folder)
+
+
+def test_what_is_not_json_or_not_there_is_refused_with_the_remedy(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"not a finished conversion \(no k2convert\.json\). Finish `k2convert run`"
+    ):
+        read_ledger(tmp_path)
+    (tmp_path / "k2convert.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not JSON .*Delete the file and run the conversion again"):
+        read_ledger(tmp_path)
