@@ -4,8 +4,19 @@ Messages are for the person at the terminal: what is wrong, where (file, tensor)
 this tree without a traceback. Any other exception keeps its traceback, because it is a bug of k2convert.
 """
 
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Final, Literal
+
+Extra = Literal["torch", "reference"]
+
+_EXTRAS: Final[dict[Extra, tuple[str, ...]]] = {
+    "torch": ("torch",),
+    "reference": ("torch", "compressed_tensors", "modelopt"),
+}
+"""The modules that each extra of the package brings."""
 
 
 class K2ConvertError(Exception):
@@ -92,3 +103,23 @@ def remedy(text: str) -> Generator[None]:
         yield
     except MalformedFileError as error:
         raise CheckpointError(f"{error} {text}") from error
+
+
+def missing_module(extra: Extra) -> str | None:
+    """Return the first module of an extra that is not installed, or None. Imports nothing."""
+    return next((module for module in _EXTRAS[extra] if not _is_installed(module)), None)
+
+
+def require_extra(extra: Extra, *, purpose: str) -> None:
+    """Raise MissingDependencyError if an extra is not installed. `purpose` is what needs it: "--device cuda"."""
+    module = missing_module(extra)
+    if module is not None:
+        raise MissingDependencyError(
+            f"{purpose} needs {module}, which is not installed. Install it with: pip install 'k2convert[{extra}]'"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None  # pyright: ignore[reportUnnecessaryComparison]  # None blocks an import
+    return find_spec(module) is not None

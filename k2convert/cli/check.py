@@ -9,7 +9,7 @@ from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli import console
 from k2convert.cli.progress import Display
 from k2convert.cli.validation_view import show_validation
-from k2convert.errors import CheckpointError, InvalidCheckpointError, remedy
+from k2convert.errors import CheckpointError, InvalidCheckpointError, remedy, require_extra
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.collect import can_be_validated, check_folder
@@ -36,6 +36,8 @@ def validate(
     `layers` are the reference layers to compute: empty means all, None means none.
     """
     opened = None if source is None else _open_source(source)
+    if reference:
+        require_extra("reference", purpose="--reference")
     _check_operands(opened, layers=layers, hidden_states=hidden_states, against=against)
     request = None if layers is None else LayersRequest(layers, hidden_states, tokens)
     total = folder_bytes(destination) + (folder_bytes(against) if against is not None else 0)
@@ -62,6 +64,8 @@ def _check_operands(
     source: Checkpoint | None, *, layers: tuple[int, ...] | None, hidden_states: Path | None, against: Path | None
 ) -> None:
     """Check now what is used after the pass over the shards, which may take hours; raises CheckpointError."""
+    if layers is not None:
+        require_extra("torch", purpose="--layers")
     if source is not None and layers:
         from k2convert.validate.layers.check import check_layers_exist
 

@@ -11,13 +11,14 @@ from k2convert.cli.options import RunOptions, parse_size, recipe_overrides
 from k2convert.cli.progress import Display
 from k2convert.cli.validation_view import show_validation
 from k2convert.cli.views import plan_document, run_document, show_plan, show_run
-from k2convert.errors import HubError
+from k2convert.errors import HubError, missing_module
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.xet import bound_memory
 from k2convert.job.assemble import is_complete
 from k2convert.job.execute import Outcome, execute
+from k2convert.job.machine import has_driver
 from k2convert.job.places import Destination, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.job.publish import UnservableError
@@ -50,6 +51,11 @@ def run(options: RunOptions) -> None:
         )
         if job.target is not None:
             print_notices(job.target)
+        if options.device == "auto" and has_driver() and missing_module("torch") is not None:
+            console.print_note(
+                "note: this machine has a CUDA driver, but torch is not installed: converting on the CPU. "
+                "To use the GPU: pip install 'k2convert[torch]'"
+            )
         if options.dry_run:
             _show_plan(job, options)
         elif job.target is not None and job.is_published:

@@ -48,7 +48,12 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
     for relative in list_sidecars(source.folder):
         yield relative, source.folder / relative
     ledger = build_ledger(
-        plan=plan, source=source, records=records, fingerprint=job.description.fingerprint, repo=job.source.repo
+        plan=plan,
+        source=source,
+        records=records,
+        fingerprint=job.description.fingerprint,
+        repo=job.source.repo,
+        devices=job.limits.devices,
     )
     yield Path(LEDGER_NAME), encode_ledger(job.destination.folder / LEDGER_NAME, ledger)
     if recipe.target == "nvfp4" and recipe.layout == MODELOPT:

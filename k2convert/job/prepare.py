@@ -14,7 +14,7 @@ from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDE
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.choices import Device
-from k2convert.errors import CheckpointError, DiskFullError, PlanError
+from k2convert.errors import CheckpointError, DiskFullError, PlanError, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.hub.preflight import Target, check_target, other_weights_error, read_published
 from k2convert.hub.source_card import SourceCard, accepted_card
@@ -138,6 +138,8 @@ def prepare(
         target = _check_target(plan, source, repo=destination.repo, private=private, hub=hub)
         card = accepted_card(hub, source.card)
         published = is_published(hub, target, description.fingerprint)
+    if recipe.quantizer == "reference" and recipe.target == "nvfp4":
+        require_extra("reference", purpose="the reference quantizer")
     devices = choose_devices(device)
     num_pending = sum(shard.name not in finished for shard in plan.jobs)
     chosen = min(choose_workers(workers, num_devices=len(devices)), max(num_pending, 1))

@@ -7,7 +7,7 @@ form. It is written once every shard is recorded.
 import json
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
@@ -105,8 +105,12 @@ def build_ledger(
     records: Mapping[str, ShardRecord],
     fingerprint: dict[str, Any],
     repo: str | None,
+    devices: Sequence[str],
 ) -> Ledger:
-    """Build the ledger of a finished job. `repo` is the source's repository on the Hub, if it has one."""
+    """Build the ledger of a finished job.
+
+    `repo` is the source's repository on the Hub, if it has one. `devices` are those that converted: "cpu", "cuda:0".
+    """
     return Ledger(
         tool_version=__version__,
         family=plan.family,
@@ -115,12 +119,22 @@ def build_ledger(
         headers={shard: header.digest for shard, header in source.headers.items()},
         recipe=plan.recipe.document(),
         fingerprint=fingerprint,
-        versions={"python": platform.python_version(), "torch": version("torch")},
+        versions=_versions(plan.recipe, devices),
         shards={
             name: LedgerShard(record.blake3, record.file_bytes, record.num_tensors) for name, record in records.items()
         },
         totals=summarize(records.values()),
     )
+
+
+def _versions(recipe: Recipe, devices: Sequence[str]) -> dict[str, str]:
+    """Return the versions of Python and of the libraries that computed."""
+    libraries = ["numpy"]
+    if recipe.quantizer == "reference":
+        libraries += ["torch", "compressed-tensors", "nvidia-modelopt"]
+    elif any(device != "cpu" for device in devices):
+        libraries += ["torch", "triton"]
+    return {"python": platform.python_version(), **{name: version(name) for name in libraries}}
 
 
 def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
