@@ -12,7 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
+from k2convert.checkpoint.folders import create_file, opened_folder, remove_file, replace_file
 from k2convert.errors import (
+    DestinationError,
     DestinationWriteError,
     DiskFullError,
     K2ConvertError,
@@ -113,34 +115,32 @@ def num_bytes_of(content: Content) -> int:
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
-def write_atomically(path: Path, content: Content) -> None:
-    """Write `content` to `path`: complete and on disk, or not at all."""
+def write_atomically(path: Path, content: Content, *, root: Path | None = None, mtime_ns: int | None = None) -> None:
+    """Write `content` to `path`: complete and on disk, or not at all.
+
+    No link is followed below `root`, which is the file's folder unless it is given. `mtime_ns` becomes the file's time
+    of modification if the filesystem allows it. Raises DiskFullError, DestinationWriteError, DestinationError.
+    """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    with writing(path), opened_folder(path.parent, root=root) as folder:
+        descriptor = create_file(temporary, folder)
         try:
-            for piece in pieces(content):
-                view = memoryview(piece)
-                while len(view):
-                    view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        replace_file(temporary, path)
-    except OSError as error:
-        with suppress(OSError):  # in a read-only folder removing fails too
-            temporary.unlink(missing_ok=True)
-        raise write_error(path, error) from error
-
-
-def replace_file(temporary: Path, path: Path) -> None:
-    """Rename a synced temporary file to its final name and sync the folder."""
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+            try:
+                for piece in pieces(content):
+                    view = memoryview(piece)
+                    while len(view):
+                        view = view[os.write(descriptor, view) :]
+                if mtime_ns is not None:
+                    with suppress(OSError):
+                        os.utime(descriptor, ns=(mtime_ns, mtime_ns))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            replace_file(temporary, path, folder)
+        except BaseException:
+            with suppress(OSError, DestinationError):  # in a read-only folder removing fails too
+                remove_file(temporary, folder)
+            raise
 
 
 @contextmanager
@@ -166,16 +166,6 @@ def write_error(path: Path, error: OSError) -> OSError:
         f"{path}: writing failed ({error.strerror}). Finished shards are kept: check permissions, limits and the disk, "
         "or start again in a folder on a different disk."
     )
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder and its parents; raises DestinationWriteError if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DestinationWriteError(
-            f"{folder}: cannot be created ({error.strerror}). Choose a folder that you may write to."
-        ) from None
 
 
 def holds_exactly(path: Path, content: Content) -> bool:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from k2convert import __version__
-from k2convert.checkpoint.files import Content, dump_json, holds_exactly, make_folder, write_atomically
+from k2convert.checkpoint.files import Content, dump_json, holds_exactly, write_atomically
+from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import MODELOPT, hf_quant_config, quantized_config, unquantized_config
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
@@ -71,12 +72,13 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
 def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:
     """Write every file that is not a shard, unless it is already correct; returns their relative paths."""
     names: list[str] = []
+    folder = job.destination.folder
     for relative, content in assembled_files(job, records):
         names.append(str(relative))
-        target = job.destination.folder / relative
+        target = folder / relative
         if not holds_exactly(target, content):
-            make_folder(target.parent)
-            write_atomically(target, content)
+            make_folder(target.parent, root=folder)
+            write_atomically(target, content, root=folder)
     return names
 
 

@@ -5,14 +5,13 @@ are the same. What is done is recorded under DEST/.k2convert, and for a destinat
 """
 
 import os
-import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
-from k2convert.checkpoint.files import make_folder
+from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.names import (
     DOWNLOADS_FOLDER,
     RECORDS_FOLDER,
@@ -52,7 +51,7 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
     check_room(job)
     machine.settle_runtime(uses_hub=job.uses_hub)
     folder, journal = job.destination.folder, Journal(job.destination.folder)
-    make_folder(folder / WORK_FOLDER)
+    make_folder(folder / WORK_FOLDER, root=folder)
     _check_work_folder(folder / WORK_FOLDER)
     with journal.locked():
         journal.begin(job.description)
@@ -61,7 +60,7 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
         uploads = _open_uploads(job, journal)
         records = journal.finished(job.digest) if uploads is None else uploads.records
         _run_pipeline(job, journal, uploads, records, events)
-        shutil.rmtree(job.downloads, ignore_errors=True)
+        remove_folder(job.downloads, root=folder)
         names = assemble(job, records)
         if uploads is None or job.target is None:
             return Outcome(records, None)
@@ -70,14 +69,13 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
 
 
 def _check_work_folder(folder: Path) -> None:
-    """Refuse a work folder that is not writable, or that has something else under a name k2convert uses."""
+    """Refuse a work folder that is not writable, or that has a file where k2convert needs a folder."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise DestinationWriteError(f"{folder}: is not writable. Choose a folder that you may write to.")
     for name in (SOURCE_COPY_FOLDER, DOWNLOADS_FOLDER, RECORDS_FOLDER, UPLOADS_FOLDER):
         path = folder / name
-        if path.is_symlink() or (path.exists() and not path.is_dir()):
-            kind = "a link" if path.is_symlink() else "not a folder"
-            raise DestinationError(f"{path}: is {kind}, but k2convert needs a folder there. Remove it.")
+        if path.exists() and not path.is_dir():
+            raise DestinationError(f"{path}: is not a folder, but k2convert needs a folder there. Remove it.")
 
 
 def _open_uploads(job: Job, journal: Journal) -> Uploads | None:

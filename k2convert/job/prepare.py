@@ -18,6 +18,7 @@ from k2convert.errors import CheckpointError, DiskFullError, PlanError, require_
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.hub.preflight import Target, check_target, other_weights_error, read_published
 from k2convert.hub.source_card import SourceCard, accepted_card
+from k2convert.job.links import refuse_links
 from k2convert.job.machine import choose_devices, choose_workers
 from k2convert.job.places import Destination, Source, check_destination
 from k2convert.job.room import DiskPlan, Item, existing_parent, plan_disk, used_bytes
@@ -127,6 +128,7 @@ def prepare(
     checkpoint, folder = source.checkpoint, destination.folder
     check_destination(folder, source=checkpoint.folder if source.remote is None else None)
     plan = plan_conversion(source=checkpoint, recipe=recipe)
+    refuse_links(folder, shards=[shard.name for shard in plan.jobs], sidecars=list_sidecars(checkpoint.folder))
     description = JobDescription(
         fingerprint=job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision),
         recipe=recipe.document(),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.files import parse_json_object, read_json_file, write_atomically
+from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.names import RECORDS_FOLDER, UPLOADS_FOLDER
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.reader import Bytes
@@ -103,7 +104,7 @@ class Uploads:
         if scan["digests"][name] != record.blake3:
             raise ChangedFileError(path)
         found = UploadRecord(sha256, record.blake3, record.file_bytes, scan)
-        write_atomically(self._upload_path(name), json.dumps(asdict(found)).encode())
+        write_atomically(self._upload_path(name), json.dumps(asdict(found)).encode(), root=self.journal.destination)
         self.uploads[name] = found
         return found
 
@@ -116,12 +117,13 @@ class Uploads:
 
     def restore(self, digest: str) -> None:
         """Take over what the journal and the branch know of the job with this fingerprint digest."""
+        root = self.journal.destination
         for folder in (RECORDS_FOLDER, UPLOADS_FOLDER):
-            (self.journal.folder / folder).mkdir(parents=True, exist_ok=True)
+            make_folder(self.journal.folder / folder, root=root)
         found = self.branch.read_records(wanted=lambda name: not (self.journal.folder / name).exists())
         for name, data in found.items():
             if _is_record(name, data):
-                write_atomically(self.journal.folder / name, data)
+                write_atomically(self.journal.folder / name, data, root=root)
         self.records.update(self.journal.records(digest))
         for name, record in self.records.items():
             upload = self._read_upload(name)

@@ -12,13 +12,14 @@ import fcntl
 import json
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, dump_json, make_folder, read_json_file, write_atomically
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, dump_json, read_json_file, write_atomically
+from k2convert.checkpoint.folders import make_folder, opened_folder, remove_file
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -39,6 +40,8 @@ from k2convert.errors import (
 )
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.shard_record import ShardRecord
+
+_LOCK_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Journal:
     @contextmanager
     def locked(self) -> Generator[None]:
         """Lock the destination for this process; raises LockedError while another process has it."""
-        make_folder(self.folder)
+        make_folder(self.folder, root=self.destination)
         with self._open_lock(os.O_RDWR | os.O_CREAT) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,9 +104,9 @@ class Journal:
         """Start a job, or resume it if its fingerprint is the same; raises ResumeError naming what differs."""
         found = self.job()
         if found is None:
-            make_folder(self._records)
+            make_folder(self._records, root=self.destination)
             document = {"fingerprint": job.fingerprint, "recipe": job.recipe, "shards": job.shards}
-            write_atomically(self._job_path, dump_json(document))
+            write_atomically(self._job_path, dump_json(document), root=self.destination)
             return
         old, new = found.fingerprint, job.fingerprint
         if different := [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]:
@@ -112,7 +115,7 @@ class Journal:
                 f"{self.destination}: holds a different job: {changes}. Choose a different folder, or delete this one "
                 "to start over."
             )
-        self._sweep()
+        self._sweep(job)
 
     def job(self) -> JobDescription | None:
         """Return the job begun here, or None; raises CheckpointError if its description is damaged."""
@@ -134,7 +137,8 @@ class Journal:
 
     def record(self, record: ShardRecord) -> None:
         """Declare a shard finished. Its file must be in place and synced."""
-        write_atomically(self._records / f"{record.shard}.json", json.dumps(record.to_dict()).encode())
+        path = self._records / f"{record.shard}.json"
+        write_atomically(path, json.dumps(record.to_dict()).encode(), root=self.destination)
 
     def records(self, digest: str) -> dict[str, ShardRecord]:
         """Return the records of the job with this fingerprint digest, by shard."""
@@ -185,11 +189,13 @@ class Journal:
             return False
 
     def _open_lock(self, flags: int) -> TextIO:
-        """Open the lock file without following a link, which might lead to any file."""
+        """Open the lock file without following a link of either kind, which might lead to any file."""
         path = self._lock_path
         try:
-            descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-            if not S_ISREG(os.fstat(descriptor).st_mode):
+            with opened_folder(self.folder, root=self.destination) as folder:
+                descriptor = os.open(path.name, flags | _LOCK_FLAGS, 0o666, dir_fd=folder)
+            found = os.fstat(descriptor)
+            if not S_ISREG(found.st_mode) or found.st_nlink > 1:
                 os.close(descriptor)
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except OSError as error:
@@ -200,12 +206,17 @@ class Journal:
             ) from None
         return os.fdopen(descriptor, "r+" if flags & os.O_RDWR else "r")
 
-    def _sweep(self) -> None:
-        """Remove the half-written files of a killed run."""
-        make_folder(self._records)
-        for folder in (self.destination, self.folder, self._records):
-            for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
-                path.unlink(missing_ok=True)
+    def _sweep(self, job: JobDescription) -> None:
+        """Remove the half-written shards and records of a killed run, and nothing else of a similar name.
+
+        Other files that were half-written are not removed here: they are written again under the same names.
+        """
+        for folder, suffix in ((self.destination, ""), (self._records, ".json")):
+            make_folder(folder, root=self.destination)
+            with opened_folder(folder, root=self.destination) as descriptor:
+                for shard in job.shards:
+                    with suppress(DestinationError):  # a folder of that name is not ours
+                        remove_file(folder / f"{shard}{suffix}{TEMPORARY_SUFFIX}", descriptor)
 
 
 def _job_description(document: dict[str, Any]) -> JobDescription:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from k2convert.checkpoint.files import make_folder, write_atomically
+from k2convert.checkpoint.files import write_atomically
+from k2convert.checkpoint.folders import make_folder
 from k2convert.cli.app import main
 from k2convert.errors import DestinationWriteError
 
