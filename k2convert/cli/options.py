@@ -57,6 +57,9 @@ class RunOptions:
     ] = None
     public: PublicOption = False
     yes: YesOption = False
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hash every finished shard once more, and make damaged ones again.")
+    ] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False
     as_json: JsonOption = False
 

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import typer
 
@@ -10,7 +11,7 @@ from k2convert.cli import console
 from k2convert.cli.options import RunOptions, parse_size, recipe_overrides
 from k2convert.cli.progress import Display
 from k2convert.cli.validation_view import show_validation
-from k2convert.cli.views import plan_document, run_document, show_plan, show_run
+from k2convert.cli.views import plan_document, run_document, show_plan, show_run, verification_line
 from k2convert.errors import HubError, missing_module
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub
@@ -22,6 +23,7 @@ from k2convert.job.machine import has_driver
 from k2convert.job.places import Destination, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.job.publish import UnservableError
+from k2convert.job.verify import shards_to_hash, verify_shards
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import summarize
 
@@ -81,7 +83,25 @@ def _show_published(job: Job, target: Target, *, as_json: bool) -> None:
         console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
 
 
+def _verify(job: Job, options: RunOptions) -> Job:
+    """Look at what an earlier run finished, and say in a line what was looked at; returns the job without the rest."""
+    journal = Journal(job.destination.folder)
+    begun = journal.job()
+    if begun is None or begun.digest != job.digest:
+        return job
+    with journal.locked():
+        finished = journal.find_records(job.digest)
+        doubtful = shards_to_hash(journal, finished, everything=options.verify)
+        total = sum(record.file_bytes for record in doubtful.values())
+        with Display("verify", total_bytes=total, quiet=options.as_json) as display:
+            found = verify_shards(journal, finished, doubtful=doubtful, events=display)
+    if not options.as_json and (found.records or found.again):
+        console.print_note(verification_line(found))
+    return replace(job, finished=found.records)
+
+
 def _do(job: Job, options: RunOptions) -> None:
+    job = _verify(job, options)
     if job.target is not None:
         confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes, ask=typer.confirm)
     elif job.finished and not options.as_json:

@@ -8,6 +8,7 @@ from typing import Any
 from k2convert.cli.console import format_bytes, format_seconds, print_line, print_table
 from k2convert.hub.branch import branch_name
 from k2convert.job.prepare import Job
+from k2convert.job.verify import Verification
 from k2convert.plan.inspection import Inspection
 from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -138,6 +139,17 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
     fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
     rate = f", {format_bytes(fresh / seconds)}/s in" if fresh and seconds else ""
     print_line(f"{job.destination.folder}: {len(job.plan.jobs)} shards, {format_seconds(seconds)}{rate}")
+
+
+def verification_line(found: Verification) -> str:
+    """Return what was looked at of an earlier run's shards, in a line."""
+    if found.num_hashed:
+        line = f"verified: {found.num_hashed} finished shards hashed ({format_bytes(found.hashed_bytes)})"
+    else:
+        line = "verified: finished shards have their recorded size and time (--verify hashes them too)"
+    if not found.again:
+        return line
+    return f"{line}; damaged, to be made again: {', '.join(found.again)}"
 
 
 def status_document(state: JobState) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from k2convert.job.publish import publish_result
 from k2convert.job.room import Item
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.job.uploads import Uploads
+from k2convert.job.verify import shards_to_hash, verify_shards
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
@@ -55,10 +56,12 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
     _check_work_folder(folder / WORK_FOLDER)
     with journal.locked():
         journal.begin(job.description)
+        found = journal.find_records(job.digest)
+        verified = verify_shards(journal, found, doubtful=shards_to_hash(journal, found, everything=False))
         checkpoint = replace(job.source.checkpoint, folder=keep_small_files(job))
         job = replace(job, source=replace(job.source, checkpoint=checkpoint))
         uploads = _open_uploads(job, journal)
-        records = journal.finished(job.digest) if uploads is None else uploads.records
+        records = dict(verified.records) if uploads is None else uploads.records
         _run_pipeline(job, journal, uploads, records, events)
         remove_folder(job.downloads, root=folder)
         names = assemble(job, records)

@@ -1,7 +1,8 @@
 """The journal of one destination: one record per finished shard, one description of the job, one lock.
 
     DEST/.k2convert/job.json              fingerprint, recipe and list of shards, written before the first shard
-    DEST/.k2convert/shards/SHARD.json     written after SHARD is complete and synced: the only claim of "done"
+    DEST/.k2convert/shards/SHARD.json     written after SHARD is complete and synced: the only claim of "done"; its time
+                                          of modification is set to SHARD's, so that a later change of SHARD shows
     DEST/.k2convert/lock                  held by the running process (flock: the kernel frees it when the owner dies)
 
 Nothing in these files depends on time, host or path: an interrupted and an uninterrupted run end in the same bytes.
@@ -9,7 +10,6 @@ Nothing in these files depends on time, host or path: an interrupted and an unin
 
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -18,7 +18,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final, TextIO
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, dump_json, read_json_file, write_atomically
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, dump_json, read_json_file, write_atomically, writing
 from k2convert.checkpoint.folders import make_folder, opened_folder, remove_file
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
@@ -38,6 +38,7 @@ from k2convert.errors import (
     MalformedFileError,
     ResumeError,
 )
+from k2convert.records.checksum import seal, unseal
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.shard_record import ShardRecord
 
@@ -66,6 +67,15 @@ class JobState:
     finished: dict[str, ShardRecord]
     is_complete: bool
     is_running: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecords:
+    """The undamaged records of one job by shard, which of them have no checksum, and the files that are damaged."""
+
+    records: dict[str, ShardRecord]
+    unsealed: frozenset[str]
+    damaged: tuple[Path, ...]
 
 
 class Journal:
@@ -137,26 +147,58 @@ class Journal:
 
     def record(self, record: ShardRecord) -> None:
         """Declare a shard finished. Its file must be in place and synced."""
-        path = self._records / f"{record.shard}.json"
-        write_atomically(path, json.dumps(record.to_dict()).encode(), root=self.destination)
+        with writing(self._record_path(record.shard)):
+            mtime_ns = (self.destination / record.shard).stat().st_mtime_ns
+        content = seal(record.to_dict())
+        write_atomically(self._record_path(record.shard), content, root=self.destination, mtime_ns=mtime_ns)
+
+    def forget(self, shard: str) -> None:
+        """Remove a shard's record: the shard is made again."""
+        path = self._record_path(shard)
+        with writing(path), opened_folder(path.parent, root=self.destination) as folder:
+            remove_file(path, folder)
 
     def records(self, digest: str) -> dict[str, ShardRecord]:
-        """Return the records of the job with this fingerprint digest, by shard."""
+        """Return the records of the job with this fingerprint digest; raises CheckpointError if one is damaged."""
         return {name: record for name, record in self.all_records().items() if record.fingerprint == digest}
 
     def all_records(self) -> dict[str, ShardRecord]:
         """Return every record by shard, also those of other jobs; raises CheckpointError for a damaged one."""
-        found = (_read_record(path) for path in sorted(self._records.glob("*.json")))
+        found = (_read_record(path)[0] for path in self._record_paths())
         return {record.shard: record for record in found}
+
+    def find_records(self, digest: str) -> FoundRecords:
+        """Return what is known of the job with this fingerprint digest, damaged records set aside."""
+        records: dict[str, ShardRecord] = {}
+        unsealed: set[str] = set()
+        damaged: list[Path] = []
+        for path in self._record_paths():
+            try:
+                record, is_sealed = _read_record(path)
+            except CheckpointError:
+                damaged.append(path)
+                continue
+            if record.fingerprint == digest:
+                records[record.shard] = record
+                if not is_sealed:
+                    unsealed.add(record.shard)
+        return FoundRecords(records, frozenset(unsealed), tuple(damaged))
 
     def finished(self, digest: str) -> dict[str, ShardRecord]:
         """Return the records of a job whose shards are here with the recorded size."""
-        return {name: record for name, record in self.records(digest).items() if self.has_file(record)}
+        return {name: record for name, record in self.find_records(digest).records.items() if self.has_file(record)}
 
     def has_file(self, record: ShardRecord) -> bool:
         """Return whether a record's shard is here with the recorded size. An uploaded shard may have been removed."""
         target = self.destination / record.shard
-        return target.is_file() and target.stat().st_size == record.file_bytes
+        return target.is_file() and not target.is_symlink() and target.stat().st_size == record.file_bytes
+
+    def has_recorded_time(self, record: ShardRecord) -> bool:
+        """Return whether a shard that is here was last modified when it was recorded."""
+        modified = (
+            path.stat().st_mtime_ns for path in (self.destination / record.shard, self._record_path(record.shard))
+        )
+        return len(set(modified)) == 1
 
     def state(self) -> JobState:
         """Read the whole journal for display; raises DestinationError if no job was begun here."""
@@ -165,7 +207,11 @@ class Journal:
             raise DestinationError(
                 f"{self.destination}: holds no conversion. `k2convert run SOURCE {self.destination}` begins one."
             )
-        finished = {n: r for n, r in self.records(job.digest).items() if self.has_file(r) or self._was_uploaded(n)}
+        finished = {
+            name: record
+            for name, record in self.find_records(job.digest).records.items()
+            if self.has_file(record) or self._was_uploaded(name)
+        }
         is_assembled = all((self.destination / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
         return JobState(
             job=job,
@@ -173,6 +219,12 @@ class Journal:
             is_complete=is_assembled and finished.keys() >= job.shards.keys(),
             is_running=self._is_running(),
         )
+
+    def _record_path(self, shard: str) -> Path:
+        return self._records / f"{shard}.json"
+
+    def _record_paths(self) -> list[Path]:
+        return sorted(self._records.glob("*.json"))
 
     def _was_uploaded(self, shard: str) -> bool:
         """Return whether a shard was hashed for upload. Its file may be removed after that."""
@@ -230,14 +282,16 @@ def _job_description(document: dict[str, Any]) -> JobDescription:
     return JobDescription(document["fingerprint"], document["recipe"], document["shards"])
 
 
-def _read_record(path: Path) -> ShardRecord:
-    remedy = "Delete it: its shard will be converted again."
+def _read_record(path: Path) -> tuple[ShardRecord, bool]:
+    """Return a record, and whether it has a checksum; raises CheckpointError if it is damaged."""
+    remedy = "Run the conversion again: its shard is made again."
     try:
-        record = ShardRecord.from_dict(read_json_file(path))
+        document, is_sealed = unseal(read_json_file(path))
+        record = ShardRecord.from_dict(document)
         if f"{record.shard}.json" != path.name:
             raise ValueError(f"shard is {record.shard!r}")
     except MalformedFileError:
         raise CheckpointError(f"{path}: damaged. {remedy}") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: not a record of this version ({error}). {remedy}") from None
-    return record
+    return record, is_sealed
