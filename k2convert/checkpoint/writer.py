@@ -9,6 +9,7 @@ import hashlib
 import mmap
 import os
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -86,8 +87,11 @@ class ShardWriter:
             if self._filled == self._size:
                 self._flush()
 
-    def commit(self) -> str:
-        """Flush, sync and rename to the final name; returns the blake3 of the whole file as hex."""
+    def commit(self, *, accept: Callable[[str], None] | None = None) -> str:
+        """Flush, sync and rename to the final name; returns the blake3 of the whole file as hex.
+
+        `accept` gets the blake3 before the rename and may raise.
+        """
         with writing(self._path):
             self._flush()
             while self._pending:
@@ -96,6 +100,8 @@ class ShardWriter:
                 raise RuntimeError(f"{self._path}: planned {self._num_bytes} bytes, wrote {self._position}")
             os.fsync(self._descriptor)
             self._close()
+            if accept is not None:
+                accept(self._hash.hexdigest())
             replace_file(self._temporary, self._path, self._folder)
             self._is_committed = True
         return self._hash.hexdigest()

@@ -144,7 +144,7 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
 def verification_line(found: Verification) -> str:
     """Return what was looked at of an earlier run's shards, in a line."""
     if found.num_hashed:
-        line = f"verified: {found.num_hashed} finished shards hashed ({format_bytes(found.hashed_bytes)})"
+        line = f"verified: finished shards hashed: {found.num_hashed} ({format_bytes(found.hashed_bytes)})"
     else:
         line = "verified: finished shards have their recorded size and time (--verify hashes them too)"
     if not found.again:

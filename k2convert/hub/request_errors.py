@@ -1,6 +1,11 @@
-"""What a failed request means: what the user should do, and whether a retry may help."""
+"""What a failed request means: what the user should do, and whether a retry may help.
+
+What a server or the library says is printed without tokens: a proxy or a login page may repeat the request's headers.
+"""
 
 import json
+import os
+import re
 import ssl
 import time
 from collections.abc import Generator, Mapping
@@ -31,6 +36,22 @@ _ADVICE = {
 }
 
 
+_SECRETS = re.compile(
+    r"hf_\w+|api_org_\w+|(?<=Bearer )\S+|(?<=Basic )\S+|(?<=://)[^/\s@]+(?=@)"
+    r"|(?i:(?<=token=)|(?<=signature=)|(?<=credential=))[^&\s\"']+"
+)
+
+
+def redacted(text: str) -> str:
+    """Return a text without the user's token, anything that looks like a token, and credentials in addresses."""
+    from huggingface_hub import get_token
+
+    known = {get_token(), *(os.environ.get(name) for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))}
+    for token in sorted((token.strip() for token in known if token), key=len, reverse=True):
+        text = text.replace(token, "[token]") if token else text
+    return _SECRETS.sub("[token]", text)
+
+
 class HubRequestError(HubError):
     """One failed request; `transient` says whether a retry may help, `retry_after` how many seconds the Hub wants."""
 
@@ -43,8 +64,8 @@ class HubRequestError(HubError):
         transient: bool = False,
         retry_after: float | None = None,
     ) -> None:
-        super().__init__(message)
-        self.reason = reason or message
+        super().__init__(redacted(message))
+        self.reason = redacted(reason or message)
         self.status = status
         self.transient = transient
         self.retry_after = retry_after

@@ -5,6 +5,7 @@ are the same. What is done is recorded under DEST/.k2convert, and for a destinat
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,14 +56,16 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
     make_folder(folder / WORK_FOLDER, root=folder)
     _check_work_folder(folder / WORK_FOLDER)
     with journal.locked():
-        journal.begin(job.description)
+        moved = journal.begin(job.description)
         found = journal.find_records(job.digest)
         verified = verify_shards(journal, found, doubtful=shards_to_hash(journal, found, everything=False))
         checkpoint = replace(job.source.checkpoint, folder=keep_small_files(job))
         job = replace(job, source=replace(job.source, checkpoint=checkpoint))
         uploads = _open_uploads(job, journal)
         records = dict(verified.records) if uploads is None else uploads.records
-        _run_pipeline(job, journal, uploads, records, events)
+        _run_pipeline(job, journal, uploads, records, events, moved=moved)
+        if moved:
+            journal.describe(job.description)
         remove_folder(job.downloads, root=folder)
         names = assemble(job, records)
         if uploads is None or job.target is None:
@@ -92,11 +95,26 @@ def _open_uploads(job: Job, journal: Journal) -> Uploads | None:
 
 
 def _run_pipeline(
-    job: Job, journal: Journal, uploads: Uploads | None, records: dict[str, ShardRecord], events: Events
+    job: Job,
+    journal: Journal,
+    uploads: Uploads | None,
+    records: dict[str, ShardRecord],
+    events: Events,
+    *,
+    moved: Sequence[str],
 ) -> None:
-    """Fetch, convert and upload every shard that is not finished; fills `records`."""
+    """Fetch, convert and upload every shard that is not finished; fills `records`.
+
+    If there is something to convert, what was made from `moved` source shards is made again, and must be the same.
+    """
     remote, limits, stop = job.source.remote, job.limits, Event()
     items, to_upload = _remaining(job, journal, uploads, records)
+    expected: dict[str, str] = {}
+    if items and moved:
+        expected = {n: r.blake3 for n, r in records.items() if not r.source_headers.keys().isdisjoint(moved)}
+        events.note(f"the source was moved: {len(expected)} finished shards are made again, to compare them")
+        items = [item for item in job.items if item in items or item.name in expected]
+        to_upload = [item for item in to_upload if item.name not in expected]
     sweep_downloads(job, items, to_upload)
     devices: SimpleQueue[str] = SimpleQueue()
     for worker in range(limits.workers):
@@ -107,12 +125,14 @@ def _run_pipeline(
             device = devices.get()
             try:
                 task = _shard_task(job, item.name, device=device, is_shrinking=is_shrinking)
+                task = replace(task, expected_blake3=expected.get(item.name))
                 record = convert_shard(task, threads=threads, events=events, stop=stop)
             finally:
                 devices.put(device)
             journal.record(record)
             records[item.name] = record
-            events.shard_finished(item.name)
+            if item.name not in expected:
+                events.shard_finished(item.name)
 
         stages = Stages(
             fetch=None if remote is None else partial(fetch_shard, job, remote, stop=stop),

@@ -29,6 +29,7 @@ from k2convert.records.fingerprint import job_fingerprint
 from k2convert.records.journal import JobDescription, Journal
 from k2convert.records.ledger import parse_ledger
 from k2convert.records.shard_record import ShardRecord
+from k2convert.records.source_identity import Identities, hub_identity, local_identity
 
 RECORD_BYTES: Final = 2048  # journal and upload record of one projection
 SHARD_RECORD_BYTES: Final = 8192
@@ -133,6 +134,7 @@ def prepare(
         fingerprint=job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision),
         recipe=recipe.document(),
         shards={shard.name: shard.data_bytes for shard in plan.jobs},
+        source=_source_identities(source),
     )
     finished = Journal(folder).finished(description.digest)
     target, card, published = None, SourceCard(), False
@@ -157,6 +159,13 @@ def prepare(
         limits=_plan_limits(plan, source, destination, devices=devices, workers=chosen, max_disk=max_disk),
         finished=finished,
     )
+
+
+def _source_identities(source: Source) -> Identities:
+    checkpoint, remote = source.checkpoint, source.remote
+    if remote is None:
+        return {shard: local_identity(checkpoint.path(shard)) for shard in checkpoint.headers}
+    return {shard: hub_identity(remote.shard(shard).sha256) for shard in checkpoint.headers}
 
 
 def _check_target(plan: Plan, source: Source, *, repo: str, private: bool, hub: Hub) -> Target:

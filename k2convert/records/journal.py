@@ -1,11 +1,13 @@
 """The journal of one destination: one record per finished shard, one description of the job, one lock.
 
-    DEST/.k2convert/job.json              fingerprint, recipe and list of shards, written before the first shard
+    DEST/.k2convert/job.json              fingerprint, recipe, list of shards and identity of the source, written before
+                                          the first shard
     DEST/.k2convert/shards/SHARD.json     written after SHARD is complete and synced: the only claim of "done"; its time
                                           of modification is set to SHARD's, so that a later change of SHARD shows
     DEST/.k2convert/lock                  held by the running process (flock: the kernel frees it when the owner dies)
 
-Nothing in these files depends on time, host or path: an interrupted and an uninterrupted run end in the same bytes.
+Nothing in these files depends on time, host or path of the run: an interrupted and an uninterrupted run of the same
+source end in the same bytes.
 """
 
 import errno
@@ -18,7 +20,14 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final, TextIO
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, dump_json, read_json_file, write_atomically, writing
+from k2convert.checkpoint.files import (
+    TEMPORARY_SUFFIX,
+    dump_json,
+    mapping_or_empty,
+    read_json_file,
+    write_atomically,
+    writing,
+)
 from k2convert.checkpoint.folders import make_folder, opened_folder, remove_file
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
@@ -41,17 +50,22 @@ from k2convert.errors import (
 from k2convert.records.checksum import seal, unseal
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.shard_record import ShardRecord
+from k2convert.records.source_identity import Identities, changed_error, changed_shards, moved_shards
 
 _LOCK_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
 class JobDescription:
-    """What a destination is for: the fingerprint, the resolved recipe, and the planned bytes of every shard."""
+    """What a destination is for: the fingerprint, the resolved recipe, and the planned bytes of every shard.
+
+    `source` is the identity of every source shard (source_identity.py); None if version 0.1 began the job.
+    """
 
     fingerprint: dict[str, Any]
     recipe: dict[str, Any]
     shards: dict[str, int]
+    source: Identities | None = None
 
     @property
     def digest(self) -> str:
@@ -110,14 +124,16 @@ class Journal:
             finally:
                 lock.truncate(0)
 
-    def begin(self, job: JobDescription) -> None:
-        """Start a job, or resume it if its fingerprint is the same; raises ResumeError naming what differs."""
+    def begin(self, job: JobDescription) -> list[str]:
+        """Start a job, or resume it if its fingerprint and its source are the same.
+
+        Returns the source shards that were moved since it was begun. Raises ResumeError naming what differs.
+        """
+        make_folder(self._records, root=self.destination)
         found = self.job()
         if found is None:
-            make_folder(self._records, root=self.destination)
-            document = {"fingerprint": job.fingerprint, "recipe": job.recipe, "shards": job.shards}
-            write_atomically(self._job_path, dump_json(document), root=self.destination)
-            return
+            self.describe(job)
+            return []
         old, new = found.fingerprint, job.fingerprint
         if different := [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]:
             changes = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in different)
@@ -125,7 +141,22 @@ class Journal:
                 f"{self.destination}: holds a different job: {changes}. Choose a different folder, or delete this one "
                 "to start over."
             )
+        moved: list[str] = []
+        if found.source is None or job.source is None:
+            self.describe(job)
+        else:
+            if changed := changed_shards(found.source, job.source):
+                records = self.find_records(job.digest).records.values()
+                used = {name for record in records for name in record.source_headers}
+                raise changed_error(changed, used=used, destination=self.destination, job_path=self._job_path)
+            moved = moved_shards(found.source, job.source)
         self._sweep(job)
+        return moved
+
+    def describe(self, job: JobDescription) -> None:
+        """Write the description of a job."""
+        document = {"fingerprint": job.fingerprint, "recipe": job.recipe, "shards": job.shards, "source": job.source}
+        write_atomically(self._job_path, dump_json(document), root=self.destination)
 
     def job(self) -> JobDescription | None:
         """Return the job begun here, or None; raises CheckpointError if its description is damaged."""
@@ -275,11 +306,18 @@ def _job_description(document: dict[str, Any]) -> JobDescription:
     """Check what job.json holds; raises ValueError."""
     if not all(isinstance(document.get(key), dict) for key in ("fingerprint", "recipe", "shards")):
         raise ValueError("a part is missing")
+    if not isinstance(document.get("source"), dict | None):
+        raise ValueError("the source is not an object")
     if not all(isinstance(document["recipe"].get(key), str) for key in ("name", "target", "rule", "layout")):
         raise ValueError("no recipe")
     if not all(type(num_bytes) is int for num_bytes in document["shards"].values()):
         raise ValueError("no sizes")
-    return JobDescription(document["fingerprint"], document["recipe"], document["shards"])
+    source: Any = document.get("source")
+    if source is not None and not (
+        isinstance(source, dict) and all(isinstance(i, dict) for i in mapping_or_empty(source).values())
+    ):
+        raise ValueError("no source")
+    return JobDescription(document["fingerprint"], document["recipe"], document["shards"], source)
 
 
 def _read_record(path: Path) -> tuple[ShardRecord, bool]:
