@@ -37,18 +37,20 @@ _ADVICE = {
 
 
 _SECRETS = re.compile(
-    r"hf_\w+|api_org_\w+|(?<=Bearer )\S+|(?<=Basic )\S+|(?<=://)[^/\s@]+(?=@)"
+    r"\bhf_(?!transfer\b)[A-Za-z0-9]{8,}|(?<=Bearer )\S+|(?<=Basic )\S+|(?<=://)[^/\s@]+(?=@)"
     r"|(?i:(?<=token=)|(?<=signature=)|(?<=credential=))[^&\s\"']+"
 )
+_MIN_TOKEN = 4  # what is shorter could be part of any word
 
 
 def redacted(text: str) -> str:
     """Return a text without the user's token, anything that looks like a token, and credentials in addresses."""
     from huggingface_hub import get_token
 
-    known = {get_token(), *(os.environ.get(name) for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))}
-    for token in sorted((token.strip() for token in known if token), key=len, reverse=True):
-        text = text.replace(token, "[token]") if token else text
+    known = (get_token(), *(os.environ.get(name) for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")))
+    for token in sorted({(token or "").strip() for token in known}, key=len, reverse=True):
+        if len(token) >= _MIN_TOKEN:
+            text = text.replace(token, "[token]")
     return _SECRETS.sub("[token]", text)
 
 
