@@ -28,7 +28,7 @@ from k2convert.checkpoint.files import (
     write_atomically,
     writing,
 )
-from k2convert.checkpoint.folders import make_folder, opened_folder, remove_file
+from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -159,8 +159,9 @@ class Journal:
         write_atomically(self._job_path, dump_json(document), root=self.destination)
 
     def job(self) -> JobDescription | None:
-        """Return the job begun here, or None; raises CheckpointError if its description is damaged."""
-        if not self._job_path.exists() and not self._job_path.is_symlink():
+        """Return the job begun here, or None; raises CheckpointError if its description is damaged or a link."""
+        check_no_link(self._job_path)
+        if not self._job_path.exists():
             return None
         try:
             return _job_description(read_json_file(self._job_path))
