@@ -6,6 +6,7 @@ quantize/rules, which would find a kernel that is wrong in the same way as the o
 by the independent decoder, whatever the rule.
 """
 
+import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def _measure(weight: WrittenWeight, global_scale: float) -> DecodedError:
 def _check(
     weight: WrittenWeight, shared: Magnitude, reference: Magnitude, names: LayoutNames, rule: Rule
 ) -> CheckedWeight:
-    """Check one weight of a set with the magnitude of the whole set, as the kernels and as the definition measure it."""
+    """Check one weight with the magnitude of its whole set, as the kernels and as the definition measure it."""
     quantizer, is_int4 = create_native_quantizer(rule, CPU), isinstance(weight.source, Int4Weight)
     expected = quantizer.global_scale(shared, is_int4=is_int4)
     has_scale = names.stores(expected, weight.global_scale)
@@ -117,7 +118,9 @@ def _check(
     again, metrics = quantizer.quantize(weight.source, name=weight.module, magnitude=shared, global_scale=expected)
     problems: list[str] = []
     if not has_scale:
-        problems.append(f"its global scale is {names.decode_scalar(weight.global_scale)!r}, the rule gives {expected!r}")
+        problems.append(
+            f"its global scale is {names.decode_scalar(weight.global_scale)!r}, the rule gives {expected!r}"
+        )
     scales, codes = _differences(weight, again)
     if scales or codes:
         num_blocks, num_weights = again.block_scales.size, 2 * again.packed.size
@@ -135,6 +138,10 @@ def _check(
         metrics=None if problems else metrics,
         has_exact_scale=has_scale or not names.is_divisor,
     )
+
+
+def _fp32(raw: bytes) -> float:
+    return struct.unpack("<f", raw)[0]
 
 
 def _differences(weight: WrittenWeight, again: Nvfp4Weight) -> tuple[int, int]:
