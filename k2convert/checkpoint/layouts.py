@@ -6,14 +6,18 @@ both scalars as divisors (1/g): if g is a power of two both hold the same number
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, cast
 
 import numpy as np
 
 from k2convert.checkpoint.files import dump_json
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
+
+QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
+"""Keys of config.json under which engines look for a quantization, at the top level and in parts. The second is old."""
 
 MODELOPT = "modelopt"
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -97,13 +101,13 @@ def quantized_config(
     return result
 
 
-def unquantized_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json without any quantization_config. Engines would also read a stale one in `text_config`."""
-    result = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
-    for key, value in result.items():
-        if isinstance(value, dict) and "quantization_config" in value:
-            result[key] = {k: v for k, v in value.items() if k != "quantization_config"}  # type: ignore[reportUnknownVariableType]
-    return result
+def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without any quantization config. Engines would also read a stale one in `text_config`."""
+    return {
+        key: unquantized_config(cast(dict[str, Any], value)) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in QUANTIZATION_KEYS
+    }
 
 
 def quant_algo(activations: str) -> str:

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from k2convert.checkpoint.files import mapping_or_empty, read_json_file
-from k2convert.checkpoint.layouts import MODELOPT, quant_algo
+from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, quant_algo
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.subject import Subject
 
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _ABSENT = object()
 
 
@@ -28,7 +27,7 @@ def _declared(subject: Subject) -> dict[str, Any]:
 
 
 def check_quantization_config(subject: Subject) -> Findings:
-    """Rule 11. If there is a second or nested quantization_config, engines may read it instead of this one."""
+    """Rule 11. If there is a second or nested quantization_config or compression_config, engines may read that one."""
     found = Findings(11)
     if (subject.folder / CONFIG_NAME).is_symlink():
         found.skip("config.json is a link, see rule 16")

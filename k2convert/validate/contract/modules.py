@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from k2convert.checkpoint.layouts import MODELOPT
+from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, Role
 from k2convert.validate.contract import matchers
-from k2convert.validate.contract.config import QUANTIZATION_KEYS, exclude_entries
+from k2convert.validate.contract.config import exclude_entries
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.matchers import EngineRefusalError
 from k2convert.validate.contract.subject import Module, Subject

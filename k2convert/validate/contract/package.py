@@ -1,5 +1,6 @@
 """Rules 16, 17 and 19: the files of the folder."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.scan import ScanResult
 from k2convert.validate.contract.subject import Subject
+from k2convert.validate.totals import Figures, differing_totals
 
 _TEMPORARY_SUFFIXES = (".tmp", ".part", ".incomplete")
 _COMPARE_BYTES = 1 << 20
@@ -103,8 +105,11 @@ def _same_bytes(left: Path, right: Path) -> bool:
     return True
 
 
-def check_ledger(subject: Subject, scan: ScanResult) -> Findings:
-    """Rule 19: the ledger states source and recipe, and every shard has the size and hash that it states."""
+def check_ledger(subject: Subject, scan: ScanResult, totals: Mapping[str, Figures] | None) -> Findings:
+    """Rule 19: the ledger states source and recipe, the size and hash of every shard, and what was measured.
+
+    `totals` are the measured figures by role; None if they are not known.
+    """
     found = Findings(19)
     ledger = subject.ledger
     if (subject.folder / LEDGER_NAME).is_symlink():
@@ -116,17 +121,27 @@ def check_ledger(subject: Subject, scan: ScanResult) -> Findings:
     for problem in ledger.problems:
         found.error(LEDGER_NAME, problem)
     for shard, digest in scan.digests.items():
-        stated = ledger.shards.get(shard)
+        stated, size = ledger.shards.get(shard), _file_bytes(subject, shard)
         if stated is None:
             found.error(shard, "not in the ledger")
+        elif stated.num_bytes != size:
+            found.error(shard, f"{size:,} bytes, but the ledger says {stated.num_bytes:,}")
         elif stated.blake3 != digest:
             found.error(shard, "its blake3 is not the ledger's: the file was changed after it was written")
-        elif shard in subject.headers and stated.num_bytes != subject.headers[shard].file_bytes:
-            found.error(shard, f"{subject.headers[shard].file_bytes:,} bytes, but the ledger says {stated.num_bytes:,}")
     for shard in sorted(set(ledger.shards) - set(scan.digests) - set(subject.unreadable)):
         found.error(shard, "in the ledger, but missing")
     if subject.source is not None and ledger.headers:
         headers = {shard: header.digest for shard, header in subject.source.headers.items()}
         if headers != ledger.headers:
             found.warn(LEDGER_NAME, "states different source headers than --source has")
+    if totals is None:
+        found.note = "totals were not compared: not every converted weight was measured"
+    else:
+        for place, problem in differing_totals(ledger.totals, totals):
+            found.error(f"{LEDGER_NAME}: {place}", problem)
     return found
+
+
+def _file_bytes(subject: Subject, shard: str) -> int:
+    header = subject.headers.get(shard)
+    return (subject.folder / shard).stat().st_size if header is None else header.file_bytes
