@@ -1,8 +1,9 @@
 """The two NVFP4 checkpoint layouts: tensor names, dtypes, shapes, and the configs that declare them.
 
 `modelopt` is what NVIDIA's ModelOpt 0.47 exports. vLLM, SGLang and TensorRT-LLM read it. `compressed-tensors` is the
-format nvfp4-pack-quantized of compressed-tensors 0.19. Both hold the same codes and block scales. The second stores
-both scalars as divisors (1/g): if g is a power of two both hold the same numbers, any other 1/g is rounded to FP32.
+format nvfp4-pack-quantized of compressed-tensors 0.13 and later; 0.12 refuses the key `scale_dtype`. Both hold the same
+codes and block scales. The second stores both scalars as divisors (1/g): if g is a power of two both hold the same
+numbers, any other 1/g is rounded to FP32.
 """
 
 import struct
@@ -21,6 +22,7 @@ QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 
 MODELOPT = "modelopt"
 COMPRESSED_TENSORS = "compressed-tensors"
+SCALE_DTYPE = "torch.float8_e4m3fn"  # without it compressed-tensors does not round the block scales of activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,7 @@ def _compressed_tensors_config(activations: str, kv_cache: str | None, excludes:
         "group_size": BLOCK_SIZE,
         "num_bits": 4,
         "observer_kwargs": {},
+        "scale_dtype": SCALE_DTYPE,
         "strategy": "tensor_group",
         "symmetric": True,
         "type": "float",

@@ -104,6 +104,7 @@ def recipe_overrides(options: RunOptions) -> dict[str, Any]:
     given = [name for name, value in for_nvfp4.items() if value is not None]
     if options.to == "bf16" and given:
         raise typer.BadParameter(f"--to bf16 only dequantizes the weights: leave out {', '.join(given)}")
+    check_kv_cache(options.layout, options.kv_cache)
     rule = options.rule
     if options.quantizer == "reference" and rule is None:
         rule = "plain"  # the only rule of this quantizer
@@ -116,6 +117,15 @@ def recipe_overrides(options: RunOptions) -> dict[str, Any]:
         "kv_cache": options.kv_cache,
         "input_scale": scales,
     }
+
+
+def check_kv_cache(layout: Layout | None, kv_cache: KvCache | None) -> None:
+    """Raise BadParameter for an FP8 KV cache in a layout where vLLM does not read it for models with MLA attention."""
+    if kv_cache is not None and layout == "compressed-tensors":
+        raise typer.BadParameter(
+            f"--kv-cache {kv_cache} (kv_cache in a recipe) has no effect in vLLM with the layout compressed-tensors. "
+            f"Leave it out, and serve with `vllm serve --kv-cache-dtype {kv_cache}`"
+        )
 
 
 def _input_scales(gate_up: float | None, down: float | None) -> dict[str, float] | None:

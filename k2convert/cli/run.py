@@ -8,7 +8,7 @@ from dataclasses import replace
 import typer
 
 from k2convert.cli import console
-from k2convert.cli.options import RunOptions, parse_size, recipe_overrides
+from k2convert.cli.options import RunOptions, check_kv_cache, parse_size, recipe_overrides
 from k2convert.cli.progress import Display
 from k2convert.cli.validation_view import show_validation
 from k2convert.cli.views import plan_document, run_document, show_plan, show_run, verification_line
@@ -41,10 +41,12 @@ def run(options: RunOptions) -> None:
     with open_source(options.source, hub=hub, pinned=pinned) as source:
         if source.remote is None and destination.repo is None and options.max_disk is not None:
             raise typer.BadParameter("--max-disk only applies to hf:// sources or destinations")
+        recipe = choose_recipe(source.checkpoint, options.recipe, overrides)
+        check_kv_cache(recipe.layout, recipe.kv_cache)
         job = prepare(
             source=source,
             destination=destination,
-            recipe=choose_recipe(source.checkpoint, options.recipe, overrides),
+            recipe=recipe,
             device=options.device,
             workers=options.workers,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),

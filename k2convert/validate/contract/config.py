@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from k2convert.checkpoint.files import mapping_or_empty, read_json_file
-from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, quant_algo
+from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYPE, quant_algo
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError
@@ -48,6 +48,8 @@ def check_quantization_config(subject: Subject) -> Findings:
         if not _same(declared.get(key), value):
             found.error(f"quantization_config.{key}", f"{declared.get(key)!r}, expected {value!r}")
     _check_groups(subject, declared, found)
+    if subject.layout == MODELOPT and not subject.has_input_scale:
+        found.note = "SGLang 0.5.23 needs --moe-runner-backend marlin; else it rounds activations to 4 bits"
     return found
 
 
@@ -84,6 +86,8 @@ def _check_groups(subject: Subject, declared: dict[str, Any], found: Findings) -
         activations = mapping_or_empty(group).get("input_activations")
         if subject.has_input_scale:
             _check_scheme(activations, shared | {"dynamic": dynamic}, f"{where}.input_activations", found)
+            if subject.layout != MODELOPT:
+                _check_scale_dtype(activations, f"{where}.input_activations.scale_dtype", found)
         elif activations is not None:
             found.error(f"{where}.input_activations", "present, but the tensors are W4A16 and have no input scale")
         if "Linear" not in (mapping_or_empty(group).get("targets") or []):
@@ -98,6 +102,16 @@ def _check_scheme(scheme: Any, expected: dict[str, Any], where: str, found: Find
         stated = mapping_or_empty(cast(object, scheme)).get(key)
         if not _same(stated, value):
             found.error(f"{where}.{key}", f"{stated!r}, expected {value!r}")
+
+
+def _check_scale_dtype(activations: Any, where: str, found: Findings) -> None:
+    """Engines round block scales of activations to E4M3 whatever is stated; compressed-tensors only if this key is."""
+    stated = mapping_or_empty(activations).get("scale_dtype")
+    if stated is None:
+        effect = "transformers with compressed-tensors 0.13 and later does not round the block scales of activations"
+        found.warn(where, f'missing; {effect}. Add "scale_dtype": "{SCALE_DTYPE}"')
+    elif stated not in (SCALE_DTYPE, SCALE_DTYPE.removeprefix("torch.")):
+        found.error(where, f"{stated!r}, expected {SCALE_DTYPE!r}")
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -186,5 +200,8 @@ def check_kv_cache(subject: Subject) -> Findings:
         found.error(place, f"{scheme!r}, but the recipe {asked}")
     elif scheme is not None:
         known = "" if recipe is not None else "; without a ledger it is unknown whether the recipe asks for it"
-        found.warn(place, f"FP8 cache without k and v scales: engines use 1.0{known}")
+        if subject.layout == MODELOPT:
+            found.warn(place, f"FP8 cache without k and v scales: engines use 1.0{known}")
+        else:
+            found.warn(place, f"no effect in vLLM 0.32 and 0.33: serve with --kv-cache-dtype fp8{known}")
     return found
