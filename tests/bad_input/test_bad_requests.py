@@ -181,6 +181,32 @@ def test_source_that_is_not_int4_kimi_is_refused(name: str, source: Path, dest: 
     assert not dest.exists()
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k25", "", None, ["kimi_k2"], "x" * 5_000])
+def test_model_type_of_another_model_is_refused(
+    model_type: object, source: Path, dest: Path, refuse: Refuse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # DeepSeek-V3 has the same tensor names. Its conversion would be published with Kimi's tags.
+    edit_config(source, model_type=model_type, n_group=8)
+    message = refuse(source=source, dest=dest)
+    found = "model_type is missing" if model_type is None else f"model_type is {repr(model_type)[:80]}"
+    assert f"{found}, but" in message
+    assert "kimi_k2 (kimi-k2-thinking) and kimi_k25 (kimi-k2.5)" in message
+    assert not dest.exists()
+    with pytest.raises(SystemExit) as stopped:
+        main(["inspect", str(source)])
+    assert stopped.value.code == 1
+    assert found in capsys.readouterr().err
+
+
+def test_model_type_inside_a_multimodal_config_is_free(k25: Path, tmp_path: Path, dest: Path) -> None:
+    # Moonshot states kimi_k2 there, NVIDIA deepseek_v3.
+    source = Path(shutil.copytree(k25, tmp_path / "source"))
+    edit_json(source / "config.json", lambda config: config["text_config"].update(model_type="deepseek_v3"))
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(source), str(dest), "--dry-run"])
+    assert ended.value.code == 0
+
+
 OTHER_SCHEMES: list[tuple[str, object]] = [
     ("group_size", 16),
     ("group_size", 64),
