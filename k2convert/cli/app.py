@@ -17,11 +17,15 @@ import typer
 from k2convert import __version__
 from k2convert.cli.options import (
     DestinationArgument,
+    FolderArgument,
     JsonOption,
     PublicOption,
     RunOptions,
     SourceArgument,
     YesOption,
+    existing_place,
+    new_place,
+    not_address,
     takes,
 )
 from k2convert.errors import InvalidCheckpointError, K2ConvertError
@@ -102,7 +106,8 @@ def status(destination: DestinationArgument, as_json: JsonOption = False) -> Non
 def validate(
     destination: DestinationArgument,
     source: Annotated[
-        Path | None, typer.Option(help="The INT4 source: measures every weight, compares copies.")
+        Path | None,
+        typer.Option(help="The INT4 source: measures every weight, compares copies.", callback=existing_place),
     ] = None,
     layers: Annotated[
         str | None, typer.Option(help="MoE layers to compute for real: 1,30,60 or all. Needs --source.")
@@ -113,7 +118,10 @@ def validate(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to compute layers on.")] = 256,
     reference: Annotated[bool, typer.Option("--reference", help="Decode with the quantization libraries too.")] = False,
     against: Annotated[
-        Path | None, typer.Option(help="Another NVFP4 checkpoint of the same source to measure too. Needs --source.")
+        Path | None,
+        typer.Option(
+            help="Another NVFP4 checkpoint of the same source to measure too. Needs --source.", callback=existing_place
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -147,11 +155,15 @@ def _parse_layers(text: str | None) -> tuple[int, ...] | None:
 @app.command()
 def report(
     destination: DestinationArgument,
-    source: Annotated[Path | None, typer.Option(help="The INT4 source: measures every weight again.")] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="The INT4 source: measures every weight again.", callback=existing_place)
+    ] = None,
     validation: Annotated[
         Path | None, typer.Option(help="Output of `validate --json`, to be shown instead of reading the shards again.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write to [default: DESTINATION].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to [default: DESTINATION].", callback=new_place)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write report.html, report.md and report.png: what the conversion changed, in numbers and charts."""
@@ -164,13 +176,18 @@ def report(
 
 @app.command()
 def publish(
-    destination: DestinationArgument,
-    repo: Annotated[str, typer.Option(help="Repository to publish to: owner/name.", show_default=False)],
+    destination: FolderArgument,
+    repo: Annotated[
+        str, typer.Option(help="Repository to publish to: owner/name.", callback=not_address, show_default=False)
+    ],
     public: PublicOption = False,
     yes: YesOption = False,
     base_model: Annotated[
         str | None,
-        typer.Option(help="Repository of the INT4 source, for the card and its license [default: the ledger's]."),
+        typer.Option(
+            help="Repository of the INT4 source, for the card and its license [default: the ledger's].",
+            callback=not_address,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -14,13 +14,61 @@ from k2convert.errors import PlanError
 
 T = TypeVar("T")
 
+
+def existing_place(value: Any) -> Any:
+    """Callback of an argument that names a folder, a file or a repository to read: check its spelling."""
+    from k2convert.job.spelling import check_source
+
+    return _checked(value, check_source)
+
+
+def new_place(value: Any) -> Any:
+    """Callback of an argument that names a place to write to."""
+    from k2convert.job.spelling import check_new_place
+
+    return _checked(value, check_new_place)
+
+
+def not_address(value: Any) -> Any:
+    """Callback of an argument that names a repository, with or without hf://."""
+    from k2convert.job.spelling import check_not_address
+
+    return _checked(value, check_not_address)
+
+
+def local_folder(value: Any) -> Any:
+    """Callback of an argument that can only name a folder."""
+    from k2convert.job.spelling import check_folder
+
+    return _checked(value, check_folder)
+
+
+def _checked(value: Any, check: Callable[[str], None]) -> Any:
+    if value is not None:
+        check(str(value))
+    return value
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
 SourceArgument = Annotated[
-    str, typer.Argument(help="Folder of the INT4 checkpoint, or hf://owner/name[@revision].", show_default=False)
+    str,
+    typer.Argument(
+        help="Folder of the INT4 checkpoint, or hf://owner/name[@revision].",
+        callback=existing_place,
+        show_default=False,
+    ),
 ]
-DestinationArgument = Annotated[Path, typer.Argument(help="Folder of the converted checkpoint.", show_default=False)]
+DestinationArgument = Annotated[
+    Path, typer.Argument(help="Folder of the converted checkpoint.", callback=existing_place, show_default=False)
+]
+FolderArgument = Annotated[
+    Path, typer.Argument(help="Folder of the converted checkpoint.", callback=local_folder, show_default=False)
+]
 ResultArgument = Annotated[
-    str, typer.Argument(help="Folder of the converted checkpoint, or hf://owner/name.", show_default=False)
+    str,
+    typer.Argument(
+        help="Folder of the converted checkpoint, or hf://owner/name.", callback=new_place, show_default=False
+    ),
 ]
 PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Publish without asking.")]
@@ -53,7 +101,10 @@ class RunOptions:
         str | None, typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].")
     ] = None
     work_dir: Annotated[
-        Path | None, typer.Option(help="Folder for a job that publishes to the Hub [default: k2convert-work/REPO].")
+        Path | None,
+        typer.Option(
+            help="Folder for a job that publishes to the Hub [default: k2convert-work/REPO].", callback=local_folder
+        ),
     ] = None
     public: PublicOption = False
     yes: YesOption = False

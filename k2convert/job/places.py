@@ -63,7 +63,7 @@ def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[
 
     `pinned` is the commit that an unfinished job began with. It is used even if main has moved since.
     """
-    ref = parse_repo(text)
+    ref = parse_repo(text) if text.startswith(SCHEME) else None
     if ref is None:
         with remedy(SOURCE_REMEDY):
             checkpoint = open_checkpoint(Path(text))
@@ -72,12 +72,7 @@ def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[
     with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
         folder = Path(temporary) / ref.repo
         folder.mkdir(parents=True)
-        try:
-            remote = _resolve(hub, ref, pinned)
-        except HubError as error:
-            if text.startswith(SCHEME):
-                raise
-            raise HubError(f"{text}: not a local folder, and not readable on the Hub: {error}") from error
+        remote = _resolve(hub, ref, pinned)
         with remedy(_REMOTE_REMEDY):
             checkpoint = open_remote(hub, remote, folder=folder)
         yield Source(checkpoint, remote)
