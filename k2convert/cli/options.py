@@ -49,6 +49,24 @@ def _checked(value: Any, check: Callable[[str], None]) -> Any:
     return value
 
 
+def _input_scale(value: float | None) -> float | None:
+    if value is not None:
+        from k2convert.plan.recipe import input_scale_problem
+
+        if problem := input_scale_problem(value):
+            raise typer.BadParameter(f"{value:g}: {problem}")
+    return value
+
+
+def _size(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            parse_size(text)
+        except PlanError as error:
+            raise typer.BadParameter(str(error)) from None
+    return text
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
 SourceArgument = Annotated[
     str,
@@ -90,15 +108,18 @@ class RunOptions:
     to: Annotated[Target | None, typer.Option(help="NVFP4, or only the dequantized BF16 copy.")] = None
     kv_cache: Annotated[KvCache | None, typer.Option(help="Declare an FP8 KV cache in the config.")] = None
     input_scale: Annotated[
-        float | None, typer.Option(help="Constant activation scale of gate and up [default: 1.0].")
+        float | None,
+        typer.Option(help="Constant activation scale of gate and up [default: 1.0].", callback=_input_scale),
     ] = None
     down_input_scale: Annotated[
-        float | None, typer.Option(help="Constant activation scale of down [default: as --input-scale].")
+        float | None,
+        typer.Option(help="Constant activation scale of down [default: as --input-scale].", callback=_input_scale),
     ] = None
     workers: Annotated[int | None, typer.Option(min=1, help="Shards at a time [default: by cores and devices].")] = None
     device: Annotated[Device, typer.Option(help="Where to convert.")] = "auto"
     max_disk: Annotated[
-        str | None, typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].")
+        str | None,
+        typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].", callback=_size),
     ] = None
     work_dir: Annotated[
         Path | None,
@@ -153,8 +174,10 @@ def recipe_overrides(options: RunOptions) -> dict[str, Any]:
     if options.to == "bf16" and given:
         raise typer.BadParameter(f"--to bf16 only dequantizes the weights: leave out {', '.join(given)}")
     rule = options.rule
-    if options.quantizer == "reference" and rule is None:
-        rule = "plain"  # the only rule of this quantizer
+    if options.quantizer == "reference":  # it has only one rule
+        if rule not in (None, "plain"):
+            raise typer.BadParameter(f"--quantizer reference only works with --rule plain, not with --rule {rule}")
+        rule = "plain"
     return {
         "rule": rule,
         "layout": options.layout,

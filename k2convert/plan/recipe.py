@@ -120,12 +120,34 @@ def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
 
 
 def build_recipe(document: dict[str, Any], *, where: str, **overrides: Any) -> Recipe:
-    """Check a recipe document; raises RecipeError naming file, key and what is allowed."""
-    merged = document | {key: value for key, value in overrides.items() if value is not None}
+    """Check a recipe document; raises RecipeError naming file, key and what is allowed.
+
+    If the document alone is correct, the message names the overrides, not the document.
+    """
+    given = {key: value for key, value in overrides.items() if value is not None}
     try:
-        return Recipe.model_validate(merged)
+        return Recipe.model_validate(document | given)
     except ValidationError as error:
+        if given and _is_recipe(document):
+            where = ", ".join(f"{key} {value}" for key, value in given.items())
         raise RecipeError(f"{where}: {_explain(error)}") from None
+
+
+def _is_recipe(document: dict[str, Any]) -> bool:
+    try:
+        Recipe.model_validate(document)
+    except ValidationError:
+        return False
+    return True
+
+
+def input_scale_problem(value: float) -> str:
+    """Return why `value` cannot be an activation scale; empty if it can."""
+    try:
+        InputScale(gate_up=value)
+    except ValidationError as error:
+        return error.errors()[0]["msg"].removeprefix("Value error, ")
+    return ""
 
 
 def _explain(error: ValidationError) -> str:
