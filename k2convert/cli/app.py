@@ -199,16 +199,17 @@ def publish(
 
 @app.command()
 def recipes(as_json: JsonOption = False) -> None:
-    """List the recipes that come with k2convert."""
+    """List the recipes that come with k2convert, and whom each serves."""
     from k2convert.cli import console
-    from k2convert.plan.recipe import load_recipe, shipped_recipes
+    from k2convert.cli.views import show_recipe
+    from k2convert.plan.recipe import load_recipe, recipe_purpose, shipped_recipes
 
-    found = [load_recipe(name) for name in shipped_recipes()]
+    found = [(load_recipe(name), recipe_purpose(name)) for name in shipped_recipes()]
     if as_json:
-        console.print_json([recipe.document() for recipe in found])
+        console.print_json([recipe.document() | {"serves": purpose} for recipe, purpose in found])
         return
-    rows = [(r.name, r.family or "any", ", ".join(r.roles), r.rule, r.activations, r.layout) for r in found]
-    console.print_table("recipes", ("name", "family", "roles", "rule", "activations", "layout"), rows)
+    for recipe, purpose in found:
+        show_recipe(recipe, purpose)
 
 
 class Interrupted(BaseException):

@@ -1,6 +1,7 @@
 """How plans, runs, states and inspections are shown: tables for people, plain data for --json."""
 
 import math
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from k2convert.hub.branch import branch_name
 from k2convert.job.prepare import Job
 from k2convert.plan.inspection import Inspection
 from k2convert.plan.plan import action_counts
+from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.journal import JobState
 from k2convert.report.document import metrics_document
@@ -166,6 +168,16 @@ def show_status(destination: Path, state: JobState) -> None:
     print_line(
         f"recipe {state.job.recipe['name']}: rule {state.job.recipe['rule']}, layout {state.job.recipe['layout']}"
     )
+
+
+def show_recipe(recipe: Recipe, purpose: str) -> None:
+    """Print a recipe by its name: whom it serves, what it converts and how. Lines have at most 80 columns."""
+    family, roles = recipe.family or "any family", ", ".join(recipe.roles)
+    terms = f"{family}; {roles}; rule {recipe.rule}; {recipe.activations}; layout {recipe.layout}"
+    print_line(recipe.name)
+    for text in (purpose, terms):
+        for line in textwrap.wrap(text, 76, break_long_words=False, break_on_hyphens=False):
+            print_line(f"    {line}")
 
 
 def show_inspection(found: Inspection) -> None:

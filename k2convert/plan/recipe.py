@@ -4,6 +4,7 @@ A recipe names roles, never regular expressions. Unknown keys are refused: a mis
 result without a message.
 """
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -94,6 +95,14 @@ def recipes_folder() -> Path:
 def shipped_recipes() -> list[str]:
     """Return the names of the recipes that come with k2convert."""
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+
+
+def recipe_purpose(name: str) -> str:
+    """Return whom a shipped recipe serves: the first sentence of the comment at the top of its file, or nothing."""
+    lines = (recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
+    sentence = comment.split(". ", 1)[0].rstrip(".")
+    return f"{sentence}." if sentence else ""
 
 
 def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
