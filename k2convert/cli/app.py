@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -63,15 +62,15 @@ def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
     from k2convert.plan.inspection import inspect_checkpoint
 
     with open_source(source, hub=Hub(notify=console.print_note)) as opened:
-        found = inspect_checkpoint(opened.checkpoint)
-        if opened.remote is not None:
-            found = replace(found, folder=source)
+        found = inspect_checkpoint(opened.checkpoint, shown_as=source)
     if as_json:
         console.print_json(found.to_dict())
         return
     show_inspection(found)
     if found.recipe is not None:
         console.print_next(console.command("k2convert", "run", source, "DEST", "--dry-run"))
+    elif found.nvfp4_projections:
+        console.print_next(console.command("k2convert", "validate", source))
 
 
 @app.command()

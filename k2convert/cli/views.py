@@ -180,6 +180,12 @@ def show_recipe(recipe: Recipe, purpose: str) -> None:
             print_line(f"    {line}")
 
 
+def _projections(found: Inspection) -> str:
+    counts = {"INT4": found.int4_projections, "NVFP4": found.nvfp4_projections}
+    shown = [f"{count:,} {form}" for form, count in counts.items() if count]
+    return f"{' and '.join(shown) or 'no 4-bit'} projections"
+
+
 def show_inspection(found: Inspection) -> None:
     """Print an inspection."""
     layers = found.layers
@@ -190,7 +196,7 @@ def show_inspection(found: Inspection) -> None:
     )
     print_line(
         f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
-        f"({format_bytes(found.tensor_bytes)}), {found.int4_projections:,} INT4 projections"
+        f"({format_bytes(found.tensor_bytes)}), {_projections(found)}"
     )
     quantization = found.quantization
     if quantization is None:

@@ -14,7 +14,7 @@ from typing import Final
 
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, WORK_FOLDER
-from k2convert.errors import DestinationError, HubError, remedy
+from k2convert.errors import DestinationError, HubError, K2ConvertError, remedy
 from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
@@ -73,9 +73,20 @@ def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[
         folder = Path(temporary) / ref.repo
         folder.mkdir(parents=True)
         remote = _resolve(hub, ref, pinned)
-        with remedy(_REMOTE_REMEDY):
-            checkpoint = open_remote(hub, remote, folder=folder)
-        yield Source(checkpoint, remote)
+        with _shown_as(text, folder):
+            with remedy(_REMOTE_REMEDY):
+                checkpoint = open_remote(hub, remote, folder=folder)
+            yield Source(checkpoint, remote)
+
+
+@contextmanager
+def _shown_as(text: str, folder: Path) -> Generator[None]:
+    """Name the repository, not its temporary folder, in the messages of expected errors."""
+    try:
+        yield
+    except K2ConvertError as error:
+        error.args = tuple(arg.replace(str(folder), text) if isinstance(arg, str) else arg for arg in error.args)
+        raise
 
 
 def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> RemoteRepo:

@@ -17,6 +17,7 @@ from published import assert_published
 from k2convert.job import execute
 from k2convert.job.shard import ShardTask
 from k2convert.records.shard_record import ShardRecord
+from scripts.fixture_maker.damage import edit_config
 
 SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 6)]
 
@@ -184,6 +185,21 @@ def test_publishing_without_a_terminal_needs_yes(
     assert done.returncode == 1
     assert "needs --yes" in done.stderr
     assert list(tiny_on_hub.store.repos) == ["moon/tiny"]
+
+
+def test_a_repository_is_shown_as_it_was_given(
+    server: LoopbackHub, hub_cli: HubCli, local_result: Path, tiny: Path, tmp_path: Path
+) -> None:
+    server.store.add_folder("me/out", local_result)
+    done = hub_cli("inspect", "hf://me/out@main")
+    assert done.stdout.startswith("hf://me/out@main: kimi-k2-thinking (")
+    assert "cannot be converted: hf://me/out@main: model." in done.stdout
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
+    edit_config(source, model_type="deepseek_v3")
+    server.store.add_folder("moon/other", source)
+    refused = hub_cli("run", "hf://moon/other", "out")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: hf://moon/other: config.json: model_type is 'deepseek_v3'")
 
 
 def test_planning_a_remote_source_downloads_no_shard_and_writes_nothing(
