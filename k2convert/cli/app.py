@@ -55,6 +55,7 @@ def _root(
 @app.command()
 def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
     """Say what a checkpoint is, from its headers."""
+    from k2convert.checkpoint.names import LEDGER_NAME
     from k2convert.cli import console
     from k2convert.cli.views import show_inspection
     from k2convert.hub.client import Hub
@@ -63,13 +64,14 @@ def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
 
     with open_source(source, hub=Hub(notify=console.print_note)) as opened:
         found = inspect_checkpoint(opened.checkpoint, shown_as=source)
+        is_result = (opened.checkpoint.folder / LEDGER_NAME).is_file()
     if as_json:
         console.print_json(found.to_dict())
         return
     show_inspection(found)
     if found.recipe is not None:
         console.print_next(console.command("k2convert", "run", source, "DEST", "--dry-run"))
-    elif found.nvfp4_projections:
+    elif found.nvfp4_projections and is_result:
         console.print_next(console.command("k2convert", "validate", source))
 
 

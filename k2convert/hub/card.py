@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.hub.source_card import SourceCard, front_matter
+from k2convert.models.config import tensor_parallel_size
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
 ROLE_NAMES = {
@@ -19,7 +20,6 @@ ROLE_NAMES = {
     "dense_mlp": "dense MLP of the first layers",
     "total": "all converted weights",
 }
-_TP_SIZES = (8, 4, 2)
 _ENGINE_NAMES = {"modelopt": "`modelopt`", "compressed-tensors": "`compressed-tensors` (nvfp4-pack-quantized)"}
 
 
@@ -75,13 +75,6 @@ class CardFacts:
     def base(self) -> str:
         link = f"[{self.base_model}](https://huggingface.co/{self.base_model})"
         return link if self.base_model else self.model_kind
-
-    @property
-    def tensor_parallel(self) -> int:
-        """The largest usual size at which the kernels of every engine take the experts without padding."""
-        text = cast(Mapping[str, Any], self.config.get("text_config") or self.config)
-        width = int(text.get("moe_intermediate_size") or 0)
-        return next((size for size in _TP_SIZES if width and width % (64 * size) == 0), 1)
 
 
 def build_card(facts: CardFacts) -> str:
@@ -193,7 +186,7 @@ def _decibels(sqnr_db: float | None) -> str:
 
 
 def _serving(facts: CardFacts) -> str:
-    size, repo = facts.tensor_parallel, facts.repo
+    size, repo = tensor_parallel_size(facts.config), facts.repo
     vllm = f"vllm serve {repo} \\\n    --tensor-parallel-size {size} --trust-remote-code"
     sglang = f"python3 -m sglang.launch_server --model-path {repo} \\\n    --tp {size} --trust-remote-code"
     blocks = [
