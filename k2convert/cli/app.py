@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -17,11 +16,15 @@ import typer
 from k2convert import __version__
 from k2convert.cli.options import (
     DestinationArgument,
+    FolderArgument,
     JsonOption,
     PublicOption,
     RunOptions,
     SourceArgument,
     YesOption,
+    existing_place,
+    new_place,
+    not_address,
     takes,
 )
 from k2convert.errors import InvalidCheckpointError, K2ConvertError
@@ -52,6 +55,7 @@ def _root(
 @app.command()
 def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
     """Say what a checkpoint is, from its headers."""
+    from k2convert.checkpoint.names import LEDGER_NAME
     from k2convert.cli import console
     from k2convert.cli.views import show_inspection
     from k2convert.hub.client import Hub
@@ -59,15 +63,16 @@ def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
     from k2convert.plan.inspection import inspect_checkpoint
 
     with open_source(source, hub=Hub(notify=console.print_note)) as opened:
-        found = inspect_checkpoint(opened.checkpoint)
-        if opened.remote is not None:
-            found = replace(found, folder=source)
+        found = inspect_checkpoint(opened.checkpoint, shown_as=source)
+        is_result = (opened.checkpoint.folder / LEDGER_NAME).is_file()
     if as_json:
         console.print_json(found.to_dict())
         return
     show_inspection(found)
     if found.recipe is not None:
         console.print_next(console.command("k2convert", "run", source, "DEST", "--dry-run"))
+    elif found.nvfp4_projections and is_result:
+        console.print_next(console.command("k2convert", "validate", source))
 
 
 @app.command()
@@ -102,7 +107,8 @@ def status(destination: DestinationArgument, as_json: JsonOption = False) -> Non
 def validate(
     destination: DestinationArgument,
     source: Annotated[
-        Path | None, typer.Option(help="The INT4 source: measures every weight, compares copies.")
+        Path | None,
+        typer.Option(help="The INT4 source: measures every weight, compares copies.", callback=existing_place),
     ] = None,
     layers: Annotated[
         str | None, typer.Option(help="MoE layers to compute for real: 1,30,60 or all. Needs --source.")
@@ -113,7 +119,10 @@ def validate(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to compute layers on.")] = 256,
     reference: Annotated[bool, typer.Option("--reference", help="Decode with the quantization libraries too.")] = False,
     against: Annotated[
-        Path | None, typer.Option(help="Another NVFP4 checkpoint of the same source to measure too. Needs --source.")
+        Path | None,
+        typer.Option(
+            help="Another NVFP4 checkpoint of the same source to measure too. Needs --source.", callback=existing_place
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -147,11 +156,15 @@ def _parse_layers(text: str | None) -> tuple[int, ...] | None:
 @app.command()
 def report(
     destination: DestinationArgument,
-    source: Annotated[Path | None, typer.Option(help="The INT4 source: measures every weight again.")] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="The INT4 source: measures every weight again.", callback=existing_place)
+    ] = None,
     validation: Annotated[
         Path | None, typer.Option(help="Output of `validate --json`, to be shown instead of reading the shards again.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write to [default: DESTINATION].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to [default: DESTINATION].", callback=new_place)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write report.html, report.md and report.png: what the conversion changed, in numbers and charts."""
@@ -164,13 +177,18 @@ def report(
 
 @app.command()
 def publish(
-    destination: DestinationArgument,
-    repo: Annotated[str, typer.Option(help="Repository to publish to: owner/name.", show_default=False)],
+    destination: FolderArgument,
+    repo: Annotated[
+        str, typer.Option(help="Repository to publish to: owner/name.", callback=not_address, show_default=False)
+    ],
     public: PublicOption = False,
     yes: YesOption = False,
     base_model: Annotated[
         str | None,
-        typer.Option(help="Repository of the INT4 source, for the card and its license [default: the ledger's]."),
+        typer.Option(
+            help="Repository of the INT4 source, for the card and its license [default: the ledger's].",
+            callback=not_address,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -182,16 +200,17 @@ def publish(
 
 @app.command()
 def recipes(as_json: JsonOption = False) -> None:
-    """List the recipes that come with k2convert."""
+    """List the recipes that come with k2convert, and whom each serves."""
     from k2convert.cli import console
-    from k2convert.plan.recipe import load_recipe, shipped_recipes
+    from k2convert.cli.views import show_recipe
+    from k2convert.plan.recipe import load_recipe, recipe_purpose, shipped_recipes
 
-    found = [load_recipe(name) for name in shipped_recipes()]
+    found = [(load_recipe(name), recipe_purpose(name)) for name in shipped_recipes()]
     if as_json:
-        console.print_json([recipe.document() for recipe in found])
+        console.print_json([recipe.document() | {"serves": purpose} for recipe, purpose in found])
         return
-    rows = [(r.name, r.family or "any", ", ".join(r.roles), r.rule, r.activations, r.layout) for r in found]
-    console.print_table("recipes", ("name", "family", "roles", "rule", "activations", "layout"), rows)
+    for recipe, purpose in found:
+        show_recipe(recipe, purpose)
 
 
 class Interrupted(BaseException):

@@ -10,6 +10,7 @@ import typer
 from k2convert.cli import console
 from k2convert.cli.options import RunOptions, check_kv_cache, parse_size, recipe_overrides
 from k2convert.cli.progress import Display
+from k2convert.cli.serving import print_serve
 from k2convert.cli.validation_view import show_validation
 from k2convert.cli.views import plan_document, run_document, show_plan, show_run, verification_line
 from k2convert.errors import HubError, missing_module
@@ -158,7 +159,7 @@ def print_notices(target: Target) -> None:
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     """Print where a result was published, and how to serve it."""
     console.print_line(f"{hub.endpoint}/{destination.repo} at commit {commit}")
-    console.print_next(f"vllm serve {destination.repo} --trust-remote-code")
+    print_serve(str(destination.repo), folder=destination.folder)
 
 
 def confirm(target: Target, *, total_bytes: int, yes: bool, ask: Callable[[str], bool]) -> None:

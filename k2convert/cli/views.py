@@ -1,6 +1,7 @@
 """How plans, runs, states and inspections are shown: tables for people, plain data for --json."""
 
 import math
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from k2convert.job.prepare import Job
 from k2convert.job.verify import Verification
 from k2convert.plan.inspection import Inspection
 from k2convert.plan.plan import action_counts
+from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.journal import JobState
 from k2convert.report.document import metrics_document
@@ -180,6 +182,22 @@ def show_status(destination: Path, state: JobState) -> None:
     )
 
 
+def show_recipe(recipe: Recipe, purpose: str) -> None:
+    """Print a recipe by its name: whom it serves, what it converts and how. Lines have at most 80 columns."""
+    family, roles = recipe.family or "any family", ", ".join(recipe.roles)
+    terms = f"{family}; {roles}; rule {recipe.rule}; {recipe.activations}; layout {recipe.layout}"
+    print_line(recipe.name)
+    for text in (purpose, terms):
+        for line in textwrap.wrap(text, 76, break_long_words=False, break_on_hyphens=False):
+            print_line(f"    {line}")
+
+
+def _projections(found: Inspection) -> str:
+    counts = {"INT4": found.int4_projections, "NVFP4": found.nvfp4_projections}
+    shown = [f"{count:,} {form}" for form, count in counts.items() if count]
+    return f"{' and '.join(shown) or 'no 4-bit'} projections"
+
+
 def show_inspection(found: Inspection) -> None:
     """Print an inspection."""
     layers = found.layers
@@ -190,7 +208,7 @@ def show_inspection(found: Inspection) -> None:
     )
     print_line(
         f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
-        f"({format_bytes(found.tensor_bytes)}), {found.int4_projections:,} INT4 projections"
+        f"({format_bytes(found.tensor_bytes)}), {_projections(found)}"
     )
     quantization = found.quantization
     if quantization is None:

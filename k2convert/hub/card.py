@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.hub.source_card import SourceCard, front_matter
+from k2convert.models.config import tensor_parallel_size
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
 ROLE_NAMES = {
@@ -19,6 +20,7 @@ ROLE_NAMES = {
     "dense_mlp": "dense MLP of the first layers",
     "total": "all converted weights",
 }
+<<<<<<< HEAD
 _TP_SIZES = (8, 4, 2)
 _MARLIN_NOTE = (
     "SGLang 0.5.23 needs `--moe-runner-backend marlin` here. Without it, SGLang treats this checkpoint as W4A4 and "
@@ -28,6 +30,8 @@ _TRANSFORMERS_NOTE = (
     "transformers: use version 4 (tested with 4.57.6) and compressed-tensors 0.13 or later; 0.12 refuses this config. "
     "transformers 5 (tested with 5.23.0) drops the global scale of NVFP4 experts while loading, and answers wrongly."
 )
+=======
+>>>>>>> wt-ease
 _ENGINE_NAMES = {"modelopt": "`modelopt`", "compressed-tensors": "`compressed-tensors` (nvfp4-pack-quantized)"}
 
 
@@ -88,13 +92,6 @@ class CardFacts:
     def base(self) -> str:
         link = f"[{self.base_model}](https://huggingface.co/{self.base_model})"
         return link if self.base_model else self.model_kind
-
-    @property
-    def tensor_parallel(self) -> int:
-        """The largest usual size at which the kernels of every engine take the experts without padding."""
-        text = cast(Mapping[str, Any], self.config.get("text_config") or self.config)
-        width = int(text.get("moe_intermediate_size") or 0)
-        return next((size for size in _TP_SIZES if width and width % (64 * size) == 0), 1)
 
 
 def build_card(facts: CardFacts) -> str:
@@ -206,7 +203,7 @@ def _decibels(sqnr_db: float | None) -> str:
 
 
 def _serving(facts: CardFacts) -> str:
-    size, repo = facts.tensor_parallel, facts.repo
+    size, repo = tensor_parallel_size(facts.config), facts.repo
     vllm = f"vllm serve {repo} \\\n    --tensor-parallel-size {size} --trust-remote-code"
     sglang = f"python3 -m sglang.launch_server --model-path {repo} \\\n    --tp {size} --trust-remote-code"
     marlin = "--moe-runner-backend marlin" if facts.needs_marlin else ""

@@ -1,6 +1,7 @@
 """What a run does, in order.
 
 places     where a job reads and writes
+spelling   what is no place, and what was probably meant
 prepare    plan the job, check destination and room; links: none in the way of what will be written
 machine    devices, threads, memory; room: disk
 execute    THE executor

@@ -8,6 +8,8 @@ from k2convert.models.names import Architecture
 
 MAX_COUNT: Final = 100_000  # layers and experts are enumerated, so an absurd count would take all memory
 
+_TENSOR_PARALLEL_SIZES: Final = (8, 4, 2)
+
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the language model's part of config.json: `text_config` of a multimodal model, else the whole."""
@@ -40,6 +42,14 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         hidden_size=count("hidden_size"),
         moe_intermediate_size=count("moe_intermediate_size"),
     )
+
+
+def tensor_parallel_size(config: Mapping[str, Any]) -> int:
+    """Return the largest usual number of GPUs at which every engine's kernels take the experts without padding."""
+    width = text_config(config).get("moe_intermediate_size")
+    if not isinstance(width, int):
+        return 1
+    return next((size for size in _TENSOR_PARALLEL_SIZES if width and width % (64 * size) == 0), 1)
 
 
 def find_quantization_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:

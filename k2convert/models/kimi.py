@@ -1,7 +1,8 @@
 """The Kimi K2 family: tensor names, prefixes, and how engines name its modules. The only file that knows Kimi.
 
 Names are those of moonshotai's releases. K2-Thinking has the language model under `model.`. K2.5, K2.6 and K2.7-Code
-have it under `language_model.model.`, next to `vision_tower.` and `mm_projector.`.
+have it under `language_model.model.`, next to `vision_tower.` and `mm_projector.`. All three state model_type kimi_k25;
+the language model's own, in text_config, is kimi_k2 or deepseek_v3.
 """
 
 import re
@@ -85,7 +86,7 @@ def _is_not_wrapped(config: Mapping[str, Any]) -> bool:
     return not _is_wrapped(config)
 
 
-def _family(name: str, *, recipe: str, prefix: str, has_vision: bool, naming: EngineNaming) -> Family:
+def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision: bool, naming: EngineNaming) -> Family:
     return Family(
         name=name,
         title="Kimi K2",
@@ -100,6 +101,7 @@ def _family(name: str, *, recipe: str, prefix: str, has_vision: bool, naming: En
         read_architecture=read_architecture,
         matches_config=_is_wrapped if has_vision else _is_not_wrapped,
         unconverted=partial(_unconverted, has_vision),
+        model_types=(model_type,),
         card=ModelCardFacts(
             model_kind="a Kimi K2 model",
             kept=("attention", "router", "embeddings and output head"),
@@ -119,6 +121,7 @@ K2_THINKING: Final = _family(
     "kimi-k2-thinking",
     recipe="kimi-k2-thinking-nvfp4",
     prefix=_TEXT_PREFIX,
+    model_type="kimi_k2",
     has_vision=False,
     naming=EngineNaming(),
 )
@@ -131,6 +134,7 @@ K2_5: Final = _family(
     "kimi-k2.5",
     recipe="kimi-k2.5-nvfp4",
     prefix=_WRAPPED_PREFIX,
+    model_type="kimi_k25",
     has_vision=True,
     naming=EngineNaming(
         wrapper=_WRAPPER,

@@ -4,6 +4,7 @@ A recipe names roles, never regular expressions. Unknown keys are refused: a mis
 result without a message.
 """
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -96,6 +97,14 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
+def recipe_purpose(name: str) -> str:
+    """Return whom a shipped recipe serves: the first sentence of the comment at the top of its file, or nothing."""
+    lines = (recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
+    sentence = comment.split(". ", 1)[0].rstrip(".")
+    return f"{sentence}." if sentence else ""
+
+
 def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
     """Load a recipe by shipped name or by path. `overrides` that are not None replace its fields."""
     path = Path(name_or_path)
@@ -120,12 +129,34 @@ def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
 
 
 def build_recipe(document: dict[str, Any], *, where: str, **overrides: Any) -> Recipe:
-    """Check a recipe document; raises RecipeError naming file, key and what is allowed."""
-    merged = document | {key: value for key, value in overrides.items() if value is not None}
+    """Check a recipe document; raises RecipeError naming file, key and what is allowed.
+
+    If the document alone is correct, the message names the overrides, not the document.
+    """
+    given = {key: value for key, value in overrides.items() if value is not None}
     try:
-        return Recipe.model_validate(merged)
+        return Recipe.model_validate(document | given)
     except ValidationError as error:
+        if given and _is_recipe(document):
+            where = ", ".join(f"{key} {value}" for key, value in given.items())
         raise RecipeError(f"{where}: {_explain(error)}") from None
+
+
+def _is_recipe(document: dict[str, Any]) -> bool:
+    try:
+        Recipe.model_validate(document)
+    except ValidationError:
+        return False
+    return True
+
+
+def input_scale_problem(value: float) -> str:
+    """Return why `value` cannot be an activation scale; empty if it can."""
+    try:
+        InputScale(gate_up=value)
+    except ValidationError as error:
+        return error.errors()[0]["msg"].removeprefix("Value error, ")
+    return ""
 
 
 def _explain(error: ValidationError) -> str:
