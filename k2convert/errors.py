@@ -6,6 +6,10 @@ this tree without a traceback. Any other exception keeps its traceback, because 
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from reprlib import Repr
+from typing import Final
+
+MAX_QUOTED: Final = 80
 
 
 class K2ConvertError(Exception):
@@ -83,6 +87,29 @@ class InvalidCheckpointError(K2ConvertError, ValueError):
 
 class HubError(K2ConvertError, OSError):
     """The Hub refused or failed. The message says what to do."""
+
+
+_QUOTE: Final = Repr()
+_QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = MAX_QUOTED
+
+
+def quoted(value: object) -> str:
+    """Return a value from a file, the network or the command line as a message shows it.
+
+    It is the value's repr on one line, cut to 80 characters, however long or deep the value is.
+    """
+    return cut(_QUOTE.repr(value), MAX_QUOTED)
+
+
+def cut(text: str, limit: int = 300) -> str:
+    """Return what another program said, on one line and cut to `limit` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def shortened(text: str) -> str:
+    """Return a name as it is if it is plain text of at most 80 characters, else `quoted`."""
+    return text if len(text) <= MAX_QUOTED and text.isprintable() else quoted(text)
 
 
 @contextmanager
