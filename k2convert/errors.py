@@ -1,7 +1,8 @@
 """The error tree. Each class also inherits the standard error it corresponds to, so callers may catch either.
 
 Messages are for the person at the terminal: what is wrong, where (file, tensor), what to do. The command line prints
-this tree without a traceback. Any other exception keeps its traceback, because it is a bug of k2convert.
+this tree without a traceback, and what the machine refuses (cli/failures.py). Any other exception keeps its traceback,
+because it is a bug of k2convert.
 """
 
 from collections.abc import Generator

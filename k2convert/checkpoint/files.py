@@ -56,8 +56,9 @@ def parse_json(text: str) -> Any:
             json.dumps(document, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    except UnicodeEncodeError:
-        raise ValueError("a string has half of a surrogate pair") from None
+    except UnicodeEncodeError as error:
+        near = error.object[max(error.start - 60, 0) : error.start + 10]
+        raise ValueError(f"half of a surrogate pair in {quoted(near)}") from None
     return document
 
 
