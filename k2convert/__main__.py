@@ -2,13 +2,20 @@
 
 import sys
 
-from k2convert.cli.interrupts import Interrupted, catch_interrupts, release_interrupts, say_interrupted
+from k2convert.cli.interrupts import (
+    Interrupted,
+    catch_interrupts,
+    release_interrupts,
+    report_unraisable,
+    say_interrupted,
+)
 
 
 def main() -> None:
     """Run the command line; see `k2convert.cli.app.main`."""
     try:
         catch_interrupts()
+        sys.unraisablehook = report_unraisable
         from k2convert.cli.app import main
 
         main()
