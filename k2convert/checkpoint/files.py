@@ -20,10 +20,13 @@ from k2convert.errors import (
     K2ConvertError,
     MalformedFileError,
     SourceReadError,
+    quoted,
 )
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 PIECE_BYTES: Final = 1 << 20
+MAX_SMALL_FILE_BYTES: Final = 64 << 20  # the largest of a Kimi checkpoint, the index of its NVFP4 form, has about 33 MB
+MAX_NESTING: Final = 100  # a deeper document would exhaust the stack of whoever walks it; real ones have ten levels
 
 Content = bytes | Path
 """What to write: bytes, or the bytes of another file, which is copied in pieces."""
@@ -45,18 +48,27 @@ def check_plain_file(path: Path) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; raises ValueError that says why it is not JSON, or DuplicateKeyError."""
+    """Parse JSON; raises ValueError that says why it is not JSON, or DuplicateKeyError.
+
+    A lone surrogate (\\ud800) is refused: JSON can spell it, but it is not text, and no file or terminal can hold it.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        document = json.loads(text, object_pairs_hook=_unique_keys)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(document, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError as error:
+        near = error.object[max(error.start - 60, 0) : error.start + 10]
+        raise ValueError(f"half of a surrogate pair in {quoted(near)}") from None
+    return document
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
-        raise DuplicateKeyError(f"duplicate key {next(k for k, _ in pairs if k in seen or seen.add(k))!r}")
+        raise DuplicateKeyError(f"duplicate key {quoted(next(k for k, _ in pairs if k in seen or seen.add(k)))}")
     return result
 
 
@@ -70,14 +82,30 @@ def parse_json_object(text: str, *, where: str) -> dict[str, Any]:
         raise MalformedFileError(f"{where}: not JSON ({error}).") from None
     if not isinstance(document, dict):
         raise MalformedFileError(f"{where}: not a JSON object.")
+    if _is_deep(cast(dict[str, Any], document)):
+        raise MalformedFileError(f"{where}: not JSON that any tool writes (nested more than {MAX_NESTING} levels).")
     return cast(dict[str, Any], document)
+
+
+def _is_deep(document: dict[str, Any]) -> bool:
+    level: list[Any] = [document]
+    for _ in range(MAX_NESTING):
+        inner = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+    return bool(level)
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Read one JSON object from a regular file; raises MalformedFileError, or SourceReadError if reading fails."""
     try:
         check_plain_file(path)
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            raw = file.read(MAX_SMALL_FILE_BYTES + 1)
+        if len(raw) > MAX_SMALL_FILE_BYTES:
+            raise MalformedFileError(
+                f"{path}: larger than {MAX_SMALL_FILE_BYTES:,} bytes, which no file of its kind is."
+            )
+        text = raw.decode("utf-8")
     except FileNotFoundError:
         raise MalformedFileError(f"{path}: missing.") from None
     except OSError as error:

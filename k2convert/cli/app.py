@@ -5,15 +5,16 @@ Heavy libraries are imported inside the commands, so that `--help` answers at on
 
 import gc
 import os
-import signal
 import sys
+from io import TextIOWrapper
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
 from k2convert import __version__
+from k2convert.cli.failures import explain
+from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrupted
 from k2convert.cli.options import (
     DestinationArgument,
     FolderArgument,
@@ -213,59 +214,47 @@ def recipes(as_json: JsonOption = False) -> None:
         show_recipe(recipe, purpose)
 
 
-class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM. Not a KeyboardInterrupt, which the argument parser would turn into exit code 1."""
-
-
-def _interrupt(_signal: int, frame: FrameType | None) -> None:
-    """Raise Interrupted, but not during an import: try again 10 ms later.
-
-    Compiled modules swallow an exception that ends one of their imports, and go on with half a module. A test in
-    tests/job/test_resume.py shows it.
-    """
-    while frame is not None and frame.f_code is not main.__code__:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
-            return
-        frame = frame.f_back
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    raise Interrupted
-
-
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
     gc.disable()  # a plan is hundreds of thousands of objects without cycles: scanning them doubles the planning time
-    _fill_closed_streams()
+    _prepare_streams()
     try:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):  # SIGALRM is a delayed interrupt
-            signal.signal(number, _interrupt)
+        catch_interrupts()
         app(args=arguments)
     except Interrupted:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)  # a second interrupt ends the process at once
-        _say("interrupted: finished shards are kept; the same command resumes", as_error=False)
-        sys.exit(130)
+        sys.exit(say_interrupted())
     except InvalidCheckpointError as error:
-        _say(str(error), as_error=True)
+        _say(str(error))
         sys.exit(3)
     except K2ConvertError as error:
-        _say(str(error), as_error=True)
+        _say(str(error))
+        sys.exit(1)
+    except Exception as error:
+        line = explain(error)
+        if line is None:
+            raise
+        _say(line)
         sys.exit(1)
     sys.exit(0)
 
 
-def _fill_closed_streams() -> None:
-    """Replace each stream that the caller closed: otherwise a shard's file could get the descriptor of stdout."""
+def _prepare_streams() -> None:
+    """Replace each stream that the caller closed: otherwise a shard's file could get the descriptor of stdout.
+
+    A character that a stream cannot encode is written as an escape.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - open until the process ends
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
-def _say(message: str, *, as_error: bool) -> None:
-    from k2convert.cli import console
+def _say(message: str) -> None:
+    try:
+        from k2convert.cli import console
 
-    (console.print_error if as_error else console.print_note)(message)
-
-
-if __name__ == "__main__":
-    main()
+        console.print_error(message)
+    except (MemoryError, ImportError):
+        sys.stderr.write(f"error: {message}\n")

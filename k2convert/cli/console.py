@@ -46,16 +46,17 @@ def _on_stdout() -> Generator[None]:
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document on stdout."""
+    """Print one JSON document on stdout, in ASCII if stdout takes nothing else."""
+    takes_all = (sys.stdout.encoding or "").lower().startswith("utf")
     with _on_stdout():
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not takes_all) + "\n")
 
 
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
 ) -> None:
     """Print a table on stdout. Columns are right-aligned, except those in `left`."""
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(title=Text(title), title_justify="left", show_edge=False, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i in left else "right", overflow="fold")
     for row in rows:

@@ -20,8 +20,6 @@ ROLE_NAMES = {
     "dense_mlp": "dense MLP of the first layers",
     "total": "all converted weights",
 }
-<<<<<<< HEAD
-_TP_SIZES = (8, 4, 2)
 _MARLIN_NOTE = (
     "SGLang 0.5.23 needs `--moe-runner-backend marlin` here. Without it, SGLang treats this checkpoint as W4A4 and "
     "rounds activations to 4 bits, with input scales of 1.0."
@@ -30,8 +28,6 @@ _TRANSFORMERS_NOTE = (
     "transformers: use version 4 (tested with 4.57.6) and compressed-tensors 0.13 or later; 0.12 refuses this config. "
     "transformers 5 (tested with 5.23.0) drops the global scale of NVFP4 experts while loading, and answers wrongly."
 )
-=======
->>>>>>> wt-ease
 _ENGINE_NAMES = {"modelopt": "`modelopt`", "compressed-tensors": "`compressed-tensors` (nvfp4-pack-quantized)"}
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import PlanError
+from k2convert.errors import PlanError, quoted
 from k2convert.models import kimi
 from k2convert.models.names import Family, ModulePlace, TensorName
 
@@ -27,7 +27,7 @@ def find_family(name: str) -> Family:
     for family in FAMILIES:
         if family.name == name:
             return family
-    raise PlanError(f"unknown family {name!r}; known: {', '.join(sorted(f.name for f in FAMILIES))}")
+    raise PlanError(f"unknown family {quoted(name)}; known: {', '.join(sorted(f.name for f in FAMILIES))}")
 
 
 def detect_family(checkpoint: Checkpoint) -> Family:
@@ -113,10 +113,6 @@ def parse_tensor_names(checkpoint: Checkpoint, *, family: Family) -> dict[str, T
 def locate_module(module: str) -> ModulePlace | None:
     """Return the place of a module in any known model; None if no family has it."""
     for family in FAMILIES:
-        try:
-            place = family.classify(module)
-        except ValueError:  # a number with more digits than int() accepts
-            return None
-        if place is not None:
+        if (place := family.classify(module)) is not None:
             return place
     return None

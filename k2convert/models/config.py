@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from k2convert.errors import PlanError
+from k2convert.errors import PlanError, quoted
 from k2convert.models.names import Architecture
 
 MAX_COUNT: Final = 100_000  # layers and experts are enumerated, so an absurd count would take all memory
@@ -24,7 +24,9 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     def count(key: str, default: int | None = None) -> int:
         value = text.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise PlanError(f"{where}: config.json: {key} is {value!r}, expected a count. Use the model's own config.")
+            raise PlanError(
+                f"{where}: config.json: {key} is {quoted(value)}, expected a count. Use the model's own config."
+            )
         if value > MAX_COUNT:
             raise PlanError(
                 f"{where}: config.json: {key} is more than {MAX_COUNT:,}, which no model has. "

@@ -19,8 +19,9 @@ _WRAPPED_PREFIX: Final = _WRAPPER + _TEXT_PREFIX
 _LEGACY_PREFIX: Final = "language_model.layers."
 _LANGUAGE_PARTS: Final = ("layers.", "embed_tokens.", "norm.")
 
-_LAYER: Final = re.compile(r"layers\.(\d+)\.(.+)")
-_EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
+_NUMBER: Final = "(0|[1-9][0-9]{0,5})"  # no model has more layers or experts
+_LAYER: Final = re.compile(rf"layers\.{_NUMBER}\.(.+)")
+_EXPERT: Final = re.compile(rf"mlp\.experts\.{_NUMBER}\.(gate|up|down)_proj")
 _SHARED: Final = re.compile(r"mlp\.shared_experts\.(gate|up|down)_proj")
 _DENSE: Final = re.compile(r"mlp\.(gate|up|down)_proj")
 

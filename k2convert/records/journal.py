@@ -46,6 +46,8 @@ from k2convert.errors import (
     LockedError,
     MalformedFileError,
     ResumeError,
+    quoted,
+    shortened,
 )
 from k2convert.records.checksum import seal, unseal
 from k2convert.records.fingerprint import fingerprint_digest
@@ -136,7 +138,9 @@ class Journal:
             return []
         old, new = found.fingerprint, job.fingerprint
         if different := [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]:
-            changes = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in different)
+            changes = "; ".join(
+                f"{shortened(key)} was {quoted(old.get(key))}, now {quoted(new.get(key))}" for key in different[:5]
+            )
             raise ResumeError(
                 f"{self.destination}: holds a different job: {changes}. Choose a different folder, or delete this one "
                 "to start over."
@@ -328,7 +332,7 @@ def _read_record(path: Path) -> tuple[ShardRecord, bool]:
         document, is_sealed = unseal(read_json_file(path))
         record = ShardRecord.from_dict(document)
         if f"{record.shard}.json" != path.name:
-            raise ValueError(f"shard is {record.shard!r}")
+            raise ValueError(f"shard is {quoted(record.shard)}")
     except MalformedFileError:
         raise CheckpointError(f"{path}: damaged. {remedy}") from None
     except ValueError as error:

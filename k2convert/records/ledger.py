@@ -17,7 +17,7 @@ from k2convert import __version__
 from k2convert.checkpoint.files import dump_json, mapping_or_empty, read_json_file
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.errors import CheckpointError, RecipeError, remedy
+from k2convert.errors import CheckpointError, RecipeError, remedy, shortened
 from k2convert.plan.plan import Plan
 from k2convert.plan.recipe import Recipe, build_recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metrics, total_metrics
@@ -213,11 +213,11 @@ def _parse_shards(entries: dict[str, Any], problems: list[str]) -> dict[str, Led
         stated = mapping_or_empty(entry)
         digest, size, count = stated.get("blake3"), stated.get("bytes"), stated.get("tensors", 0)
         if PurePosixPath(name).name != name:
-            problems.append(f"shards: {name}: not a file name")
+            problems.append(f"shards: {shortened(name)}: not a file name")
         elif isinstance(digest, str) and type(size) is int and size >= 0:
             shards[name] = LedgerShard(digest, size, count if type(count) is int else 0)
         else:
-            problems.append(f"shards: {name}: no blake3 and bytes")
+            problems.append(f"shards: {shortened(name)}: no blake3 and bytes")
     return shards
 
 
@@ -225,7 +225,7 @@ def _parse_totals(stated: dict[str, Any], problems: list[str]) -> dict[str, Weig
     totals: dict[str, WeightMetrics] = {}
     for role, metrics in stated.items():
         try:
-            check_metrics(mapping_or_empty(metrics), where=f"totals.{role}")
+            check_metrics(mapping_or_empty(metrics), where=f"totals.{shortened(role)}")
             totals[role] = WeightMetrics.from_dict(mapping_or_empty(metrics))
         except (ValueError, TypeError) as error:
             problems.append(str(error))
