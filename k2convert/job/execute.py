@@ -91,6 +91,10 @@ def _open_uploads(job: Job, journal: Journal) -> Uploads | None:
     branch.open()
     uploads = Uploads(branch, journal, {})
     uploads.restore(job.digest)
+    if num_unchecked := sum(not uploads.is_checked(name) for name in uploads.records):
+        job.hub.notify(
+            f"{num_unchecked} finished shards were not compared with the source by an earlier run: they are made again"
+        )
     return uploads
 
 
@@ -156,12 +160,18 @@ def _run_pipeline(
 def _remaining(
     job: Job, journal: Journal, uploads: Uploads | None, records: dict[str, ShardRecord]
 ) -> tuple[list[Item], list[Item]]:
-    """Return the items to convert, and those that only have to be uploaded."""
+    """Return the items to convert, and those that only have to be uploaded.
+
+    A shard for the Hub is converted again if its record does not say that it was compared with the source.
+    """
     items: list[Item] = []
     to_upload: list[Item] = []
     for item in job.items:
         record = records.get(item.name)
-        if uploads is not None and uploads.has_arrived(item.name):
+        if uploads is not None and not uploads.is_checked(item.name):
+            remove_file(job.destination.folder / item.name)
+            items.append(item)
+        elif uploads is not None and uploads.has_arrived(item.name):
             remove_file(job.destination.folder / item.name)
         elif record is None or not journal.has_file(record):
             items.append(item)

@@ -13,12 +13,13 @@ from threading import Event
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_json_file
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, REPORT_PICTURE_NAME
 from k2convert.checkpoint.page_cache import leave_cache
+from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.errors import HubError, InvalidCheckpointError, MissingDependencyError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
 from k2convert.hub.card import ROLE_NAMES, CardFacts, build_card
 from k2convert.hub.client import Hub, RepoRef, check_endpoint
 from k2convert.hub.preflight import Target, check_target
-from k2convert.hub.source import RemoteRepo, read_file, resolve_source
+from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
 from k2convert.job.machine import release_buffers
 from k2convert.job.pipeline import Pipeline, Stages
@@ -31,9 +32,9 @@ from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.report import write_report
-from k2convert.validate.contract.streamed import check_streamed
-from k2convert.validate.results import ValidationReport, validation_document
-from k2convert.validate.validation import validate_checkpoint
+from k2convert.validate.contract.streamed import check_streamed, decoded_errors
+from k2convert.validate.results import ValidationReport, WeightsReport, validation_document
+from k2convert.validate.validation import compare_journal, validate_checkpoint
 
 
 class UnservableError(InvalidCheckpointError):
@@ -47,15 +48,15 @@ class UnservableError(InvalidCheckpointError):
 def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> str:
     """Check the contract on a job's result, and commit shards and files to main; returns the commit's id.
 
-    `names` are the files next to the shards. The shards are on the work branch: what their scans found is checked.
-    Raises UnservableError if a rule fails; main is not changed then.
+    `names` are the files next to the shards. The shards are on the work branch: their scans and comparisons with the
+    source are checked. Raises UnservableError if a rule fails; main is not changed then.
     """
     folder = job.destination.folder
-    scans = [upload.scan for upload in uploads.uploads.values()]
-    contract = check_streamed(folder, headers=output_headers(job.plan), scans=scans)
-    validation = ValidationReport(str(folder), contract, weights=None, layers=None, comparison=None)
+    if job.source.remote is not None:
+        _check_small_files(job.source.checkpoint.folder, job.source.remote)
+    validation = _validate_streamed(job, uploads)
     if not validation.passed:
-        failed = ", ".join(map(str, contract.failed))
+        failed = ", ".join(map(str, validation.contract.failed)) or "none, but decoded weights differ"
         raise UnservableError(
             f"{target.repo}: the result does not validate (rules {failed}), so main was not changed. The shards are on "
             f"the branch {uploads.branch.name}.",
@@ -64,6 +65,42 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     files: dict[str, Path | bytes] = {name: folder / name for name in names}
     extra = card_files(folder, repo=target.repo, base_model=job.source.repo, source=job.card, validation=validation)
     return uploads.commit_to_main(files=files | extra, message=_commit_message(target.repo))
+
+
+def _check_small_files(folder: Path, remote: RemoteRepo) -> None:
+    """Compare the copies of a remote source's small files with the hashes that the Hub lists (HubError)."""
+    for relative in list_sidecars(folder):
+        file = remote.files.get(relative.as_posix())
+        if file is None or not matches(folder / relative, file):
+            raise HubError(
+                f"{folder / relative}: differs from the file of {remote.repo}, so main was not changed. Run the same "
+                "command again: the file is fetched again."
+            )
+
+
+def _validate_streamed(job: Job, uploads: Uploads) -> ValidationReport:
+    """Check all rules, with the source, from what was found while the shards were converted and uploaded."""
+    folder, records = str(job.destination.folder), uploads.records.values()
+    checks = [record.checked for record in records if record.checked is not None and record.is_checked]
+    contract = check_streamed(
+        job.destination.folder,
+        headers=output_headers(job.plan),
+        scans=[upload.scan for upload in uploads.uploads.values()],
+        source=job.source.checkpoint,
+        checks=checks,
+    )
+    errors = {module: error for check in checks for module, error in decoded_errors(check).items()}
+    recorded = {projection.module: projection for record in records for projection in record.projections}
+    mismatches, compared = compare_journal(recorded, errors)
+    weights = WeightsReport(
+        errors=errors,
+        roles={module: recorded[module].role for module in errors},
+        journal_mismatches=tuple(mismatches),
+        journal_compared=compared,
+        decoder_mismatches=(),
+        decoder_compared=0,
+    )
+    return ValidationReport(folder, contract, weights=weights, layers=None, comparison=None)
 
 
 def _commit_message(repo: str) -> str:

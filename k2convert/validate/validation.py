@@ -124,7 +124,7 @@ def _measure(
         scan = scan_shards(subject, shard_visitor=visitor, tensor_visitor=measurer, events=events)
         checked = measurer.results()
     errors = {module: found.error for module, found in checked.items()}
-    mismatches, compared = _compare_journal(recorded, errors)
+    mismatches, compared = compare_journal(recorded, errors)
     weights = WeightsReport(
         errors=errors,
         roles={name: subject.modules[name].parts.role for name in errors},
@@ -269,7 +269,7 @@ class _Measurer:
         return {found.module: found for future in self._pending for found in future.result()}
 
 
-def _compare_journal(
+def compare_journal(
     recorded: Mapping[str, ProjectionRecord], errors: Mapping[str, DecodedError]
 ) -> tuple[list[str], int]:
     """Compare recorded with measured figures; return the modules that differ, and how many were compared."""

@@ -56,7 +56,10 @@ class Piece:
 
 @dataclass(slots=True)
 class ScanResult:
-    """What the pass found, by the names that tensors should have (see Subject)."""
+    """What the pass found, by the names that tensors should have (see Subject).
+
+    `compared` are the copied tensors that were compared with the source; None if the pass compared all of them.
+    """
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
     invalid_scales: dict[str, int] = field(default_factory=dict[str, int])
@@ -64,6 +67,7 @@ class ScanResult:
     zero_blocks_with_codes: dict[str, int] = field(default_factory=dict[str, int])
     scalars: dict[str, bytes] = field(default_factory=dict[str, bytes])
     different: dict[str, int] = field(default_factory=dict[str, int])
+    compared: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
