@@ -53,6 +53,7 @@ def _publish(publication: Publication, *, quiet: bool) -> str:
     total_bytes = publication.ledger.num_bytes
     with Display("validate", total_bytes=total_bytes, quiet=quiet) as display:
         validation, hashes = validate_publication(publication, events=display)
+    console.print_note(validation.contract.summary)
     with Display("publish", total_bytes=total_bytes, quiet=quiet) as display:
         return publish_folder(publication, validation, hashes, events=display)
 

@@ -11,7 +11,7 @@ from k2convert.cli import console
 from k2convert.cli.options import RunOptions, check_kv_cache, parse_size, recipe_overrides
 from k2convert.cli.progress import Display
 from k2convert.cli.serving import print_serve
-from k2convert.cli.validation_view import show_validation
+from k2convert.cli.validation_view import contract_counts, show_validation
 from k2convert.cli.views import plan_document, run_document, show_plan, show_run, verification_line
 from k2convert.errors import HubError, missing_module
 from k2convert.hub.branch import Branch, branch_name
@@ -140,10 +140,14 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
                 "repo": job.destination.repo,
                 "commit": outcome.commit,
             }
+            if outcome.validation is not None:
+                document["contract"] = contract_counts(outcome.validation.contract)
         console.print_json(document)
         return
     show_run(job, totals, seconds)
     if outcome.commit is not None:
+        if outcome.validation is not None:
+            console.print_line(outcome.validation.contract.summary)
         show_commit(job.hub, job.destination, outcome.commit)
     elif job.plan.recipe.target == "nvfp4":
         given = () if job.uses_hub else ("--source", options.source)

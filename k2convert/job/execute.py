@@ -35,14 +35,16 @@ from k2convert.job.verify import shards_to_hash, verify_shards
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
+from k2convert.validate.results import ValidationReport
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished job left: every shard's record, and main's commit if the result went to the Hub."""
+    """What a finished job left: every shard's record; main's commit and the findings if the result went to the Hub."""
 
     records: dict[str, ShardRecord]
     commit: str | None
+    validation: ValidationReport | None = None
 
 
 def execute(job: Job, *, events: Events = SILENT) -> Outcome:
@@ -71,7 +73,7 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
         if uploads is None or job.target is None:
             return Outcome(records, None)
         machine.release_buffers()
-        return Outcome(records, publish_result(job, job.target, uploads, names))
+        return Outcome(records, *publish_result(job, job.target, uploads, names))
 
 
 def _check_work_folder(folder: Path) -> None:

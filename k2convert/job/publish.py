@@ -45,8 +45,8 @@ class UnservableError(InvalidCheckpointError):
         self.validation = validation
 
 
-def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> str:
-    """Check the contract on a job's result, and commit shards and files to main; returns the commit's id.
+def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> tuple[str, ValidationReport]:
+    """Check the contract on a job's result, and commit shards and files to main; returns the commit and the findings.
 
     `names` are the files next to the shards. The shards are on the work branch: their scans and comparisons with the
     source are checked. Raises UnservableError if a rule fails; main is not changed then.
@@ -64,7 +64,7 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         )
     files: dict[str, Path | bytes] = {name: folder / name for name in names}
     extra = card_files(folder, repo=target.repo, base_model=job.source.repo, source=job.card, validation=validation)
-    return uploads.commit_to_main(files=files | extra, message=_commit_message(target.repo))
+    return uploads.commit_to_main(files=files | extra, message=_commit_message(target.repo)), validation
 
 
 def _check_small_files(folder: Path, remote: RemoteRepo) -> None:
@@ -135,6 +135,7 @@ def card_files(
         has_vision=family.has_vision,
         rule_summary=rule.summary,
         has_power_of_two_scale=rule.has_power_of_two_scale,
+        checked=validation.contract.summary,
     )
     return files | {CARD_NAME: build_card(facts).encode()}
 

@@ -87,6 +87,8 @@ class ShardRecord:
         stated["projections"] = tuple(ProjectionRecord(**p) for p in stated["projections"])
         if stated["checked"] is not None:
             stated["checked"] = SourceCheck.from_dict(stated["checked"])
+            if stated["checked"].decoded.keys() != {p.module for p in stated["projections"]}:
+                raise ValueError("checked and projections name different modules")
         return cls(**stated)
 
 

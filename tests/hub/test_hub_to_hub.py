@@ -12,7 +12,7 @@ import yaml
 from faults import Fault
 from hub_cli import HubCli
 from loopback import TOKEN, LoopbackHub
-from published import assert_published
+from published import WITHOUT_SOURCE, assert_published
 
 from k2convert.job import execute
 from k2convert.job.shard import ShardTask
@@ -97,7 +97,8 @@ def test_publish_sends_a_finished_folder_and_keeps_it(server: LoopbackHub, hub_c
         "commit": server.store.repos["me/out"].refs["main"],
         "private": True,
     }
-    assert_published(server, local_result)
+    assert_published(server, local_result, checked=WITHOUT_SOURCE)
+    assert WITHOUT_SOURCE in " ".join(done.stderr.split())
     assert server.store.read("me/out", "k2convert.json") == (local_result / "k2convert.json").read_bytes()
     assert all((local_result / name).exists() for name in SHARDS)
 

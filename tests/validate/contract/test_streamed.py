@@ -3,26 +3,64 @@
 import hashlib
 import json
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from converted import check
 
-from k2convert.checkpoint.header import TensorInfo, read_header
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
+from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.reader import Bytes, ShardReader
+from k2convert.job import execute
+from k2convert.job.places import Destination, Source
+from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.job.uploads import ShardHashes
+from k2convert.records.shard_record import ShardRecord, SourceCheck
 from k2convert.validate.contract.streamed import check_streamed, scan_shard
+from k2convert.validate.validation import validate_checkpoint
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole local result of `source`, its headers, and the comparisons of its shards with the source."""
+
+    folder: Path
+    source: Checkpoint
+    headers: dict[str, ShardHeader]
+    checks: list[SourceCheck]
+
+    def check(self, folder: Path, scans: list[dict[str, Any]], checks: list[SourceCheck] | None = None) -> Any:
+        """Check the rules on a folder without shards."""
+        found = self.checks if checks is None else checks
+        return check_streamed(folder, headers=self.headers, scans=scans, source=self.source, checks=found)
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from k2convert.cli.app import main
+def result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A local result, and the records of the same shards as a job for the Hub writes them."""
+    folder, again = tmp_path_factory.mktemp("streamed") / "out", tmp_path_factory.mktemp("again")
+    tasks: list[ShardTask] = []
 
-    folder = tmp_path_factory.mktemp("streamed") / "out"
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", str(tiny), str(folder)])
-    assert stopped.value.code == 0
-    return folder
+    def remember(task: ShardTask, **options: Any) -> ShardRecord:
+        tasks.append(task)
+        return convert_shard(task, **options)
+
+    with pytest.MonkeyPatch.context() as during:
+        during.setattr(execute, "convert_shard", remember)
+        source = open_checkpoint(tiny)
+        recipe = choose_recipe(source, None, {})
+        job = prepare(source=Source(source), destination=Destination(folder), recipe=recipe, device="cpu")
+        execute.execute(job)
+    records = [convert_shard(replace(task, destination=again, for_upload=True)) for task in tasks]
+    checks = [record.checked for record in records if record.checked is not None]
+    return Result(folder, source, {path.name: read_header(path) for path in folder.glob("*.safetensors")}, checks)
+
+
+@pytest.fixture(scope="module")
+def whole(result: Result) -> Path:
+    return result.folder
 
 
 def without_shards(folder: Path, target: Path) -> Path:
@@ -30,35 +68,48 @@ def without_shards(folder: Path, target: Path) -> Path:
     return target
 
 
-def test_scans_of_single_shards_give_the_whole_folders_verdict(whole: Path, tmp_path: Path) -> None:
-    shards = sorted(whole.glob("*.safetensors"))
-    scans = [json.loads(json.dumps(scan_shard(whole, shard.name))) for shard in shards]
-    headers = {shard.name: read_header(shard) for shard in shards}
-    streamed = check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans)
-    complete = check(whole)
+def test_scans_of_single_shards_give_the_whole_folders_verdict(result: Result, tmp_path: Path) -> None:
+    scans = [json.loads(json.dumps(scan_shard(result.folder, name))) for name in sorted(result.headers)]
+    streamed = result.check(without_shards(result.folder, tmp_path / "left"), scans)
+    complete = validate_checkpoint(folder=result.folder, source=result.source).contract
     assert streamed.passed
+    assert streamed.unchecked == []
     assert streamed.rules == complete.rules
 
 
-def test_a_shard_that_is_not_the_recorded_one_fails(whole: Path, tmp_path: Path) -> None:
-    shards = sorted(whole.glob("*.safetensors"))
+def test_a_shard_that_is_not_the_recorded_one_fails(result: Result, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()
-    for shard in shards:
-        shutil.copyfile(shard, damaged / shard.name)
-    data = bytearray((damaged / shards[2].name).read_bytes())
+    for name in result.headers:
+        shutil.copyfile(result.folder / name, damaged / name)
+    changed = damaged / sorted(result.headers)[2]
+    data = bytearray(changed.read_bytes())
     data[-1] ^= 1
-    (damaged / shards[2].name).write_bytes(data)
-    scans = [scan_shard(damaged, shard.name) for shard in shards]
-    headers = {shard.name: read_header(shard) for shard in shards}
-    assert not check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans).passed
+    changed.write_bytes(data)
+    scans = [scan_shard(damaged, name) for name in result.headers]
+    assert result.check(without_shards(result.folder, tmp_path / "left"), scans).failed == [19]
 
 
-def test_a_missing_scan_fails(whole: Path, tmp_path: Path) -> None:
-    shards = sorted(whole.glob("*.safetensors"))
-    scans = [scan_shard(whole, shard.name) for shard in shards[1:]]
-    headers = {shard.name: read_header(shard) for shard in shards}
-    assert not check_streamed(without_shards(whole, tmp_path / "left"), headers=headers, scans=scans).passed
+def test_a_missing_scan_fails(result: Result, tmp_path: Path) -> None:
+    scans = [scan_shard(result.folder, name) for name in sorted(result.headers)[1:]]
+    assert result.check(without_shards(result.folder, tmp_path / "left"), scans).failed == [19]
+
+
+def test_a_missing_comparison_with_the_source_fails(result: Result, tmp_path: Path) -> None:
+    scans = [scan_shard(result.folder, name) for name in result.headers]
+    left = without_shards(result.folder, tmp_path / "left")
+    for number in range(len(result.checks)):
+        checks = result.checks[:number] + result.checks[number + 1 :]
+        gone = result.checks[number]
+        expected = [*([7] if gone.copied else []), *([18] if gone.decoded else [])]
+        assert result.check(left, scans, checks).failed == expected
+
+
+def test_a_side_file_that_differs_from_the_sources_fails(result: Result, tmp_path: Path) -> None:
+    scans = [scan_shard(result.folder, name) for name in result.headers]
+    left = without_shards(result.folder, tmp_path / "left")
+    (left / "tokenizer_config.json").write_text("{}")
+    assert result.check(left, scans).failed == [17]
 
 
 def test_a_files_sha256_can_be_taken_from_the_scan(whole: Path) -> None:
