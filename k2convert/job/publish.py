@@ -14,10 +14,11 @@ from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_json_file
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, REPORT_PICTURE_NAME
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.sidecars import list_sidecars
-from k2convert.errors import HubError, InvalidCheckpointError, MissingDependencyError, remedy
+from k2convert.errors import CheckpointError, HubError, InvalidCheckpointError, MissingDependencyError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
 from k2convert.hub.card import ROLE_NAMES, CardFacts, build_card
 from k2convert.hub.client import Hub, RepoRef, check_endpoint
+from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
@@ -162,7 +163,10 @@ def report_files(folder: Path, *, validation: ValidationReport) -> dict[str, byt
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A finished local folder and the repository it goes to, checked. `others` are the files next to the shards."""
+    """A finished local folder and the repository it goes to, checked.
+
+    `others` are the files next to the shards, with their sha256 before the validation.
+    """
 
     folder: Path
     ledger: Ledger
@@ -170,7 +174,7 @@ class Publication:
     target: Target
     base_model: str | None
     card: SourceCard
-    others: tuple[Path, ...]
+    others: Mapping[Path, str]
     is_published: bool
 
 
@@ -190,7 +194,7 @@ def prepare_publication(folder: Path, *, repo: str, private: bool, base_model: s
         target=target,
         base_model=base,
         card=accepted_card(hub, card),
-        others=tuple(published_files(folder, set(file_bytes))),
+        others={path: file_sha256(folder / path) for path in published_files(folder, set(file_bytes))},
         is_published=is_published(hub, target, ledger.fingerprint),
     )
 
@@ -230,7 +234,8 @@ def publish_folder(
 ) -> str:
     """Upload what the work branch does not have, then commit everything to main; returns the commit's id.
 
-    The folder keeps its files. Raises HubError if the Hub refuses.
+    The folder keeps its files. Raises CheckpointError if a file changed since the validation, HubError if the Hub
+    refuses.
     """
     folder, ledger, target = publication.folder, publication.ledger, publication.target
     branch = Branch(publication.hub, target, branch_name(ledger.digest))
@@ -246,6 +251,9 @@ def publish_folder(
         else:
             missing.append(Item(upload.name, (), upload.num_bytes))
     _upload_all(missing, _FolderUploads(branch, uploads, events))
+    for path, sha256 in publication.others.items():
+        if file_sha256(folder / path) != sha256:
+            raise CheckpointError(f"{folder / path}: changed after it was validated. Run the same command again.")
     files: dict[str, Path | bytes] = {str(path): folder / path for path in publication.others}
     extra = card_files(
         folder, repo=target.repo, base_model=publication.base_model, source=publication.card, validation=validation

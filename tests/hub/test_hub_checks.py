@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from loopback import LoopbackHub
 from published import ALL_RULES, assert_published
 
 from k2convert.checkpoint.header import read_header
+from k2convert.cli import publish as command
 from k2convert.job import execute
 from k2convert.job.shard import ShardTask
 from k2convert.records.shard_record import ShardRecord
@@ -164,3 +166,30 @@ def test_a_side_file_that_differs_from_the_hubs_stops_the_job(
     assert done.returncode == 1
     assert "tokenizer_config.json: differs from the file of moon/tiny" in " ".join(done.stderr.split())
     assert_nothing_on_main(tiny_on_hub)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [(SHARD, "does not match its recorded hash"), ("tokenizer_config.json", "changed after it was validated")],
+)
+def test_publish_sends_only_what_it_validated(
+    server: LoopbackHub,
+    hub_cli: HubCli,
+    workplace: Path,
+    local_result: Path,
+    name: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(local_result, workplace / "out")
+    send = command.publish_folder
+
+    def change_and_send(*args: Any, **options: Any) -> str:
+        flip(workplace / "out" / name, 5)
+        return send(*args, **options)
+
+    monkeypatch.setattr(command, "publish_folder", change_and_send)
+    done = hub_cli("publish", "out", "--repo", "me/out", "--yes")
+    assert done.returncode == 1
+    assert f"{name}: {words}" in " ".join(done.stderr.split())
+    assert_nothing_on_main(server)
