@@ -57,9 +57,10 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         _check_small_files(job.source.checkpoint.folder, job.source.remote)
     validation = _validate_streamed(job, uploads)
     if not validation.passed:
-        failed = ", ".join(map(str, validation.contract.failed)) or "none, but decoded weights differ"
+        failed = ", ".join(map(str, validation.contract.failed))
+        reason = f"rules {failed}" if failed else "decoded weights differ from the records"
         raise UnservableError(
-            f"{target.repo}: the result does not validate (rules {failed}), so main was not changed. The shards are on "
+            f"{target.repo}: the result does not validate ({reason}), so main was not changed. The shards are on "
             f"the branch {uploads.branch.name}.",
             validation,
         )

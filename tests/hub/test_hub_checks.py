@@ -19,6 +19,8 @@ from k2convert.checkpoint.header import read_header
 from k2convert.cli import publish as command
 from k2convert.job import execute
 from k2convert.job.shard import ShardTask
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.kernels import cpu
 from k2convert.records.shard_record import ShardRecord
 
 JOB = ("run", "moon/tiny", "hf://me/out", "--yes")
@@ -193,3 +195,21 @@ def test_publish_sends_only_what_it_validated(
     assert done.returncode == 1
     assert f"{name}: {words}" in " ".join(done.stderr.split())
     assert_nothing_on_main(server)
+
+
+def test_a_wrong_kernel_stops_the_job(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert = cpu.convert_int4
+
+    def convert_wrongly(weight: Int4Weight, **options: Any) -> Any:
+        result, counts = convert(weight, **options)
+        result.packed.reshape(-1)[7] ^= 0x10
+        return result, counts
+
+    monkeypatch.setattr(cpu, "convert_int4", convert_wrongly)
+    done = hub_cli(*JOB)
+    assert done.returncode == 3
+    assert "decode to a squared error of" in done.stderr
+    assert "The shard was not uploaded. Run the same command again" in " ".join(done.stderr.split())
+    assert_nothing_on_main(tiny_on_hub)

@@ -271,7 +271,8 @@ def test_a_job_continued_with_less_room_keeps_to_it(
         while len(list((work / ".k2convert" / "shards").glob("*.json"))) < len(shards) and process.poll() is None:
             time.sleep(0.01)
         process.kill()
-    (work / ".k2convert" / "download").mkdir(exist_ok=True)
+    shutil.rmtree(work / ".k2convert" / "download", ignore_errors=True)
+    (work / ".k2convert" / "download").mkdir()
     for name in shards[2:]:
         (work / name).unlink()
         (work / ".k2convert" / "shards" / f"{name}.json").unlink()
