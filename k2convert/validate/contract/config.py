@@ -9,7 +9,7 @@ from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYP
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted, shortened
-from k2convert.validate.contract.findings import NEEDS_SOURCE, Findings
+from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.subject import Subject
 
 _ABSENT = object()
@@ -124,7 +124,7 @@ def check_config_unchanged(subject: Subject) -> Findings:
     """Rule 12. Engines read more than the quantization from config.json, and their defaults differ."""
     found = Findings(12)
     if subject.source is None:
-        found.skip(NEEDS_SOURCE)
+        found.skip("needs --source")
     elif subject.config is None:
         found.skip("config.json cannot be read, see rule 11")
     else:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from k2convert.models.names import Role
-from k2convert.validate.contract.findings import NEEDS_SOURCE, Findings
+from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.scan import ScanResult
 from k2convert.validate.contract.subject import Module, Subject
 
@@ -84,7 +84,7 @@ def check_copies(subject: Subject, scan: ScanResult) -> Findings:
     """Rule 7: dtype, shape and bytes of everything that was not converted. Missing tensors are reported by rule 8."""
     found = Findings(7)
     if subject.source is None:
-        found.skip(NEEDS_SOURCE)
+        found.skip("needs --source")
         return found
     compared = 0
     for name, tensor in subject.tensors.items():
@@ -108,7 +108,7 @@ def check_errors(subject: Subject, errors: Mapping[str, TensorError] | None) -> 
     """Rule 18: every converted tensor was measured, and its SQNR is at least the recipe's budget."""
     found = Findings(18)
     if errors is None:
-        found.skip(NEEDS_SOURCE)
+        found.skip("needs --source")
         return found
     if not errors and not subject.converted:
         found.skip("no weight is converted")

@@ -6,7 +6,6 @@ from enum import StrEnum
 from typing import Any
 
 MAX_OFFENDERS = 8
-NEEDS_SOURCE = "needs --source"
 
 
 class Severity(StrEnum):
@@ -153,7 +152,7 @@ class ContractReport:
         if not skipped:
             return f"{total} of {total} rules of the servable contract were checked, with the source."
         reasons = sorted({rule.note for rule in skipped})
-        why = "they compare with the source, and none was given" if reasons == [NEEDS_SOURCE] else "; ".join(reasons)
+        why = "they compare with the source, and none was given" if reasons == ["needs --source"] else "; ".join(reasons)
         return (
             f"{total - len(skipped)} of {total} rules of the servable contract were checked. Not checked: rules "
             f"{', '.join(map(str, self.unchecked))} ({why})."

@@ -8,7 +8,7 @@ from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.names import INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.errors import quoted, shortened
-from k2convert.validate.contract.findings import NEEDS_SOURCE, Findings
+from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.scan import ScanResult
 from k2convert.validate.contract.subject import Subject
 from k2convert.validate.totals import Figures, differing_totals
@@ -80,7 +80,7 @@ def check_sidecars(subject: Subject) -> Findings:
     """Rule 17. Files are compared with the source's and never run. Code that the source does not have is an error."""
     found = Findings(17)
     if subject.source is None:
-        found.skip(NEEDS_SOURCE)
+        found.skip("needs --source")
         return found
     expected = list_sidecars(subject.source.folder)
     for relative in expected:

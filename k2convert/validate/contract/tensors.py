@@ -14,7 +14,7 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
 from k2convert.models.config import text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role
-from k2convert.validate.contract.findings import NEEDS_SOURCE, Findings
+from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.subject import Module, Subject
 
 HIDDEN_ALIGNMENT = 256
@@ -129,7 +129,7 @@ def check_totals(subject: Subject) -> Findings:
     """Rule 8. Experts-only W4A4 keeps the source's tensor bytes: three tensors become four of the same total size."""
     found = Findings(8)
     if subject.source is None:
-        found.skip(NEEDS_SOURCE)
+        found.skip("needs --source")
         return found
     count, size = _expected_totals(subject)
     actual = sum(tensor.num_bytes for tensor in subject.tensors.values())
