@@ -33,9 +33,9 @@ from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.report import write_report
-from k2convert.validate.contract.streamed import check_streamed, decoded_errors
-from k2convert.validate.results import ValidationReport, WeightsReport, validation_document
-from k2convert.validate.validation import compare_journal, validate_checkpoint
+from k2convert.validate.results import ValidationReport, validation_document
+from k2convert.validate.streamed import validate_streamed
+from k2convert.validate.validation import validate_checkpoint
 
 
 class UnservableError(InvalidCheckpointError):
@@ -55,7 +55,13 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     folder = job.destination.folder
     if job.source.remote is not None:
         _check_small_files(job.source.checkpoint.folder, job.source.remote)
-    validation = _validate_streamed(job, uploads)
+    validation = validate_streamed(
+        folder,
+        headers=output_headers(job.plan),
+        scans=[upload.scan for upload in uploads.uploads.values()],
+        source=job.source.checkpoint,
+        records=uploads.records.values(),
+    )
     if not validation.passed:
         failed = ", ".join(map(str, validation.contract.failed))
         reason = f"rules {failed}" if failed else "decoded weights differ from the records"
@@ -78,31 +84,6 @@ def _check_small_files(folder: Path, remote: RemoteRepo) -> None:
                 f"{folder / relative}: differs from the file of {remote.repo}, so main was not changed. Run the same "
                 "command again: the file is fetched again."
             )
-
-
-def _validate_streamed(job: Job, uploads: Uploads) -> ValidationReport:
-    """Check all rules, with the source, from what was found while the shards were converted and uploaded."""
-    folder, records = str(job.destination.folder), uploads.records.values()
-    checks = [record.checked for record in records if record.checked is not None and record.is_checked]
-    contract = check_streamed(
-        job.destination.folder,
-        headers=output_headers(job.plan),
-        scans=[upload.scan for upload in uploads.uploads.values()],
-        source=job.source.checkpoint,
-        checks=checks,
-    )
-    errors = {module: error for check in checks for module, error in decoded_errors(check).items()}
-    recorded = {projection.module: projection for record in records for projection in record.projections}
-    mismatches, compared = compare_journal(recorded, errors)
-    weights = WeightsReport(
-        errors=errors,
-        roles={module: recorded[module].role for module in errors},
-        journal_mismatches=tuple(mismatches),
-        journal_compared=compared,
-        decoder_mismatches=(),
-        decoder_compared=0,
-    )
-    return ValidationReport(folder, contract, weights=weights, layers=None, comparison=None)
 
 
 def _commit_message(repo: str) -> str:

@@ -94,7 +94,7 @@ def _open_check(task: ShardTask, header: bytes, *, file_bytes: int) -> ShardChec
         header,
         shard=task.shard.name,
         file_bytes=file_bytes,
-        layout=task.recipe.layout,
+        recipe=task.recipe,
         source_folder=task.source_folder,
         source_digests=task.header_digests,
     )
@@ -272,7 +272,7 @@ def _check(
     """Compare what is about to be written with the source."""
     step, position = piece.step, piece.position
     if isinstance(step, ConvertStep):
-        check.check_projections(step.members, records, buffers, source=loaded, position=position)
+        check.check_projections(step, records, buffers, source=loaded, position=position)
     else:
         (tensor, begin, _), (data,) = piece.reads[0], buffers
         check.check_copy(tensor, begin, data, position=position)

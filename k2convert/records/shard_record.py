@@ -23,7 +23,8 @@ class SourceCheck:
     """What was compared with the source while a shard was written for upload. Everything in it agreed.
 
     `blake3` is the hash of the file as it was compared, `copied` are the tensors with the source's bytes, `decoded` the
-    figures of the converted projections: a DecodedError as plain data, by module.
+    figures of the converted projections by module: a DecodedError as plain data, and how many blocks were made again by
+    the reference arithmetic (0 without a rule).
     """
 
     blake3: str
@@ -123,6 +124,7 @@ _DECODED_TYPES: dict[str, tuple[type, ...]] = {
     "energy": (float,),
     "squared_error": (float,),
     "max_error_steps": (float, NoneType),
+    "sampled_blocks": (int,),
 }
 
 

@@ -6,9 +6,7 @@ decoder assumes no rule, so it measures any NVFP4 checkpoint, and it detects a s
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +16,6 @@ from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.metrics.weight_metrics import decibels, ratio
 
 F64 = NDArray[np.float64]
-RECORD_TOLERANCE: Final = 1e-9  # both sides add float64 terms, in different orders
 
 with np.errstate(invalid="ignore"):  # the table holds every BF16 pattern, NaNs included
     _BF16: F64 = (np.arange(65536, dtype=np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
@@ -85,11 +82,3 @@ def measure_decoded(
 
 def _sum(values: F64) -> float:
     return math.fsum(values.tolist()) if np.isfinite(values).all() else math.nan
-
-
-def is_same_error(measured: DecodedError, recorded: Mapping[str, Any]) -> bool:
-    """Return whether the figures that a conversion recorded are those of the written bytes."""
-    return all(
-        math.isclose(getattr(measured, key), recorded[key], rel_tol=RECORD_TOLERANCE)
-        for key in ("squared_error", "energy", "equal_nonzero", "num_nonzero")
-    )

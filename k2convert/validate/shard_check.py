@@ -2,8 +2,9 @@
 
 Every byte is compared before it goes to the file, because the source may be freed while it is read:
 
-    converted    the codes, scales and scalars are decoded by the independent decoder and measured against the source's
-                 weights as they were loaded; the figures must be those that the conversion measured
+    converted    codes and scales are made again by the rule from the source's weights as they were loaded (a sample by
+                 the reference arithmetic), and decoded by the independent decoder; the figures must be those that the
+                 conversion recorded
     copied       the bytes must be those of a second reading, at the place that the source file's own header states
     header       it is parsed again, and every tensor must lie where it says
 
@@ -26,8 +27,12 @@ from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import CheckpointError, InvalidCheckpointError, SourceReadError
 from k2convert.models.projections import Projection
 from k2convert.models.weights import TensorSource, load_projection
+from k2convert.plan.plan import ConvertStep
+from k2convert.plan.recipe import Recipe
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.shard_record import ProjectionRecord, SourceCheck
-from k2convert.validate.decode import is_same_error, measure_decoded
+from k2convert.validate.totals import differing_totals, is_same_error
+from k2convert.validate.weights import CheckedWeight, WrittenWeight, check_weights
 
 _REMEDY: Final = (
     "The shard was not uploaded. Run the same command again: the shard is made again. If this happens twice, check "
@@ -48,12 +53,13 @@ class ShardCheck:
         *,
         shard: str,
         file_bytes: int,
-        layout: str,
+        recipe: Recipe,
         source_folder: Path,
         source_digests: Mapping[str, str],
     ) -> None:
         self._header: ShardHeader = parse_header(header, shard=shard, file_bytes=file_bytes)
-        self._names = LAYOUTS[layout]
+        self._names = LAYOUTS[recipe.layout]
+        self._rule = recipe.rule if recipe.quantizer == "native" else None
         self._source_folder, self._source_digests = source_folder, source_digests
         self._source_headers: dict[str, ShardHeader] = {}
         self._lock = Lock()  # guards the headers; a dict's single operations need no lock
@@ -88,24 +94,32 @@ class ShardCheck:
 
     def check_projections(
         self,
-        projections: Sequence[Projection],
+        step: ConvertStep,
         records: Sequence[ProjectionRecord],
         buffers: Sequence[Bytes],
         *,
         source: TensorSource,
         position: int,
     ) -> None:
-        """Decode the `buffers` that go to `position` in the file, and compare them with the source and the records."""
+        """Compare the `buffers` of a step, which go to `position` in the file, with the source and the records."""
         starts: dict[int, Bytes] = {}
         for buffer in buffers:
             starts[position] = buffer
             position += len(buffer)
-        for projection, record in zip(projections, records, strict=True):
-            self._check_projection(projection, record, starts, source)
+        weights = [
+            self._written(projection, record, starts, source)
+            for projection, record in zip(step.members, records, strict=True)
+        ]
+        partners = [load_projection(source, partner) for partner in step.partners]
+        found = check_weights(weights, partners=partners, names=self._names, rule=self._rule)
+        for checked, record in zip(found, records, strict=True):
+            self._compare(checked, record)
+            self._decoded[checked.module] = asdict(checked.error) | {"sampled_blocks": checked.sampled_blocks}
 
-    def _check_projection(
+    def _written(
         self, projection: Projection, record: ProjectionRecord, starts: Mapping[int, Bytes], source: TensorSource
-    ) -> None:
+    ) -> WrittenWeight:
+        """Find a projection's bytes where the header says they are."""
         names, parts = self._names, dict[str, Bytes]()
         for parameter in (names.weight, names.block_scale, names.global_scale):
             place = self._header.tensors.get(f"{projection.module}.{parameter}")
@@ -113,20 +127,31 @@ class ShardCheck:
             if place is None or data is None or len(data) != place.num_bytes:
                 raise self._error(projection.module, f"its {parameter} is not where the header says")
             parts[parameter] = data
-        raw = parts[names.global_scale].tobytes()
-        error = measure_decoded(
+        return WrittenWeight(
+            projection.module,
             load_projection(source, projection),
-            packed=parts[names.weight],
-            block_scales=parts[names.block_scale],
-            global_scale=record.global_scale if names.stores(record.global_scale, raw) else names.decode_scalar(raw),
+            parts[names.weight],
+            parts[names.block_scale],
+            parts[names.global_scale].tobytes(),
+            record.global_scale,
         )
-        if record.metrics is not None and not is_same_error(error, record.metrics):
+
+    def _compare(self, checked: CheckedWeight, record: ProjectionRecord) -> None:
+        """Refuse bytes that are not what the rule gives, and figures that are not those of the bytes."""
+        if checked.problems:
+            raise self._error(checked.module, "; ".join(checked.problems))
+        if record.metrics is None:
+            return
+        if not is_same_error(checked.error, record.metrics):
             raise self._error(
-                projection.module,
-                f"the bytes to write decode to a squared error of {error.squared_error:.6g}, but "
+                checked.module,
+                f"the bytes to write decode to a squared error of {checked.error.squared_error:.6g}, but "
                 f"{record.metrics['squared_error']:.6g} was measured",
             )
-        self._decoded[projection.module] = asdict(error)
+        if checked.metrics is not None:
+            stated, measured = WeightMetrics.from_dict(record.metrics), checked.metrics.to_dict()
+            for place, problem in differing_totals({checked.module: stated}, {checked.module: measured}):
+                raise self._error(place, problem)
 
     def write(self, data: memoryview) -> None:
         """Take the next checked bytes of the file, in order."""

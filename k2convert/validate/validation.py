@@ -39,7 +39,7 @@ from k2convert.validate.layers.result import LayerBudget, LayersReport
 from k2convert.validate.operands import check_operands
 from k2convert.validate.results import Comparison, ValidationReport, WeightsReport
 from k2convert.validate.rule_check import checkable_rule, rule_report, sharing_modules
-from k2convert.validate.totals import Totals, is_same_figure
+from k2convert.validate.totals import Totals, is_same_error
 from k2convert.validate.weights import CheckedWeight, WrittenWeight, check_weights
 
 if TYPE_CHECKING:
@@ -280,11 +280,7 @@ def compare_journal(
         if measured is None or stated is None:
             continue
         compared += 1
-        same = all(
-            is_same_figure(stated[key], getattr(measured, key))
-            for key in ("squared_error", "energy", "equal_nonzero", "num_nonzero")
-        )
-        if not same:
+        if not is_same_error(measured, stated):
             mismatches.append(module)
     return mismatches, compared
 

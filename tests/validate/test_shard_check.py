@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,8 @@ def test_the_figures_are_those_of_validating_the_written_folder(tiny: Path, tmp_
     assert record.checked is not None
     for module, figures in record.checked.decoded.items():
         error = found.errors[module]
-        assert figures == {key: getattr(error, key) for key in figures}
+        assert figures.pop("sampled_blocks") > 0
+        assert figures == asdict(error)
 
 
 @pytest.mark.parametrize("part", ["packed", "block_scales"])
@@ -100,7 +101,7 @@ def test_a_wrong_byte_of_the_quantizer_is_found(task: ShardTask, part: str, monk
             return result, metrics
 
     monkeypatch.setattr(converter, "create_quantizer", Wrong)
-    with pytest.raises(InvalidCheckpointError, match=rf"^{SHARD}: .*decode to a squared error.*Run the same command"):
+    with pytest.raises(InvalidCheckpointError, match=rf"^{SHARD}: .* differ.*Run the same command"):
         convert_shard(task)
 
 
@@ -148,10 +149,10 @@ def wrong_write(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
-        (wrong_scalar, "decode to a squared error"),
+        (wrong_scalar, "its global scale is"),
         (wrong_copy, "the bytes to write are not the source's"),
-        (wrong_read, "not the source's|decode to"),
-        (wrong_header, "not where the header says|not the source's|decode to"),
+        (wrong_read, "not the source's|differ"),
+        (wrong_header, "not where the header says|not the source's|differ"),
         (wrong_write, "does not hold the bytes that were compared"),
     ],
 )

@@ -151,8 +151,9 @@ class ContractReport:
         total, skipped = len(self.rules), [rule for rule in self.rules if rule.verdict is Verdict.SKIPPED]
         if not skipped:
             return f"{total} of {total} rules of the servable contract were checked, with the source."
-        reasons = sorted({rule.note for rule in skipped})
-        why = "they compare with the source, and none was given" if reasons == ["needs --source"] else "; ".join(reasons)
+        why = "; ".join(sorted({rule.note for rule in skipped}))
+        if why == "needs --source":
+            why = "they compare with the source, and none was given"
         return (
             f"{total - len(skipped)} of {total} rules of the servable contract were checked. Not checked: rules "
             f"{', '.join(map(str, self.unchecked))} ({why})."

@@ -17,24 +17,28 @@ from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.job.uploads import ShardHashes
-from k2convert.records.shard_record import ShardRecord, SourceCheck
-from k2convert.validate.contract.streamed import check_streamed, scan_shard
+from k2convert.records.shard_record import ShardRecord
+from k2convert.validate.contract.findings import ContractReport
+from k2convert.validate.contract.streamed import scan_shard
+from k2convert.validate.streamed import validate_streamed
 from k2convert.validate.validation import validate_checkpoint
 
 
 @dataclass(frozen=True)
 class Result:
-    """A whole local result of `source`, its headers, and the comparisons of its shards with the source."""
+    """A whole local result of `source`, its headers, and the records of its shards as compared with the source."""
 
     folder: Path
     source: Checkpoint
     headers: dict[str, ShardHeader]
-    checks: list[SourceCheck]
+    records: list[ShardRecord]
 
-    def check(self, folder: Path, scans: list[dict[str, Any]], checks: list[SourceCheck] | None = None) -> Any:
+    def check(
+        self, folder: Path, scans: list[dict[str, Any]], records: list[ShardRecord] | None = None
+    ) -> ContractReport:
         """Check the rules on a folder without shards."""
-        found = self.checks if checks is None else checks
-        return check_streamed(folder, headers=self.headers, scans=scans, source=self.source, checks=found)
+        found = self.records if records is None else records
+        return validate_streamed(folder, headers=self.headers, scans=scans, source=self.source, records=found).contract
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +58,7 @@ def result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
         job = prepare(source=Source(source), destination=Destination(folder), recipe=recipe, device="cpu")
         execute.execute(job)
     records = [convert_shard(replace(task, destination=again, for_upload=True)) for task in tasks]
-    checks = [record.checked for record in records if record.checked is not None]
-    return Result(folder, source, {path.name: read_header(path) for path in folder.glob("*.safetensors")}, checks)
+    return Result(folder, source, {path.name: read_header(path) for path in folder.glob("*.safetensors")}, records)
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +73,15 @@ def without_shards(folder: Path, target: Path) -> Path:
 
 def test_scans_of_single_shards_give_the_whole_folders_verdict(result: Result, tmp_path: Path) -> None:
     scans = [json.loads(json.dumps(scan_shard(result.folder, name))) for name in sorted(result.headers)]
-    streamed = result.check(without_shards(result.folder, tmp_path / "left"), scans)
-    complete = validate_checkpoint(folder=result.folder, source=result.source).contract
+    left = without_shards(result.folder, tmp_path / "left")
+    streamed = validate_streamed(
+        left, headers=result.headers, scans=scans, source=result.source, records=result.records
+    )
+    complete = validate_checkpoint(folder=result.folder, source=result.source)
     assert streamed.passed
-    assert streamed.unchecked == []
-    assert streamed.rules == complete.rules
+    assert streamed.contract.unchecked == []
+    assert streamed.contract.rules == complete.contract.rules
+    assert streamed.weights == complete.weights
 
 
 def test_a_shard_that_is_not_the_recorded_one_fails(result: Result, tmp_path: Path) -> None:
@@ -98,11 +105,20 @@ def test_a_missing_scan_fails(result: Result, tmp_path: Path) -> None:
 def test_a_missing_comparison_with_the_source_fails(result: Result, tmp_path: Path) -> None:
     scans = [scan_shard(result.folder, name) for name in result.headers]
     left = without_shards(result.folder, tmp_path / "left")
-    for number in range(len(result.checks)):
-        checks = result.checks[:number] + result.checks[number + 1 :]
-        gone = result.checks[number]
-        expected = [*([7] if gone.copied else []), *([18] if gone.decoded else [])]
-        assert result.check(left, scans, checks).failed == expected
+    for record in result.records:
+        assert record.checked is not None
+        without = [replace(r, checked=None) if r is record else r for r in result.records]
+        expected = [*([7] if record.checked.copied else []), *([18] if record.checked.decoded else [])]
+        assert result.check(left, scans, without).failed == expected
+
+
+def test_figures_that_are_not_the_ledgers_fail(result: Result, tmp_path: Path) -> None:
+    scans = [scan_shard(result.folder, name) for name in result.headers]
+    left = without_shards(result.folder, tmp_path / "left")
+    ledger = json.loads((left / "k2convert.json").read_text())
+    ledger["totals"]["total"]["squared_error"] *= 0.5
+    (left / "k2convert.json").write_text(json.dumps(ledger))
+    assert result.check(left, scans).failed == [19]
 
 
 def test_a_side_file_that_differs_from_the_sources_fails(result: Result, tmp_path: Path) -> None:
