@@ -96,7 +96,7 @@ def _verify(job: Job, options: RunOptions) -> Job:
         finished = journal.find_records(job.digest)
         doubtful = shards_to_hash(journal, finished, everything=options.verify)
         total = sum(record.file_bytes for record in doubtful.values())
-        with Display("verify", total_bytes=total, quiet=options.as_json) as display:
+        with Display("verify", total_bytes=total, quiet=options.as_json or not doubtful) as display:
             found = verify_shards(journal, finished, doubtful=doubtful, events=display)
     if not options.as_json and (found.records or found.again):
         console.print_note(verification_line(found))

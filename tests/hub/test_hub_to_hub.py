@@ -300,6 +300,36 @@ def test_the_token_is_in_no_file(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tmp_
     assert os.environ["HF_TOKEN"] == TOKEN
 
 
+def test_what_a_server_says_is_printed_without_tokens(tiny_on_hub: LoopbackHub, hub_cli: HubCli) -> None:
+    other = "hf_QzAbCdEfGhIjKlMnOpQrStUv"
+    words = f"no access with Authorization: Bearer {TOKEN}; {other}; https://me:secret@proxy/?token=s3cret&x=1 hf_xet"
+    tiny_on_hub.traffic.inject(
+        Fault("GET", "/api/models/moon/tiny", status=503, words=words),
+        Fault("GET", "/api/models/moon/tiny", status=403, words=words),
+    )
+    done = hub_cli("inspect", "hf://moon/tiny")  # which fails if its output has the token
+    assert done.returncode == 1
+    said = done.stderr.replace("\n", " ")
+    assert "trying again" in said
+    assert said.count("no access with Authorization: Bearer [token]") == 2
+    assert said.count("https://[token]@proxy/?token=[token]&x=1 hf_xet") == 2
+    assert not any(secret in said for secret in (other, "secret", "s3cret"))
+
+
+def test_a_source_that_the_hub_lists_with_another_hash_is_refused(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path
+) -> None:
+    assert hub_cli("run", "hf://moon/tiny", "out").returncode == 0
+    path = workplace / "out" / ".k2convert" / "job.json"
+    job = json.loads(path.read_text())
+    assert job["source"][SHARDS[1]] == {"sha256": tiny_on_hub.store.repos["moon/tiny"].files()[SHARDS[1]].sha256}
+    job["source"][SHARDS[1]]["sha256"] = "0" * 64
+    path.write_text(json.dumps(job))
+    done = hub_cli("run", "hf://moon/tiny", "out")
+    assert done.returncode == 1
+    assert f"{SHARDS[1]}: this source shard changed since the job" in done.stderr
+
+
 @pytest.mark.parametrize("inside", ["\x0b", "\u200b", " "])
 def test_a_token_that_no_request_can_carry_is_refused_unseen(
     tiny_on_hub: LoopbackHub, hub_process: HubCli, inside: str
