@@ -94,7 +94,7 @@ def card_files(
     folder: Path, *, repo: str, base_model: str | None, source: SourceCard, validation: ValidationReport
 ) -> dict[str, bytes]:
     """Return the model card of a finished folder, and the report that it shows, by file name."""
-    files = report_files(folder, validation=validation)
+    files = report_files(folder, name=repo, validation=validation)
     has_picture = REPORT_PICTURE_NAME in files or (folder / REPORT_PICTURE_NAME).is_file()
     ledger, config = read_ledger(folder), read_json_file(folder / CONFIG_NAME)
     family, rule = find_family(str(ledger.family)).card, RULES[ledger.recipe["rule"]]
@@ -129,14 +129,15 @@ def _kept_parts(family: ModelCardFacts, roles: Sequence[str]) -> tuple[str, ...]
     return (*family.kept, *unconverted, *(("vision tower and projector",) if family.has_vision else ()))
 
 
-def report_files(folder: Path, *, validation: ValidationReport) -> dict[str, bytes]:
-    """Return the report's files by name, without those that the folder has already.
+def report_files(folder: Path, *, name: str, validation: ValidationReport) -> dict[str, bytes]:
+    """Return the report's files by file name, without those that the folder has already. `name` is the result's.
 
     Empty if the libraries that draw the report are not installed.
     """
     with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
         try:
-            files = write_report(folder=folder, out=Path(temporary), validation=validation_document(validation))
+            document = validation_document(validation)
+            files = write_report(folder=folder, out=Path(temporary), validation=document, name=name)
         except MissingDependencyError:
             return {}
         made = [path for path in (files.page, files.markdown, files.picture) if path is not None]
