@@ -77,7 +77,12 @@ SourceArgument = Annotated[
     ),
 ]
 DestinationArgument = Annotated[
-    Path, typer.Argument(help="Folder of the converted checkpoint.", callback=existing_place, show_default=False)
+    str,
+    typer.Argument(
+        help="Folder of the converted checkpoint, or hf://owner/name[@revision].",
+        callback=existing_place,
+        show_default=False,
+    ),
 ]
 FolderArgument = Annotated[
     Path, typer.Argument(help="Folder of the converted checkpoint.", callback=local_folder, show_default=False)
@@ -86,6 +91,13 @@ ResultArgument = Annotated[
     str,
     typer.Argument(
         help="Folder of the converted checkpoint, or hf://owner/name.", callback=new_place, show_default=False
+    ),
+]
+SourceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The INT4 source, a folder or hf://owner/name[@revision]: measures every weight, compares copies.",
+        callback=existing_place,
     ),
 ]
 PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]

@@ -27,6 +27,7 @@ from k2convert.job.publish import UnservableError
 from k2convert.job.verify import shards_to_hash, verify_shards
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import summarize
+from k2convert.records.publication import Published, record_published
 
 
 def run(options: RunOptions) -> None:
@@ -81,6 +82,7 @@ def _show_plan(job: Job, options: RunOptions) -> None:
 
 def _show_published(job: Job, target: Target, *, as_json: bool) -> None:
     Branch(job.hub, target, branch_name(job.digest)).delete()  # a run killed after its last commit leaves it
+    record_published(job.destination.folder, Published(target.repo, str(target.head)))
     console.print_note(f"{target.repo}: main already holds this result")
     if as_json:
         console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
@@ -127,6 +129,8 @@ def _do(job: Job, options: RunOptions) -> None:
         if not options.as_json:
             show_validation(error.validation)
         raise
+    if job.target is not None and outcome.commit is not None:
+        record_published(job.destination.folder, Published(job.target.repo, outcome.commit))
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
 
 
