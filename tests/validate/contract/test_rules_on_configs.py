@@ -93,11 +93,12 @@ def test_rule_11_activations_declared_for_a_weight_only_checkpoint(weight_only: 
     assert only(weight_only.check(), 11).offenders[0].name.endswith("input_activations")
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize("place", ["text_config", "vision_config"])
-def test_rule_11_a_stale_config_in_a_part_of_its_own(packed: Converted, place: str) -> None:
+def test_rule_11_a_stale_config_in_a_part_of_its_own(packed: Converted, place: str, key: str) -> None:
     stale = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    edit_config(packed, lambda c: c[place].update(quantization_config=stale))
-    assert only(packed.check(), 11).offenders[0].name == f"{place}.quantization_config"
+    edit_config(packed, lambda c: c[place].update({key: stale}))
+    assert only(packed.check(), 11).offenders[0].name == f"{place}.{key}"
 
 
 def test_rule_11_none_at_all(breakable: Converted) -> None:
