@@ -7,7 +7,8 @@ records, say where they are.
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from k2convert.checkpoint.files import dump_json, make_folder, read_json_file, write_atomically
+from k2convert.checkpoint.files import dump_json, read_json_file, write_atomically
+from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.names import PUBLISHED_NAME, SHARD_SUFFIX, UPLOADS_FOLDER, WORK_FOLDER
 from k2convert.errors import CheckpointError, DestinationError
 from k2convert.records.journal import Journal
@@ -26,8 +27,8 @@ class Published:
 
 def record_published(folder: Path, published: Published) -> None:
     """Note where the result of a folder was published; raises DestinationWriteError, DiskFullError."""
-    make_folder(folder / WORK_FOLDER)
-    write_atomically(folder / WORK_FOLDER / PUBLISHED_NAME, dump_json(asdict(published)))
+    make_folder(folder / WORK_FOLDER, root=folder)
+    write_atomically(folder / WORK_FOLDER / PUBLISHED_NAME, dump_json(asdict(published)), root=folder)
 
 
 def find_published(folder: Path) -> Published | None:

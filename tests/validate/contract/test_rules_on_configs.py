@@ -98,7 +98,6 @@ def test_rule_11_activations_declared_for_a_weight_only_checkpoint(weight_only: 
     assert only(weight_only.check(), 11).offenders[0].name.endswith("input_activations")
 
 
-<<<<<<< HEAD
 def test_rule_11_block_scales_of_activations_that_transformers_would_not_round(packed: Converted) -> None:
     edit_quantization(packed, lambda q: q["config_groups"]["group_0"]["input_activations"].pop("scale_dtype"))
     offender = only(packed.check(), 11, Verdict.WARN).offenders[0]
@@ -112,9 +111,7 @@ def test_rule_11_sglangs_option_for_weight_only_checkpoints(good: Converted) -> 
     assert ("--moe-runner-backend marlin" in report.rules[10].note) == needs_it
 
 
-=======
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
->>>>>>> wt-validator
 @pytest.mark.parametrize("place", ["text_config", "vision_config"])
 def test_rule_11_a_stale_config_in_a_part_of_its_own(packed: Converted, place: str, key: str) -> None:
     stale = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
