@@ -62,7 +62,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch
 @pytest.fixture
 def published(tmp_path: Path, local_result: Path) -> Path:
     """The files of a result as they are published: without the journal."""
-    folder = tmp_path / "published"
+    folder = tmp_path / "published" / "out"  # a report's title has the name
     shutil.copytree(local_result, folder, ignore=shutil.ignore_patterns(".k2convert"))
     return folder
 
