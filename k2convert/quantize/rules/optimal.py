@@ -34,7 +34,6 @@ from k2convert.quantize.rules.scale_tables import (
     HIGHEST_OFFSET,
     LOWEST_OFFSET,
     MIN_MANTISSA,
-    NUM_OFFSETS,
     candidate_tables,
 )
 
@@ -158,7 +157,7 @@ class _Batch:
 
     members  int64 [m]        the blocks
     errors   float64 [m, 82]  integers, in units of (s / 2ms)**2
-    exists   bool [82]        whether the candidate is a normal E4M3 scale
+    exists   bool [m, 82]     whether the candidate is a normal E4M3 scale for the block's exponent
     """
 
     members: NDArray[np.int64]
@@ -171,21 +170,21 @@ def _batches(
 ) -> Iterator[_Batch]:
     """Yield the errors of all blocks with a non-zero scale, at most SEARCH_BLOCKS at a time.
 
-    Blocks with equal (ms, kg - es) share a table: a batch is one product of histograms [m, 9] with a table [9, 82].
+    Blocks with equal ms share a table: a batch is one product of histograms [m, 9] with a table [9, 82].
     """
     tables = candidate_tables()
-    keys_M = mantissas_M * NUM_OFFSETS + (offsets_M - LOWEST_OFFSET)
-    order = np.argsort(keys_M, kind="stable")[np.count_nonzero(mantissas_M == 0) :]
-    starts = run_starts(keys_M[order])
-    for run in np.split(order, starts[1:]):
-        for first in range(0, run.size, SEARCH_BLOCKS):
-            members = run[first : first + SEARCH_BLOCKS]
-            mantissa, offset = divmod(int(keys_M[members[0]]), NUM_OFFSETS)
+    exists_by_offset = tables.scale_bytes > 0
+    order = np.argsort(mantissas_M, kind="stable")[np.count_nonzero(mantissas_M == 0) :]
+    starts = run_starts(mantissas_M[order]).tolist()
+    for start, stop in zip(starts, [*starts[1:], order.size], strict=True):
+        table = tables.errors[int(mantissas_M[order[start]]) - MIN_MANTISSA]
+        for first in range(start, stop, SEARCH_BLOCKS):
+            members = order[first : min(first + SEARCH_BLOCKS, stop)]
             histograms = unpack_histograms(words_M[members]).astype(np.float64)
             yield _Batch(
                 members=members,
-                errors=histograms @ tables.errors[mantissa - MIN_MANTISSA],
-                exists=tables.scale_bytes[offset] > 0,
+                errors=histograms @ table,
+                exists=exists_by_offset[offsets_M[members] - LOWEST_OFFSET],
             )
 
 
