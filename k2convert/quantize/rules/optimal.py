@@ -174,18 +174,15 @@ def _batches(
     """
     tables = candidate_tables()
     exists_by_offset = tables.scale_bytes > 0
-    order = np.argsort(mantissas_M, kind="stable")[np.count_nonzero(mantissas_M == 0) :]
-    starts = run_starts(mantissas_M[order]).tolist()
-    for start, stop in zip(starts, [*starts[1:], order.size], strict=True):
-        table = tables.errors[int(mantissas_M[order[start]]) - MIN_MANTISSA]
-        for first in range(start, stop, SEARCH_BLOCKS):
-            members = order[first : min(first + SEARCH_BLOCKS, stop)]
-            histograms = unpack_histograms(words_M[members]).astype(np.float64)
-            yield _Batch(
-                members=members,
-                errors=histograms @ table,
-                exists=exists_by_offset[offsets_M[members] - LOWEST_OFFSET],
-            )
+    order = np.argsort(mantissas_M.astype(np.uint8), kind="stable")[np.count_nonzero(mantissas_M == 0) :]
+    for first in range(0, order.size, SEARCH_BLOCKS):
+        batch = order[first : first + SEARCH_BLOCKS]
+        histograms = unpack_histograms(words_M[batch]).astype(np.float64)
+        exists, mantissas = exists_by_offset[offsets_M[batch] - LOWEST_OFFSET], mantissas_M[batch]
+        starts = run_starts(mantissas).tolist()
+        for start, stop in zip(starts, [*starts[1:], batch.size], strict=True):
+            table = tables.errors[int(mantissas[start]) - MIN_MANTISSA]
+            yield _Batch(batch[start:stop], histograms[start:stop] @ table, exists[start:stop])
 
 
 def _apply_maps(packed: NDArray[np.uint8], maps_NB: NDArray[np.int64]) -> NDArray[np.uint8]:
