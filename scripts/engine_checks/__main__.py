@@ -78,7 +78,7 @@ def run_client(task: Task, work: Path, request: Path) -> Path:
     for name in ("outcome.json", "logits.safetensors"):
         (out / name).unlink(missing_ok=True)
     command = task.engine.command(work, work / "checkpoints" / task.variant.name, request, out)
-    with (out / "log.txt").open("w") as log, suppress(subprocess.TimeoutExpired):
+    with (out / "log.txt").open("w") as log, suppress(subprocess.TimeoutExpired, FileNotFoundError):
         options = {"stdout": log, "stderr": subprocess.STDOUT, "timeout": CLIENT_SECONDS, "check": False}
         subprocess.run(command, env=task.engine.variables(work), cwd=out, **options)
     return out
