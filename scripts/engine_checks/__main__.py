@@ -130,7 +130,7 @@ def report(results: list[Result], *, tokens: int) -> str:
     """Return the table with a line of text above it."""
     computed = any(result.agreement is not None for result in results)
     text = f"{tokens:,} tokens of eval.txt in windows of {WINDOW}" if computed else "Loaded only"
-    return f"{text}; perplexity is that of rule `optimal`, KL the largest of a line.\n\n{markdown(results)}"
+    return f"{text}; perplexity with rule `optimal`, KL from scripts/eval in nats.\n\n{markdown(results)}"
 
 
 def _parser() -> argparse.ArgumentParser:
