@@ -19,6 +19,7 @@ from k2convert.cli.options import (
     DestinationArgument,
     JsonOption,
     PublicOption,
+    QuietOption,
     RunOptions,
     SourceArgument,
     YesOption,
@@ -95,7 +96,10 @@ def status(destination: DestinationArgument, as_json: JsonOption = False) -> Non
         if state.job.recipe["target"] == "nvfp4":
             console.print_next(console.command("k2convert", "validate", destination))
     elif not state.is_running:
-        console.print_note("not running: the same `k2convert run` command resumes it")
+        if state.command is not None:
+            console.print_next(state.command.line(here=str(Path.cwd())))
+        else:
+            console.print_note("not running: the same `k2convert run` command resumes it")
 
 
 @app.command()
@@ -116,6 +120,7 @@ def validate(
         Path | None, typer.Option(help="Another NVFP4 checkpoint of the same source to measure too. Needs --source.")
     ] = None,
     as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Check a converted checkpoint: servable contract, weight error, MoE layers. Exit code 3 if it fails."""
     if source is None and (layers or against or reference):
@@ -131,6 +136,7 @@ def validate(
         reference=reference,
         against=against,
         as_json=as_json,
+        quiet=quiet,
     )
 
 
@@ -153,13 +159,14 @@ def report(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write to [default: DESTINATION].")] = None,
     as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Write report.html, report.md and report.png: what the conversion changed, in numbers and charts."""
     if source is not None and validation is not None:
         raise typer.BadParameter("--validation replaces the measurement: leave out --source")
     from k2convert.cli import check
 
-    check.report(destination, source=source, validation=validation, out=out, as_json=as_json)
+    check.report(destination, source=source, validation=validation, out=out, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -173,11 +180,12 @@ def publish(
         typer.Option(help="Repository of the INT4 source, for the card and its license [default: the ledger's]."),
     ] = None,
     as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Validate a converted checkpoint and publish it on the Hub, in one commit on main."""
     from k2convert.cli.publish import publish
 
-    publish(destination, repo=repo, private=not public, yes=yes, base_model=base_model, as_json=as_json)
+    publish(destination, repo=repo, private=not public, yes=yes, base_model=base_model, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -221,10 +229,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):  # SIGALRM is a delayed interrupt
             signal.signal(number, _interrupt)
         app(args=arguments)
-    except Interrupted:
+    except Interrupted as interrupt:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)  # a second interrupt ends the process at once
-        _say("interrupted: finished shards are kept; the same command resumes", as_error=False)
+        _say(". ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), as_error=False)
         sys.exit(130)
     except InvalidCheckpointError as error:
         _say(str(error), as_error=True)

@@ -11,6 +11,7 @@ from k2convert.cli.progress import Display
 from k2convert.cli.validation_view import show_validation
 from k2convert.errors import CheckpointError, InvalidCheckpointError, remedy
 from k2convert.models.projections import SOURCE_REMEDY
+from k2convert.records.events import Extent
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.collect import can_be_validated, check_folder
 from k2convert.report.document import figures_document
@@ -30,6 +31,7 @@ def validate(
     reference: bool,
     against: Path | None,
     as_json: bool,
+    quiet: bool,
 ) -> None:
     """Validate and show the findings; raises InvalidCheckpointError if the validation fails.
 
@@ -39,9 +41,9 @@ def validate(
     _check_operands(opened, layers=layers, hidden_states=hidden_states, against=against)
     request = None if layers is None else LayersRequest(layers, hidden_states, tokens)
     total = folder_bytes(destination) + (folder_bytes(against) if against is not None else 0)
-    with Display("validate", total_bytes=total, quiet=as_json) as display:
+    with Display("validate", Extent({"check": (total, 0)}), quiet=quiet) as events:
         found = validate_checkpoint(
-            folder=destination, source=opened, reference=reference, against=against, layers=request, events=display
+            folder=destination, source=opened, reference=reference, against=against, layers=request, events=events
         )
     if as_json:
         console.print_json(validation_document(found))
@@ -76,13 +78,15 @@ def _check_operands(
             open_checkpoint(against)
 
 
-def report(destination: Path, *, source: Path | None, validation: Path | None, out: Path | None, as_json: bool) -> None:
+def report(
+    destination: Path, *, source: Path | None, validation: Path | None, out: Path | None, as_json: bool, quiet: bool
+) -> None:
     """Write the report, with a validation from a file or of the folder, if the folder can be validated."""
     check_folder(destination)
     if validation is not None:
         with remedy(_VALIDATION_REMEDY):
             files = write_report(folder=destination, out=out, validation=read_json_file(validation))
-    elif (found := _validate_for_report(destination, source, quiet=as_json)) is not None:
+    elif (found := _validate_for_report(destination, source, quiet=quiet)) is not None:
         measured = found.weights.errors if found.weights is not None else None
         files = write_report(folder=destination, out=out, validation=validation_document(found), measured=measured)
     else:
@@ -101,8 +105,8 @@ def _validate_for_report(destination: Path, source: Path | None, *, quiet: bool)
             )
         return None
     opened = None if source is None else _open_source(source)
-    with Display("report", total_bytes=folder_bytes(destination), quiet=quiet) as display:
-        return validate_checkpoint(folder=destination, source=opened, events=display)
+    with Display("report", Extent({"check": (folder_bytes(destination), 0)}), quiet=quiet) as events:
+        return validate_checkpoint(folder=destination, source=opened, events=events)
 
 
 def _show_report(files: ReportFiles, as_json: bool) -> bool:

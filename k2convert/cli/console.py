@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,11 @@ def print_line(text: str) -> None:
 def print_note(text: str) -> None:
     """Print one line for the person watching on stderr."""
     _to_stderr(Text(text))
+
+
+def print_event(text: str) -> None:
+    """Print one line about a running stage on stderr: with its time in UTC, unless a person watches it live."""
+    print_note(text if errors_are_shown_live() else f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}")
 
 
 def _to_stderr(text: Text) -> None:

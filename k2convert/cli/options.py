@@ -14,7 +14,7 @@ from k2convert.errors import PlanError
 
 T = TypeVar("T")
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of tables.")]
 SourceArgument = Annotated[
     str, typer.Argument(help="Folder of the INT4 checkpoint, or hf://owner/name[@revision].", show_default=False)
 ]
@@ -22,6 +22,7 @@ DestinationArgument = Annotated[Path, typer.Argument(help="Folder of the convert
 ResultArgument = Annotated[
     str, typer.Argument(help="Folder of the converted checkpoint, or hf://owner/name.", show_default=False)
 ]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Show no progress on stderr.")]
 PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Publish without asking.")]
 
@@ -59,6 +60,7 @@ class RunOptions:
     yes: YesOption = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False
     as_json: JsonOption = False
+    quiet: QuietOption = False
 
 
 def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
@@ -85,6 +87,18 @@ def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., Non
         return command
 
     return decorate
+
+
+def command_words(options: RunOptions) -> tuple[str, ...]:
+    """Return the command that has these options: what resumes the job."""
+    words = ["k2convert", "run", options.source, options.destination]
+    for field in fields(options)[2:]:
+        value = getattr(options, field.name)
+        if value == field.default or field.name == "dry_run":
+            continue
+        name = {"as_json": "json"}.get(field.name, field.name).replace("_", "-")
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return tuple(words)
 
 
 def recipe_overrides(options: RunOptions) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import typer
 
 from k2convert.cli import console
-from k2convert.cli.options import RunOptions, parse_size, recipe_overrides
-from k2convert.cli.progress import Display
+from k2convert.cli.options import RunOptions, command_words, parse_size, recipe_overrides
+from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.validation_view import show_validation
 from k2convert.cli.views import plan_document, run_document, show_plan, show_run
 from k2convert.errors import HubError
@@ -16,11 +18,12 @@ from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.xet import bound_memory
-from k2convert.job.assemble import is_complete
 from k2convert.job.execute import Outcome, execute
 from k2convert.job.places import Destination, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.job.publish import UnservableError
+from k2convert.records.command import JobCommand
+from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import summarize
 
@@ -33,9 +36,12 @@ def run(options: RunOptions) -> None:
         raise typer.BadParameter("--public and --work-dir only apply to a destination on the Hub: hf://owner/name")
     if destination.repo is not None:
         bound_memory()
-    hub = Hub(notify=console.print_note)
+    hub = Hub(notify=console.print_event)
     pinned = Journal(destination.folder).pinned_revision()
-    with open_source(options.source, hub=hub, pinned=pinned) as source:
+    with (
+        Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
+        open_source(options.source, hub=hub, pinned=pinned) as source,
+    ):
         if source.remote is None and destination.repo is None and options.max_disk is not None:
             raise typer.BadParameter("--max-disk only applies to hf:// sources or destinations")
         job = prepare(
@@ -48,6 +54,7 @@ def run(options: RunOptions) -> None:
             private=not options.public,
             hub=hub,
         )
+        waiting.end()
         if job.target is not None:
             print_notices(job.target)
         if options.dry_run:
@@ -78,25 +85,21 @@ def _show_published(job: Job, target: Target, *, as_json: bool) -> None:
 def _do(job: Job, options: RunOptions) -> None:
     if job.target is not None:
         confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes, ask=typer.confirm)
-    elif job.finished and not options.as_json:
-        state = "already complete" if is_complete(job) else "resuming"
-        counts = f"{len(job.finished)} of {len(job.plan.jobs)} shards are done"
-        console.print_note(f"{job.destination}: {state}: {counts}")
-    display = Display(
-        "transfer" if job.uses_hub else "convert",
-        total_bytes=job.bytes_in,
-        done_bytes=job.finished_bytes_in,
-        num_shards=len(job.plan.jobs),
-        finished_shards=len(job.finished),
-        quiet=options.as_json,
-    )
+    command = JobCommand(command_words(options), str(Path.cwd()))
+    job = replace(job, command=command)
+    extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
+    display = Display("transfer" if job.uses_hub else "convert", extent, quiet=options.quiet)
     start = time.monotonic()
     try:
-        with display:
-            outcome = execute(job, events=display)
+        with display as events:
+            outcome = execute(job, events=events)
     except UnservableError as error:
         if not options.as_json:
             show_validation(error.validation)
+        raise
+    except BaseException as error:
+        done = f"{display.tally.shards} of {len(job.plan.jobs)} shards are converted"
+        error.add_note(f"{done}. To resume: {command.line(here=command.folder)}")  # shown after an interrupt
         raise
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
 

@@ -2,21 +2,25 @@
 
     DEST/.k2convert/job.json              fingerprint, recipe and list of shards, written before the first shard
     DEST/.k2convert/shards/SHARD.json     written after SHARD is complete and synced: the only claim of "done"
-    DEST/.k2convert/lock                  held by the running process (flock: the kernel frees it when the owner dies)
+    DEST/.k2convert/lock                  held by the running process (flock: the kernel frees it when the owner dies);
+                                          its number and how far it is, for `status`; empty after the run
 
-Nothing in these files depends on time, host or path: an interrupted and an uninterrupted run end in the same bytes.
+Nothing that a finished job leaves in these files depends on time, host or path: an interrupted and an uninterrupted run
+end in the same bytes.
 """
 
 import errno
 import fcntl
 import json
 import os
+import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, dump_json, make_folder, read_json_file, write_atomically
 from k2convert.checkpoint.names import (
@@ -37,8 +41,13 @@ from k2convert.errors import (
     MalformedFileError,
     ResumeError,
 )
+from k2convert.records.command import JobCommand, read_command
+from k2convert.records.events import Keep
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.shard_record import ShardRecord
+from k2convert.records.tally import parse_summary
+
+_MAX_KEPT: Final = 1 << 16  # characters read from a lock file
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +66,19 @@ class JobDescription:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """What `status` shows: the job, its finished shards, and whether it is complete or running."""
+    """What `status` shows: the job, its finished shards, and whether it is complete or running.
+
+    `command` resumes an unfinished job; jobs that another program began have none. `progress` is what the running
+    process last said (Tally.summary), `progress_age` how many seconds ago that was.
+    """
 
     job: JobDescription
     finished: dict[str, ShardRecord]
     is_complete: bool
     is_running: bool
+    command: JobCommand | None = None
+    progress: dict[str, Any] | None = None
+    progress_age: float = 0.0
 
 
 class Journal:
@@ -76,8 +92,11 @@ class Journal:
         self._lock_path = self.folder / LOCK_NAME
 
     @contextmanager
-    def locked(self) -> Generator[None]:
-        """Lock the destination for this process; raises LockedError while another process has it."""
+    def locked(self) -> Generator[Keep]:
+        """Lock the destination for this process; raises LockedError while another process has it.
+
+        Yields a function that keeps one line in the lock file, for `status`.
+        """
         make_folder(self.folder)
         with self._open_lock(os.O_RDWR | os.O_CREAT) as lock:
             try:
@@ -85,15 +104,12 @@ class Journal:
             except BlockingIOError:
                 lock.seek(0)
                 raise LockedError(
-                    f"{self.destination}: another run (process {lock.read().strip() or 'unknown'}) is working here. "
+                    f"{self.destination}: another run (process {lock.readline().strip() or 'unknown'}) is working here. "
                     "Wait for it or stop it, then run the same command again."
                 ) from None
-            lock.seek(0)
-            lock.truncate()
-            lock.write(str(os.getpid()))
-            lock.flush()
+            _write_owner(lock, "")
             try:
-                yield
+                yield partial(_keep, lock)
             finally:
                 lock.truncate(0)
 
@@ -162,27 +178,34 @@ class Journal:
                 f"{self.destination}: holds no conversion. `k2convert run SOURCE {self.destination}` begins one."
             )
         finished = {n: r for n, r in self.records(job.digest).items() if self.has_file(r) or self._was_uploaded(n)}
+        running, progress, age = self._running()
         is_assembled = all((self.destination / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
         return JobState(
             job=job,
             finished=finished,
             is_complete=is_assembled and finished.keys() >= job.shards.keys(),
-            is_running=self._is_running(),
+            is_running=running,
+            command=read_command(self.destination),
+            progress=progress,
+            progress_age=age,
         )
 
     def _was_uploaded(self, shard: str) -> bool:
         """Return whether a shard was hashed for upload. Its file may be removed after that."""
         return (self.folder / UPLOADS_FOLDER / f"{shard}.json").exists()
 
-    def _is_running(self) -> bool:
+    def _running(self) -> tuple[bool, dict[str, Any] | None, float]:
+        """Return whether a process works here, and what it last said about its progress and how long ago."""
         if not self._lock_path.exists():
-            return False
+            return False, None, 0.0
         with self._open_lock(os.O_RDONLY) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return True
-            return False
+                _, _, said = lock.read(_MAX_KEPT).partition("\n")
+                age = time.time() - os.fstat(lock.fileno()).st_mtime
+                return True, parse_summary(said), max(age, 0.0)
+            return False, None, 0.0
 
     def _open_lock(self, flags: int) -> TextIO:
         """Open the lock file without following a link, which might lead to any file."""
@@ -206,6 +229,19 @@ class Journal:
         for folder in (self.destination, self.folder, self._records):
             for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
                 path.unlink(missing_ok=True)
+
+
+def _write_owner(lock: TextIO, text: str) -> None:
+    """Write this process's number and a line of text into the lock file."""
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"{os.getpid()}\n{text}")
+    lock.flush()
+
+
+def _keep(lock: TextIO, text: str) -> None:
+    with suppress(OSError, ValueError):  # a display for others must not end the work; the file may be closed already
+        _write_owner(lock, text)
 
 
 def _job_description(document: dict[str, Any]) -> JobDescription:
