@@ -115,6 +115,15 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+def format_rate(count: float) -> str:
+    """Format bytes a second to three digits at most."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}/s" if count >= 99.5 or unit == "B" else f"{count:.1f} {unit}/s"
+        count /= 1000
+    return f"{count:.2f} GB/s"
+
+
 def format_seconds(seconds: float) -> str:
     """Format a duration as h:mm:ss."""
     minutes, second = divmod(int(seconds), 60)

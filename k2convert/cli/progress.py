@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from k2convert.cli import console
-from k2convert.cli.console import format_bytes, format_seconds
+from k2convert.cli.console import format_bytes, format_rate, format_seconds
 from k2convert.records.events import Extent
 from k2convert.records.tally import Meter, Tally
 
@@ -108,7 +108,7 @@ class _Lines:
     def text(self) -> str:
         """Return how far the stage is in one line."""
         tally = self.tally
-        parts = [_phase_text(phase, meter, tally) for phase, meter in tally.meters.items()]
+        parts = [_phase_text(phase, meter, tally) for phase, meter in tally.meters.items() if meter.total]
         parts += [_shards_text(tally)] if tally.num_shards else []
         parts += [_finished_text(names)] if (names := tally.take_new_shards()) else []
         parts += [text] if (text := _eta_text(tally)) else []
@@ -117,9 +117,10 @@ class _Lines:
 
 def _phase_text(phase: str, meter: Meter, tally: Tally) -> str:
     rates = _rate_text(phase, meter)
+    name = phase if len(tally.meters) > 1 else ""
     if phase == "convert" and rates and (written := tally.written.rate):
-        rates = f"in {rates}, out {format_bytes(written)}/s"
-    return " ".join(part for part in (phase, _percent(meter), _done_text(phase, meter), rates) if part)
+        rates = f"in {rates}, out {format_rate(written)}"
+    return " ".join(part for part in (name, _percent(meter), f"({_done_text(phase, meter)})", rates) if part)
 
 
 def _finished_text(names: list[str]) -> str:
@@ -145,7 +146,7 @@ def _rate_text(phase: str, meter: Meter) -> str:
         return ""
     if rate == 0:
         return "stalled"
-    return f"{rate:.1f} experts/s" if phase == "layers" else f"{format_bytes(rate)}/s"
+    return f"{rate:.1f} experts/s" if phase == "layers" else format_rate(rate)
 
 
 def _shards_text(tally: Tally) -> str:
@@ -163,7 +164,11 @@ class _Rows:
 
     tally: Tally
 
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self,
+        console: Console,
+        options: ConsoleOptions,
+    ) -> RenderResult:
         tally = self.tally
         cells = [
             (phase, _percent(meter), _done_text(phase, meter), _rate_text(phase, meter))
@@ -202,7 +207,7 @@ def _summary_parts(tally: Tally) -> list[str]:
     """Return what is shown of the whole, the most important first."""
     parts = [_shards_text(tally)] if tally.num_shards else []
     parts += [text] if (text := _eta_text(tally)) else []
-    parts.append(format_seconds(tally.seconds))
+    parts.append(f"running for {format_seconds(tally.seconds)}")
     return [*parts, f"{tally.tensors:,} tensors"] if tally.tensors else parts
 
 

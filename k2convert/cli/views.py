@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from k2convert.cli.console import format_bytes, format_seconds, print_line, print_table
+from k2convert.cli.console import format_bytes, format_rate, format_seconds, print_line, print_table
 from k2convert.hub.branch import branch_name
 from k2convert.job.prepare import Job
 from k2convert.plan.inspection import Inspection
@@ -13,6 +13,8 @@ from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.journal import JobState
 from k2convert.report.document import metrics_document
+
+STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
 
 
 def plan_document(job: Job, *, source: str) -> dict[str, Any]:
@@ -150,6 +152,9 @@ def status_document(state: JobState) -> dict[str, Any]:
         "bytes": sum(state.job.shards.values()),
         "finished_bytes": sum(state.job.shards[name] for name in state.finished if name in state.job.shards),
         "pending": [name for name in state.job.shards if name not in state.finished],
+        "progress": state.progress,
+        "progress_age": round(state.progress_age) if state.progress is not None else None,
+        "resume": None if state.command is None else state.command.line(here=str(Path.cwd())),
         "recipe": state.job.recipe,
         "fingerprint": state.job.fingerprint,
     }
@@ -163,9 +168,23 @@ def show_status(destination: Path, state: JobState) -> None:
         f"{destination}: {word}: {document['finished_shards']} of {document['shards']} shards, "
         f"{format_bytes(document['finished_bytes'])} of {format_bytes(document['bytes'])}"
     )
+    if state.progress is not None:
+        _show_progress(state.progress, state.progress_age)
     print_line(
         f"recipe {state.job.recipe['name']}: rule {state.job.recipe['rule']}, layout {state.job.recipe['layout']}"
     )
+
+
+def _show_progress(progress: Mapping[str, Any], age: float) -> None:
+    """Print what the running process last said about its phases."""
+    for name, phase in progress["phases"].items():
+        done, total, rate = phase["done"], phase["total"], phase["rate"]
+        speed = f", {format_rate(rate)}" if rate and done < total else ""
+        print_line(f"{name}: {format_bytes(min(done, total))} of {format_bytes(total)}{speed}")
+    if age > STALE_SECONDS:
+        print_line(f"the running process has reported nothing for {format_seconds(age)}")
+    elif progress["seconds_left"]:
+        print_line(f"ETA {format_seconds(progress['seconds_left'])}")
 
 
 def show_inspection(found: Inspection) -> None:

@@ -321,7 +321,7 @@ def _counted_operation(name: str, path: Path, count: _Count) -> "CommitOperation
     return Counted(name, path)
 
 
-def _read_counted(file: BinaryIO, count: _Count, read: Callable[[int], bytes], size: int = -1) -> bytes:
+def _read_counted(file: BinaryIO, count: _Count, read: Callable[[int | None], bytes], size: int | None = -1) -> bytes:
     data = read(size)
     count.move_to(file.tell())
     return data

@@ -104,8 +104,8 @@ class Journal:
             except BlockingIOError:
                 lock.seek(0)
                 raise LockedError(
-                    f"{self.destination}: another run (process {lock.readline().strip() or 'unknown'}) is working here. "
-                    "Wait for it or stop it, then run the same command again."
+                    f"{self.destination}: another run (process {lock.readline().strip() or 'unknown'}) is working "
+                    "here. Wait for it or stop it, then run the same command again."
                 ) from None
             _write_owner(lock, "")
             try:

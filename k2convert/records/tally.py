@@ -102,7 +102,9 @@ class Tally:
         self._set(extent)
 
     def _set(self, extent: Extent) -> None:
-        self.meters = {phase: Meter(total, done, self._clock) for phase, (total, done) in extent.phases.items()}
+        self.meters: dict[Phase, Meter] = {
+            phase: Meter(total, done, self._clock) for phase, (total, done) in extent.phases.items()
+        }
         self.num_shards, self.shards = extent.shards, extent.finished_shards
         if extent.num_experts:
             self.meters["layers"] = Meter(extent.num_experts, 0, self._clock)
@@ -225,4 +227,4 @@ def parse_summary(text: str) -> dict[str, Any] | None:
 
 
 def _is_phase(phase: Any) -> bool:
-    return type(phase["done"]) is int and type(phase["total"]) is int and isinstance(phase["rate"], int | None)
+    return type(phase["done"]) is int and type(phase["total"]) is int and isinstance(phase["rate"], int | float | None)
