@@ -1,15 +1,15 @@
 """The verbs `validate` and `report`: measure a finished folder, show the findings, write the report."""
 
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli import console
-from k2convert.cli.progress import Display
+from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.validation_view import show_validation
-from k2convert.errors import CheckpointError, InvalidCheckpointError, remedy
+from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.records.events import Extent
 from k2convert.report import ReportFiles, write_report
@@ -18,6 +18,10 @@ from k2convert.report.document import figures_document
 from k2convert.validate.results import ValidationReport, folder_bytes, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
 
+if TYPE_CHECKING:
+    from k2convert.validate.layers.cost import LayersCost
+
+_MAX_NUMBERS: Final = 8  # layers that are listed one by one
 _VALIDATION_REMEDY: Final = "Write it again: `k2convert validate DEST --json > FILE`."
 
 
@@ -41,7 +45,16 @@ def validate(
     _check_operands(opened, layers=layers, hidden_states=hidden_states, against=against)
     request = None if layers is None else LayersRequest(layers, hidden_states, tokens)
     total = folder_bytes(destination) + (folder_bytes(against) if against is not None else 0)
-    with Display("validate", Extent({"check": (total, 0)}), quiet=quiet) as events:
+    cost = (
+        None
+        if opened is None or layers is None
+        else _say_layers_cost(opened, destination, layers, tokens=tokens, quiet=quiet)
+    )
+    extent = Extent({"check": (total, 0)}, num_experts=cost.num_experts if cost is not None else 0)
+    display = Display("validate", extent, quiet=quiet)
+    if cost is not None and cost.seconds is not None:
+        display.tally.expected_seconds["layers"] = cost.seconds
+    with display as events:
         found = validate_checkpoint(
             folder=destination, source=opened, reference=reference, against=against, layers=request, events=events
         )
@@ -58,6 +71,29 @@ def validate(
 def _open_source(source: Path) -> Checkpoint:
     with remedy(SOURCE_REMEDY):
         return open_checkpoint(source)
+
+
+def _say_layers_cost(
+    source: Checkpoint, folder: Path, layers: tuple[int, ...], *, tokens: int, quiet: bool
+) -> "LayersCost | None":
+    """Say what --layers will take, before anything is read; None if the result cannot be opened."""
+    from k2convert.validate.layers.cost import layers_cost
+
+    try:
+        with Waiting("measures one expert", quiet=quiet):
+            cost = layers_cost(source=source, converted=open_checkpoint(folder), layers=layers)
+    except K2ConvertError:  # the validation says what is wrong
+        return None
+    numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
+    text = (
+        f"--layers {numbers}: computes {cost.num_experts:,} experts on {tokens:,} tokens and reads "
+        f"{console.format_bytes(cost.num_bytes)}"
+    )
+    if cost.seconds is not None:
+        text += f", in about {console.format_seconds(cost.seconds)} (an estimate from one expert on this machine)"
+    if not quiet:
+        console.print_event(text)
+    return cost
 
 
 def _check_operands(

@@ -16,6 +16,7 @@ from k2convert.records.events import Extent, Keep, Phase
 
 WINDOW_SECONDS: Final = 20.0
 MIN_SECONDS: Final = 1.0  # there is no rate before this much time was measured
+MIN_ETA_SECONDS: Final = 4.0  # the first second of a stage is not like the others
 _LUMPS: Final = 3
 _SAMPLE_SECONDS: Final = 0.25  # work within this time counts as one sample
 
@@ -83,7 +84,9 @@ class Meter:
         if self.done >= self.total:
             return 0.0
         rate = self.rate
-        return (self.total - self.done) / rate if rate else None
+        if not rate or self.clock() - self._samples[0][0] < MIN_ETA_SECONDS:
+            return None
+        return (self.total - self.done) / rate
 
 
 class Tally:
