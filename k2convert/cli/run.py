@@ -12,12 +12,13 @@ from k2convert.cli import console
 from k2convert.cli.options import RunOptions, command_words, parse_size, recipe_overrides
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.validation_view import show_validation
-from k2convert.cli.views import plan_document, run_document, show_plan, show_run
+from k2convert.cli.views import estimate_document, plan_document, run_document, show_estimate, show_plan, show_run
 from k2convert.errors import HubError
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.xet import bound_memory
+from k2convert.job.estimate import estimate
 from k2convert.job.execute import Outcome, execute
 from k2convert.job.places import Destination, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
@@ -66,10 +67,13 @@ def run(options: RunOptions) -> None:
 
 
 def _show_plan(job: Job, options: RunOptions) -> None:
+    with Waiting("measures the disk and the kernels", quiet=options.quiet):
+        estimated = estimate(job)
     if options.as_json:
-        console.print_json(plan_document(job, source=options.source))
+        console.print_json(plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)})
     else:
         show_plan(job, source=options.source)
+        show_estimate(job, estimated)
     check_room(job)
     if not options.as_json:
         console.print_next(console.own_command(without="--dry-run"))

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from k2convert.cli.console import format_bytes, format_rate, format_seconds, print_line, print_table
 from k2convert.hub.branch import branch_name
+from k2convert.job.estimate import Estimate
 from k2convert.job.prepare import Job
 from k2convert.plan.inspection import Inspection
 from k2convert.plan.plan import action_counts
@@ -107,6 +108,47 @@ def _show_hub(job: Job) -> None:
         kind = "private" if job.target.private else "public"
         print_line(f"publishes to {job.target.repo} ({kind}) through its branch {branch_name(job.digest)}")
     print_line(f"uses at most {format_bytes(job.limits.disk_allowed)} of disk at one time")
+
+
+def estimate_document(found: Estimate) -> dict[str, Any]:
+    """Return an estimate as plain data; rates are bytes a second, null if not measured."""
+    least, most = found.seconds or (None, None)
+    return {
+        "seconds": None if least is None or most is None else [round(least), round(most)],
+        "without_network": True,
+        "bytes_in": found.bytes_in,
+        "bytes_out": found.bytes_out,
+        "read_rate": found.read_rate,
+        "write_rate": found.write_rate,
+        "convert_rate": found.convert_rate,
+        "memory_bytes": found.memory_bytes,
+        "memory_available": found.memory_available,
+    }
+
+
+def show_estimate(job: Job, found: Estimate) -> None:
+    """Print how long the rest of a job will take, and its memory."""
+    available = format_bytes(found.memory_available)
+    print_line(f"memory: needs about {format_bytes(found.memory_bytes)}, available {available}")
+    if not found.bytes_in:
+        print_line("time: every shard is done")
+        return
+    if found.seconds is not None:
+        least, most = map(format_seconds, found.seconds)
+        rates = ", ".join(
+            f"{word} {format_rate(rate)}" if rate else f"{word} not measured"
+            for word, rate in (
+                ("read", found.read_rate),
+                ("convert", found.convert_rate),
+                ("write", found.write_rate),
+            )
+        )
+        span = least if least == most else f"{least} to {most}"
+        print_line(f"time: {span}, an estimate from a second of measuring here ({rates})")
+    if job.uses_hub:
+        down = f"download {format_bytes(sum(job.limits.source_bytes.values()))}" if job.source.remote else ""
+        up = f"upload {format_bytes(found.bytes_out)}" if job.target is not None else ""
+        print_line(f"network: not measured: {' and '.join(filter(None, (down, up)))}")
 
 
 def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> dict[str, Any]:
