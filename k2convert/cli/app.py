@@ -232,13 +232,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Interrupted as interrupt:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)  # a second interrupt ends the process at once
-        _say(". ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), as_error=False)
+        _say_interrupted(*getattr(interrupt, "__notes__", ()))
         sys.exit(130)
     except InvalidCheckpointError as error:
-        _say(str(error), as_error=True)
+        _say(str(error))
         sys.exit(3)
     except K2ConvertError as error:
-        _say(str(error), as_error=True)
+        _say(str(error))
         sys.exit(1)
     sys.exit(0)
 
@@ -250,10 +250,19 @@ def _fill_closed_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - open until the process ends
 
 
-def _say(message: str, *, as_error: bool) -> None:
+def _say_interrupted(state: str = "", command: str = "") -> None:
+    """Say what is done and what resumes it, as the command that was interrupted noted them."""
     from k2convert.cli import console
 
-    (console.print_error if as_error else console.print_note)(message)
+    console.print_note(f"interrupted: {state}" if state else "interrupted")
+    if command:
+        console.print_next(command)
+
+
+def _say(message: str) -> None:
+    from k2convert.cli import console
+
+    console.print_error(message)
 
 
 if __name__ == "__main__":

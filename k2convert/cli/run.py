@@ -102,8 +102,8 @@ def _do(job: Job, options: RunOptions) -> None:
             show_validation(error.validation)
         raise
     except BaseException as error:
-        done = f"{display.tally.shards} of {len(job.plan.jobs)} shards are converted"
-        error.add_note(f"{done}. To resume: {command.line(here=command.folder)}")  # shown after an interrupt
+        error.add_note(f"{display.tally.shards} of {len(job.plan.jobs)} shards are converted. The same command resumes")
+        error.add_note(command.line(here=command.folder))  # both are shown after an interrupt
         raise
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
 
