@@ -23,33 +23,30 @@ _SAMPLE_SECONDS: Final = 0.25  # work within this time counts as one sample
 
 @dataclass(slots=True)
 class Meter:
-    """Counts one kind of work in bytes (or experts). `clock` returns seconds."""
+    """Counts one kind of work in bytes (or experts). `clock` returns seconds; `is_moving` after the first new work."""
 
     total: int
     done: int = 0
     clock: Callable[[], float] = time.monotonic
+    is_moving: bool = False
     _samples: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def add(self, amount: int, *, is_new: bool = True) -> None:
         """Count work. Work that is not new raises `done`, but no rate."""
         now = self.clock()
-        if not self._samples:
-            self._samples.append((now, self.done))
         self.done += amount
         if not is_new:
             self._samples = deque((at, done + amount) for at, done in self._samples)
             return
-        if len(self._samples) > 1 and now - self._samples[-2][0] < _SAMPLE_SECONDS:
+        self.is_moving = True
+        if not self._samples:  # when this work began is not known
+            self._samples.append((now, self.done))
+        elif len(self._samples) > 1 and now - self._samples[-2][0] < _SAMPLE_SECONDS:
             self._samples[-1] = (now, self.done)
         else:
             self._samples.append((now, self.done))
         while len(self._samples) > _LUMPS + 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
             self._samples.popleft()
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether any new work was counted."""
-        return len(self._samples) > 1
 
     def start(self) -> None:
         """Begin to measure now, not with the first work."""
