@@ -42,7 +42,7 @@ class Display:
         self._quiet = quiet
         self._is_live = not quiet and console.errors_are_shown_live()
         self.tally = Tally(extent, note=_ignore if quiet else console.print_event)
-        self._rows = _Rows(self.tally)
+        self.rows = Rows(self.tally)
         self._lines = _Lines(what, self.tally)
         self._live: Live | None = None
         self._ended = threading.Event()
@@ -51,7 +51,7 @@ class Display:
     def __enter__(self) -> Tally:
         if self._is_live:
             self._live = Live(
-                get_renderable=lambda: self._rows, console=console.error_console(), refresh_per_second=4, transient=True
+                get_renderable=lambda: self.rows, console=console.error_console(), refresh_per_second=4, transient=True
             )
             self._live.start()
         self._thread.start()
@@ -64,7 +64,7 @@ class Display:
             with suppress(OSError):  # a terminal that is gone must not end the work
                 self._live.stop()
                 if self.tally.has_worked:
-                    console.error_console().print(self._rows)
+                    console.error_console().print(self.rows)
         elif not self._quiet and self.tally.has_worked and (kind is None or self._lines.has_printed):
             self._lines.print_now()
 
@@ -159,7 +159,7 @@ def _eta_text(tally: Tally) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
     """The rows of a terminal: one for each phase, and one for the whole."""
 
     tally: Tally

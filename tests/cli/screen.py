@@ -19,12 +19,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = Path(__file__).parent / "golden"
 _SEQUENCE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
 _VARIES = [
     (re.compile(r"\d+:\d\d:\d\d"), "0:00:00"),
     (re.compile(r"[\d.]+ (?:B|kB|MB|GB)/s"), "0 MB/s"),
-    (re.compile(r", [\d.]+ MB/s in"), ", 0 MB/s in"),
+    (re.compile(r"http://127\.0\.0\.1:\d+"), "http://hub"),
+    (re.compile(r"commit [0-9a-f]{40}"), "commit 0"),
 ]
+
+
+def same_as_golden(name: str, text: str) -> None:
+    """Compare with the kept text. If it differs, the new text is written next to it, to be looked at and renamed."""
+    path = GOLDEN / f"{name}.txt"
+    kept = path.read_text() if path.exists() else ""
+    if text + "\n" != kept:
+        path.with_suffix(".new").write_text(text + "\n")
+    assert text + "\n" == kept
 
 
 @dataclass(slots=True)
