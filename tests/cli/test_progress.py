@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.tally import Tally

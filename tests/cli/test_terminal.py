@@ -4,11 +4,11 @@ import io
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-import sys
 
 sys.path.insert(0, str(Path(__file__).parent))
 from screen import Screen, in_terminal, same_as_golden
