@@ -1,5 +1,29 @@
-"""`python -m k2convert`."""
+"""`k2convert` and `python -m k2convert`. Interrupts are caught first: importing the command line takes a while."""
 
-from k2convert.cli.app import main
+import sys
 
-main()
+from k2convert.cli.interrupts import (
+    Interrupted,
+    catch_interrupts,
+    release_interrupts,
+    report_unraisable,
+    say_interrupted,
+)
+
+
+def main() -> None:
+    """Run the command line; see `k2convert.cli.app.main`."""
+    try:
+        catch_interrupts()
+        sys.unraisablehook = report_unraisable
+        from k2convert.cli.app import main
+
+        main()
+    except Interrupted:
+        sys.exit(say_interrupted())
+    finally:
+        release_interrupts()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,26 @@
 """The error tree. Each class also inherits the standard error it corresponds to, so callers may catch either.
 
 Messages are for the person at the terminal: what is wrong, where (file, tensor), what to do. The command line prints
-this tree without a traceback. Any other exception keeps its traceback, because it is a bug of k2convert.
+this tree without a traceback, and what the machine refuses (cli/failures.py). Any other exception keeps its traceback,
+because it is a bug of k2convert.
 """
 
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from reprlib import Repr
+from typing import Final, Literal
+
+Extra = Literal["torch", "reference"]
+
+_EXTRAS: Final[dict[Extra, tuple[str, ...]]] = {
+    "torch": ("torch",),
+    "reference": ("torch", "compressed_tensors", "modelopt"),
+}
+"""The modules that each extra of the package brings."""
+
+MAX_QUOTED: Final = 80
 
 
 class K2ConvertError(Exception):
@@ -85,6 +100,29 @@ class HubError(K2ConvertError, OSError):
     """The Hub refused or failed. The message says what to do."""
 
 
+_QUOTE: Final = Repr()
+_QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = MAX_QUOTED
+
+
+def quoted(value: object) -> str:
+    """Return a value from a file, the network or the command line as a message shows it.
+
+    It is the value's repr on one line, cut to 80 characters, however long or deep the value is.
+    """
+    return cut(_QUOTE.repr(value), MAX_QUOTED)
+
+
+def cut(text: str, limit: int = 300) -> str:
+    """Return what another program said, on one line and cut to `limit` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def shortened(text: str) -> str:
+    """Return a name as it is if it is plain text of at most 80 characters, else `quoted`."""
+    return text if len(text) <= MAX_QUOTED and text.isprintable() else quoted(text)
+
+
 @contextmanager
 def remedy(text: str) -> Generator[None]:
     """Add what to do to a MalformedFileError raised in the block; it becomes a CheckpointError."""
@@ -92,3 +130,23 @@ def remedy(text: str) -> Generator[None]:
         yield
     except MalformedFileError as error:
         raise CheckpointError(f"{error} {text}") from error
+
+
+def missing_module(extra: Extra) -> str | None:
+    """Return the first module of an extra that is not installed, or None. Imports nothing."""
+    return next((module for module in _EXTRAS[extra] if not _is_installed(module)), None)
+
+
+def require_extra(extra: Extra, *, purpose: str) -> None:
+    """Raise MissingDependencyError if an extra is not installed. `purpose` is what needs it: "--device cuda"."""
+    module = missing_module(extra)
+    if module is not None:
+        raise MissingDependencyError(
+            f"{purpose} needs {module}, which is not installed. Install it with: pip install 'k2convert[{extra}]'"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None  # pyright: ignore[reportUnnecessaryComparison]  # None blocks an import
+    return find_spec(module) is not None

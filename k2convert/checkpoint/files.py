@@ -12,16 +12,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
+from k2convert.checkpoint.folders import create_file, opened_folder, remove_file, replace_file
 from k2convert.errors import (
+    DestinationError,
     DestinationWriteError,
     DiskFullError,
     K2ConvertError,
     MalformedFileError,
     SourceReadError,
+    quoted,
 )
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 PIECE_BYTES: Final = 1 << 20
+MAX_SMALL_FILE_BYTES: Final = 64 << 20  # the largest of a Kimi checkpoint, the index of its NVFP4 form, has about 33 MB
+MAX_NESTING: Final = 100  # a deeper document would exhaust the stack of whoever walks it; real ones have ten levels
 
 Content = bytes | Path
 """What to write: bytes, or the bytes of another file, which is copied in pieces."""
@@ -43,18 +48,27 @@ def check_plain_file(path: Path) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; raises ValueError that says why it is not JSON, or DuplicateKeyError."""
+    """Parse JSON; raises ValueError that says why it is not JSON, or DuplicateKeyError.
+
+    A lone surrogate (\\ud800) is refused: JSON can spell it, but it is not text, and no file or terminal can hold it.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        document = json.loads(text, object_pairs_hook=_unique_keys)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(document, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError as error:
+        near = error.object[max(error.start - 60, 0) : error.start + 10]
+        raise ValueError(f"half of a surrogate pair in {quoted(near)}") from None
+    return document
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
-        raise DuplicateKeyError(f"duplicate key {next(k for k, _ in pairs if k in seen or seen.add(k))!r}")
+        raise DuplicateKeyError(f"duplicate key {quoted(next(k for k, _ in pairs if k in seen or seen.add(k)))}")
     return result
 
 
@@ -68,14 +82,30 @@ def parse_json_object(text: str, *, where: str) -> dict[str, Any]:
         raise MalformedFileError(f"{where}: not JSON ({error}).") from None
     if not isinstance(document, dict):
         raise MalformedFileError(f"{where}: not a JSON object.")
+    if _is_deep(cast(dict[str, Any], document)):
+        raise MalformedFileError(f"{where}: not JSON that any tool writes (nested more than {MAX_NESTING} levels).")
     return cast(dict[str, Any], document)
+
+
+def _is_deep(document: dict[str, Any]) -> bool:
+    level: list[Any] = [document]
+    for _ in range(MAX_NESTING):
+        inner = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+    return bool(level)
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Read one JSON object from a regular file; raises MalformedFileError, or SourceReadError if reading fails."""
     try:
         check_plain_file(path)
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            raw = file.read(MAX_SMALL_FILE_BYTES + 1)
+        if len(raw) > MAX_SMALL_FILE_BYTES:
+            raise MalformedFileError(
+                f"{path}: larger than {MAX_SMALL_FILE_BYTES:,} bytes, which no file of its kind is."
+            )
+        text = raw.decode("utf-8")
     except FileNotFoundError:
         raise MalformedFileError(f"{path}: missing.") from None
     except OSError as error:
@@ -113,34 +143,32 @@ def num_bytes_of(content: Content) -> int:
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
-def write_atomically(path: Path, content: Content) -> None:
-    """Write `content` to `path`: complete and on disk, or not at all."""
+def write_atomically(path: Path, content: Content, *, root: Path | None = None, mtime_ns: int | None = None) -> None:
+    """Write `content` to `path`: complete and on disk, or not at all.
+
+    No link is followed below `root`, which is the file's folder unless it is given. `mtime_ns` becomes the file's time
+    of modification if the filesystem allows it. Raises DiskFullError, DestinationWriteError, DestinationError.
+    """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    with writing(path), opened_folder(path.parent, root=root) as folder:
+        descriptor = create_file(temporary, folder)
         try:
-            for piece in pieces(content):
-                view = memoryview(piece)
-                while len(view):
-                    view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        replace_file(temporary, path)
-    except OSError as error:
-        with suppress(OSError):  # in a read-only folder removing fails too
-            temporary.unlink(missing_ok=True)
-        raise write_error(path, error) from error
-
-
-def replace_file(temporary: Path, path: Path) -> None:
-    """Rename a synced temporary file to its final name and sync the folder."""
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+            try:
+                for piece in pieces(content):
+                    view = memoryview(piece)
+                    while len(view):
+                        view = view[os.write(descriptor, view) :]
+                if mtime_ns is not None:
+                    with suppress(OSError):
+                        os.utime(descriptor, ns=(mtime_ns, mtime_ns))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            replace_file(temporary, path, folder)
+        except BaseException:
+            with suppress(OSError, DestinationError):  # in a read-only folder removing fails too
+                remove_file(temporary, folder)
+            raise
 
 
 @contextmanager
@@ -166,16 +194,6 @@ def write_error(path: Path, error: OSError) -> OSError:
         f"{path}: writing failed ({error.strerror}). Finished shards are kept: check permissions, limits and the disk, "
         "or start again in a folder on a different disk."
     )
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder and its parents; raises DestinationWriteError if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DestinationWriteError(
-            f"{folder}: cannot be created ({error.strerror}). Choose a folder that you may write to."
-        ) from None
 
 
 def holds_exactly(path: Path, content: Content) -> bool:

@@ -7,26 +7,32 @@ Layout (https://huggingface.co/docs/safetensors, "Format"):
 These are refused with MalformedFileError: truncated files, headers longer than the file or than 100 MB (the limit of
 the safetensors library), duplicate keys, unknown dtypes, shapes that do not fit their byte range, gaps, overlaps and
 trailing bytes.
+
+The number of tensors has no limit of its own: one costs about as many bytes of memory as its entry has in the JSON,
+times ten, whether it holds data or not.
 """
 
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from blake3 import blake3
 
 from k2convert.checkpoint.files import DuplicateKeyError, check_plain_file, parse_json
-from k2convert.errors import MalformedFileError, SourceReadError
+from k2convert.errors import MalformedFileError, SourceReadError, quoted, shortened
 
 MAX_HEADER_BYTES = 100_000_000
+MAX_NAME_LENGTH: Final = 200  # of a tensor; Kimi's longest has 77 characters
+MAX_RANK: Final = 32  # of a tensor; NumPy's limit before 2.0
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4,
     "I64": 8, "U64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
+_DTYPES: Final = {dtype: dtype for dtype in DTYPE_BYTES}  # JSON gives a new string for each entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,42 +113,44 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int, where: str | None =
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in cast(dict[str, Any], metadata).values()):
         raise MalformedFileError(f"{where}: __metadata__ must map strings to strings.")
     data_begin = 8 + length
-    tensors = {name: _tensor_info(name, e, shard=shard, where=where, base=data_begin) for name, e in entries.items()}
+    for name in entries:  # in place, so that the entries and what is made of them are never both whole in memory
+        try:
+            entries[name] = _tensor_info(name, entries[name], shard=shard, base=data_begin)
+        except MalformedFileError as error:
+            raise MalformedFileError(f"{where}: tensor {shortened(name)}: {error}") from None
+    tensors = cast(dict[str, TensorInfo], entries)
     _check_coverage(tensors, data_begin=data_begin, file_bytes=file_bytes, where=where)
     digest = blake3(raw[: 8 + length]).hexdigest()
     return ShardHeader(shard, file_bytes, data_begin, cast(dict[str, str], metadata), tensors, digest)
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def _tensor_info(name: str, entry: Any, *, shard: str, where: str, base: int) -> TensorInfo:
+def _tensor_info(name: str, entry: Any, *, shard: str, base: int) -> TensorInfo:
+    if len(name) > MAX_NAME_LENGTH or not name.isprintable():
+        problem = "is longer than any model's" if name.isprintable() else "has control characters"
+        raise MalformedFileError(f"the name {problem}.")
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
-        raise MalformedFileError(
-            f"{where}: tensor {name}: needs dtype, shape and data_offsets, but has {entry!r}."
-        ) from None
-    if not name.isprintable():
-        raise MalformedFileError(f"{where}: tensor {name!r}: the name has control characters.")
+        raise MalformedFileError(f"needs dtype, shape and data_offsets, but has {quoted(entry)}.") from None
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise MalformedFileError(
-            f"{where}: tensor {name}: unknown dtype {dtype!r}. Known dtypes: {', '.join(DTYPE_BYTES)}."
-        )
+        raise MalformedFileError(f"unknown dtype {quoted(dtype)}. Known dtypes: {', '.join(DTYPE_BYTES)}.")
     if not (all(map(_is_count, shape)) and _is_count(begin) and _is_count(end)):
-        raise MalformedFileError(
-            f"{where}: tensor {name}: shape {list(shape)} or offsets [{begin}, {end}] are not counts."
-        )
+        raise MalformedFileError(f"shape {quoted(list(shape))} or offsets {quoted([begin, end])} are not counts.")
+    if len(shape) > MAX_RANK:
+        raise MalformedFileError(f"has {len(shape):,} dimensions, more than {MAX_RANK}.")
     expected = DTYPE_BYTES[dtype]
     for size in shape:
         expected *= size
     if end - begin != expected:
+        needed = f"{expected:,}" if expected < 1 << 63 else "too many"
         raise MalformedFileError(
-            f"{where}: tensor {name}: {dtype} {list(shape)} needs {expected:,} bytes, but its range has "
-            f"{end - begin:,}."
+            f"{dtype} {quoted(list(shape))} needs {needed} bytes, but its range has {end - begin:,}."
         )
-    return TensorInfo(name, dtype, shape, base + begin, base + end, shard)
+    return TensorInfo(name, _DTYPES[dtype], shape, base + begin, base + end, shard)
 
 
 def _check_coverage(tensors: dict[str, TensorInfo], *, data_begin: int, file_bytes: int, where: str) -> None:
@@ -151,7 +159,8 @@ def _check_coverage(tensors: dict[str, TensorInfo], *, data_begin: int, file_byt
         if tensor.begin != position:
             kind = "overlaps the previous tensor" if tensor.begin < position else "leaves a gap before it"
             raise MalformedFileError(
-                f"{where}: tensor {tensor.name} {kind} (it starts at byte {tensor.begin}, expected {position})."
+                f"{where}: tensor {shortened(tensor.name)} {kind} (it starts at byte {tensor.begin}, "
+                f"expected {position})."
             )
         position = tensor.end
     if position != file_bytes:

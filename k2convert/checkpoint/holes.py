@@ -49,7 +49,7 @@ def _free_blocks(path: Path, begin: int, end: int) -> None:
     begin, end = -(-begin // _BLOCK) * _BLOCK, end // _BLOCK * _BLOCK
     if end <= begin:
         return
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _punch(descriptor, begin, end)
     finally:

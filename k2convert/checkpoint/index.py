@@ -6,12 +6,14 @@ No tensor is read. The same `Checkpoint` is built from a local folder and from h
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
-from k2convert.errors import CheckpointError, MalformedFileError
+from k2convert.errors import CheckpointError, MalformedFileError, quoted, shortened
+
+MAX_SHARD_NAME_BYTES: Final = 230  # filesystems take 255; records, downloads and temporary files add to the name
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +95,18 @@ def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str]
         if isinstance(shard, str) and shard in checked:
             continue
         if not isinstance(shard, str) or not shard.endswith(SHARD_SUFFIX):
-            raise MalformedFileError(f"{where}: tensor {tensor} is mapped to {shard!r}, not to a {SHARD_SUFFIX} file.")
+            raise MalformedFileError(
+                f"{where}: tensor {shortened(tensor)} is mapped to {quoted(shard)}, not to a {SHARD_SUFFIX} file."
+            )
         if PurePosixPath(shard).name != shard or "\\" in shard or not shard.isprintable():
             raise MalformedFileError(
-                f"{where}: tensor {tensor} is mapped to {shard!r}, a path outside the folder. "
+                f"{where}: tensor {shortened(tensor)} is mapped to {quoted(shard)}, a path outside the folder. "
                 "A shard must be a plain file name."
+            )
+        if len(shard.encode()) > MAX_SHARD_NAME_BYTES:
+            raise MalformedFileError(
+                f"{where}: tensor {shortened(tensor)} is mapped to {quoted(shard)}: name too long for a shard (more "
+                f"than {MAX_SHARD_NAME_BYTES} bytes)."
             )
         checked.add(shard)
     return cast(dict[str, str], weight_map)
@@ -108,7 +117,9 @@ def _check_weight_map(weight_map: dict[str, str], tensors: dict[str, TensorInfo]
         tensor = tensors.get(name)
         if tensor is None or tensor.shard != shard:
             found = "no shard has it" if tensor is None else f"it is in {tensor.shard}"
-            raise MalformedFileError(f"{folder / INDEX_NAME}: tensor {name} is mapped to {shard}, but {found}.")
+            raise MalformedFileError(
+                f"{folder / INDEX_NAME}: tensor {shortened(name)} is mapped to {shortened(shard)}, but {found}."
+            )
     if len(weight_map) != len(tensors):
         extra = next(name for name in tensors if name not in weight_map)
         raise MalformedFileError(f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}.")

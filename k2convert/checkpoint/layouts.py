@@ -1,13 +1,15 @@
 """The two NVFP4 checkpoint layouts: tensor names, dtypes, shapes, and the configs that declare them.
 
 `modelopt` is what NVIDIA's ModelOpt 0.47 exports. vLLM, SGLang and TensorRT-LLM read it. `compressed-tensors` is the
-format nvfp4-pack-quantized of compressed-tensors 0.19. Both hold the same codes and block scales. The second stores
-both scalars as divisors (1/g): if g is a power of two both hold the same numbers, any other 1/g is rounded to FP32.
+format nvfp4-pack-quantized of compressed-tensors 0.13 and later; 0.12 refuses the key `scale_dtype`. Both hold the same
+codes and block scales. The second stores both scalars as divisors (1/g): if g is a power of two both hold the same
+numbers, any other 1/g is rounded to FP32.
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -15,8 +17,12 @@ from k2convert.checkpoint.files import dump_json
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
 
+QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
+"""Keys of config.json under which engines look for a quantization, at the top level and in parts. The second is old."""
+
 MODELOPT = "modelopt"
 COMPRESSED_TENSORS = "compressed-tensors"
+SCALE_DTYPE = "torch.float8_e4m3fn"  # without it compressed-tensors does not round the block scales of activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +103,13 @@ def quantized_config(
     return result
 
 
-def unquantized_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json without any quantization_config. Engines would also read a stale one in `text_config`."""
-    result = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
-    for key, value in result.items():
-        if isinstance(value, dict) and "quantization_config" in value:
-            result[key] = {k: v for k, v in value.items() if k != "quantization_config"}  # type: ignore[reportUnknownVariableType]
-    return result
+def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without any quantization config. Engines would also read a stale one in `text_config`."""
+    return {
+        key: unquantized_config(cast(dict[str, Any], value)) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in QUANTIZATION_KEYS
+    }
 
 
 def quant_algo(activations: str) -> str:
@@ -148,6 +154,7 @@ def _compressed_tensors_config(activations: str, kv_cache: str | None, excludes:
         "group_size": BLOCK_SIZE,
         "num_bits": 4,
         "observer_kwargs": {},
+        "scale_dtype": SCALE_DTYPE,
         "strategy": "tensor_group",
         "symmetric": True,
         "type": "float",

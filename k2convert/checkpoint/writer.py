@@ -9,8 +9,9 @@ import hashlib
 import mmap
 import os
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -19,8 +20,10 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.buffers import BUFFERS
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, replace_file, write_error
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_error, writing
+from k2convert.checkpoint.folders import create_file, opened_folder, remove_file, replace_file
 from k2convert.checkpoint.page_cache import start_writing
+from k2convert.errors import DestinationError
 
 ALIGNMENT = 4096
 STAGING_BYTES = 16 << 20
@@ -49,22 +52,29 @@ class ShardWriter:
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="write")
         self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash")  # one: the order matters
         self._direct: int | None = None
+        self._is_committed = False
+        self._opened = ExitStack()
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            self._descriptor = os.open(self._temporary, flags, 0o666)
-            try:
-                if preallocate:
-                    os.posix_fallocate(self._descriptor, 0, max(num_bytes, 1))
-                os.ftruncate(self._descriptor, num_bytes)
-                self._direct = None if for_upload else _open_direct(self._temporary)
-            except OSError:
-                os.close(self._descriptor)
-                self._temporary.unlink(missing_ok=True)
-                raise
-        except OSError as error:
+            with writing(path):
+                self._open(preallocate=preallocate, is_direct=not for_upload)
+        except Exception:
+            self._opened.close()
             self._pool.shutdown()
             self._hasher.shutdown()
-            raise write_error(path, error) from error
+            raise
+
+    def _open(self, *, preallocate: bool, is_direct: bool) -> None:
+        self._folder = self._opened.enter_context(opened_folder(self._path.parent))
+        self._descriptor = create_file(self._temporary, self._folder, flags=os.O_RDWR)
+        try:
+            if preallocate:
+                os.posix_fallocate(self._descriptor, 0, max(self._num_bytes, 1))
+            os.ftruncate(self._descriptor, self._num_bytes)
+            self._direct = _open_direct(self._temporary.name, self._folder) if is_direct else None
+        except OSError:
+            os.close(self._descriptor)
+            remove_file(self._temporary, self._folder)
+            raise
 
     def write(self, data: "bytes | memoryview") -> None:
         """Append bytes. The caller may reuse them when this returns. Raises DiskFullError or DestinationWriteError."""
@@ -77,9 +87,12 @@ class ShardWriter:
             if self._filled == self._size:
                 self._flush()
 
-    def commit(self) -> str:
-        """Flush, sync and rename to the final name; returns the blake3 of the whole file as hex."""
-        try:
+    def commit(self, *, accept: Callable[[str], None] | None = None) -> str:
+        """Flush, sync and rename to the final name; returns the blake3 of the whole file as hex.
+
+        `accept` gets the blake3 before the rename and may raise.
+        """
+        with writing(self._path):
             self._flush()
             while self._pending:
                 self._settle()
@@ -87,9 +100,10 @@ class ShardWriter:
                 raise RuntimeError(f"{self._path}: planned {self._num_bytes} bytes, wrote {self._position}")
             os.fsync(self._descriptor)
             self._close()
-            replace_file(self._temporary, self._path)
-        except OSError as error:
-            raise write_error(self._path, error) from error
+            if accept is not None:
+                accept(self._hash.hexdigest())
+            replace_file(self._temporary, self._path, self._folder)
+            self._is_committed = True
         return self._hash.hexdigest()
 
     @property
@@ -143,8 +157,10 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._descriptor >= 0:
             self._close()
-            with suppress(OSError):
-                self._temporary.unlink(missing_ok=True)
+        if not self._is_committed:
+            with suppress(OSError, DestinationError):
+                remove_file(self._temporary, self._folder)
+        self._opened.close()
 
 
 def _write_all(descriptor: int, view: memoryview, position: int) -> None:
@@ -153,10 +169,10 @@ def _write_all(descriptor: int, view: memoryview, position: int) -> None:
         view, position = view[count:], position + count
 
 
-def _open_direct(path: Path) -> int | None:
+def _open_direct(name: str, folder: int) -> int | None:
     """Open a second descriptor with O_DIRECT and try to write a block; None if it is refused (tmpfs, FUSE)."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
         return None
     if os.fstat(descriptor).st_size < ALIGNMENT:

@@ -4,4 +4,5 @@ app              the commands; options: their options
 run, publish     jobs; check: validate and report
 views            plans, runs, states, inspections; validation_view: validations
 console          stdout and stderr; progress: bars and progress lines
+interrupts       Ctrl-C and SIGTERM; failures: what the machine refuses, in one line
 """

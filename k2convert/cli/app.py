@@ -5,24 +5,28 @@ Heavy libraries are imported inside the commands, so that `--help` answers at on
 
 import gc
 import os
-import signal
 import sys
-from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
 from k2convert import __version__
+from k2convert.cli.failures import explain
+from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrupted
 from k2convert.cli.options import (
     DestinationArgument,
+    FolderArgument,
     JsonOption,
     PublicOption,
     QuietOption,
     RunOptions,
     SourceArgument,
     YesOption,
+    existing_place,
+    new_place,
+    not_address,
     takes,
 )
 from k2convert.errors import InvalidCheckpointError, K2ConvertError
@@ -53,6 +57,7 @@ def _root(
 @app.command()
 def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
     """Say what a checkpoint is, from its headers."""
+    from k2convert.checkpoint.names import LEDGER_NAME
     from k2convert.cli import console
     from k2convert.cli.views import show_inspection
     from k2convert.hub.client import Hub
@@ -60,15 +65,16 @@ def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
     from k2convert.plan.inspection import inspect_checkpoint
 
     with open_source(source, hub=Hub(notify=console.print_note)) as opened:
-        found = inspect_checkpoint(opened.checkpoint)
-        if opened.remote is not None:
-            found = replace(found, folder=source)
+        found = inspect_checkpoint(opened.checkpoint, shown_as=source)
+        is_result = (opened.checkpoint.folder / LEDGER_NAME).is_file()
     if as_json:
         console.print_json(found.to_dict())
         return
     show_inspection(found)
     if found.recipe is not None:
         console.print_next(console.command("k2convert", "run", source, "DEST", "--dry-run"))
+    elif found.nvfp4_projections and is_result:
+        console.print_next(console.command("k2convert", "validate", source))
 
 
 @app.command()
@@ -106,7 +112,8 @@ def status(destination: DestinationArgument, as_json: JsonOption = False) -> Non
 def validate(
     destination: DestinationArgument,
     source: Annotated[
-        Path | None, typer.Option(help="The INT4 source: measures every weight, compares copies.")
+        Path | None,
+        typer.Option(help="The INT4 source: measures every weight, compares copies.", callback=existing_place),
     ] = None,
     layers: Annotated[
         str | None, typer.Option(help="MoE layers to compute for real: 1,30,60 or all. Needs --source.")
@@ -117,7 +124,10 @@ def validate(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to compute layers on.")] = 256,
     reference: Annotated[bool, typer.Option("--reference", help="Decode with the quantization libraries too.")] = False,
     against: Annotated[
-        Path | None, typer.Option(help="Another NVFP4 checkpoint of the same source to measure too. Needs --source.")
+        Path | None,
+        typer.Option(
+            help="Another NVFP4 checkpoint of the same source to measure too. Needs --source.", callback=existing_place
+        ),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -153,11 +163,15 @@ def _parse_layers(text: str | None) -> tuple[int, ...] | None:
 @app.command()
 def report(
     destination: DestinationArgument,
-    source: Annotated[Path | None, typer.Option(help="The INT4 source: measures every weight again.")] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="The INT4 source: measures every weight again.", callback=existing_place)
+    ] = None,
     validation: Annotated[
         Path | None, typer.Option(help="Output of `validate --json`, to be shown instead of reading the shards again.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write to [default: DESTINATION].")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to [default: DESTINATION].", callback=new_place)
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -171,13 +185,18 @@ def report(
 
 @app.command()
 def publish(
-    destination: DestinationArgument,
-    repo: Annotated[str, typer.Option(help="Repository to publish to: owner/name.", show_default=False)],
+    destination: FolderArgument,
+    repo: Annotated[
+        str, typer.Option(help="Repository to publish to: owner/name.", callback=not_address, show_default=False)
+    ],
     public: PublicOption = False,
     yes: YesOption = False,
     base_model: Annotated[
         str | None,
-        typer.Option(help="Repository of the INT4 source, for the card and its license [default: the ledger's]."),
+        typer.Option(
+            help="Repository of the INT4 source, for the card and its license [default: the ledger's].",
+            callback=not_address,
+        ),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -190,80 +209,60 @@ def publish(
 
 @app.command()
 def recipes(as_json: JsonOption = False) -> None:
-    """List the recipes that come with k2convert."""
+    """List the recipes that come with k2convert, and whom each serves."""
     from k2convert.cli import console
-    from k2convert.plan.recipe import load_recipe, shipped_recipes
+    from k2convert.cli.views import show_recipe
+    from k2convert.plan.recipe import load_recipe, recipe_purpose, shipped_recipes
 
-    found = [load_recipe(name) for name in shipped_recipes()]
+    found = [(load_recipe(name), recipe_purpose(name)) for name in shipped_recipes()]
     if as_json:
-        console.print_json([recipe.document() for recipe in found])
+        console.print_json([recipe.document() | {"serves": purpose} for recipe, purpose in found])
         return
-    rows = [(r.name, r.family or "any", ", ".join(r.roles), r.rule, r.activations, r.layout) for r in found]
-    console.print_table("recipes", ("name", "family", "roles", "rule", "activations", "layout"), rows)
-
-
-class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM. Not a KeyboardInterrupt, which the argument parser would turn into exit code 1."""
-
-
-def _interrupt(_signal: int, frame: FrameType | None) -> None:
-    """Raise Interrupted, but not during an import: try again 10 ms later.
-
-    Compiled modules swallow an exception that ends one of their imports, and go on with half a module. A test in
-    tests/job/test_resume.py shows it.
-    """
-    while frame is not None and frame.f_code is not main.__code__:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
-            return
-        frame = frame.f_back
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    raise Interrupted
+    for recipe, purpose in found:
+        show_recipe(recipe, purpose)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
     gc.disable()  # a plan is hundreds of thousands of objects without cycles: scanning them doubles the planning time
-    _fill_closed_streams()
+    _prepare_streams()
     try:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):  # SIGALRM is a delayed interrupt
-            signal.signal(number, _interrupt)
+        catch_interrupts()
         app(args=arguments)
     except Interrupted as interrupt:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)  # a second interrupt ends the process at once
-        _say_interrupted(*getattr(interrupt, "__notes__", ()))
-        sys.exit(130)
+        sys.exit(say_interrupted(*getattr(interrupt, "__notes__", ())))
     except InvalidCheckpointError as error:
         _say(str(error))
         sys.exit(3)
     except K2ConvertError as error:
         _say(str(error))
         sys.exit(1)
+    except Exception as error:
+        line = explain(error)
+        if line is None:
+            raise
+        _say(line)
+        sys.exit(1)
     sys.exit(0)
 
 
-def _fill_closed_streams() -> None:
-    """Replace each stream that the caller closed: otherwise a shard's file could get the descriptor of stdout."""
+def _prepare_streams() -> None:
+    """Replace each stream that the caller closed: otherwise a shard's file could get the descriptor of stdout.
+
+    A character that a stream cannot encode is written as an escape.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - open until the process ends
-
-
-def _say_interrupted(state: str = "", command: str = "") -> None:
-    """Say what is done and what resumes it, as the command that was interrupted noted them."""
-    from k2convert.cli import console
-
-    console.print_note(f"interrupted: {state}" if state else "interrupted")
-    if command:
-        console.print_next(command)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _say(message: str) -> None:
-    from k2convert.cli import console
+    try:
+        from k2convert.cli import console
 
-    console.print_error(message)
-
-
-if __name__ == "__main__":
-    main()
+        console.print_error(message)
+    except (MemoryError, ImportError):
+        sys.stderr.write(f"error: {message}\n")

@@ -8,10 +8,13 @@ from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli import console
 from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.serving import print_serve
 from k2convert.cli.validation_view import show_validation
-from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy
+from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy, require_extra
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.records.events import Extent
+from k2convert.records.journal import Journal
+from k2convert.records.ledger import find_ledger
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.collect import can_be_validated, check_folder
 from k2convert.report.document import figures_document
@@ -42,6 +45,8 @@ def validate(
     `layers` are the reference layers to compute: empty means all, None means none.
     """
     opened = None if source is None else _open_source(source)
+    if reference:
+        require_extra("reference", purpose="--reference")
     _check_operands(opened, layers=layers, hidden_states=hidden_states, against=against)
     request = None if layers is None else LayersRequest(layers, hidden_states, tokens)
     total = folder_bytes(destination) + (folder_bytes(against) if against is not None else 0)
@@ -65,7 +70,7 @@ def validate(
     if not found.passed:
         raise InvalidCheckpointError(f"{destination}: validation failed, see above. Do not publish or serve it.")
     if not as_json:
-        console.print_next(console.command("vllm", "serve", destination, "--trust-remote-code"))
+        print_serve(str(destination), folder=destination)
 
 
 def _open_source(source: Path) -> Checkpoint:
@@ -100,6 +105,8 @@ def _check_operands(
     source: Checkpoint | None, *, layers: tuple[int, ...] | None, hidden_states: Path | None, against: Path | None
 ) -> None:
     """Check now what is used after the pass over the shards, which may take hours; raises CheckpointError."""
+    if layers is not None:
+        require_extra("torch", purpose="--layers")
     if source is not None and layers:
         from k2convert.validate.layers.check import check_layers_exist
 
@@ -127,9 +134,17 @@ def report(
         files = write_report(folder=destination, out=out, validation=validation_document(found), measured=measured)
     else:
         files = write_report(folder=destination, out=out)
-    is_sound = _show_report(files, as_json)
-    if not as_json and is_sound:
+    is_servable = _show_report(files, as_json)
+    if not as_json and is_servable:
+        _print_next_of_report(destination, is_complete=files.report.is_complete)
+
+
+def _print_next_of_report(destination: Path, *, is_complete: bool) -> None:
+    """A result is published next; a conversion that is not finished, or whose shards are gone, says how it stands."""
+    if is_complete and can_be_validated(destination) and find_ledger(destination) is not None:
         console.print_next(console.command("k2convert", "publish", destination, "--repo", "owner/name"))
+    elif Journal(destination).job() is not None:
+        console.print_next(console.command("k2convert", "status", destination))
 
 
 def _validate_for_report(destination: Path, source: Path | None, *, quiet: bool) -> ValidationReport | None:
@@ -146,15 +161,14 @@ def _validate_for_report(destination: Path, source: Path | None, *, quiet: bool)
 
 
 def _show_report(files: ReportFiles, as_json: bool) -> bool:
-    """Print the written files; return whether the conversion is complete and no checked rule is broken."""
+    """Print the written files; return whether no checked rule is broken."""
     written = {"html": files.page, "markdown": files.markdown, "picture": files.picture}
     document = figures_document(files.report)
     failed: list[int] = document["contract"]["failed"] if document["contract"] else []
-    is_sound = files.report.is_complete and not failed
     if as_json:
         paths = {kind: None if path is None else str(path) for kind, path in written.items()}
         console.print_json({"files": paths, **document})
-        return is_sound
+        return not failed
     for path in written.values():
         if path is not None:
             console.print_line(str(path))
@@ -163,4 +177,4 @@ def _show_report(files: ReportFiles, as_json: bool) -> bool:
     if failed:
         rules = ", ".join(map(str, failed))
         console.print_note(f"contract rules broken: {rules}. Do not publish or serve it; see {files.page}")
-    return is_sound
+    return not failed

@@ -51,9 +51,10 @@ def _on_stdout() -> Generator[None]:
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document on stdout."""
+    """Print one JSON document on stdout, in ASCII if stdout takes nothing else."""
+    takes_all = (sys.stdout.encoding or "").lower().startswith("utf")
     with _on_stdout():
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not takes_all) + "\n")
 
 
 def print_table(
@@ -69,7 +70,7 @@ def print_table(
     shown = len(columns)
     while shown > 1 and sum(widths[:shown]) + 3 * (shown - 1) > out.width:
         shown -= 1
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(title=Text(title), title_justify="left", show_edge=False, pad_edge=False)
     for i, column in enumerate(columns[:shown]):
         table.add_column(column, justify="left" if i in left else "right", overflow="fold", min_width=widths[i])
     for row in rows:

@@ -14,13 +14,79 @@ from k2convert.errors import PlanError
 
 T = TypeVar("T")
 
+
+def existing_place(value: Any) -> Any:
+    """Callback of an argument that names a folder, a file or a repository to read: check its spelling."""
+    from k2convert.job.spelling import check_source
+
+    return _checked(value, check_source)
+
+
+def new_place(value: Any) -> Any:
+    """Callback of an argument that names a place to write to."""
+    from k2convert.job.spelling import check_new_place
+
+    return _checked(value, check_new_place)
+
+
+def not_address(value: Any) -> Any:
+    """Callback of an argument that names a repository, with or without hf://."""
+    from k2convert.job.spelling import check_not_address
+
+    return _checked(value, check_not_address)
+
+
+def local_folder(value: Any) -> Any:
+    """Callback of an argument that can only name a folder."""
+    from k2convert.job.spelling import check_folder
+
+    return _checked(value, check_folder)
+
+
+def _checked(value: Any, check: Callable[[str], None]) -> Any:
+    if value is not None:
+        check(str(value))
+    return value
+
+
+def _input_scale(value: float | None) -> float | None:
+    if value is not None:
+        from k2convert.plan.recipe import input_scale_problem
+
+        if problem := input_scale_problem(value):
+            raise typer.BadParameter(f"{value:g}: {problem}")
+    return value
+
+
+def _size(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            parse_size(text)
+        except PlanError as error:
+            raise typer.BadParameter(str(error)) from None
+    return text
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of tables.")]
 SourceArgument = Annotated[
-    str, typer.Argument(help="Folder of the INT4 checkpoint, or hf://owner/name[@revision].", show_default=False)
+    str,
+    typer.Argument(
+        help="Folder of the INT4 checkpoint, or hf://owner/name[@revision].",
+        callback=existing_place,
+        show_default=False,
+    ),
 ]
-DestinationArgument = Annotated[Path, typer.Argument(help="Folder of the converted checkpoint.", show_default=False)]
+DestinationArgument = Annotated[
+    Path, typer.Argument(help="Folder of the converted checkpoint.", callback=existing_place, show_default=False)
+]
+FolderArgument = Annotated[
+    Path, typer.Argument(help="Folder of the converted checkpoint.", callback=local_folder, show_default=False)
+]
 ResultArgument = Annotated[
-    str, typer.Argument(help="Folder of the converted checkpoint, or hf://owner/name.", show_default=False)
+    str,
+    typer.Argument(
+        help="Folder of the converted checkpoint, or hf://owner/name.", callback=new_place, show_default=False
+    ),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Show no progress on stderr.")]
 PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]
@@ -43,21 +109,30 @@ class RunOptions:
     to: Annotated[Target | None, typer.Option(help="NVFP4, or only the dequantized BF16 copy.")] = None
     kv_cache: Annotated[KvCache | None, typer.Option(help="Declare an FP8 KV cache in the config.")] = None
     input_scale: Annotated[
-        float | None, typer.Option(help="Constant activation scale of gate and up [default: 1.0].")
+        float | None,
+        typer.Option(help="Constant activation scale of gate and up [default: 1.0].", callback=_input_scale),
     ] = None
     down_input_scale: Annotated[
-        float | None, typer.Option(help="Constant activation scale of down [default: as --input-scale].")
+        float | None,
+        typer.Option(help="Constant activation scale of down [default: as --input-scale].", callback=_input_scale),
     ] = None
     workers: Annotated[int | None, typer.Option(min=1, help="Shards at a time [default: by cores and devices].")] = None
     device: Annotated[Device, typer.Option(help="Where to convert.")] = "auto"
     max_disk: Annotated[
-        str | None, typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].")
+        str | None,
+        typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].", callback=_size),
     ] = None
     work_dir: Annotated[
-        Path | None, typer.Option(help="Folder for a job that publishes to the Hub [default: k2convert-work/REPO].")
+        Path | None,
+        typer.Option(
+            help="Folder for a job that publishes to the Hub [default: k2convert-work/REPO].", callback=local_folder
+        ),
     ] = None
     public: PublicOption = False
     yes: YesOption = False
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hash every finished shard once more, and make damaged ones again.")
+    ] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False
     as_json: JsonOption = False
     quiet: QuietOption = False
@@ -115,9 +190,12 @@ def recipe_overrides(options: RunOptions) -> dict[str, Any]:
     given = [name for name, value in for_nvfp4.items() if value is not None]
     if options.to == "bf16" and given:
         raise typer.BadParameter(f"--to bf16 only dequantizes the weights: leave out {', '.join(given)}")
+    check_kv_cache(options.layout, options.kv_cache)
     rule = options.rule
-    if options.quantizer == "reference" and rule is None:
-        rule = "plain"  # the only rule of this quantizer
+    if options.quantizer == "reference":  # it has only one rule
+        if rule not in (None, "plain"):
+            raise typer.BadParameter(f"--quantizer reference only works with --rule plain, not with --rule {rule}")
+        rule = "plain"
     return {
         "rule": rule,
         "layout": options.layout,
@@ -127,6 +205,15 @@ def recipe_overrides(options: RunOptions) -> dict[str, Any]:
         "kv_cache": options.kv_cache,
         "input_scale": scales,
     }
+
+
+def check_kv_cache(layout: Layout | None, kv_cache: KvCache | None) -> None:
+    """Raise BadParameter for an FP8 KV cache in a layout where vLLM does not read it for models with MLA attention."""
+    if kv_cache is not None and layout == "compressed-tensors":
+        raise typer.BadParameter(
+            f"--kv-cache {kv_cache} (kv_cache in a recipe) has no effect in vLLM with the layout compressed-tensors. "
+            f"Leave it out, and serve with `vllm serve --kv-cache-dtype {kv_cache}`"
+        )
 
 
 def _input_scales(gate_up: float | None, down: float | None) -> dict[str, float] | None:

@@ -9,20 +9,31 @@ from pathlib import Path
 import typer
 
 from k2convert.cli import console
-from k2convert.cli.options import RunOptions, command_words, parse_size, recipe_overrides
+from k2convert.cli.options import RunOptions, check_kv_cache, command_words, parse_size, recipe_overrides
 from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.serving import print_serve
 from k2convert.cli.validation_view import show_validation
-from k2convert.cli.views import estimate_document, plan_document, run_document, show_estimate, show_plan, show_run
-from k2convert.errors import HubError
+from k2convert.cli.views import (
+    estimate_document,
+    plan_document,
+    run_document,
+    show_estimate,
+    show_plan,
+    show_run,
+    verification_line,
+)
+from k2convert.errors import HubError, missing_module
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.xet import bound_memory
 from k2convert.job.estimate import estimate
 from k2convert.job.execute import Outcome, execute
+from k2convert.job.machine import has_driver
 from k2convert.job.places import Destination, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.job.publish import UnservableError
+from k2convert.job.verify import shards_to_hash, verify_shards
 from k2convert.records.command import JobCommand
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
@@ -45,10 +56,12 @@ def run(options: RunOptions) -> None:
     ):
         if source.remote is None and destination.repo is None and options.max_disk is not None:
             raise typer.BadParameter("--max-disk only applies to hf:// sources or destinations")
+        recipe = choose_recipe(source.checkpoint, options.recipe, overrides)
+        check_kv_cache(recipe.layout, recipe.kv_cache)
         job = prepare(
             source=source,
             destination=destination,
-            recipe=choose_recipe(source.checkpoint, options.recipe, overrides),
+            recipe=recipe,
             device=options.device,
             workers=options.workers,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
@@ -58,6 +71,11 @@ def run(options: RunOptions) -> None:
         waiting.end()
         if job.target is not None:
             print_notices(job.target)
+        if options.device == "auto" and has_driver() and missing_module("torch") is not None:
+            console.print_note(
+                "note: this machine has a CUDA driver, but torch is not installed: converting on the CPU. "
+                "To use the GPU: pip install 'k2convert[torch]'"
+            )
         if options.dry_run:
             _show_plan(job, options)
         elif job.target is not None and job.is_published:
@@ -86,7 +104,25 @@ def _show_published(job: Job, target: Target, *, as_json: bool) -> None:
         console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
 
 
+def _verify(job: Job, options: RunOptions) -> Job:
+    """Look at what an earlier run finished, and say in a line what was looked at; returns the job without the rest."""
+    journal = Journal(job.destination.folder)
+    begun = journal.job()
+    if begun is None or begun.digest != job.digest:
+        return job
+    with journal.locked():
+        finished = journal.find_records(job.digest)
+        doubtful = shards_to_hash(journal, finished, everything=options.verify)
+        total = sum(record.file_bytes for record in doubtful.values())
+        with Display("verify", Extent({"check": (total, 0)}), quiet=options.quiet) as events:
+            found = verify_shards(journal, finished, doubtful=doubtful, events=events)
+    if not options.quiet and (found.records or found.again):
+        console.print_note(verification_line(found))
+    return replace(job, finished=found.records)
+
+
 def _do(job: Job, options: RunOptions) -> None:
+    job = _verify(job, options)
     if job.target is not None:
         confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes, ask=typer.confirm)
     command = JobCommand(command_words(options), str(Path.cwd()))
@@ -137,7 +173,7 @@ def print_notices(target: Target) -> None:
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     """Print where a result was published, and how to serve it."""
     console.print_line(f"{hub.endpoint}/{destination.repo} at commit {commit}")
-    console.print_next(f"vllm serve {destination.repo} --trust-remote-code")
+    print_serve(str(destination.repo), folder=destination.folder)
 
 
 def confirm(target: Target, *, total_bytes: int, yes: bool, ask: Callable[[str], bool]) -> None:

@@ -1,9 +1,10 @@
 """A validation as tables: every rule, the weights, the layers, the comparison."""
 
 import math
+from collections.abc import Sequence
 
 from k2convert.cli.console import print_line, print_table, print_verdict
-from k2convert.validate.contract.findings import ContractReport
+from k2convert.validate.contract.findings import MAX_OFFENDERS, ContractReport
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.layers.result import LayersReport
 from k2convert.validate.results import Comparison, ValidationReport, WeightsReport
@@ -54,16 +55,28 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
     print_table(title, _ERROR_COLUMNS, rows)
     for module, _ in weights.worst(1):
         print_line(f"worst: {module}")
-    if weights.journal_compared:
-        wrong = len(weights.journal_mismatches)
-        print_line(f"journal: {weights.journal_compared:,} tensors compared, {wrong:,} differ{_first(wrong, weights)}")
-    if weights.decoder_compared:
-        wrong = len(weights.decoder_mismatches)
-        print_line(f"library decoder: {weights.decoder_compared:,} tensors compared, {wrong:,} differ")
+    rule = weights.rule
+    if rule.skip_reason:
+        print_line(f"rule: skipped ({rule.skip_reason})")
+    else:
+        print_line(
+            f"rule {rule.rule}: {rule.tensors:,} tensors made again from the source, all {rule.blocks:,} blocks by the "
+            f"kernels and {rule.sampled_blocks:,} by the reference arithmetic; {len(rule.mismatches):,} tensors differ"
+        )
+    for module, problem in list(rule.mismatches.items())[:MAX_OFFENDERS]:
+        print_line(f"rule {rule.rule}: {module}: {problem}")
+    _show_comparison_with("journal", weights.journal_compared, weights.journal_mismatches, "no records here")
+    _show_comparison_with(
+        "library decoder", weights.decoder_compared, weights.decoder_mismatches, "only with --reference"
+    )
 
 
-def _first(wrong: int, weights: WeightsReport) -> str:
-    return f", first {weights.journal_mismatches[0]}" if wrong else ""
+def _show_comparison_with(what: str, compared: int, mismatches: Sequence[str], skip_reason: str) -> None:
+    if not compared:
+        print_line(f"{what}: skipped ({skip_reason})")
+        return
+    first = f", first {mismatches[0]}" if mismatches else ""
+    print_line(f"{what}: {compared:,} tensors compared, {len(mismatches):,} differ{first}")
 
 
 def _show_layers(report: LayersReport) -> None:

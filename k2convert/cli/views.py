@@ -1,6 +1,7 @@
 """How plans, runs, states and inspections are shown: tables for people, plain data for --json."""
 
 import math
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -9,8 +10,10 @@ from k2convert.cli.console import format_bytes, format_rate, format_seconds, pri
 from k2convert.hub.branch import branch_name
 from k2convert.job.estimate import Estimate
 from k2convert.job.prepare import Job
+from k2convert.job.verify import Verification
 from k2convert.plan.inspection import Inspection
 from k2convert.plan.plan import action_counts
+from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.journal import JobState
 from k2convert.report.document import metrics_document
@@ -184,6 +187,17 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
     print_line(f"{job.destination.folder}: {len(job.plan.jobs)} shards, {format_seconds(seconds)}{rate}")
 
 
+def verification_line(found: Verification) -> str:
+    """Return what was looked at of an earlier run's shards, in a line."""
+    if found.num_hashed:
+        line = f"verified: finished shards hashed: {found.num_hashed} ({format_bytes(found.hashed_bytes)})"
+    else:
+        line = "verified: finished shards have their recorded size and time (--verify hashes them too)"
+    if not found.again:
+        return line
+    return f"{line}; damaged, to be made again: {', '.join(found.again)}"
+
+
 def status_document(state: JobState) -> dict[str, Any]:
     """Return a job's state as plain data."""
     return {
@@ -229,6 +243,22 @@ def _show_progress(progress: Mapping[str, Any], age: float) -> None:
         print_line(f"ETA {format_seconds(progress['seconds_left'])}")
 
 
+def show_recipe(recipe: Recipe, purpose: str) -> None:
+    """Print a recipe by its name: whom it serves, what it converts and how. Lines have at most 80 columns."""
+    family, roles = recipe.family or "any family", ", ".join(recipe.roles)
+    terms = f"{family}; {roles}; rule {recipe.rule}; {recipe.activations}; layout {recipe.layout}"
+    print_line(recipe.name)
+    for text in (purpose, terms):
+        for line in textwrap.wrap(text, 76, break_long_words=False, break_on_hyphens=False):
+            print_line(f"    {line}")
+
+
+def _projections(found: Inspection) -> str:
+    counts = {"INT4": found.int4_projections, "NVFP4": found.nvfp4_projections}
+    shown = [f"{count:,} {form}" for form, count in counts.items() if count]
+    return f"{' and '.join(shown) or 'no 4-bit'} projections"
+
+
 def show_inspection(found: Inspection) -> None:
     """Print an inspection."""
     layers = found.layers
@@ -239,7 +269,7 @@ def show_inspection(found: Inspection) -> None:
     )
     print_line(
         f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
-        f"({format_bytes(found.tensor_bytes)}), {found.int4_projections:,} INT4 projections"
+        f"({format_bytes(found.tensor_bytes)}), {_projections(found)}"
     )
     quantization = found.quantization
     if quantization is None:

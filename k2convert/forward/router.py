@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k2convert.errors import CheckpointError
+from k2convert.errors import CheckpointError, quoted
 from k2convert.forward.weights import WeightReader
 from k2convert.models.config import text_config
 
@@ -57,13 +57,13 @@ def read_router_config(config: dict[str, Any], *, where: str) -> RouterConfig:
     def field(key: str, kind: type) -> Any:
         value = text.get(key)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise CheckpointError(f"{where}: config.json: {key} is {value!r}, which the router cannot use.")
+            raise CheckpointError(f"{where}: config.json: {key} is {quoted(value)}, which the router cannot use.")
         return value
 
     for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if text.get(key, known) != known:
             raise CheckpointError(
-                f"{where}: config.json: {key} is {text[key]!r}, not {known!r}. This is not Kimi K2's router."
+                f"{where}: config.json: {key} is {quoted(text[key])}, not {known!r}. This is not Kimi K2's router."
             )
     return RouterConfig(
         experts_per_token=field("num_experts_per_tok", int),

@@ -23,7 +23,7 @@ from k2convert.errors import ChangedFileError, HubError
 from k2convert.hub.client import Hub, ignore
 from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target
-from k2convert.hub.request_errors import HubRequestError, explained
+from k2convert.hub.request_errors import HubRequestError, explained, redacted
 from k2convert.hub.source import RemoteFile, list_files, matches, read_file
 
 if TYPE_CHECKING:
@@ -341,4 +341,4 @@ def _transfer_errors(action: str) -> Generator[None]:
     except json.JSONDecodeError:
         raise
     except ValueError as error:
-        raise HubError(f"could not {action}: the Hub refused it ({error}).") from error
+        raise HubError(f"could not {action}: the Hub refused it ({redacted(str(error))}).") from error

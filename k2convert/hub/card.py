@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.hub.source_card import SourceCard, front_matter
+from k2convert.models.config import tensor_parallel_size
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
 ROLE_NAMES = {
@@ -19,7 +20,14 @@ ROLE_NAMES = {
     "dense_mlp": "dense MLP of the first layers",
     "total": "all converted weights",
 }
-_TP_SIZES = (8, 4, 2)
+_MARLIN_NOTE = (
+    "SGLang 0.5.23 needs `--moe-runner-backend marlin` here. Without it, SGLang treats this checkpoint as W4A4 and "
+    "rounds activations to 4 bits, with input scales of 1.0."
+)
+_TRANSFORMERS_NOTE = (
+    "transformers: use version 4 (tested with 4.57.6) and compressed-tensors 0.13 or later; 0.12 refuses this config. "
+    "transformers 5 (tested with 5.23.0) drops the global scale of NVFP4 experts while loading, and answers wrongly."
+)
 _ENGINE_NAMES = {"modelopt": "`modelopt`", "compressed-tensors": "`compressed-tensors` (nvfp4-pack-quantized)"}
 
 
@@ -68,6 +76,11 @@ class CardFacts:
         return self.recipe["layout"] == "modelopt"
 
     @property
+    def needs_marlin(self) -> bool:
+        """Whether SGLang, left to choose, would quantize the activations of a weight-only checkpoint."""
+        return self.is_modelopt and not self.is_w4a4
+
+    @property
     def roles(self) -> str:
         return ", ".join(ROLE_NAMES.get(role, role) for role in cast(Iterable[str], self.recipe["roles"]))
 
@@ -75,13 +88,6 @@ class CardFacts:
     def base(self) -> str:
         link = f"[{self.base_model}](https://huggingface.co/{self.base_model})"
         return link if self.base_model else self.model_kind
-
-    @property
-    def tensor_parallel(self) -> int:
-        """The largest usual size at which the kernels of every engine take the experts without padding."""
-        text = cast(Mapping[str, Any], self.config.get("text_config") or self.config)
-        width = int(text.get("moe_intermediate_size") or 0)
-        return next((size for size in _TP_SIZES if width and width % (64 * size) == 0), 1)
 
 
 def build_card(facts: CardFacts) -> str:
@@ -193,13 +199,16 @@ def _decibels(sqnr_db: float | None) -> str:
 
 
 def _serving(facts: CardFacts) -> str:
-    size, repo = facts.tensor_parallel, facts.repo
+    size, repo = tensor_parallel_size(facts.config), facts.repo
     vllm = f"vllm serve {repo} \\\n    --tensor-parallel-size {size} --trust-remote-code"
     sglang = f"python3 -m sglang.launch_server --model-path {repo} \\\n    --tp {size} --trust-remote-code"
+    marlin = "--moe-runner-backend marlin" if facts.needs_marlin else ""
     blocks = [
         _command("vLLM", vllm, facts.serve_options),
-        _command("SGLang", sglang, facts.sglang_options),
+        _command("SGLang", sglang, " ".join(filter(None, [marlin, facts.sglang_options]))),
     ]
+    if facts.needs_marlin:
+        blocks.append(_MARLIN_NOTE)
     if facts.is_modelopt and facts.is_w4a4:
         trtllm = f"trtllm-serve {repo} --tp_size {size} --trust_remote_code"
         blocks.append(_command("TensorRT-LLM", trtllm, ""))
@@ -207,6 +216,8 @@ def _serving(facts: CardFacts) -> str:
         blocks.append("TensorRT-LLM: only recent releases read this layout; all of them read the `modelopt` layout.")
     else:
         blocks.append("TensorRT-LLM: support for weight-only NVFP4 (`W4A16_NVFP4`) depends on the release.")
+    if not facts.is_modelopt:
+        blocks.append(_TRANSFORMERS_NOTE)
     note = "The engines read the quantization from `config.json`, so no option is needed for it."
     return "\n\n".join(["## Serving", note, *blocks])
 

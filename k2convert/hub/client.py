@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from k2convert import __version__
-from k2convert.errors import HubError
+from k2convert.errors import HubError, quoted
 from k2convert.hub.request_errors import HubRequestError, explained, offline_error
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Hub:
             if response.status_code != 206 or not answered.startswith(f"bytes {begin}-{end - 1}/"):
                 raise HubRequestError(
                     f"{url}: asked for bytes {begin}-{end - 1}, but the answer was {response.status_code} "
-                    f"{answered!r}. A proxy may remove the Range header: connect without it."
+                    f"{quoted(answered)}. A proxy may remove the Range header: connect without it."
                 )
             connection = body_socket(response, end - begin) if direct else None
             yield RangeBody(response.iter_raw(), end - begin, connection=connection, where=url)
@@ -178,7 +178,7 @@ def check_endpoint() -> None:
     """Raise HubError if HF_ENDPOINT is not an address: importing the library fails for some malformed ones."""
     address = os.environ.get("HF_ENDPOINT")
     if address and not _is_address(address):
-        raise HubError(f"HF_ENDPOINT is {address!r}: not an address. Write, for example, https://huggingface.co.")
+        raise HubError(f"HF_ENDPOINT is {quoted(address)}: not an address. Write, for example, https://huggingface.co.")
 
 
 def _is_address(text: str) -> bool:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.files import writing
-from k2convert.errors import DestinationWriteError, DiskFullError, HubError
+from k2convert.checkpoint.folders import check_no_link
+from k2convert.errors import DestinationError, DestinationWriteError, DiskFullError, HubError
 from k2convert.hub.client import NUM_ATTEMPTS, Hub
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial
@@ -54,6 +55,7 @@ def download_shard(
     the bytes stay wrong, DiskFullError if the disk is full, DestinationWriteError if the target cannot be written.
     """
     file = source.shard(shard)
+    check_no_link(target)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_file() and target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
@@ -119,7 +121,7 @@ def _fill(hub: Hub, partial: PartialFile, url: str, stop: threading.Event, arriv
         for thread in filter(threading.Thread.is_alive, threads):
             thread.join()
         if position < partial.file.num_bytes:
-            with contextlib.suppress(DiskFullError, DestinationWriteError):  # the first error matters more
+            with contextlib.suppress(DiskFullError, DestinationWriteError, DestinationError):
                 partial.record(force=True)
     return digest.hexdigest()
 

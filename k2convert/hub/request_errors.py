@@ -1,6 +1,11 @@
-"""What a failed request means: what the user should do, and whether a retry may help."""
+"""What a failed request means: what the user should do, and whether a retry may help.
+
+What a server or the library says is printed without tokens: a proxy or a login page may repeat the request's headers.
+"""
 
 import json
+import os
+import re
 import ssl
 import time
 from collections.abc import Generator, Mapping
@@ -31,6 +36,24 @@ _ADVICE = {
 }
 
 
+_SECRETS = re.compile(
+    r"\bhf_(?!transfer\b)[A-Za-z0-9]{8,}|(?<=Bearer )\S+|(?<=Basic )\S+|(?<=://)[^/\s@]+(?=@)"
+    r"|(?i:(?<=token=)|(?<=signature=)|(?<=credential=))[^&\s\"']+"
+)
+_MIN_TOKEN = 4  # what is shorter could be part of any word
+
+
+def redacted(text: str) -> str:
+    """Return a text without the user's token, anything that looks like a token, and credentials in addresses."""
+    from huggingface_hub import get_token
+
+    known = (get_token(), *(os.environ.get(name) for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")))
+    for token in sorted({(token or "").strip() for token in known}, key=len, reverse=True):
+        if len(token) >= _MIN_TOKEN:
+            text = text.replace(token, "[token]")
+    return _SECRETS.sub("[token]", text)
+
+
 class HubRequestError(HubError):
     """One failed request; `transient` says whether a retry may help, `retry_after` how many seconds the Hub wants."""
 
@@ -43,8 +66,8 @@ class HubRequestError(HubError):
         transient: bool = False,
         retry_after: float | None = None,
     ) -> None:
-        super().__init__(message)
-        self.reason = reason or message
+        super().__init__(redacted(message))
+        self.reason = redacted(reason or message)
         self.status = status
         self.transient = transient
         self.retry_after = retry_after

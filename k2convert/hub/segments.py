@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from k2convert.checkpoint.files import writing
-from k2convert.errors import DiskFullError, HubError
+from k2convert.checkpoint.files import write_atomically, writing
+from k2convert.checkpoint.folders import check_no_link
+from k2convert.errors import DiskFullError
 from k2convert.hub.source import RemoteFile
 
 MAX_SEGMENT_BYTES = 8 << 20
@@ -132,13 +133,7 @@ class PartialFile:
         with writing(self.path):
             os.fdatasync(self.descriptor)
         document = _identity(self.file, self.segment_bytes) | {"done": "".join("01"[bit] for bit in state)}
-        with writing(self.record_path):
-            temporary = self.record_path.with_suffix(".json.tmp")
-            with temporary.open("w") as record:
-                json.dump(document, record)
-                record.flush()
-                os.fsync(record.fileno())
-            temporary.replace(self.record_path)
+        write_atomically(self.record_path, json.dumps(document).encode())
         self._recorded, self._recorded_at = state, time.monotonic()
 
     def reset(self) -> None:
@@ -157,21 +152,22 @@ def part_path(target: Path) -> Path:
 def open_partial(target: Path, file: RemoteFile) -> PartialFile:
     """Open or create `target`.part at its full size, with the segments that an earlier attempt recorded.
 
-    Raises DiskFullError if there is no room, DestinationWriteError if the files cannot be opened, HubError for a link.
+    Raises DiskFullError if there is no room, DestinationWriteError if the files cannot be opened, DestinationError
+    for a link.
     """
     path = part_path(target)
     record_path = path.with_name(path.name + ".json")
     segment_bytes = segment_bytes_for(file.num_bytes)
     num_segments = -(-file.num_bytes // segment_bytes)
-    if path.is_symlink():
-        raise HubError(f"{path}: is a link, and downloads do not follow links. Remove it.")
+    for name in (path, record_path):
+        check_no_link(name)
     done = bytearray(num_segments)
     if path.exists() and path.stat().st_size == file.num_bytes:
         done = _read_record(record_path, file, segment_bytes, num_segments)
     with writing(path):
         if not any(done):
             record_path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         if os.fstat(descriptor).st_size != file.num_bytes:
             os.ftruncate(descriptor, 0)

@@ -15,18 +15,17 @@ from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-from k2convert.checkpoint.files import Content, num_bytes_of, pieces, read_json_file
+from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, Content, num_bytes_of, pieces, read_json_file
 from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
-from k2convert.errors import DestinationWriteError, DiskFullError, HubError
+from k2convert.errors import DestinationWriteError, DiskFullError, HubError, quoted
 from k2convert.hub.client import NUM_ATTEMPTS, Hub, RepoRef
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 NUM_THREADS = 16
-MAX_SMALL_FILE_BYTES = 64 << 20  # the largest file of a Kimi repository that is not a shard has 3 MB
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".npz")
 
 
@@ -215,7 +214,9 @@ def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Generator[tup
 def _small_path(source: RemoteRepo, file: RemoteFile, *, folder: Path) -> Path:
     parts = PurePosixPath(file.path)
     if parts.is_absolute() or ".." in parts.parts or "\\" in file.path or "\0" in file.path:
-        raise HubError(f"{source.repo}: lists {file.path!r}, a path outside its folder. Do not use this repository.")
+        raise HubError(
+            f"{source.repo}: lists {quoted(file.path)}, a path outside its folder. Do not use this repository."
+        )
     return folder / parts
 
 

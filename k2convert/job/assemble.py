@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from k2convert import __version__
-from k2convert.checkpoint.files import Content, dump_json, holds_exactly, make_folder, write_atomically
+from k2convert.checkpoint.files import Content, dump_json, holds_exactly, write_atomically
+from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import MODELOPT, hf_quant_config, quantized_config, unquantized_config
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
@@ -48,7 +49,12 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
     for relative in list_sidecars(source.folder):
         yield relative, source.folder / relative
     ledger = build_ledger(
-        plan=plan, source=source, records=records, fingerprint=job.description.fingerprint, repo=job.source.repo
+        plan=plan,
+        source=source,
+        records=records,
+        fingerprint=job.description.fingerprint,
+        repo=job.source.repo,
+        devices=job.limits.devices,
     )
     yield Path(LEDGER_NAME), encode_ledger(job.destination.folder / LEDGER_NAME, ledger)
     if recipe.target == "nvfp4" and recipe.layout == MODELOPT:
@@ -66,12 +72,13 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
 def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:
     """Write every file that is not a shard, unless it is already correct; returns their relative paths."""
     names: list[str] = []
+    folder = job.destination.folder
     for relative, content in assembled_files(job, records):
         names.append(str(relative))
-        target = job.destination.folder / relative
+        target = folder / relative
         if not holds_exactly(target, content):
-            make_folder(target.parent)
-            write_atomically(target, content)
+            make_folder(target.parent, root=folder)
+            write_atomically(target, content, root=folder)
     return names
 
 

@@ -1,11 +1,11 @@
 """The fetch stage of a job: the work folder's copy of a remote source."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 
-from k2convert.checkpoint.files import writing
+from k2convert.checkpoint.files import write_atomically, writing
+from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.names import SOURCE_COPY_FOLDER, WORK_FOLDER
 from k2convert.errors import CheckpointError
@@ -22,14 +22,14 @@ def keep_small_files(job: Job) -> Path:
     planned_from = job.source.checkpoint.folder
     if job.source.remote is None:
         return planned_from
-    folder = job.destination.folder / WORK_FOLDER / SOURCE_COPY_FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
+    root = job.destination.folder
+    folder = root / WORK_FOLDER / SOURCE_COPY_FOLDER
+    remove_folder(folder, root=root)
     for path in sorted(planned_from.rglob("*")):
         target = folder / path.relative_to(planned_from)
         if path.is_file():
-            with writing(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
+            make_folder(target.parent, root=root)
+            write_atomically(target, path, root=root)
     return folder
 
 
@@ -55,6 +55,7 @@ def fetch_shard(job: Job, remote: RemoteRepo, shard: str, *, stop: Event, events
     def arrived(num_bytes: int, is_new: bool) -> None:
         events.transferred(downloaded=num_bytes, is_new=is_new)
 
+    make_folder(job.downloads, root=job.destination.folder)
     download_shard(job.hub, remote, shard, target=path, stop=stop, arrived=arrived)
     if read_header(path).digest != job.source.checkpoint.headers[shard].digest:
         raise CheckpointError(f"{remote.repo}/{shard}: its header changed since planning. Run the same command again.")

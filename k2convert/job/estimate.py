@@ -6,7 +6,6 @@ that is written has no name, so nothing can be left behind. The network is not m
 
 import mmap
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -95,9 +94,16 @@ def _bytes_converted(shard: ShardJob) -> int:
 
 def _memory_bytes(job: Job) -> int:
     """Return this process's peak so far, what shards in work hold, as much again in staging, and Xet's streams."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     uses_xet = job.target is not None and os.environ.get("HF_HUB_DISABLE_XET", "0").lower() in ("", "0", "false")
-    return peak + 2 * inflight_bytes(uses_hub=job.uses_hub) + (XET_BYTES if uses_xet else 0)
+    return _peak_bytes() + 2 * inflight_bytes(uses_hub=job.uses_hub) + (XET_BYTES if uses_xet else 0)
+
+
+def _peak_bytes() -> int:
+    """Return this process's peak memory; `getrusage` would count from the size of the process that started it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _largest_shard(job: Job) -> Path:

@@ -5,15 +5,14 @@ are the same. What is done is recorded under DEST/.k2convert, and for a destinat
 """
 
 import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
-from k2convert.checkpoint.files import make_folder
+from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.names import (
     DOWNLOADS_FOLDER,
     RECORDS_FOLDER,
@@ -32,6 +31,7 @@ from k2convert.job.publish import publish_result
 from k2convert.job.room import Item
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.job.uploads import Uploads
+from k2convert.job.verify import shards_to_hash, verify_shards
 from k2convert.records.command import forget_command, keep_command
 from k2convert.records.events import SILENT, Events, Extent, Phase
 from k2convert.records.journal import Journal
@@ -54,23 +54,32 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
     check_room(job)
     machine.settle_runtime(uses_hub=job.uses_hub)
     folder, journal = job.destination.folder, Journal(job.destination.folder)
-    make_folder(folder / WORK_FOLDER)
+    make_folder(folder / WORK_FOLDER, root=folder)
     _check_work_folder(folder / WORK_FOLDER)
     with journal.locked() as keep:
         was_begun = journal.job() is not None
-        journal.begin(job.description)
+        moved = journal.begin(job.description)
         if job.command is not None:
             keep_command(folder, job.command)
+        found = journal.find_records(job.digest)
+        verified = verify_shards(journal, found, doubtful=shards_to_hash(journal, found, everything=False))
         checkpoint = replace(job.source.checkpoint, folder=keep_small_files(job))
         job = replace(job, source=replace(job.source, checkpoint=checkpoint))
         uploads = _open_uploads(job, journal, events)
-        records = journal.finished(job.digest) if uploads is None else uploads.records
+        records = dict(verified.records) if uploads is None else uploads.records
         items, to_upload = _remaining(job, journal, uploads, records)
         if was_begun or len(items) + len(to_upload) < len(job.items):
             events.note(_say_resumed(job, items, to_upload))
-        events.begun(_extent(job, items, to_upload), keep=keep)
-        _run_pipeline(job, journal, uploads, records, items, to_upload, events)
-        shutil.rmtree(job.downloads, ignore_errors=True)
+        expected = _made_again(items, records, moved)
+        if expected:
+            events.note(f"the source was moved: {len(expected)} finished shards are made again, to compare them")
+            items = [item for item in job.items if item in items or item.name in expected]
+            to_upload = [item for item in to_upload if item.name not in expected]
+        events.begun(_extent(job, items, to_upload, expected), keep=keep)
+        _run_pipeline(job, journal, uploads, records, items, to_upload, events, expected=expected)
+        if moved:
+            journal.describe(job.description)
+        remove_folder(job.downloads, root=folder)
         names = assemble(job, records)
         if uploads is None or job.target is None:
             forget_command(folder)
@@ -82,14 +91,13 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
 
 
 def _check_work_folder(folder: Path) -> None:
-    """Refuse a work folder that is not writable, or that has something else under a name k2convert uses."""
+    """Refuse a work folder that is not writable, or that has a file where k2convert needs a folder."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise DestinationWriteError(f"{folder}: is not writable. Choose a folder that you may write to.")
     for name in (SOURCE_COPY_FOLDER, DOWNLOADS_FOLDER, RECORDS_FOLDER, UPLOADS_FOLDER):
         path = folder / name
-        if path.is_symlink() or (path.exists() and not path.is_dir()):
-            kind = "a link" if path.is_symlink() else "not a folder"
-            raise DestinationError(f"{path}: is {kind}, but k2convert needs a folder there. Remove it.")
+        if path.exists() and not path.is_dir():
+            raise DestinationError(f"{path}: is not a folder, but k2convert needs a folder there. Remove it.")
 
 
 def _open_uploads(job: Job, journal: Journal, events: Events) -> Uploads | None:
@@ -110,7 +118,7 @@ def _say_resumed(job: Job, items: Sequence[Item], to_upload: Sequence[Item]) -> 
     return f"{job.destination}: {word}: {done} of {len(job.items)} shards done{rest}"
 
 
-def _extent(job: Job, items: Sequence[Item], to_upload: Sequence[Item]) -> Extent:
+def _extent(job: Job, items: Sequence[Item], to_upload: Sequence[Item], expected: Mapping[str, str]) -> Extent:
     """Return how much is to be done, and how much of it an earlier run did."""
     to_convert = {item.name for item in items}
     phases: dict[Phase, tuple[int, int]] = {}
@@ -123,7 +131,14 @@ def _extent(job: Job, items: Sequence[Item], to_upload: Sequence[Item]) -> Exten
     if job.target is not None:
         total = sum(item.output_bytes for item in job.items)
         phases["upload"] = (total, total - sum(item.output_bytes for item in (*items, *to_upload)))
-    return Extent(phases, len(job.items), len(job.items) - len(items))
+    return Extent(phases, len(job.items), len(job.items) - len(items) + len(expected))
+
+
+def _made_again(items: Sequence[Item], records: Mapping[str, ShardRecord], moved: Sequence[str]) -> dict[str, str]:
+    """Return the hashes of the finished shards made from `moved` source shards, if there is something to convert."""
+    if not items or not moved:
+        return {}
+    return {name: r.blake3 for name, r in records.items() if not r.source_headers.keys().isdisjoint(moved)}
 
 
 def _run_pipeline(
@@ -134,8 +149,13 @@ def _run_pipeline(
     items: Sequence[Item],
     to_upload: Sequence[Item],
     events: Events,
+    *,
+    expected: Mapping[str, str],
 ) -> None:
-    """Fetch, convert and upload the shards that are not finished; fills `records`."""
+    """Fetch, convert and upload the shards that are not finished; fills `records`.
+
+    `expected` has the hashes of finished shards that are made again, and must be the same.
+    """
     remote, limits, stop = job.source.remote, job.limits, Event()
     sweep_downloads(job, items, to_upload)
     devices: SimpleQueue[str] = SimpleQueue()
@@ -147,12 +167,14 @@ def _run_pipeline(
             device = devices.get()
             try:
                 task = _shard_task(job, item.name, device=device, is_shrinking=is_shrinking)
+                task = replace(task, expected_blake3=expected.get(item.name))
                 record = convert_shard(task, threads=threads, events=events, stop=stop)
             finally:
                 devices.put(device)
             journal.record(record)
             records[item.name] = record
-            events.shard_finished(item.name)
+            if item.name not in expected:
+                events.shard_finished(item.name)
 
         stages = Stages(
             fetch=None if remote is None else partial(fetch_shard, job, remote, stop=stop, events=events),

@@ -13,7 +13,7 @@ from typing import Final
 
 from k2convert.buffers import BUFFERS
 from k2convert.choices import Device
-from k2convert.errors import PlanError
+from k2convert.errors import PlanError, missing_module, require_extra
 
 CORES_PER_WORKER: Final = 8  # the writer of one shard keeps up with about this many converting threads
 MAX_WORKERS: Final = 8
@@ -64,9 +64,13 @@ def inflight_bytes(*, uses_hub: bool) -> int:
 
 
 def choose_devices(device: Device) -> tuple[str, ...]:
-    """Return the torch devices to convert on: every visible CUDA device, else the CPU; raises PlanError."""
-    requested = device == "cuda" or (device == "auto" and _has_driver())
-    if requested:
+    """Return the devices to convert on: every visible CUDA device, else the CPU.
+
+    Raises PlanError if CUDA was asked for and there is none, MissingDependencyError if torch is not installed for it.
+    """
+    if device == "cuda":
+        require_extra("torch", purpose="--device cuda")
+    if device == "cuda" or (device == "auto" and has_driver() and missing_module("torch") is None):
         import torch
 
         if torch.cuda.is_available():
@@ -76,7 +80,7 @@ def choose_devices(device: Device) -> tuple[str, ...]:
     return ("cpu",)
 
 
-def _has_driver() -> bool:
+def has_driver() -> bool:
     """Return whether NVIDIA's driver is installed. Asking torch would take seconds."""
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -88,9 +92,8 @@ def _has_driver() -> bool:
 def settle_runtime(*, uses_hub: bool) -> None:
     """Prepare the process for hours of work: one torch thread, a short GIL interval, bounded buffers, no plan scans."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch, if it is imported later
-    if "torch" in sys.modules:
-        import torch
-
+    torch = sys.modules.get("torch")
+    if torch is not None:
         torch.set_num_threads(1)
     if uses_hub:
         BUFFERS.limit(2 * inflight_bytes(uses_hub=True))  # the second half holds what arrives and what is written

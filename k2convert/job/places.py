@@ -14,7 +14,7 @@ from typing import Final
 
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, WORK_FOLDER
-from k2convert.errors import DestinationError, HubError, remedy
+from k2convert.errors import DestinationError, HubError, K2ConvertError, remedy
 from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
@@ -63,7 +63,7 @@ def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[
 
     `pinned` is the commit that an unfinished job began with. It is used even if main has moved since.
     """
-    ref = parse_repo(text)
+    ref = parse_repo(text) if text.startswith(SCHEME) else None
     if ref is None:
         with remedy(SOURCE_REMEDY):
             checkpoint = open_checkpoint(Path(text))
@@ -72,15 +72,21 @@ def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[
     with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
         folder = Path(temporary) / ref.repo
         folder.mkdir(parents=True)
-        try:
-            remote = _resolve(hub, ref, pinned)
-        except HubError as error:
-            if text.startswith(SCHEME):
-                raise
-            raise HubError(f"{text}: not a local folder, and not readable on the Hub: {error}") from error
-        with remedy(_REMOTE_REMEDY):
-            checkpoint = open_remote(hub, remote, folder=folder)
-        yield Source(checkpoint, remote)
+        remote = _resolve(hub, ref, pinned)
+        with _shown_as(text, folder):
+            with remedy(_REMOTE_REMEDY):
+                checkpoint = open_remote(hub, remote, folder=folder)
+            yield Source(checkpoint, remote)
+
+
+@contextmanager
+def _shown_as(text: str, folder: Path) -> Generator[None]:
+    """Name the repository, not its temporary folder, in the messages of expected errors."""
+    try:
+        yield
+    except K2ConvertError as error:
+        error.args = tuple(arg.replace(str(folder), text) if isinstance(arg, str) else arg for arg in error.args)
+        raise
 
 
 def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> RemoteRepo:

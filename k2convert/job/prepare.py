@@ -14,10 +14,11 @@ from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDE
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.choices import Device
-from k2convert.errors import CheckpointError, DiskFullError, PlanError
+from k2convert.errors import CheckpointError, DiskFullError, PlanError, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.hub.preflight import Target, check_target, other_weights_error, read_published
 from k2convert.hub.source_card import SourceCard, accepted_card
+from k2convert.job.links import refuse_links
 from k2convert.job.machine import choose_devices, choose_workers
 from k2convert.job.places import Destination, Source, check_destination
 from k2convert.job.room import DiskPlan, Item, existing_parent, plan_disk, used_bytes
@@ -29,6 +30,7 @@ from k2convert.records.fingerprint import job_fingerprint
 from k2convert.records.journal import JobDescription, Journal
 from k2convert.records.ledger import parse_ledger
 from k2convert.records.shard_record import ShardRecord
+from k2convert.records.source_identity import Identities, hub_identity, local_identity
 
 RECORD_BYTES: Final = 2048  # journal and upload record of one projection
 SHARD_RECORD_BYTES: Final = 8192
@@ -129,10 +131,12 @@ def prepare(
     checkpoint, folder = source.checkpoint, destination.folder
     check_destination(folder, source=checkpoint.folder if source.remote is None else None)
     plan = plan_conversion(source=checkpoint, recipe=recipe)
+    refuse_links(folder, shards=[shard.name for shard in plan.jobs], sidecars=list_sidecars(checkpoint.folder))
     description = JobDescription(
         fingerprint=job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision),
         recipe=recipe.document(),
         shards={shard.name: shard.data_bytes for shard in plan.jobs},
+        source=_source_identities(source),
     )
     finished = Journal(folder).finished(description.digest)
     target, card, published = None, SourceCard(), False
@@ -140,6 +144,8 @@ def prepare(
         target = _check_target(plan, source, repo=destination.repo, private=private, hub=hub)
         card = accepted_card(hub, source.card)
         published = is_published(hub, target, description.fingerprint)
+    if recipe.quantizer == "reference" and recipe.target == "nvfp4":
+        require_extra("reference", purpose="the reference quantizer")
     devices = choose_devices(device)
     num_pending = sum(shard.name not in finished for shard in plan.jobs)
     chosen = min(choose_workers(workers, num_devices=len(devices)), max(num_pending, 1))
@@ -155,6 +161,13 @@ def prepare(
         limits=_plan_limits(plan, source, destination, devices=devices, workers=chosen, max_disk=max_disk),
         finished=finished,
     )
+
+
+def _source_identities(source: Source) -> Identities:
+    checkpoint, remote = source.checkpoint, source.remote
+    if remote is None:
+        return {shard: local_identity(checkpoint.path(shard)) for shard in checkpoint.headers}
+    return {shard: hub_identity(remote.shard(shard).sha256) for shard in checkpoint.headers}
 
 
 def _check_target(plan: Plan, source: Source, *, repo: str, private: bool, hub: Hub) -> Target:

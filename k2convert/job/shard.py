@@ -22,7 +22,7 @@ from k2convert.checkpoint.holes import ShrinkingFile
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
-from k2convert.errors import FormatError, remedy
+from k2convert.errors import FormatError, ResumeError, remedy
 from k2convert.job.machine import Threads, open_threads
 from k2convert.models.projections import SOURCE_REMEDY, Projection
 from k2convert.models.weights import load_projection
@@ -60,6 +60,7 @@ class ShardTask:
     inflight_bytes: int
     is_shrinking: bool = False
     for_upload: bool = False
+    expected_blake3: str | None = None
 
 
 def convert_shard(
@@ -131,7 +132,7 @@ class _Conversion:
                 records += measured
                 bytes_out = sum(b.nbytes for b in buffers)
                 self.events.progress(bytes_in=piece.bytes_in, bytes_out=bytes_out, tensors=piece.tensors)
-            digest = writer.commit()
+            digest = writer.commit(accept=self._compare)
         return ShardRecord(
             shard=shard.name,
             fingerprint=task.fingerprint,
@@ -142,6 +143,15 @@ class _Conversion:
             projections=tuple(records),
             sha256=writer.sha256,
         )
+
+    def _compare(self, digest: str) -> None:
+        task = self.task
+        if task.expected_blake3 not in (None, digest):
+            raise ResumeError(
+                f"{task.shard.name}: the source was replaced since the job in {task.destination} was begun: this shard "
+                f"now has different bytes. Restore {', '.join(task.shard.source_shards)}, or start again in a "
+                "different folder."
+            )
 
     def _ahead(self, pieces: Iterator[_Piece]) -> Iterator[tuple[_Piece, _Result]]:
         """Run pieces in the pools ahead of the writer: at most `inflight_bytes` of them, or one larger piece."""

@@ -8,7 +8,6 @@ and goes to the branch with the shard's record, so that a different machine can 
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -16,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.files import parse_json_object, read_json_file, write_atomically
+from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.names import RECORDS_FOLDER, UPLOADS_FOLDER
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import ChangedFileError, CheckpointError
 from k2convert.hub.branch import Branch, Upload
+from k2convert.records.checksum import seal, unseal
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
@@ -90,8 +91,8 @@ class Uploads:
             found = examined.result()
         leave_cache(path)
         documents = {
-            f"{RECORDS_FOLDER}/{name}.json": json.dumps(self.records[name].to_dict()).encode(),
-            f"{UPLOADS_FOLDER}/{name}.json": json.dumps(asdict(found)).encode(),
+            f"{RECORDS_FOLDER}/{name}.json": seal(self.records[name].to_dict()),
+            f"{UPLOADS_FOLDER}/{name}.json": seal(asdict(found)),
         }
         self.branch.add(Upload(name, path, found.sha256, found.file_bytes), operation, records=documents)
 
@@ -109,7 +110,7 @@ class Uploads:
         if scan["digests"][name] != record.blake3:
             raise ChangedFileError(path)
         found = UploadRecord(sha256, record.blake3, record.file_bytes, scan)
-        write_atomically(self._upload_path(name), json.dumps(asdict(found)).encode())
+        write_atomically(self._upload_path(name), seal(asdict(found)), root=self.journal.destination)
         self.uploads[name] = found
         return found
 
@@ -122,13 +123,14 @@ class Uploads:
 
     def restore(self, digest: str) -> None:
         """Take over what the journal and the branch know of the job with this fingerprint digest."""
+        root = self.journal.destination
         for folder in (RECORDS_FOLDER, UPLOADS_FOLDER):
-            (self.journal.folder / folder).mkdir(parents=True, exist_ok=True)
-        found = self.branch.read_records(wanted=lambda name: not (self.journal.folder / name).exists())
+            make_folder(self.journal.folder / folder, root=root)
+        found = self.branch.read_records(wanted=lambda name: not self._has_undamaged(name))
         for name, data in found.items():
             if _is_record(name, data):
-                write_atomically(self.journal.folder / name, data)
-        self.records.update(self.journal.records(digest))
+                write_atomically(self.journal.folder / name, data, root=root)
+        self.records.update(self.journal.find_records(digest).records)
         for name, record in self.records.items():
             upload = self._read_upload(name)
             if upload is not None and upload.blake3 == record.blake3:
@@ -143,6 +145,13 @@ class Uploads:
         """Put all shards and `files` on main in one commit; returns its id."""
         shards = {name: (upload.sha256, upload.file_bytes) for name, upload in self.uploads.items()}
         return self.branch.commit_to_main(shards=shards, files=files, message=message)
+
+    def _has_undamaged(self, name: str) -> bool:
+        """Return whether the journal has an undamaged record under this path."""
+        try:
+            return _is_record(name, (self.journal.folder / name).read_bytes())
+        except OSError:
+            return False
 
     def _upload_path(self, name: str) -> Path:
         return self.journal.folder / UPLOADS_FOLDER / f"{name}.json"
@@ -166,14 +175,21 @@ def _is_record(path: str, data: bytes) -> bool:
         document = parse_json_object(data.decode(), where=path)
         if folder == UPLOADS_FOLDER:
             return _parse_upload(document) is not None
-        return f"{ShardRecord.from_dict(document).shard}.json" == name
+        content, is_sealed = unseal(document)
+        return is_sealed and f"{ShardRecord.from_dict(content).shard}.json" == name
     except ValueError:  # CheckpointError is one
         return False
 
 
 def _parse_upload(document: dict[str, Any]) -> UploadRecord | None:
-    """Return the record in a document, or None if its form is wrong."""
+    """Return the record in a document, or None if it is damaged or has no checksum."""
     kinds = {"sha256": str, "blake3": str, "file_bytes": int, "scan": dict}
-    if document.keys() != kinds.keys() or not all(isinstance(document[key], kind) for key, kind in kinds.items()):
+    try:
+        content, is_sealed = unseal(document)
+    except ValueError:
         return None
-    return UploadRecord(**document) if is_scan(document["scan"]) else None
+    if not is_sealed or content.keys() != kinds.keys():
+        return None
+    if not all(isinstance(content[key], kind) for key, kind in kinds.items()):
+        return None
+    return UploadRecord(**content) if is_scan(content["scan"]) else None

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import PlanError
+from k2convert.errors import PlanError, quoted
 from k2convert.models import kimi
 from k2convert.models.names import Family, ModulePlace, TensorName
 
@@ -27,11 +27,14 @@ def find_family(name: str) -> Family:
     for family in FAMILIES:
         if family.name == name:
             return family
-    raise PlanError(f"unknown family {name!r}; known: {', '.join(sorted(f.name for f in FAMILIES))}")
+    raise PlanError(f"unknown family {quoted(name)}; known: {', '.join(sorted(f.name for f in FAMILIES))}")
 
 
 def detect_family(checkpoint: Checkpoint) -> Family:
-    """Tell a checkpoint's family from its tensor names; raises PlanError if it belongs to none."""
+    """Tell a checkpoint's family from its tensor names; raises PlanError if it belongs to none.
+
+    Other models have the same tensor names, so config.json must also state a model_type of the family.
+    """
     names = checkpoint.tensors
     for family in FAMILIES:
         for prefix, reason in family.refused_prefixes.items():
@@ -39,11 +42,24 @@ def detect_family(checkpoint: Checkpoint) -> Family:
                 raise PlanError(f"{checkpoint.folder}: tensors are named {prefix}*, {reason}. {family.source_hint}")
     for family in FAMILIES:
         if _has_layers(family, names):
+            _check_model_type(checkpoint, family)
             return family
     expected = " or ".join(f"{_layers_prefix(family)}*" for family in reversed(FAMILIES))
     titles = " or ".join(dict.fromkeys(family.title for family in FAMILIES))
     hints = " ".join(dict.fromkeys(family.source_hint for family in FAMILIES))
     raise PlanError(f"{checkpoint.folder}: no tensor is named {expected}: not a {titles} checkpoint. {hints}")
+
+
+def _check_model_type(checkpoint: Checkpoint, family: Family) -> None:
+    stated = checkpoint.config.get("model_type")
+    if not family.model_types or stated in family.model_types:
+        return
+    known = " and ".join(f"{' or '.join(f.model_types)} ({f.name})" for f in reversed(FAMILIES) if f.model_types)
+    found = "is missing" if stated is None else f"is {repr(stated)[:80]}"
+    raise PlanError(
+        f"{checkpoint.folder}: config.json: model_type {found}, but the tensors have the names of {family.name}. "
+        f"Known: {known}. Use the model's own config.json. {family.source_hint}"
+    )
 
 
 def expected_family(config: Mapping[str, Any] | None, names: Iterable[str]) -> Family:
@@ -97,10 +113,6 @@ def parse_tensor_names(checkpoint: Checkpoint, *, family: Family) -> dict[str, T
 def locate_module(module: str) -> ModulePlace | None:
     """Return the place of a module in any known model; None if no family has it."""
     for family in FAMILIES:
-        try:
-            place = family.classify(module)
-        except ValueError:  # a number with more digits than int() accepts
-            return None
-        if place is not None:
+        if (place := family.classify(module)) is not None:
             return place
     return None

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from k2convert.errors import PlanError
+from k2convert.errors import PlanError, quoted
 from k2convert.models.names import Architecture
 
 MAX_COUNT: Final = 100_000  # layers and experts are enumerated, so an absurd count would take all memory
+
+_TENSOR_PARALLEL_SIZES: Final = (8, 4, 2)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -22,7 +24,9 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     def count(key: str, default: int | None = None) -> int:
         value = text.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise PlanError(f"{where}: config.json: {key} is {value!r}, expected a count. Use the model's own config.")
+            raise PlanError(
+                f"{where}: config.json: {key} is {quoted(value)}, expected a count. Use the model's own config."
+            )
         if value > MAX_COUNT:
             raise PlanError(
                 f"{where}: config.json: {key} is more than {MAX_COUNT:,}, which no model has. "
@@ -40,6 +44,14 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         hidden_size=count("hidden_size"),
         moe_intermediate_size=count("moe_intermediate_size"),
     )
+
+
+def tensor_parallel_size(config: Mapping[str, Any]) -> int:
+    """Return the largest usual number of GPUs at which every engine's kernels take the experts without padding."""
+    width = text_config(config).get("moe_intermediate_size")
+    if not isinstance(width, int):
+        return 1
+    return next((size for size in _TENSOR_PARALLEL_SIZES if width and width % (64 * size) == 0), 1)
 
 
 def find_quantization_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.choices import GROUP_SIZE
-from k2convert.errors import PlanError
+from k2convert.errors import PlanError, quoted, shortened
 from k2convert.models.config import text_config
 from k2convert.models.names import Family
 
@@ -31,7 +31,7 @@ def check_int4_config(config: Mapping[str, Any], *, family: Family, where: str) 
             stated = found.get(field)
             if stated is not None and stated != known:
                 raise PlanError(
-                    f"{where}: config.json: {place}.{field} is {stated!r}, but only {known!r} can be converted. "
+                    f"{where}: config.json: {place}.{field} is {quoted(stated)}, but only {known!r} can be converted. "
                     f"{family.source_hint}"
                 )
 
@@ -46,6 +46,6 @@ def _statements(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]
         yield place, quantization, _KNOWN_CONFIG
         for name, group in mapping_or_empty(quantization.get("config_groups")).items():
             weights = mapping_or_empty(mapping_or_empty(group).get("weights"))
-            yield f"{place}.config_groups.{name}.weights", weights, _KNOWN_WEIGHTS
+            yield f"{place}.config_groups.{shortened(name)}.weights", weights, _KNOWN_WEIGHTS
             if weights:
-                yield f"{place}.config_groups.{name}", mapping_or_empty(group), _KNOWN_GROUP
+                yield f"{place}.config_groups.{shortened(name)}", mapping_or_empty(group), _KNOWN_GROUP

@@ -1,7 +1,8 @@
 """The Kimi K2 family: tensor names, prefixes, and how engines name its modules. The only file that knows Kimi.
 
 Names are those of moonshotai's releases. K2-Thinking has the language model under `model.`. K2.5, K2.6 and K2.7-Code
-have it under `language_model.model.`, next to `vision_tower.` and `mm_projector.`.
+have it under `language_model.model.`, next to `vision_tower.` and `mm_projector.`. All three state model_type kimi_k25;
+the language model's own, in text_config, is kimi_k2 or deepseek_v3.
 """
 
 import re
@@ -18,8 +19,9 @@ _WRAPPED_PREFIX: Final = _WRAPPER + _TEXT_PREFIX
 _LEGACY_PREFIX: Final = "language_model.layers."
 _LANGUAGE_PARTS: Final = ("layers.", "embed_tokens.", "norm.")
 
-_LAYER: Final = re.compile(r"layers\.(\d+)\.(.+)")
-_EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
+_NUMBER: Final = "(0|[1-9][0-9]{0,5})"  # no model has more layers or experts
+_LAYER: Final = re.compile(rf"layers\.{_NUMBER}\.(.+)")
+_EXPERT: Final = re.compile(rf"mlp\.experts\.{_NUMBER}\.(gate|up|down)_proj")
 _SHARED: Final = re.compile(r"mlp\.shared_experts\.(gate|up|down)_proj")
 _DENSE: Final = re.compile(r"mlp\.(gate|up|down)_proj")
 
@@ -85,7 +87,7 @@ def _is_not_wrapped(config: Mapping[str, Any]) -> bool:
     return not _is_wrapped(config)
 
 
-def _family(name: str, *, recipe: str, prefix: str, has_vision: bool, naming: EngineNaming) -> Family:
+def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision: bool, naming: EngineNaming) -> Family:
     return Family(
         name=name,
         title="Kimi K2",
@@ -100,6 +102,7 @@ def _family(name: str, *, recipe: str, prefix: str, has_vision: bool, naming: En
         read_architecture=read_architecture,
         matches_config=_is_wrapped if has_vision else _is_not_wrapped,
         unconverted=partial(_unconverted, has_vision),
+        model_types=(model_type,),
         card=ModelCardFacts(
             model_kind="a Kimi K2 model",
             kept=("attention", "router", "embeddings and output head"),
@@ -119,6 +122,7 @@ K2_THINKING: Final = _family(
     "kimi-k2-thinking",
     recipe="kimi-k2-thinking-nvfp4",
     prefix=_TEXT_PREFIX,
+    model_type="kimi_k2",
     has_vision=False,
     naming=EngineNaming(),
 )
@@ -131,6 +135,7 @@ K2_5: Final = _family(
     "kimi-k2.5",
     recipe="kimi-k2.5-nvfp4",
     prefix=_WRAPPED_PREFIX,
+    model_type="kimi_k25",
     has_vision=True,
     naming=EngineNaming(
         wrapper=_WRAPPER,

@@ -111,6 +111,7 @@ class Family:
     classify             the place of a module, None if the family has no such module
     expected_name        the name a tensor should have if its prefix is wrong
     read_architecture    (config.json, where) -> counts; raises PlanError
+    model_types          what model_type in config.json may be; empty: anything
     matches_config       whether a config.json looks like this family's
     unconverted          (converted roles, counts) -> (name part, whether more may follow) of the modules left in BF16
     """
@@ -129,6 +130,7 @@ class Family:
     matches_config: Callable[[Mapping[str, Any]], bool]
     unconverted: Callable[[Sequence[str], Architecture], list[tuple[str, bool]]]
     card: ModelCardFacts
+    model_types: tuple[str, ...] = ()
     router_parameters: tuple[str, ...] = (WEIGHT,)
     refused_prefixes: Mapping[str, str] = field(default_factory=dict[str, str])
     usual_num_experts: int = 0

@@ -227,8 +227,8 @@ def _check_router(source: Checkpoint, layer: int, count: int, family: Family) ->
     for parameter in family.router_parameters:
         name = f"{family.router.format(layer=layer)}.{parameter}"
         tensor = source.tensors.get(name)
-        if tensor is None or tensor.shape[0] != count:
-            rows = "is missing" if tensor is None else f"has {tensor.shape[0]} rows"
+        if tensor is None or tensor.shape[:1] != (count,):
+            rows = "is missing" if tensor is None else f"has the shape {list(tensor.shape)}"
             raise PlanError(
                 f"{source.folder}: {name} {rows}, but config.json says n_routed_experts = {count}. {SOURCE_REMEDY}"
             )

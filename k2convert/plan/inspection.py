@@ -1,22 +1,42 @@
 """What a checkpoint is, from its headers: family, counts, dtypes by role, quantization_config, oddities."""
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.errors import PlanError
 from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.config import find_quantization_config, text_config
-from k2convert.models.names import INT4_PARAMETERS, WEIGHT_PACKED, WEIGHT_SHAPE, Architecture, Family, TensorName
+from k2convert.models.names import (
+    INT4_PARAMETERS,
+    WEIGHT,
+    WEIGHT_PACKED,
+    WEIGHT_SHAPE,
+    Architecture,
+    Family,
+    TensorName,
+)
 from k2convert.plan.plan import claim_projections
 from k2convert.plan.recipe import load_recipe
+
+_INT4: Final = "INT4"
+_NVFP4: Final = "NVFP4"
+_WEIGHTS_PER_CODE: Final = {_INT4: 8, _NVFP4: 2}  # weights in one element of the packed tensor
+_PACKED_PARAMETERS: Final = {
+    _INT4: frozenset(INT4_PARAMETERS),
+    _NVFP4: frozenset(
+        name for n in LAYOUTS.values() for name in (n.weight, n.block_scale, n.global_scale, n.input_scale)
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Tensors of one role and one storage form: their count, bytes, and weights (INT4 weights counted unpacked)."""
+    """Tensors of one role and one storage form: their count, bytes, and weights (4-bit weights counted unpacked)."""
 
     role: str
     form: str
@@ -41,6 +61,7 @@ class Inspection:
     num_tensors: int
     tensor_bytes: int
     int4_projections: int
+    nvfp4_projections: int
     holdings: list[Holding]
     quantization: dict[str, Any] | None
     oddities: list[str]
@@ -51,10 +72,14 @@ class Inspection:
         return asdict(self)
 
 
-def inspect_checkpoint(source: Checkpoint) -> Inspection:
-    """Describe a checkpoint; raises PlanError if it belongs to no known family."""
+def inspect_checkpoint(source: Checkpoint, *, shown_as: str) -> Inspection:
+    """Describe a checkpoint; raises PlanError if it belongs to no known family.
+
+    `shown_as` is the folder or the repository as the user named it.
+    """
     family = detect_family(source)
     names = parse_tensor_names(source, family=family)
+    packed = _packed_modules(source, names)
     architecture = family.read_architecture(source.config, str(source.folder))
     found = find_quantization_config(source.config)
     recipe: str | None = family.recipe
@@ -62,10 +87,10 @@ def inspect_checkpoint(source: Checkpoint) -> Inspection:
     try:
         claim_projections(source=source, recipe=load_recipe(family.recipe), names=names)
     except PlanError as error:
-        oddities.append(f"cannot be converted: {error}")
+        oddities.append(f"cannot be converted: {str(error).replace(str(source.folder), shown_as)}")
         recipe = None
     return Inspection(
-        folder=str(source.folder),
+        folder=shown_as,
         family=family.name,
         model_type=source.config.get("model_type"),
         architectures=_strings(source.config.get("architectures")),
@@ -80,8 +105,9 @@ def inspect_checkpoint(source: Checkpoint) -> Inspection:
         num_shards=len(source.headers),
         num_tensors=len(source.tensors),
         tensor_bytes=source.tensor_bytes,
-        int4_projections=sum(parts.parameter == WEIGHT_PACKED for parts in names.values()),
-        holdings=_holdings(source, names),
+        int4_projections=sum(form == _INT4 for form in packed.values()),
+        nvfp4_projections=sum(form == _NVFP4 for form in packed.values()),
+        holdings=_holdings(source, names, packed),
         quantization=None if found is None else {"where": found[0], **_headline(found[1])},
         oddities=oddities,
         recipe=recipe,
@@ -97,19 +123,28 @@ def _headline(config: dict[str, Any]) -> dict[str, Any]:
     return result | {key: weights[key] for key in ("num_bits", "type", "group_size", "symmetric") if key in weights}
 
 
-def _holdings(source: Checkpoint, names: dict[str, TensorName]) -> list[Holding]:
-    int4 = {parts.module for parts in names.values() if parts.parameter == WEIGHT_PACKED}
+def _packed_modules(source: Checkpoint, names: dict[str, TensorName]) -> dict[str, str]:
+    """Return the form of every module with 4-bit weights. NVFP4 codes are bytes, INT4 codes are 32-bit words."""
+    forms: dict[str, str] = {}
+    for name, parts in names.items():
+        if source.tensors[name].dtype == "U8" and parts.parameter in (WEIGHT, WEIGHT_PACKED):
+            forms[parts.module] = _NVFP4
+        elif parts.parameter == WEIGHT_PACKED:
+            forms[parts.module] = _INT4
+    return forms
+
+
+def _holdings(source: Checkpoint, names: dict[str, TensorName], packed: dict[str, str]) -> list[Holding]:
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, parts in names.items():
         tensor = source.tensors[name]
-        is_int4 = parts.module in int4 and parts.parameter in INT4_PARAMETERS
-        form = "INT4" if is_int4 else tensor.dtype
-        weights = 1
-        for size in tensor.shape:
-            weights *= size
-        if is_int4:
-            weights = weights * 8 if parts.parameter == WEIGHT_PACKED else 0
-        entry = sums[parts.role, form]
+        form = packed.get(parts.module)
+        if form is not None and parts.parameter not in _PACKED_PARAMETERS[form]:
+            form = None
+        weights = math.prod(tensor.shape)
+        if form is not None:
+            weights = weights * _WEIGHTS_PER_CODE[form] if parts.parameter in (WEIGHT, WEIGHT_PACKED) else 0
+        entry = sums[parts.role, form or tensor.dtype]
         entry[0] += 1
         entry[1] += tensor.num_bytes
         entry[2] += weights

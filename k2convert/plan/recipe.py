@@ -4,14 +4,15 @@ A recipe names roles, never regular expressions. Unknown keys are refused: a mis
 result without a message.
 """
 
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Final, cast
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from k2convert.choices import Activations, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
-from k2convert.errors import PlanError, RecipeError
+from k2convert.errors import PlanError, RecipeError, cut, quoted, shortened
 from k2convert.models import find_family
 from k2convert.quantize.rules import RULES
 
@@ -31,6 +32,9 @@ def _is_family(value: str) -> str:
 
 
 Fp32Scale = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_is_fp32_scale)]
+
+MAX_RECIPE_BYTES: Final = 1 << 20
+MAX_PROBLEMS: Final = 5  # of one recipe, in one message
 
 _FORBID = ConfigDict(extra="forbid", frozen=True)
 
@@ -96,36 +100,87 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
+def recipe_purpose(name: str) -> str:
+    """Return whom a shipped recipe serves: the first sentence of the comment at the top of its file, or nothing."""
+    lines = (recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
+    sentence = comment.split(". ", 1)[0].rstrip(".")
+    return f"{sentence}." if sentence else ""
+
+
 def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
     """Load a recipe by shipped name or by path. `overrides` that are not None replace its fields."""
-    path = Path(name_or_path)
-    if not path.is_file():
-        path = recipes_folder() / f"{name_or_path}.yaml"
-    if not path.is_file():
-        raise RecipeError(
-            f"recipe {name_or_path}: neither a file nor a shipped recipe. Shipped: {', '.join(shipped_recipes())}."
-        )
+    path = _find_recipe(name_or_path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read_text(path)
         repeated = _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader))
         document: Any = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"{path}: not YAML ({reason}). Start from a shipped recipe.") from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # values too: a date, a number of digits
+        raise RecipeError(f"{path}: not YAML ({cut(str(error))}). Start from a shipped recipe.") from None
     if repeated is not None:
-        raise RecipeError(f"{path}: duplicate key {repeated!r}. Remove one.")
+        raise RecipeError(f"{path}: duplicate key {quoted(repeated)}. Remove one.")
     if not isinstance(document, dict):
         raise RecipeError(f"{path}: a recipe must be a mapping of keys to values. Start from a shipped one.")
     return build_recipe(cast(dict[str, Any], document), where=str(path), **overrides)
 
 
-def build_recipe(document: dict[str, Any], *, where: str, **overrides: Any) -> Recipe:
-    """Check a recipe document; raises RecipeError naming file, key and what is allowed."""
-    merged = document | {key: value for key, value in overrides.items() if value is not None}
+def _find_recipe(name_or_path: str) -> Path:
+    """Return the file of a recipe given by path or shipped name; raises RecipeError."""
+    if "\0" not in name_or_path:
+        for path in (Path(name_or_path), recipes_folder() / f"{name_or_path}.yaml"):
+            try:
+                if path.is_file():
+                    return path
+            except OSError as error:
+                raise RecipeError(
+                    f"recipe {shortened(name_or_path)}: cannot be read ({error.strerror}). Check path and permissions."
+                ) from None
+    raise RecipeError(
+        f"recipe {shortened(name_or_path)}: neither a file nor a shipped recipe. "
+        f"Shipped: {', '.join(shipped_recipes())}."
+    )
+
+
+def _read_text(path: Path) -> str:
     try:
-        return Recipe.model_validate(merged)
+        with path.open("rb") as file:
+            raw = file.read(MAX_RECIPE_BYTES + 1)
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+    if len(raw) > MAX_RECIPE_BYTES:
+        raise RecipeError(f"{path}: larger than {MAX_RECIPE_BYTES:,} bytes, so not a recipe. Start from a shipped one.")
+    return raw.decode("utf-8")
+
+
+def build_recipe(document: dict[str, Any], *, where: str, **overrides: Any) -> Recipe:
+    """Check a recipe document; raises RecipeError naming file, key and what is allowed.
+
+    If the document alone is correct, the message names the overrides, not the document.
+    """
+    given = {key: value for key, value in overrides.items() if value is not None}
+    try:
+        return Recipe.model_validate(document | given)
     except ValidationError as error:
+        if given and _is_recipe(document):
+            where = ", ".join(f"{key} {value}" for key, value in given.items())
         raise RecipeError(f"{where}: {_explain(error)}") from None
+
+
+def _is_recipe(document: dict[str, Any]) -> bool:
+    try:
+        Recipe.model_validate(document)
+    except ValidationError:
+        return False
+    return True
+
+
+def input_scale_problem(value: float) -> str:
+    """Return why `value` cannot be an activation scale; empty if it can."""
+    try:
+        InputScale(gate_up=value)
+    except ValidationError as error:
+        return error.errors()[0]["msg"].removeprefix("Value error, ")
+    return ""
 
 
 def _explain(error: ValidationError) -> str:
@@ -134,24 +189,29 @@ def _explain(error: ValidationError) -> str:
         place = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             known = {"input_scale": InputScale, "budget": Budget}.get(str(problem["loc"][0]), Recipe).model_fields
-            parts.append(f"unknown key {place!r}; known keys: {', '.join(known)}")
+            parts.append(f"unknown key {quoted(place)}; known keys: {', '.join(known)}")
         else:
             reason = problem["msg"].removeprefix("Value error, ")
-            parts.append(f"{place}: {reason}" if place else reason)
-    return "; ".join(parts)
+            parts.append(f"{shortened(place)}: {reason}" if place else reason)
+    return "; ".join(parts[:MAX_PROBLEMS])
 
 
 def _repeated_key(node: yaml.Node | None) -> str | None:
     """Return the first key that appears twice in one mapping, or None. YAML itself would take the last value."""
-    if isinstance(node, yaml.SequenceNode):
-        return next((key for key in map(_repeated_key, node.value) if key is not None), None)
-    if not isinstance(node, yaml.MappingNode):
-        return None
     seen: set[str] = set()
-    for key, value in node.value:
-        if key.value in seen:
-            return str(key.value)
-        seen.add(str(key.value))
-        if (inner := _repeated_key(value)) is not None:
-            return inner
+    waiting, visited = [node], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in visited:  # an alias: walking it again could take forever
+            continue
+        visited.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            seen.clear()
+            for key, value in node.value:
+                if str(key.value) in seen:
+                    return str(key.value)
+                seen.add(str(key.value))
+                waiting.append(value)
     return None

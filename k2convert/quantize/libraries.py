@@ -115,6 +115,6 @@ def import_reference(module: str) -> ModuleType:
             return importlib.import_module(module)
     except ImportError as error:
         raise MissingDependencyError(
-            f"the reference quantizer needs compressed-tensors and nvidia-modelopt ({error}); "
-            "install them with: pip install k2convert[reference]"
+            f"the reference libraries compressed-tensors and nvidia-modelopt cannot be used ({error}). "
+            "Install them with: pip install 'k2convert[reference]'"
         ) from error

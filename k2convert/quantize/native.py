@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from k2convert.choices import Rule
-from k2convert.errors import MissingDependencyError
+from k2convert.errors import MissingDependencyError, require_extra
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
@@ -83,9 +83,11 @@ class NativeQuantizer:
 
 def create_native_quantizer(rule: Rule, device: str) -> NativeQuantizer:
     """Create the quantizer of a rule on a device; MissingDependencyError if a CUDA device has no triton."""
-    if device != CPU and find_spec("triton") is None:
-        raise MissingDependencyError(
-            f"converting on {device} needs triton, which is not installed. Install it with `pip install triton`, or "
-            "use --device cpu."
-        )
+    if device != CPU:
+        require_extra("torch", purpose=f"converting on {device}")
+        if find_spec("triton") is None:
+            raise MissingDependencyError(
+                f"converting on {device} needs triton, which is not installed. "
+                "Install it with `pip install triton`, or use --device cpu."
+            )
     return NativeQuantizer(rule=rule, device=device)

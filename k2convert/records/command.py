@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from k2convert.checkpoint.files import read_json_file, write_atomically, writing
+from k2convert.checkpoint.folders import opened_folder, remove_file
 from k2convert.checkpoint.names import COMMAND_NAME, WORK_FOLDER
 from k2convert.errors import K2ConvertError
 
@@ -29,13 +30,14 @@ class JobCommand:
 
 def keep_command(destination: Path, command: JobCommand) -> None:
     """Keep the command that resumes the job, until `forget_command`."""
-    write_atomically(_path(destination), json.dumps(asdict(command)).encode())
+    write_atomically(_path(destination), json.dumps(asdict(command)).encode(), root=destination)
 
 
 def forget_command(destination: Path) -> None:
     """Remove the command: the job is done."""
-    with writing(_path(destination)):
-        _path(destination).unlink(missing_ok=True)
+    path = _path(destination)
+    with writing(path), opened_folder(path.parent, root=destination) as folder:
+        remove_file(path, folder)
 
 
 def read_command(destination: Path) -> JobCommand | None:

@@ -1,17 +1,18 @@
 """The journal of one destination: one record per finished shard, one description of the job, one lock.
 
-    DEST/.k2convert/job.json              fingerprint, recipe and list of shards, written before the first shard
-    DEST/.k2convert/shards/SHARD.json     written after SHARD is complete and synced: the only claim of "done"
+    DEST/.k2convert/job.json              fingerprint, recipe, list of shards and identity of the source, written before
+                                          the first shard
+    DEST/.k2convert/shards/SHARD.json     written after SHARD is complete and synced: the only claim of "done"; its time
+                                          of modification is set to SHARD's, so that a later change of SHARD shows
     DEST/.k2convert/lock                  held by the running process (flock: the kernel frees it when the owner dies);
                                           its number and how far it is, for `status`; empty after the run
 
-Nothing that a finished job leaves in these files depends on time, host or path: an interrupted and an uninterrupted run
-end in the same bytes.
+Nothing in these files depends on time, host or path of the run: an interrupted and an uninterrupted run of the same
+source end in the same bytes.
 """
 
 import errno
 import fcntl
-import json
 import os
 import time
 from collections.abc import Generator
@@ -22,7 +23,15 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final, TextIO
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, dump_json, make_folder, read_json_file, write_atomically
+from k2convert.checkpoint.files import (
+    TEMPORARY_SUFFIX,
+    dump_json,
+    mapping_or_empty,
+    read_json_file,
+    write_atomically,
+    writing,
+)
+from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -40,23 +49,32 @@ from k2convert.errors import (
     LockedError,
     MalformedFileError,
     ResumeError,
+    quoted,
+    shortened,
 )
+from k2convert.records.checksum import seal, unseal
 from k2convert.records.command import JobCommand, read_command
 from k2convert.records.events import Keep
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.shard_record import ShardRecord
+from k2convert.records.source_identity import Identities, changed_error, changed_shards, moved_shards
 from k2convert.records.tally import parse_summary
 
+_LOCK_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_KEPT: Final = 1 << 16  # characters read from a lock file
 
 
 @dataclass(frozen=True, slots=True)
 class JobDescription:
-    """What a destination is for: the fingerprint, the resolved recipe, and the planned bytes of every shard."""
+    """What a destination is for: the fingerprint, the resolved recipe, and the planned bytes of every shard.
+
+    `source` is the identity of every source shard (source_identity.py); None if version 0.1 began the job.
+    """
 
     fingerprint: dict[str, Any]
     recipe: dict[str, Any]
     shards: dict[str, int]
+    source: Identities | None = None
 
     @property
     def digest(self) -> str:
@@ -81,6 +99,15 @@ class JobState:
     progress_age: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class FoundRecords:
+    """The undamaged records of one job by shard, which of them have no checksum, and the files that are damaged."""
+
+    records: dict[str, ShardRecord]
+    unsealed: frozenset[str]
+    damaged: tuple[Path, ...]
+
+
 class Journal:
     """The journal of one destination folder."""
 
@@ -97,7 +124,7 @@ class Journal:
 
         Yields a function that keeps one line in the lock file, for `status`.
         """
-        make_folder(self.folder)
+        make_folder(self.folder, root=self.destination)
         with self._open_lock(os.O_RDWR | os.O_CREAT) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,26 +140,46 @@ class Journal:
             finally:
                 lock.truncate(0)
 
-    def begin(self, job: JobDescription) -> None:
-        """Start a job, or resume it if its fingerprint is the same; raises ResumeError naming what differs."""
+    def begin(self, job: JobDescription) -> list[str]:
+        """Start a job, or resume it if its fingerprint and its source are the same.
+
+        Returns the source shards that were moved since it was begun. Raises ResumeError naming what differs.
+        """
+        make_folder(self._records, root=self.destination)
         found = self.job()
         if found is None:
-            make_folder(self._records)
-            document = {"fingerprint": job.fingerprint, "recipe": job.recipe, "shards": job.shards}
-            write_atomically(self._job_path, dump_json(document))
-            return
+            self.describe(job)
+            return []
         old, new = found.fingerprint, job.fingerprint
         if different := [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]:
-            changes = "; ".join(f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in different)
+            changes = "; ".join(
+                f"{shortened(key)} was {quoted(old.get(key))}, now {quoted(new.get(key))}" for key in different[:5]
+            )
             raise ResumeError(
                 f"{self.destination}: holds a different job: {changes}. Choose a different folder, or delete this one "
                 "to start over."
             )
-        self._sweep()
+        moved: list[str] = []
+        if found.source is None or job.source is None:
+            self.describe(job)
+        else:
+            if changed := changed_shards(found.source, job.source):
+                records = self.find_records(job.digest).records.values()
+                used = {name for record in records for name in record.source_headers}
+                raise changed_error(changed, used=used, destination=self.destination, job_path=self._job_path)
+            moved = moved_shards(found.source, job.source)
+        self._sweep(job)
+        return moved
+
+    def describe(self, job: JobDescription) -> None:
+        """Write the description of a job."""
+        document = {"fingerprint": job.fingerprint, "recipe": job.recipe, "shards": job.shards, "source": job.source}
+        write_atomically(self._job_path, dump_json(document), root=self.destination)
 
     def job(self) -> JobDescription | None:
-        """Return the job begun here, or None; raises CheckpointError if its description is damaged."""
-        if not self._job_path.exists() and not self._job_path.is_symlink():
+        """Return the job begun here, or None; raises CheckpointError if its description is damaged or a link."""
+        check_no_link(self._job_path)
+        if not self._job_path.exists():
             return None
         try:
             return _job_description(read_json_file(self._job_path))
@@ -150,25 +197,58 @@ class Journal:
 
     def record(self, record: ShardRecord) -> None:
         """Declare a shard finished. Its file must be in place and synced."""
-        write_atomically(self._records / f"{record.shard}.json", json.dumps(record.to_dict()).encode())
+        with writing(self._record_path(record.shard)):
+            mtime_ns = (self.destination / record.shard).stat().st_mtime_ns
+        content = seal(record.to_dict())
+        write_atomically(self._record_path(record.shard), content, root=self.destination, mtime_ns=mtime_ns)
+
+    def forget(self, shard: str) -> None:
+        """Remove a shard's record: the shard is made again."""
+        path = self._record_path(shard)
+        with writing(path), opened_folder(path.parent, root=self.destination) as folder:
+            remove_file(path, folder)
 
     def records(self, digest: str) -> dict[str, ShardRecord]:
-        """Return the records of the job with this fingerprint digest, by shard."""
+        """Return the records of the job with this fingerprint digest; raises CheckpointError if one is damaged."""
         return {name: record for name, record in self.all_records().items() if record.fingerprint == digest}
 
     def all_records(self) -> dict[str, ShardRecord]:
         """Return every record by shard, also those of other jobs; raises CheckpointError for a damaged one."""
-        found = (_read_record(path) for path in sorted(self._records.glob("*.json")))
+        found = (_read_record(path)[0] for path in self._record_paths())
         return {record.shard: record for record in found}
+
+    def find_records(self, digest: str) -> FoundRecords:
+        """Return what is known of the job with this fingerprint digest, damaged records set aside."""
+        records: dict[str, ShardRecord] = {}
+        unsealed: set[str] = set()
+        damaged: list[Path] = []
+        for path in self._record_paths():
+            try:
+                record, is_sealed = _read_record(path)
+            except CheckpointError:
+                damaged.append(path)
+                continue
+            if record.fingerprint == digest:
+                records[record.shard] = record
+                if not is_sealed:
+                    unsealed.add(record.shard)
+        return FoundRecords(records, frozenset(unsealed), tuple(damaged))
 
     def finished(self, digest: str) -> dict[str, ShardRecord]:
         """Return the records of a job whose shards are here with the recorded size."""
-        return {name: record for name, record in self.records(digest).items() if self.has_file(record)}
+        return {name: record for name, record in self.find_records(digest).records.items() if self.has_file(record)}
 
     def has_file(self, record: ShardRecord) -> bool:
         """Return whether a record's shard is here with the recorded size. An uploaded shard may have been removed."""
         target = self.destination / record.shard
-        return target.is_file() and target.stat().st_size == record.file_bytes
+        return target.is_file() and not target.is_symlink() and target.stat().st_size == record.file_bytes
+
+    def has_recorded_time(self, record: ShardRecord) -> bool:
+        """Return whether a shard that is here was last modified when it was recorded."""
+        modified = (
+            path.stat().st_mtime_ns for path in (self.destination / record.shard, self._record_path(record.shard))
+        )
+        return len(set(modified)) == 1
 
     def state(self) -> JobState:
         """Read the whole journal for display; raises DestinationError if no job was begun here."""
@@ -177,7 +257,11 @@ class Journal:
             raise DestinationError(
                 f"{self.destination}: holds no conversion. `k2convert run SOURCE {self.destination}` begins one."
             )
-        finished = {n: r for n, r in self.records(job.digest).items() if self.has_file(r) or self._was_uploaded(n)}
+        finished = {
+            name: record
+            for name, record in self.find_records(job.digest).records.items()
+            if self.has_file(record) or self._was_uploaded(name)
+        }
         running, progress, age = self._running()
         is_assembled = all((self.destination / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
         return JobState(
@@ -189,6 +273,12 @@ class Journal:
             progress=progress,
             progress_age=age,
         )
+
+    def _record_path(self, shard: str) -> Path:
+        return self._records / f"{shard}.json"
+
+    def _record_paths(self) -> list[Path]:
+        return sorted(self._records.glob("*.json"))
 
     def _was_uploaded(self, shard: str) -> bool:
         """Return whether a shard was hashed for upload. Its file may be removed after that."""
@@ -208,11 +298,13 @@ class Journal:
             return False, None, 0.0
 
     def _open_lock(self, flags: int) -> TextIO:
-        """Open the lock file without following a link, which might lead to any file."""
+        """Open the lock file without following a link of either kind, which might lead to any file."""
         path = self._lock_path
         try:
-            descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-            if not S_ISREG(os.fstat(descriptor).st_mode):
+            with opened_folder(self.folder, root=self.destination) as folder:
+                descriptor = os.open(path.name, flags | _LOCK_FLAGS, 0o666, dir_fd=folder)
+            found = os.fstat(descriptor)
+            if not S_ISREG(found.st_mode) or found.st_nlink > 1:
                 os.close(descriptor)
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except OSError as error:
@@ -223,12 +315,17 @@ class Journal:
             ) from None
         return os.fdopen(descriptor, "r+" if flags & os.O_RDWR else "r")
 
-    def _sweep(self) -> None:
-        """Remove the half-written files of a killed run."""
-        make_folder(self._records)
-        for folder in (self.destination, self.folder, self._records):
-            for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
-                path.unlink(missing_ok=True)
+    def _sweep(self, job: JobDescription) -> None:
+        """Remove the half-written shards and records of a killed run, and nothing else of a similar name.
+
+        Other files that were half-written are not removed here: they are written again under the same names.
+        """
+        for folder, suffix in ((self.destination, ""), (self._records, ".json")):
+            make_folder(folder, root=self.destination)
+            with opened_folder(folder, root=self.destination) as descriptor:
+                for shard in job.shards:
+                    with suppress(DestinationError):  # a folder of that name is not ours
+                        remove_file(folder / f"{shard}{suffix}{TEMPORARY_SUFFIX}", descriptor)
 
 
 def _write_owner(lock: TextIO, text: str) -> None:
@@ -248,21 +345,30 @@ def _job_description(document: dict[str, Any]) -> JobDescription:
     """Check what job.json holds; raises ValueError."""
     if not all(isinstance(document.get(key), dict) for key in ("fingerprint", "recipe", "shards")):
         raise ValueError("a part is missing")
+    if not isinstance(document.get("source"), dict | None):
+        raise ValueError("the source is not an object")
     if not all(isinstance(document["recipe"].get(key), str) for key in ("name", "target", "rule", "layout")):
         raise ValueError("no recipe")
     if not all(type(num_bytes) is int for num_bytes in document["shards"].values()):
         raise ValueError("no sizes")
-    return JobDescription(document["fingerprint"], document["recipe"], document["shards"])
+    source: Any = document.get("source")
+    if source is not None and not (
+        isinstance(source, dict) and all(isinstance(i, dict) for i in mapping_or_empty(source).values())
+    ):
+        raise ValueError("no source")
+    return JobDescription(document["fingerprint"], document["recipe"], document["shards"], source)
 
 
-def _read_record(path: Path) -> ShardRecord:
-    remedy = "Delete it: its shard will be converted again."
+def _read_record(path: Path) -> tuple[ShardRecord, bool]:
+    """Return a record, and whether it has a checksum; raises CheckpointError if it is damaged."""
+    remedy = "Run the conversion again: its shard is made again."
     try:
-        record = ShardRecord.from_dict(read_json_file(path))
+        document, is_sealed = unseal(read_json_file(path))
+        record = ShardRecord.from_dict(document)
         if f"{record.shard}.json" != path.name:
-            raise ValueError(f"shard is {record.shard!r}")
+            raise ValueError(f"shard is {quoted(record.shard)}")
     except MalformedFileError:
         raise CheckpointError(f"{path}: damaged. {remedy}") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: not a record of this version ({error}). {remedy}") from None
-    return record
+    return record, is_sealed

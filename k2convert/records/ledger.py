@@ -7,7 +7,7 @@ form. It is written once every shard is recorded.
 import json
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
@@ -17,7 +17,7 @@ from k2convert import __version__
 from k2convert.checkpoint.files import dump_json, mapping_or_empty, read_json_file
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.errors import CheckpointError, RecipeError, remedy
+from k2convert.errors import CheckpointError, RecipeError, remedy, shortened
 from k2convert.plan.plan import Plan
 from k2convert.plan.recipe import Recipe, build_recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metrics, total_metrics
@@ -105,8 +105,12 @@ def build_ledger(
     records: Mapping[str, ShardRecord],
     fingerprint: dict[str, Any],
     repo: str | None,
+    devices: Sequence[str],
 ) -> Ledger:
-    """Build the ledger of a finished job. `repo` is the source's repository on the Hub, if it has one."""
+    """Build the ledger of a finished job.
+
+    `repo` is the source's repository on the Hub, if it has one. `devices` are those that converted: "cpu", "cuda:0".
+    """
     return Ledger(
         tool_version=__version__,
         family=plan.family,
@@ -115,12 +119,22 @@ def build_ledger(
         headers={shard: header.digest for shard, header in source.headers.items()},
         recipe=plan.recipe.document(),
         fingerprint=fingerprint,
-        versions={"python": platform.python_version(), "torch": version("torch")},
+        versions=_versions(plan.recipe, devices),
         shards={
             name: LedgerShard(record.blake3, record.file_bytes, record.num_tensors) for name, record in records.items()
         },
         totals=summarize(records.values()),
     )
+
+
+def _versions(recipe: Recipe, devices: Sequence[str]) -> dict[str, str]:
+    """Return the versions of Python and of the libraries that computed."""
+    libraries = ["numpy"]
+    if recipe.quantizer == "reference":
+        libraries += ["torch", "compressed-tensors", "nvidia-modelopt"]
+    elif any(device != "cpu" for device in devices):
+        libraries += ["torch", "triton"]
+    return {"python": platform.python_version(), **{name: version(name) for name in libraries}}
 
 
 def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
@@ -199,11 +213,11 @@ def _parse_shards(entries: dict[str, Any], problems: list[str]) -> dict[str, Led
         stated = mapping_or_empty(entry)
         digest, size, count = stated.get("blake3"), stated.get("bytes"), stated.get("tensors", 0)
         if PurePosixPath(name).name != name:
-            problems.append(f"shards: {name}: not a file name")
+            problems.append(f"shards: {shortened(name)}: not a file name")
         elif isinstance(digest, str) and type(size) is int and size >= 0:
             shards[name] = LedgerShard(digest, size, count if type(count) is int else 0)
         else:
-            problems.append(f"shards: {name}: no blake3 and bytes")
+            problems.append(f"shards: {shortened(name)}: no blake3 and bytes")
     return shards
 
 
@@ -211,7 +225,7 @@ def _parse_totals(stated: dict[str, Any], problems: list[str]) -> dict[str, Weig
     totals: dict[str, WeightMetrics] = {}
     for role, metrics in stated.items():
         try:
-            check_metrics(mapping_or_empty(metrics), where=f"totals.{role}")
+            check_metrics(mapping_or_empty(metrics), where=f"totals.{shortened(role)}")
             totals[role] = WeightMetrics.from_dict(mapping_or_empty(metrics))
         except (ValueError, TypeError) as error:
             problems.append(str(error))

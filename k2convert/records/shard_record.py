@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, cast
 
+from k2convert.errors import quoted, shortened
 from k2convert.quantize.metrics.weight_metrics import check_metrics
 
 
@@ -45,7 +46,7 @@ class ShardRecord:
         _check_types(stated, _RECORD_TYPES)
         for projection in stated["projections"]:
             _check_types(projection, _PROJECTION_TYPES)
-            check_metrics(projection["metrics"], where=projection["module"])
+            check_metrics(projection["metrics"], where=shortened(projection["module"]))
         stated["projections"] = tuple(ProjectionRecord(**p) for p in stated["projections"])
         return cls(**stated)
 
@@ -72,10 +73,10 @@ _PROJECTION_TYPES: dict[str, tuple[type, ...]] = {
 
 def _check_types(document: Any, types: dict[str, tuple[type, ...]]) -> None:
     if not isinstance(document, dict):
-        raise ValueError(f"{document!r} is not an object")
+        raise ValueError(f"{quoted(document)} is not an object")
     stated = cast(dict[str, Any], document)
     if stated.keys() != types.keys():
-        raise ValueError(f"{', '.join(sorted(stated.keys() ^ types.keys()))} missing or unknown")
+        raise ValueError(f"{quoted(sorted(stated.keys() ^ types.keys()))} missing or unknown")
     for field_name, allowed in types.items():
         if type(stated[field_name]) not in allowed:
-            raise ValueError(f"{field_name} is {stated[field_name]!r}"[:80])
+            raise ValueError(f"{field_name} is {quoted(stated[field_name])}")

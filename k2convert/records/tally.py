@@ -125,7 +125,9 @@ class Tally:
     def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
         """Count bytes read and written, and tensors."""
         with self._lock:
-            self.meters["convert" if "convert" in self.meters else "check"].add(bytes_in)
+            meter = self.meters.get("convert") or self.meters.get("check")
+            if meter is not None:
+                meter.add(bytes_in)
             self.written.add(bytes_out)
             self.tensors += tensors
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k2convert.checkpoint.files import make_folder, write_atomically
+from k2convert.checkpoint.files import write_atomically
+from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.names import REPORT_PAGE_NAME, REPORT_PICTURE_NAME, REPORT_TEXT_NAME
 from k2convert.errors import DestinationError
 from k2convert.report.checks import read_checks

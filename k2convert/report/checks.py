@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from k2convert.errors import MalformedFileError
+from k2convert.errors import MalformedFileError, quoted
 from k2convert.report.formatting import decibels
 
 VERDICTS = ("pass", "warn", "fail", "skipped")
@@ -70,7 +70,7 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedFileError(
-            f"the validation is not a document that `k2convert validate --json` prints ({error!r})."
+            f"the validation is not a document that `k2convert validate --json` prints ({quoted(error)})."
         ) from None
 
 

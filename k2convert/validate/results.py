@@ -2,22 +2,41 @@
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sized
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.names import SHARD_SUFFIX
-from k2convert.validate.contract.findings import ContractReport
+from k2convert.records.ledger import TOTAL
+from k2convert.validate.contract.findings import ContractReport, Verdict
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.layers.result import LayersReport
 
 
 @dataclass(frozen=True, slots=True)
+class RuleReport:
+    """Whether the converted tensors are what the recipe's rule makes of the source.
+
+    `rule` is None if they could not be made again, and `skip_reason` says why. `blocks` were made again by the kernels,
+    `sampled_blocks` of them by the reference arithmetic too. `mismatches` maps modules to what differs.
+    """
+
+    rule: str | None
+    skip_reason: str
+    tensors: int
+    blocks: int
+    sampled_blocks: int
+    mismatches: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """The measured error of every converted tensor, by module, and where the journal or a library disagrees."""
+    """The measured error of every converted tensor, by module, and where rule, journal or a library disagree."""
 
     errors: dict[str, DecodedError]
     roles: dict[str, str]
+    rule: RuleReport
     journal_mismatches: tuple[str, ...]
     journal_compared: int
     decoder_mismatches: tuple[str, ...]
@@ -25,15 +44,11 @@ class WeightsReport:
 
     @property
     def passed(self) -> bool:
-        return not self.journal_mismatches and not self.decoder_mismatches
+        return not (self.rule.mismatches or self.journal_mismatches or self.decoder_mismatches)
 
     def totals(self) -> dict[str, DecodedError]:
         """Return the errors added up by role and under "total"; empty if nothing was measured."""
-        by_role: dict[str, list[DecodedError]] = defaultdict(list)
-        for module, error in self.errors.items():
-            by_role[self.roles[module]].append(error)
-        result = {role: _add(found) for role, found in sorted(by_role.items())}
-        return result | {"total": _add(list(self.errors.values()))} if result else result
+        return total_errors(self.errors, self.roles)
 
     def worst(self, count: int) -> list[tuple[str, DecodedError]]:
         """Return the `count` tensors with the lowest SQNR, lowest first."""
@@ -66,6 +81,15 @@ class ValidationReport:
     def passed(self) -> bool:
         parts = (self.weights, self.layers)
         return self.contract.passed and all(part.passed for part in parts if part is not None)
+
+
+def total_errors(errors: Mapping[str, DecodedError], roles: Mapping[str, str]) -> dict[str, DecodedError]:
+    """Add up errors by role and under "total"; empty if there are none."""
+    by_role: dict[str, list[DecodedError]] = defaultdict(list)
+    for module, error in errors.items():
+        by_role[roles[module]].append(error)
+    result = {role: _add(found) for role, found in sorted(by_role.items())}
+    return result | {TOTAL: _add(list(errors.values()))} if result else result
 
 
 def _add(errors: list[DecodedError]) -> DecodedError:
@@ -108,9 +132,22 @@ def _weights_document(weights: WeightsReport) -> dict[str, Any]:
         "passed": weights.passed,
         "totals": {role: _error_document(error) for role, error in weights.totals().items()},
         "worst": {module: _error_document(error) for module, error in weights.worst(8)},
+        "verdicts": {
+            "rule": _verdict(weights.rule.tensors, weights.rule.mismatches),
+            "journal": _verdict(weights.journal_compared, weights.journal_mismatches),
+            "library_decoder": _verdict(weights.decoder_compared, weights.decoder_mismatches),
+        },
+        "rule": asdict(weights.rule),
         "journal": {"compared": weights.journal_compared, "mismatches": list(weights.journal_mismatches)},
         "library_decoder": {"compared": weights.decoder_compared, "mismatches": list(weights.decoder_mismatches)},
     }
+
+
+def _verdict(compared: int, mismatches: Sized) -> Verdict:
+    """Return the outcome of a comparison: skipped if nothing was compared."""
+    if not compared:
+        return Verdict.SKIPPED
+    return Verdict.FAIL if mismatches else Verdict.PASS
 
 
 def _error_document(error: DecodedError) -> dict[str, Any]:

@@ -1,28 +1,30 @@
 """Is a finished checkpoint right? Contract, weights and reference layers, checked on the written bytes.
 
 Weights are decoded by code that shares nothing with the code that wrote them, and compared with the source's exact
-values, in the same pass over the shards that the contract's rules need. The journal is not trusted: its figures are
-checked too. Only one number is taken from it: which global scale a rounded divisor means, if it has the same bytes.
+values, in the same pass over the shards that the contract's rules need. Then they are made again by the recipe's rule
+and compared byte for byte (see weights.py). Journal and ledger are not trusted: their figures are checked too. Only one
+number is taken from the journal: if no rule is known, which global scale a rounded divisor means.
 """
 
 import math
 import struct
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
-from k2convert.checkpoint.layouts import LayoutNames
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.checkpoint.reader import Bytes, ShardReader
-from k2convert.choices import BLOCK_SIZE
+from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.errors import CheckpointError, remedy
+from k2convert.models.names import TensorName
 from k2convert.models.projections import SOURCE_REMEDY, projection_of
 from k2convert.models.weights import load_projection
 from k2convert.plan.recipe import Budget
+from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal
@@ -32,17 +34,21 @@ from k2convert.validate.contract.findings import ContractReport
 from k2convert.validate.contract.scan import ShardVisitor, scan_shards
 from k2convert.validate.contract.subject import Subject, open_subject
 from k2convert.validate.contract.tensors import shape_problems
-from k2convert.validate.decode import DecodedError, measure_decoded
+from k2convert.validate.decode import DecodedError
 from k2convert.validate.layers.result import LayerBudget, LayersReport
+from k2convert.validate.operands import check_operands
 from k2convert.validate.results import Comparison, ValidationReport, WeightsReport
+from k2convert.validate.rule_check import checkable_rule, rule_report, sharing_modules
+from k2convert.validate.totals import Totals, is_same_figure
+from k2convert.validate.weights import CheckedWeight, WrittenWeight, check_weights
 
 if TYPE_CHECKING:
     from k2convert.validate.library_decoders import Decoder
 
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
 
-MAX_PENDING: Final = 6  # tensors decoded at once; the pass over the shards waits for the slowest
-JOURNAL_TOLERANCE: Final = 1e-9  # both sides add float64 terms, in different orders
+MAX_PENDING: Final = 6  # sets of tensors checked at once; the pass over the shards waits for the slowest
+MAX_HELD: Final = 4  # sets that wait for a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,7 @@ def validate_checkpoint(
     shards. Reference layers are computed only if the contract holds.
     """
     subject = open_subject(folder, source=source)
+    check_operands(subject)
     contract, weights = _measure(subject, reference=reference, events=events, visitor=visitor)
     layers_report = None
     if layers is not None and source is not None and contract.passed:
@@ -102,22 +109,34 @@ def _measure(
         from k2convert.validate.library_decoders import create_decoder
 
         decoder = create_decoder(subject.layout)
+    rule, skip_reason = checkable_rule(subject.ledger, subject.recipe)
     with ShardReader(source.path) as reader, ThreadPoolExecutor(thread_name_prefix="decode") as pool:
         measurer = _Measurer(
-            subject=subject, source=source, reader=reader, pool=pool, decoder=decoder, recorded=recorded
+            subject=subject,
+            source=source,
+            reader=reader,
+            pool=pool,
+            decoder=decoder,
+            recorded=recorded,
+            rule=rule,
+            sharing=sharing_modules(subject),
         )
         scan = scan_shards(subject, shard_visitor=visitor, tensor_visitor=measurer, events=events)
-        errors = measurer.results()
+        checked = measurer.results()
+    errors = {module: found.error for module, found in checked.items()}
     mismatches, compared = _compare_journal(recorded, errors)
     weights = WeightsReport(
         errors=errors,
         roles={name: subject.modules[name].parts.role for name in errors},
+        rule=rule_report(rule, skip_reason, checked),
         journal_mismatches=tuple(mismatches),
         journal_compared=compared,
         decoder_mismatches=tuple(sorted(measurer.decoder_mismatches)),
         decoder_compared=len(errors) if reference else 0,
     )
-    return check_subject(subject, scan, errors=errors), weights
+    is_whole = errors.keys() >= {module.name for module in subject.converted}
+    totals = measurer.totals.figures(weights.totals(), num_modules=len(errors)) if is_whole and errors else None
+    return check_subject(subject, scan, errors=errors, totals=totals), weights
 
 
 def _recorded(subject: Subject) -> dict[str, ProjectionRecord]:
@@ -148,7 +167,11 @@ def _compute_layers(
 
 @dataclass(slots=True)
 class _Measurer:
-    """Collects the tensors of each module during the scan and decodes them in the pool; a TensorVisitor."""
+    """Collects the tensors of each module during the scan and checks them in the pool; a TensorVisitor.
+
+    Modules that share a global scale are checked together if they come soon after one another. `sharing` maps each
+    sharing key to the modules of the source that have it.
+    """
 
     subject: Subject
     source: Checkpoint
@@ -156,13 +179,17 @@ class _Measurer:
     pool: ThreadPoolExecutor
     decoder: "Decoder | None"
     recorded: Mapping[str, ProjectionRecord]
+    rule: Rule | None
+    sharing: Mapping[str, Mapping[str, TensorName]]
+    totals: Totals = field(default_factory=Totals)
     decoder_mismatches: set[str] = field(default_factory=set[str])
     _parts: dict[str, dict[str, Bytes]] = field(default_factory=dict[str, dict[str, Bytes]])
-    _pending: dict[str, Future[DecodedError]] = field(default_factory=dict[str, Future[DecodedError]])
+    _held: dict[str, dict[str, dict[str, Bytes]]] = field(default_factory=dict[str, dict[str, dict[str, Bytes]]])
+    _pending: list[Future[list[CheckedWeight]]] = field(default_factory=list[Future[list[CheckedWeight]]])
     _room: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(MAX_PENDING))
 
     def tensor(self, module: str, parameter: str, data: Bytes) -> None:
-        """Take one tensor; decode its module once codes, block scales and global scale are there."""
+        """Take one tensor; check its module once codes, block scales and global scale are there."""
         names = self.subject.names
         needed = (names.weight, names.block_scale, names.global_scale)
         if parameter not in needed:  # keeping the view would keep the whole batch in memory
@@ -172,23 +199,47 @@ class _Measurer:
         if len(parts) == len(needed):
             del self._parts[module]
             if not shape_problems(self.subject, self.subject.modules[module]):
-                self._room.acquire()
-                self._pending[module] = self.pool.submit(self._decode, module, parts)
+                self._hold(module, parts)
 
-    def _decode(self, module: str, parts: dict[str, Bytes]) -> DecodedError:
+    def _hold(self, module: str, parts: dict[str, Bytes]) -> None:
+        """Check a module with those that share its global scale, when all of them are here or too many wait."""
+        key = self.subject.modules[module].parts.sharing_key
+        held = self._held.setdefault(key, {})
+        held[module] = parts
+        if len(held) >= len(self.sharing.get(key, ())):
+            self._submit(key)
+        elif len(self._held) > MAX_HELD:
+            self._submit(next(iter(self._held)))
+
+    def _submit(self, key: str) -> None:
+        self._room.acquire()
+        self._pending.append(self.pool.submit(self._check, key, self._held.pop(key)))
+
+    def _check(self, key: str, held: dict[str, dict[str, Bytes]]) -> list[CheckedWeight]:
         try:
-            names = self.subject.names
-            projection = projection_of(self.source, self.subject.modules[module].parts)
-            with remedy(SOURCE_REMEDY):
-                source = load_projection(self.reader, projection)
-            raw = parts[names.global_scale].tobytes()
-            packed, block_scales = parts[names.weight], parts[names.block_scale]
-            global_scale = _global_scale(names, raw, self.recorded.get(module))
-            if self.decoder is not None:
-                self._decode_by_library(module, packed, block_scales, raw, source.shape)
-            return measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=global_scale)
+            weights = [self._weight(module, parts) for module, parts in held.items()]
+            others = {module: place for module, place in self.sharing.get(key, {}).items() if module not in held}
+            partners = [] if self.rule is None else [self._load(place) for place in others.values()]
+            checked = check_weights(weights, partners=partners, names=self.subject.names, rule=self.rule)
+            for found in checked:
+                self.totals.add(self.subject.modules[found.module].parts.role, found)
+            return [replace(found, metrics=None) for found in checked]
         finally:
             self._room.release()
+
+    def _weight(self, module: str, parts: Mapping[str, Bytes]) -> WrittenWeight:
+        names, record = self.subject.names, self.recorded.get(module)
+        source = self._load(self.subject.modules[module].parts)
+        raw = parts[names.global_scale].tobytes()
+        packed, block_scales = parts[names.weight], parts[names.block_scale]
+        if self.decoder is not None:
+            self._decode_by_library(module, packed, block_scales, raw, source.shape)
+        recorded_scale = None if record is None else record.global_scale
+        return WrittenWeight(module, source, packed, block_scales, raw, recorded_scale)
+
+    def _load(self, place: TensorName) -> SourceWeight:
+        with remedy(SOURCE_REMEDY):
+            return load_projection(self.reader, projection_of(self.source, place))
 
     def _decode_by_library(
         self, module: str, packed: Bytes, block_scales: Bytes, raw: bytes, shape: tuple[int, int]
@@ -211,19 +262,11 @@ class _Measurer:
         if not agrees(theirs, dequantize_nvfp4(written), stored=stored):
             self.decoder_mismatches.add(module)
 
-    def results(self) -> dict[str, DecodedError]:
-        """Wait for the last module; return every measured module in the order of the shards."""
-        return {module: future.result() for module, future in self._pending.items()}
-
-
-def _global_scale(names: LayoutNames, raw: bytes, record: ProjectionRecord | None) -> float:
-    """Return the journal's global scale if the file has exactly its bytes, else what the bytes mean.
-
-    A divisor is a rounded 1/g, and the figures of a conversion are measured with g.
-    """
-    if record is not None and names.stores(record.global_scale, raw):
-        return record.global_scale
-    return names.decode_scalar(raw)
+    def results(self) -> dict[str, CheckedWeight]:
+        """Wait for the last module; return every checked module in the order of the shards."""
+        for key in list(self._held):
+            self._submit(key)
+        return {found.module: found for future in self._pending for found in future.result()}
 
 
 def _compare_journal(
@@ -238,7 +281,7 @@ def _compare_journal(
             continue
         compared += 1
         same = all(
-            math.isclose(getattr(measured, key), stated[key], rel_tol=JOURNAL_TOLERANCE)
+            is_same_figure(stated[key], getattr(measured, key))
             for key in ("squared_error", "energy", "equal_nonzero", "num_nonzero")
         )
         if not same:

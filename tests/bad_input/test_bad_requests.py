@@ -181,6 +181,32 @@ def test_source_that_is_not_int4_kimi_is_refused(name: str, source: Path, dest: 
     assert not dest.exists()
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k25", "", None, ["kimi_k2"], "x" * 5_000])
+def test_model_type_of_another_model_is_refused(
+    model_type: object, source: Path, dest: Path, refuse: Refuse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # DeepSeek-V3 has the same tensor names. Its conversion would be published with Kimi's tags.
+    edit_config(source, model_type=model_type, n_group=8)
+    message = refuse(source=source, dest=dest)
+    found = "model_type is missing" if model_type is None else f"model_type is {repr(model_type)[:80]}"
+    assert f"{found}, but" in message
+    assert "kimi_k2 (kimi-k2-thinking) and kimi_k25 (kimi-k2.5)" in message
+    assert not dest.exists()
+    with pytest.raises(SystemExit) as stopped:
+        main(["inspect", str(source)])
+    assert stopped.value.code == 1
+    assert found in capsys.readouterr().err
+
+
+def test_model_type_inside_a_multimodal_config_is_free(k25: Path, tmp_path: Path, dest: Path) -> None:
+    # Moonshot states kimi_k2 there, NVIDIA deepseek_v3.
+    source = Path(shutil.copytree(k25, tmp_path / "source"))
+    edit_json(source / "config.json", lambda config: config["text_config"].update(model_type="deepseek_v3"))
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(source), str(dest), "--dry-run"])
+    assert ended.value.code == 0
+
+
 OTHER_SCHEMES: list[tuple[str, object]] = [
     ("group_size", 16),
     ("group_size", 64),
@@ -267,6 +293,7 @@ def test_write_that_fails_on_the_way_keeps_what_is_finished(k2_shaped: Path, des
         ["run", "a", "b", "--work-dir", "c"],
         ["run", "a", "b", "--to", "bf16", "--rule", "plain"],
         ["run", "a", "b", "--to", "bf16", "--input-scale", "0.5"],
+        ["run", "a", "b", "--quantizer", "reference", "--rule", "optimal"],
         ["convert", "a", "b"],
     ],
 )
@@ -275,6 +302,49 @@ def test_senseless_words_are_usage_errors(words: list[str], capsys: pytest.Captu
         main(words)
     assert stopped.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+OPTION_VALUES = [
+    ("--input-scale", "0", "greater than 0"),
+    ("--input-scale", "-1", "greater than 0"),
+    ("--input-scale", "nan", "finite"),
+    ("--input-scale", "inf", "finite"),
+    ("--input-scale", "1e-50", "between"),
+    ("--input-scale", "much", "number"),
+    ("--down-input-scale", "0", "greater than 0"),
+    ("--down-input-scale", "1e39", "between"),
+    ("--workers", "0", "greater than or equal to 1"),
+    ("--workers", "two", "integer"),
+    ("--max-disk", "lots", "200GB"),
+    ("--max-disk", "-5GB", "200GB"),
+    ("--rule", "best", "optimal"),
+    ("--layout", "gguf", "modelopt"),
+    ("--activations", "w8a8", "w4a16"),
+    ("--quantizer", "mine", "native"),
+    ("--to", "fp8", "bf16"),
+    ("--kv-cache", "int8", "fp8"),
+    ("--device", "tpu", "cuda"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "expected"), OPTION_VALUES)
+def test_a_bad_value_blames_its_option(
+    option: str, value: str, expected: str, tiny: Path, dest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", str(tiny), str(dest), option, value])
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2
+    assert message.startswith(f"Error: Invalid value for '{option}': ")
+    assert expected in message
+    assert not dest.exists()
+
+
+def test_a_recipe_is_not_blamed_for_options(tiny: Path, dest: Path, tmp_path: Path, refuse: Refuse) -> None:
+    recipe = tmp_path / "my-recipe.yaml"
+    recipe.write_text("name: a\nrule: plain\nquantizer: reference\n")
+    message = refuse("--recipe", recipe, "--rule", "optimal", source=tiny, dest=dest)
+    assert message.startswith("error: rule optimal: quantizer 'reference' does not support rule 'optimal'")
 
 
 def test_a_limit_on_disk_is_for_jobs_with_the_hub(source: Path, dest: Path, run_cli: RunCli) -> None:

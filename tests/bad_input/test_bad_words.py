@@ -20,7 +20,6 @@ ODDITIES: dict[str, Callable[[Path], object]] = {
     "quantization_config a string": lambda s: edit_config(s, quantization_config="int4"),
     "architectures a number": lambda s: edit_config(s, architectures=7),
     "architectures missing": lambda s: edit_config(s, architectures=None),
-    "model_type a list": lambda s: edit_config(s, model_type=["kimi_k2"]),
     "text_config a list": lambda s: edit_config(s, text_config=[1]),
     "total_size a string": lambda s: edit_json(s / INDEX, lambda i: i["metadata"].update(total_size="7453760")),
     "total_size wrong": lambda s: edit_json(s / INDEX, lambda i: i["metadata"].update(total_size=1)),

@@ -121,7 +121,7 @@ def test_a_finished_job_leaves_no_command_behind(run_cli: RunCli, tiny: Path, tm
 def test_a_dry_run_estimates_time_and_memory_and_leaves_nothing(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
     shown = run_cli("run", tiny, tmp_path / "out", "--dry-run")
     assert shown.returncode == 0
-    assert re.search(r"^memory: needs about \d+\.\d\d MB, available \d+\.\d\d GB$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^memory: needs about \d+\.\d\d [MG]B, available \d+\.\d\d GB$", shown.stdout, re.MULTILINE)
     assert re.search(
         r"^time: \d+:\d\d:\d\d.*, an estimate from a second of measuring here \(read .*, convert .*, write .*\)$",
         shown.stdout,

@@ -26,7 +26,14 @@ KNOWN_OPTIONS = {
         "--tool-call-parser",
         "--reasoning-parser",
     },
-    "python3": {"--model-path", "--tp", "--trust-remote-code", "--tool-call-parser", "--reasoning-parser"},
+    "python3": {
+        "--model-path",
+        "--tp",
+        "--trust-remote-code",
+        "--tool-call-parser",
+        "--reasoning-parser",
+        "--moe-runner-backend",
+    },
     "trtllm-serve": {"--tp_size", "--trust_remote_code"},
 }
 K2_CARD = """---
@@ -179,6 +186,21 @@ def test_weight_only_cards_do_not_promise_4_bit_activations(facts: CardFacts) ->
     assert "W4A16" in card
     assert "multiplies NVFP4 weights and activations" not in card
     assert "Rounding activations" not in card
+
+
+def test_sglang_gets_the_option_that_keeps_activations_in_16_bits(facts: CardFacts) -> None:
+    card = build_card(changed(facts, activations="w4a16"))
+    assert re.search(r"sglang.launch_server[^`]*--moe-runner-backend marlin", card)
+    assert "SGLang 0.5.23" in card
+    for recipe in ({}, {"activations": "w4a16", "layout": "compressed-tensors"}):
+        assert "marlin" not in build_card(changed(facts, **recipe))
+
+
+def test_versions_for_the_compressed_tensors_layout_are_stated(facts: CardFacts) -> None:
+    card = build_card(changed(facts, layout="compressed-tensors"))
+    assert "compressed-tensors 0.13 or later" in card
+    assert "transformers 5 (tested with 5.23.0) drops the global scale" in card
+    assert "transformers 5" not in build_card(facts)
 
 
 def test_unknown_licence_and_base_are_said_to_be_unknown(facts: CardFacts) -> None:

@@ -19,7 +19,7 @@ from loopback import LoopbackHub
 from loopback_store import Entry
 from published import assert_published
 
-JOB = ("run", "moon/tiny", "hf://me/out", "--yes")
+JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes")
 NUM_KILLS, NUM_SLOW_KILLS, NUM_SLOW_FAULTS = 3, 20, 30
 
 

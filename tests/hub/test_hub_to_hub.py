@@ -17,6 +17,7 @@ from published import assert_published
 from k2convert.job import execute
 from k2convert.job.shard import ShardTask
 from k2convert.records.shard_record import ShardRecord
+from scripts.fixture_maker.damage import edit_config
 
 SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 6)]
 
@@ -25,13 +26,13 @@ SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 6)]
 def test_hub_to_hub_in_one_command(
     tiny_on_hub: LoopbackHub, hub_process: HubCli, workplace: Path, local_result: Path, disable_xet: str
 ) -> None:
-    done = hub_process("run", "moon/tiny", "hf://me/out", "--yes", HF_HUB_DISABLE_XET=disable_xet)
+    done = hub_process("run", "hf://moon/tiny", "hf://me/out", "--yes", HF_HUB_DISABLE_XET=disable_xet)
     assert done.returncode == 0, done.stderr
     assert_published(tiny_on_hub, local_result)
     assert tiny_on_hub.store.repos["me/out"].private
     assert bool(tiny_on_hub.traffic.matching("PUT", "/_lfs/")) == (disable_xet == "1")
     assert list(workplace.rglob("*.safetensors")) == []
-    again = hub_process("run", "moon/tiny", "hf://me/out", "--yes", HF_HUB_DISABLE_XET=disable_xet)
+    again = hub_process("run", "hf://moon/tiny", "hf://me/out", "--yes", HF_HUB_DISABLE_XET=disable_xet)
     assert again.returncode == 0, again.stderr
     assert "already holds this result" in again.stderr
     assert_published(tiny_on_hub, local_result)
@@ -40,7 +41,7 @@ def test_hub_to_hub_in_one_command(
 def test_published_result_downloads_and_validates(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, tiny: Path
 ) -> None:
-    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 0
     files = tiny_on_hub.store.repos["me/out"].files()
     for name in files:
         target = workplace / "fetched" / name
@@ -74,7 +75,7 @@ def test_several_shards_are_converted_at_once_if_requested(
         return convert(task, **options)
 
     monkeypatch.setattr(execute, "convert_shard", together)
-    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes", "--workers", "2")
+    done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--workers", "2")
     assert done.returncode == 0, done.stderr
     assert_published(tiny_on_hub, local_result)
 
@@ -171,6 +172,7 @@ def test_publish_reads_a_source_card_that_is_not_utf8(
     (workplace / "README.md").write_bytes(b"---\nlicense: mit\n---\ncaf\xe9\n")
     server.store.add_folder("moon/tiny", workplace)
     done = hub_cli("publish", local_result, "--repo", "me/out", "--base-model", "moon/tiny", "--yes")
+    assert "next: vllm serve me/out --trust-remote-code --tensor-parallel-size 2\n" in done.stderr
     assert done.returncode == 0, done.stderr
     assert "license: mit" in server.store.read("me/out", "README.md").decode()
 
@@ -179,11 +181,26 @@ def test_publish_reads_a_source_card_that_is_not_utf8(
 def test_publishing_without_a_terminal_needs_yes(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, verb: str
 ) -> None:
-    arguments = ("moon/tiny", "hf://me/out") if verb == "run" else (local_result, "--repo", "me/out")
+    arguments = ("hf://moon/tiny", "hf://me/out") if verb == "run" else (local_result, "--repo", "me/out")
     done = hub_cli(verb, *arguments)
     assert done.returncode == 1
     assert "needs --yes" in done.stderr
     assert list(tiny_on_hub.store.repos) == ["moon/tiny"]
+
+
+def test_a_repository_is_shown_as_it_was_given(
+    server: LoopbackHub, hub_cli: HubCli, local_result: Path, tiny: Path, tmp_path: Path
+) -> None:
+    server.store.add_folder("me/out", local_result)
+    done = hub_cli("inspect", "hf://me/out@main")
+    assert done.stdout.startswith("hf://me/out@main: kimi-k2-thinking (")
+    assert "cannot be converted: hf://me/out@main: model." in done.stdout
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
+    edit_config(source, model_type="deepseek_v3")
+    server.store.add_folder("moon/other", source)
+    refused = hub_cli("run", "hf://moon/other", "out")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: hf://moon/other: config.json: model_type is 'deepseek_v3'")
 
 
 def test_planning_a_remote_source_downloads_no_shard_and_writes_nothing(
@@ -191,7 +208,7 @@ def test_planning_a_remote_source_downloads_no_shard_and_writes_nothing(
 ) -> None:
     inspected = hub_cli("inspect", "hf://moon/tiny", "--json")
     assert json.loads(inspected.stdout)["int4_projections"] == 144
-    planned = hub_cli("run", "moon/tiny", "hf://me/out", "--dry-run", "--json")
+    planned = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--dry-run", "--json")
     plan = json.loads(planned.stdout)
     assert plan["source_commit"] == tiny_on_hub.store.repos["moon/tiny"].refs["main"]
     assert plan["branch"].startswith("k2convert-")
@@ -210,7 +227,7 @@ def test_offline_mode_fails_at_once_but_not_for_folders(tiny_on_hub: LoopbackHub
 
 
 def test_too_little_disk_is_refused_at_the_plan(tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path) -> None:
-    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes", "--max-disk", "2MB")
+    done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--max-disk", "2MB")
     assert done.returncode == 1
     assert "bytes of disk at one time, but may use 2,000,000. Allow more with --max-disk" in done.stderr
     assert list(workplace.iterdir()) == []
@@ -218,7 +235,7 @@ def test_too_little_disk_is_refused_at_the_plan(tiny_on_hub: LoopbackHub, hub_cl
 
 def test_a_repository_with_other_weights_is_left_alone(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tiny: Path) -> None:
     tiny_on_hub.store.add_folder("me/out", tiny, private=True)
-    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes")
+    done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes")
     assert done.returncode == 1
     assert "already holds other weights" in done.stderr
     assert tiny_on_hub.store.repos["me/out"].num_commits("main") == 2
@@ -228,11 +245,11 @@ def test_a_failure_says_what_to_do_and_the_same_command_continues(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path
 ) -> None:
     tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=412))
-    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes")
+    done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes")
     assert done.returncode == 1
     assert "run the same command again" in done.stderr
     tiny_on_hub.traffic.clear()
-    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 0
     assert_published(tiny_on_hub, local_result)
     assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000  # only headers
 
@@ -243,9 +260,9 @@ def test_an_unfinished_job_goes_on_with_the_commit_it_began_with(
     repo = tiny_on_hub.store.repos["moon/tiny"]
     first = repo.refs["main"]
     tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=403))
-    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 1
+    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 1
     repo.commit("main", dict(repo.files()) | {"news.md": repo.files()["README.md"]})
-    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 0
     assert_published(tiny_on_hub, local_result)
     assert json.loads(tiny_on_hub.store.read("me/out", "k2convert.json"))["source"]["revision"] == first
 
@@ -254,8 +271,8 @@ def test_killed_between_commit_and_clean_up_it_cleans_up(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path
 ) -> None:
     tiny_on_hub.traffic.inject(Fault("DELETE", "/branch/", status=403))
-    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 1
-    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes")
+    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 1
+    done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes")
     assert done.returncode == 0, done.stderr
     assert_published(tiny_on_hub, local_result)
 
@@ -264,10 +281,10 @@ def test_another_machine_continues_from_the_branch_alone(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
 ) -> None:
     tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=403))
-    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 1
+    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 1
     (workplace / "k2convert-work").rename(workplace / "elsewhere")
     tiny_on_hub.traffic.clear()
-    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 0
     assert_published(tiny_on_hub, local_result)
     assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000
     ours, theirs = (workplace / top / "me--out" / "k2convert.json" for top in ("k2convert-work", "elsewhere"))
@@ -276,7 +293,7 @@ def test_another_machine_continues_from_the_branch_alone(
 
 def test_the_token_is_in_no_file(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tmp_path: Path) -> None:
     tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=500, times=2))
-    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 0
     for path in (p for p in tmp_path.rglob("*") if p.is_file()):
         assert TOKEN.encode() not in path.read_bytes(), path
     assert os.environ["HF_TOKEN"] == TOKEN
@@ -286,7 +303,7 @@ def test_the_token_is_in_no_file(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tmp_
 def test_a_token_that_no_request_can_carry_is_refused_unseen(
     tiny_on_hub: LoopbackHub, hub_process: HubCli, inside: str
 ) -> None:
-    done = hub_process("run", "moon/tiny", "hf://me/out", "--yes", HF_TOKEN=f"hf_Part{inside}Other")
+    done = hub_process("run", "hf://moon/tiny", "hf://me/out", "--yes", HF_TOKEN=f"hf_Part{inside}Other")
     assert done.returncode == 1
     assert "has a character that tokens never have" in done.stderr
     assert "Part" not in done.stdout + done.stderr
@@ -297,9 +314,9 @@ def test_what_lies_in_the_work_folder_by_chance_is_not_published(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
 ) -> None:
     tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=403))
-    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 1
+    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 1
     (workplace / "k2convert-work" / "me--out" / "run.log").write_text("private")
-    assert hub_cli("run", "moon/tiny", "hf://me/out", "--yes").returncode == 0
+    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 0
     assert_published(tiny_on_hub, local_result)
     assert "run.log" not in tiny_on_hub.store.repos["me/out"].files()
 
@@ -312,7 +329,7 @@ def test_a_card_that_the_hub_would_refuse_is_settled_before_the_work(
     shutil.copytree(tiny, source)
     (source / "README.md").write_text("---\nlicense: modified-mit\npipeline_tag: chat\n---\n# Kimi\n")
     server.store.add_folder("moon/odd", source)
-    arguments = ("moon/odd", "hf://me/out") if verb == "run" else (local_result, "--repo", "me/out")
+    arguments = ("hf://moon/odd", "hf://me/out") if verb == "run" else (local_result, "--repo", "me/out")
     more = () if verb == "run" else ("--base-model", "moon/odd")
     done = hub_cli(verb, *arguments, "--yes", *more)
     assert done.returncode == 0, done.stderr
@@ -335,7 +352,7 @@ def test_something_else_in_place_of_a_work_folder_is_refused(
         path.symlink_to(workplace)
     else:
         path.write_text("x")
-    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes", "--work-dir", "w")
+    done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--work-dir", "w")
     assert done.returncode == 1
     kind = "a link" if is_link else "not a folder"
     assert f"{name}: is {kind}, but k2convert needs a folder" in " ".join(done.stderr.split())
@@ -347,7 +364,7 @@ def test_a_folder_in_place_of_a_download_is_named(
 ) -> None:
     path = workplace / "w" / ".k2convert" / "download" / f"{SHARDS[0]}{suffix}"
     path.mkdir(parents=True)
-    done = hub_cli("run", "moon/tiny", "hf://me/out", "--yes", "--work-dir", "w")
+    done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--work-dir", "w")
     assert done.returncode == 1
     assert f"{SHARDS[0]}" in "".join(done.stderr.split())
     assert "Is a directory" in done.stderr.replace("\n", " ")
@@ -369,7 +386,7 @@ def test_an_endpoint_that_is_no_address_ends_every_command_in_one_line(
 
 def test_a_work_folder_that_cannot_be_made_is_named(tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path) -> None:
     (workplace / "link").symlink_to("nowhere")
-    arguments = ("run", "moon/tiny", "hf://me/out", "--work-dir", "link/w")
+    arguments = ("run", "hf://moon/tiny", "hf://me/out", "--work-dir", "link/w")
     done = hub_cli(*arguments, "--yes")
     assert done.returncode == 1
     assert "link/w/.k2convert: cannot be created" in done.stderr

@@ -252,6 +252,33 @@ def test_input_scales_and_kv_cache_are_settable(tiny: Path, tmp_path: Path) -> N
     assert quantization["kv_cache_quant_algo"] == "FP8"
 
 
+def test_a_kv_cache_that_vllm_would_not_read_is_refused(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: mine\nlayout: compressed-tensors\nkv_cache: fp8\n")
+    both = ("--layout", "compressed-tensors", "--kv-cache", "fp8")
+    half = tmp_path / "half.yaml"
+    half.write_text("name: mine\nlayout: compressed-tensors\n")
+    for options in (both, ("--recipe", str(recipe)), ("--recipe", str(half), "--kv-cache", "fp8")):
+        with pytest.raises(SystemExit) as ended:
+            main(["run", str(tiny), str(tmp_path / "out"), *options])
+        assert ended.value.code == 2
+        message = " ".join(capsys.readouterr().err.split())
+        assert "no effect in vLLM" in message
+        assert "--kv-cache-dtype fp8" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_compressed_tensors_layout_states_the_dtype_of_block_scales(tiny: Path, tmp_path: Path) -> None:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    result = convert(tiny, tmp_path / "out", "--layout", "compressed-tensors")
+    declared = json.loads((result / "config.json").read_text())["quantization_config"]
+    group = QuantizationConfig.model_validate(declared).config_groups["group_0"]
+    assert group.weights.scale_dtype == group.input_activations.scale_dtype == torch.float8_e4m3fn
+
+
 def test_both_layouts_hold_the_same_numbers(tiny: Path, tmp_path: Path) -> None:
     modelopt = load(convert(tiny, tmp_path / "a"))
     other = load(convert(tiny, tmp_path / "b", "--layout", "compressed-tensors"))

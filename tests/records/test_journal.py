@@ -1,4 +1,4 @@
-"""A journal that somebody damaged is refused in one line that says what to do, by every command that reads it."""
+"""A damaged description of a job is refused in one line that says what to do; a damaged record is made again."""
 
 import json
 import shutil
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from k2convert.checkpoint.files import make_folder, write_atomically
+from k2convert.checkpoint.files import write_atomically
+from k2convert.checkpoint.folders import make_folder
 from k2convert.cli.app import main
 from k2convert.errors import DestinationWriteError
 
@@ -64,6 +65,8 @@ JOBS: dict[str, Change] = {
     "a recipe without a rule": lambda job: job["recipe"].pop("rule"),
     "shards that are a list": lambda job: job.update(shards=["a"]),
     "sizes that are words": lambda job: job["shards"].update(a="many"),
+    "a source that is a list": lambda job: job.update(source=[1]),
+    "a source of numbers": lambda job: job.update(source={"a": 1}),
 }
 
 
@@ -98,22 +101,109 @@ RECORDS: dict[str, Change] = {
 }
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def run(*words: object) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert ended.value.code == 0
+
+
+def assert_made_again(result: Path, tiny: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    """`status` does not count the record's shard; `run` names it and makes it again, and only it."""
+    capsys.readouterr()
+    run("status", result, "--json")
+    assert json.loads(capsys.readouterr().out)["pending"] == [RECORD.stem]
+    before = {path.name: path.stat().st_mtime_ns for path in result.glob("*.safetensors")}
+    run("run", tiny, result)
+    assert f"to be made again: {RECORD.stem}" in capsys.readouterr().err.replace("\n", " ")
+    assert contents(result) == whole
+    after = {path.name: path.stat().st_mtime_ns for path in result.glob("*.safetensors")}
+    assert [name for name in before if before[name] != after[name]] == [RECORD.stem]
+
+
+def without_checksum(record: dict[str, Any]) -> None:
+    """As version 0.1 wrote it."""
+    record.pop("checksum")
+
+
 @pytest.mark.parametrize("name", RECORDS)
-def test_damaged_record_is_refused(name: str, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_old", [False, True], ids=["", "of version 0.1"])
+def test_record_of_another_form_is_made_again(
+    name: str, is_old: bool, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = contents(result)
     edit(result / RECORD, RECORDS[name])
-    for message in messages(result, tiny, capsys):
-        assert RECORD.name in message
-        assert "Delete it: its shard will be converted again" in message
+    if is_old and name != "empty object":
+        edit(result / RECORD, without_checksum)
+    assert_made_again(result, tiny, whole, capsys)
+
+
+FLIPS = [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.9999]
+
+
+@pytest.mark.parametrize("place", FLIPS)
+def test_record_with_a_flipped_byte_is_made_again(
+    place: float, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, data = contents(result), bytearray((result / RECORD).read_bytes())
+    while data[int(place * len(data))] in b" \n":
+        place += 1 / len(data)
+    data[int(place * len(data))] ^= 1
+    (result / RECORD).write_bytes(data)
+    assert_made_again(result, tiny, whole, capsys)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "{}"])
+def test_record_that_is_no_json_is_made_again(
+    text: str, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = contents(result)
+    (result / RECORD).write_text(text)
+    assert_made_again(result, tiny, whole, capsys)
+
+
+def test_record_of_version_0_1_counts_if_the_shard_has_its_hash(
+    result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = contents(result)
+    shard = result / RECORD.stem
+    before = shard.stat().st_mtime_ns
+    edit(result / RECORD, without_checksum)
+    run("run", tiny, result)
+    assert "verified: finished shards hashed: 1" in capsys.readouterr().err
+    assert contents(result) == whole, "the record has its checksum now"
+    assert shard.stat().st_mtime_ns == before
+
+    record = edit_hash(result / RECORD, "0" * 64)
+    assert record["blake3"] == "0" * 64
+    assert_made_again_after_hashing(result, tiny, whole, capsys)
+
+
+def edit_hash(path: Path, blake3: str) -> dict[str, Any]:
+    """Write another hash into a record of version 0.1; returns the record."""
+    edit(path, lambda record: (without_checksum(record), record.update(blake3=blake3)))
+    return json.loads(path.read_text())
+
+
+def assert_made_again_after_hashing(
+    result: Path, tiny: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("run", tiny, result)
+    assert f"to be made again: {RECORD.stem}" in capsys.readouterr().err.replace("\n", " ")
+    assert contents(result) == whole
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
-@pytest.mark.parametrize("path", [JOB, RECORD])
-def test_journal_file_that_is_no_json_is_not_to_be_downloaded(
-    path: Path, text: str, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+def test_description_that_is_no_json_is_not_to_be_downloaded(
+    text: str, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (result / path).write_text(text)
+    (result / JOB).write_text(text)
     for message in messages(result, tiny, capsys):
-        assert path.name in message
+        assert JOB.name in message
         assert "Delete it" in message
         assert "ownload" not in message
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
+from k2convert.errors import quoted
+
 T = TypeVar("T", int, float)
 
 
@@ -120,7 +122,7 @@ def check_metrics(record: Mapping[str, Any] | None, *, where: str) -> None:
     if record is None:
         return
     if record.keys() != _OPTIONAL.keys():
-        raise ValueError(f"{where}: metrics: {', '.join(sorted(record.keys() ^ _OPTIONAL.keys()))} missing or unknown")
+        raise ValueError(f"{where}: metrics: {quoted(sorted(record.keys() ^ _OPTIONAL.keys()))} missing or unknown")
     for name, value in record.items():
         if name == "scale_histogram":
             is_right = isinstance(value, dict) and _is_histogram(cast(dict[str, Any], value))
@@ -128,7 +130,7 @@ def check_metrics(record: Mapping[str, Any] | None, *, where: str) -> None:
             # `value >= 0` is false for NaN.
             is_right = (type(value) in (int, float) and value >= 0) or (value is None and _OPTIONAL[name])
         if not is_right:
-            raise ValueError(f"{where}: metrics: {name} is {value!r}"[:160])
+            raise ValueError(f"{where}: metrics: {name} is {quoted(value)}")
 
 
 def _is_histogram(value: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from k2convert.validate.contract.data import TensorError
 from k2convert.validate.contract.findings import ContractReport, Findings, results
 from k2convert.validate.contract.scan import ScanResult
 from k2convert.validate.contract.subject import Subject
+from k2convert.validate.totals import Figures
 
 __all__ = ["check_subject"]
 
@@ -42,17 +43,23 @@ _FROM_CONFIGS: tuple[Callable[[Subject], Findings], ...] = (
 
 
 def check_subject(
-    subject: Subject, scan: ScanResult, *, errors: Mapping[str, TensorError] | None = None
+    subject: Subject,
+    scan: ScanResult,
+    *,
+    errors: Mapping[str, TensorError] | None = None,
+    totals: Mapping[str, Figures] | None = None,
 ) -> ContractReport:
     """Check all nineteen rules on a folder that was opened and scanned.
 
-    `errors` maps modules to their measured errors, for rule 18. The rule is skipped if they are None.
+    `errors` maps modules to their measured errors, for rule 18. The rule is skipped if they are None. `totals` are the
+    measured figures by role, for rule 19; None if not every converted weight was measured.
     """
     found = [_check_whole(subject, number, check) for number, check in _NEED_ALL_SHARDS]
     found += [check(subject) for check in _FROM_CONFIGS]
     list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
     found.append(rules_config.check_hf_quant_config(subject, compare_lists=list_is_good))
     found += _check_data(subject, scan)
+    found.append(rules_package.check_ledger(subject, scan, totals))
     found.append(rules_data.check_errors(subject, errors))
     return ContractReport(
         folder=str(subject.folder),
@@ -80,4 +87,4 @@ def _check_data(subject: Subject, scan: ScanResult) -> list[Findings]:
     for findings in found:
         if subject.incomplete:
             findings.skip(subject.incomplete)
-    return [*found, rules_package.check_ledger(subject, scan)]
+    return found

@@ -9,7 +9,7 @@ from typing import Protocol
 from k2convert.models.names import Role
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.scan import ScanResult
-from k2convert.validate.contract.subject import Subject
+from k2convert.validate.contract.subject import Module, Subject
 
 
 class TensorError(Protocol):
@@ -40,7 +40,8 @@ def check_subnormal_scales(scan: ScanResult) -> Findings:
 def check_scalars(subject: Subject, scan: ScanResult) -> Findings:
     """Rule 6. Engines use gate's global scale for both or the larger of the two: unequal scales give wrong weights.
 
-    Input scales that vary within a layer are a warning: most kernels use the layer's maximum for all.
+    Input scales must be those of the ledger's recipe. Without a recipe, input scales that vary within a layer are a
+    warning: most kernels use the layer's maximum for all.
     """
     found = Findings(6)
     shared: dict[tuple[str, str], dict[str, bytes]] = defaultdict(dict)
@@ -48,9 +49,15 @@ def check_scalars(subject: Subject, scan: ScanResult) -> Findings:
     for name, raw in scan.scalars.items():
         module_name, _, parameter = name.rpartition(".")
         value = struct.unpack("<f", raw)[0]
+        module, wanted = subject.modules[module_name], None
+        if parameter == subject.names.input_scale:
+            wanted = _recipe_input_scale(subject, module)
         if not math.isfinite(value) or value <= 0:
             found.error(name, f"{value!r}, expected finite and positive")
-        module = subject.modules[module_name]
+        elif wanted is not None and raw != wanted:
+            found.error(name, f"{value!r}, but the recipe's input scale is {struct.unpack('<f', wanted)[0]!r}")
+        if wanted is not None:
+            continue  # a scale that is the recipe's is shared
         shared[module.parts.sharing_key, parameter][name] = raw
         if parameter == subject.names.input_scale and module.parts.role is Role.EXPERTS:
             kind = "down" if module.parts.projection == "down" else "gate and up"
@@ -63,6 +70,14 @@ def check_scalars(subject: Subject, scan: ScanResult) -> Findings:
         if len(values) > 1 and not found.errors:
             found.warn(where, f"{len(values)} different input scales, but kernels use one per layer")
     return found
+
+
+def _recipe_input_scale(subject: Subject, module: Module) -> bytes | None:
+    """Return the recipe's input scale of a module as the layout stores it; None if there is no recipe."""
+    if subject.recipe is None:
+        return None
+    scales = subject.recipe.input_scale
+    return subject.names.encode_scalar(scales.down if module.parts.projection == "down" else scales.gate_up)
 
 
 def check_copies(subject: Subject, scan: ScanResult) -> Findings:
@@ -92,6 +107,9 @@ def check_errors(subject: Subject, errors: Mapping[str, TensorError] | None) -> 
     found = Findings(18)
     if errors is None:
         found.skip("needs --source")
+        return found
+    if not errors and not subject.converted:
+        found.skip("no weight is converted")
         return found
     budget = subject.budget.tensor_sqnr_db
     worst = math.inf

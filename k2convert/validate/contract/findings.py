@@ -30,12 +30,12 @@ RULES: dict[int, tuple[Severity, str]] = {
     3: (Severity.ERROR, "converted tensors have the right dtypes and shapes"),
     4: (Severity.ERROR, "block scales are non-negative numbers, and blocks of scale zero have zero codes"),
     5: (Severity.WARNING, "no block scale is below 2^-6 (Marlin kernels on Hopper flush such scales to zero)"),
-    6: (Severity.ERROR, "global and input scales are finite and positive, and gate and up share them"),
+    6: (Severity.ERROR, "global and input scales are finite, positive, shared by gate and up, and the recipe's"),
     7: (Severity.ERROR, "every other tensor is byte-identical to the source"),
     8: (Severity.ERROR, "tensor count and tensor bytes match the source and the layout"),
     9: (Severity.ERROR, "experts, router and config.json agree on the number of experts"),
     10: (Severity.ERROR, "hidden and expert sizes fit the kernels' alignment"),
-    11: (Severity.ERROR, "config.json has one quantization_config, at the top level, and it describes the tensors"),
+    11: (Severity.ERROR, "config.json has one quantization config, at the top level, and it describes the tensors"),
     12: (Severity.ERROR, "the rest of config.json equals the source's"),
     13: (Severity.ERROR, "hf_quant_config.json agrees with config.json"),
     14: (Severity.ERROR, "every engine's matcher excludes the BF16 layers and no converted layer"),
@@ -43,7 +43,7 @@ RULES: dict[int, tuple[Severity, str]] = {
     16: (Severity.ERROR, "index, headers and shards are complete and consistent, without leftover files"),
     17: (Severity.ERROR, "tokenizer, template, processor and code files are byte-identical copies"),
     18: (Severity.ERROR, "the weight error of every converted tensor is within the budget"),
-    19: (Severity.ERROR, "the ledger is present, and every shard has the hash that it states"),
+    19: (Severity.ERROR, "the ledger is present, and shards and measured weights have the hashes and totals it states"),
 }
 
 

@@ -2,26 +2,30 @@
 
 The module list comes from the headers: every two-dimensional weight of a linear layer, under the names that each
 engine gives its modules, fused ones included. Some engines never quantize some modules whatever the list says (vLLM's
-vision tower, SGLang's projector, every router). The list must exclude them anyway: those exceptions change with
-versions.
+vision tower, SGLang's projector). The list must exclude them anyway: those exceptions change with versions.
+
+The list need not name routers, and published lists do not. Every engine keeps them unquantized by construction: vLLM's
+`GateLinear` passes `quant_config=None`; SGLang's `MoEGate` and TensorRT-LLM's `DeepseekV3Gate` hold a plain parameter.
+So a router must be a plain float matrix. Rule 1 reports one that has scales.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from k2convert.checkpoint.layouts import MODELOPT
+from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, Role
 from k2convert.validate.contract import matchers
-from k2convert.validate.contract.config import QUANTIZATION_KEYS, exclude_entries
+from k2convert.validate.contract.config import exclude_entries
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.matchers import EngineRefusalError
 from k2convert.validate.contract.subject import Module, Subject
 
 _LINEAR_ROLES = (
     Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION,
-    Role.ROUTER, Role.LM_HEAD, Role.VISION_TOWER, Role.MM_PROJECTOR,
+    Role.LM_HEAD, Role.VISION_TOWER, Role.MM_PROJECTOR,
 )  # fmt: skip
+_ROUTER_DTYPES = ("BF16", "F16", "F32")
 _FUSED_MLP = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
@@ -68,8 +72,18 @@ def check_exclude_list(subject: Subject) -> Findings:
         modules = engine_modules(linears, engine)
         names.append(f"{engine.name} {len(modules)}")
         _check_engine(engine, modules, found)
+    _check_routers(subject, found)
     found.note = "modules: " + ", ".join(names)
     return found
+
+
+def _check_routers(subject: Subject, found: Findings) -> None:
+    for module in subject.modules.values():
+        if module.parts.role is not Role.ROUTER or module.is_converted:
+            continue
+        weight = module.parameters.get(WEIGHT)
+        if weight is not None and weight.dtype not in _ROUTER_DTYPES:
+            found.error(module.name, f"is {weight.dtype}, but no engine reads a quantized router")
 
 
 def _check_engine(engine: Engine, modules: Sequence[EngineModule], found: Findings) -> None:

@@ -1,13 +1,17 @@
 """Rules 16, 17 and 19: the files of the folder."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.checkpoint.names import INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.checkpoint.sidecars import list_sidecars
+from k2convert.errors import quoted, shortened
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.scan import ScanResult
 from k2convert.validate.contract.subject import Subject
+from k2convert.validate.totals import Figures, differing_totals
 
 _TEMPORARY_SUFFIXES = (".tmp", ".part", ".incomplete")
 _COMPARE_BYTES = 1 << 20
@@ -17,7 +21,7 @@ def check_package(subject: Subject) -> Findings:
     """Rule 16: index and shards agree and are complete, and there are no links, stray shards or temporary files."""
     found = Findings(16)
     for shard, problem in subject.unreadable.items():
-        found.error(shard, problem)
+        found.error(shortened(shard), problem)
     _check_index(subject, found)
     for path in _visible_files(subject.folder):
         name = str(path.relative_to(subject.folder))
@@ -55,16 +59,18 @@ def _check_index(subject: Subject, found: Findings) -> None:
     mapped = cast(dict[str, Any], weight_map)
     shard_of = {name: shard for shard, header in subject.headers.items() for name in header.tensors}
     for name, shard in mapped.items():
-        if shard not in subject.unreadable and shard_of.get(name) != shard:
+        if not isinstance(shard, str):
+            found.error(shortened(name), f"the index says {quoted(shard)}, which is not a file name")
+        elif shard not in subject.unreadable and shard_of.get(name) != shard:
             where = f"is in {shard_of[name]}" if name in shard_of else "is in no shard"
-            found.error(name, f"the index says {shard}, but it {where}")
+            found.error(shortened(name), f"the index says {shortened(shard)}, but it {where}")
     for name, shard in shard_of.items():
         if name not in mapped:
-            found.error(name, f"in {shard}, but not in the index")
-    total: Any = cast(dict[str, Any], subject.index.get("metadata") or {}).get("total_size")
+            found.error(name, f"in {shortened(shard)}, but not in the index")
+    total: Any = mapping_or_empty(subject.index.get("metadata")).get("total_size")
     actual = sum(t.num_bytes for header in subject.headers.values() for t in header.tensors.values())
     if not subject.unreadable and (total != actual or isinstance(total, float)):
-        found.error(f"{INDEX_NAME}: metadata.total_size", f"{total!r}, but the tensors have {actual} bytes")
+        found.error(f"{INDEX_NAME}: metadata.total_size", f"{quoted(total)}, but the tensors have {actual} bytes")
     num_found = sum(len(header.tensors) for header in subject.headers.values())
     if num_found != len(shard_of):
         found.error(INDEX_NAME, f"{num_found - len(shard_of)} tensors appear in two shards")
@@ -103,8 +109,11 @@ def _same_bytes(left: Path, right: Path) -> bool:
     return True
 
 
-def check_ledger(subject: Subject, scan: ScanResult) -> Findings:
-    """Rule 19: the ledger states source and recipe, and every shard has the size and hash that it states."""
+def check_ledger(subject: Subject, scan: ScanResult, totals: Mapping[str, Figures] | None) -> Findings:
+    """Rule 19: the ledger states source and recipe, the size and hash of every shard, and what was measured.
+
+    `totals` are the measured figures by role; None if they are not known.
+    """
     found = Findings(19)
     ledger = subject.ledger
     if (subject.folder / LEDGER_NAME).is_symlink():
@@ -116,17 +125,27 @@ def check_ledger(subject: Subject, scan: ScanResult) -> Findings:
     for problem in ledger.problems:
         found.error(LEDGER_NAME, problem)
     for shard, digest in scan.digests.items():
-        stated = ledger.shards.get(shard)
+        stated, size = ledger.shards.get(shard), _file_bytes(subject, shard)
         if stated is None:
-            found.error(shard, "not in the ledger")
+            found.error(shortened(shard), "not in the ledger")
+        elif stated.num_bytes != size:
+            found.error(shard, f"{size:,} bytes, but the ledger says {stated.num_bytes:,}")
         elif stated.blake3 != digest:
             found.error(shard, "its blake3 is not the ledger's: the file was changed after it was written")
-        elif shard in subject.headers and stated.num_bytes != subject.headers[shard].file_bytes:
-            found.error(shard, f"{subject.headers[shard].file_bytes:,} bytes, but the ledger says {stated.num_bytes:,}")
     for shard in sorted(set(ledger.shards) - set(scan.digests) - set(subject.unreadable)):
-        found.error(shard, "in the ledger, but missing")
+        found.error(shortened(shard), "in the ledger, but missing")
     if subject.source is not None and ledger.headers:
         headers = {shard: header.digest for shard, header in subject.source.headers.items()}
         if headers != ledger.headers:
             found.warn(LEDGER_NAME, "states different source headers than --source has")
+    if totals is None:
+        found.note = "totals were not compared: not every converted weight was measured"
+    else:
+        for place, problem in differing_totals(ledger.totals, totals):
+            found.error(f"{LEDGER_NAME}: {place}", problem)
     return found
+
+
+def _file_bytes(subject: Subject, shard: str) -> int:
+    header = subject.headers.get(shard)
+    return (subject.folder / shard).stat().st_size if header is None else header.file_bytes

@@ -1,6 +1,6 @@
 """Rules 1, 2, 3, 8, 9 and 10: tensor names, shapes and counts, from headers and config.json.
 
-One fault is reported by one rule: rule 8 does not count a tensor again that rule 1, 3, 7 or 9 reports.
+Rule 8 names the tensors that no other rule reports. Where others report why the totals differ, it gives the totals.
 """
 
 import re
@@ -139,6 +139,9 @@ def check_totals(subject: Subject) -> Findings:
         # Rule 9 reports missing experts and router rows, rule 1 missing projections.
         if not converted and parts.role is not Role.ROUTER and name not in subject.tensors:
             found.error(name, f"missing; it has {subject.source.tensors[name].num_bytes:,} bytes in the source")
+    if not found.errors and (len(subject.tensors), actual) != (count, size):
+        problem = f"{len(subject.tensors):,} tensors with {actual:,} bytes, expected {count:,} with {size:,}"
+        found.error(str(subject.folder), problem)
     return found
 
 

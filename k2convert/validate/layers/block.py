@@ -1,8 +1,16 @@
-"""The MoE block of one layer, computed expert by expert for every variant."""
+"""The MoE block of one layer, computed expert by expert for every variant.
+
+One thread a core, each with an expert of its own: an expert sees few tokens, so there is little for several threads to
+share. The outputs are added in the order of the experts, so they do not depend on threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +20,7 @@ from k2convert.forward.router import Routing
 from k2convert.forward.weights import WeightReader
 from k2convert.quantize.metrics.weight_metrics import decibels
 from k2convert.validate.layers.result import W4A4_VARIANTS, Variant, VariantError
-from k2convert.validate.layers.versions import read_mlp
+from k2convert.validate.layers.versions import MlpOutputs, read_mlp
 
 PROBE_TOKENS = 2
 """Tokens on which an expert is run if no token chose it."""
@@ -66,25 +74,66 @@ def compute_block(
         {variant: [] for variant in variants},
     )
     num_reached = 0
-    for expert in range(num_experts):
-        mlp = read_mlp(f"{stem}.experts.{expert}", source=source, converted=converted)
-        tokens, weights = routing.tokens_of(expert)
-        is_reached = tokens.numel() > 0
-        num_reached += is_reached
-        probe = tokens if is_reached else routing.likeliest_tokens(expert, PROBE_TOKENS)
-        reference, results = mlp.run(hidden_TK[probe], with_fp4_inputs=with_fp4_inputs)
+
+    def run_mlp(module: str, tokens: Tensor) -> MlpOutputs:
+        mlp = read_mlp(module, source=source, converted=converted)
+        return mlp.run(hidden_TK[tokens], with_fp4_inputs=with_fp4_inputs)
+
+    experts = [(f"{stem}.experts.{expert}", _probe_tokens(routing, expert)) for expert in range(num_experts)]
+    for expert, (reference, results) in enumerate(_in_threads(run_mlp, experts)):
         for variant, result in results.items():
             outputs.expert_sqnr_db[variant].append(sqnr_db(reference, result))
-        if is_reached:
+        tokens, weights = routing.tokens_of(expert)
+        if tokens.numel() > 0:
+            num_reached += 1
             outputs.add(tokens, reference, results, weights)
         progress(expert + 1, num_experts)
     if source.has(f"{stem}.shared_experts.gate_proj.weight"):
-        mlp = read_mlp(f"{stem}.shared_experts", source=source, converted=converted)
-        reference, results = mlp.run(hidden_TK, with_fp4_inputs=with_fp4_inputs)
+        reference, results = run_mlp(f"{stem}.shared_experts", torch.arange(hidden_TK.shape[0]))
         outputs.shared_sqnr_db.update({variant: sqnr_db(reference, result) for variant, result in results.items()})
         outputs.add(torch.arange(hidden_TK.shape[0]), reference, results, None)
     errors = tuple(_variant_error(variant, outputs) for variant in variants)
     return BlockError(errors, tuple(outputs.expert_sqnr_db[Variant.CONVERTED]), num_reached)
+
+
+def _probe_tokens(routing: Routing, expert: int) -> Tensor:
+    """Return the tokens that chose an expert, or a few with high scores for it if none did."""
+    tokens, _ = routing.tokens_of(expert)
+    return tokens if tokens.numel() > 0 else routing.likeliest_tokens(expert, PROBE_TOKENS)
+
+
+def _in_threads(
+    run_mlp: Callable[[str, Tensor], MlpOutputs], calls: Sequence[tuple[str, Tensor]]
+) -> Iterator[MlpOutputs]:
+    """Yield the outputs of the calls in order; one call a core runs at a time, and one more waits to be yielded."""
+    workers = os.cpu_count() or 1
+
+    def run(module: str, tokens: Tensor) -> MlpOutputs:
+        with torch.inference_mode():  # a setting of each thread
+            return run_mlp(module, tokens)
+
+    waiting: deque[Future[MlpOutputs]] = deque()
+    with _one_torch_thread(), ThreadPoolExecutor(workers, thread_name_prefix="experts") as pool:
+        try:
+            for call in calls:
+                waiting.append(pool.submit(run, *call))
+                if len(waiting) > workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+@contextmanager
+def _one_torch_thread() -> Generator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _variant_error(variant: Variant, outputs: _Outputs) -> VariantError:

@@ -13,6 +13,9 @@ from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.native import NativeQuantizer
 from k2convert.validate.layers.result import Variant
 
+MlpOutputs = tuple[Tensor, dict[Variant, Tensor]]
+"""The output f32 [T, hidden] with the source's weights, and that of every variant."""
+
 
 @dataclass(frozen=True, slots=True)
 class MlpVersions:
@@ -22,7 +25,7 @@ class MlpVersions:
     converted: Mlp
     plain: Mlp
 
-    def run(self, x_TK: Tensor, *, with_fp4_inputs: bool) -> tuple[Tensor, dict[Variant, Tensor]]:
+    def run(self, x_TK: Tensor, *, with_fp4_inputs: bool) -> MlpOutputs:
         """Return the source's output f32 [T, hidden] for f32 [T, hidden], and every variant's."""
         if not with_fp4_inputs:
             return self.source(x_TK), {Variant.CONVERTED: self.converted(x_TK), Variant.PLAIN: self.plain(x_TK)}

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+PUBLISHED_CONFIGS = Path(__file__).resolve().parents[2] / "data" / "published-configs"
+PUBLISHED = ("Kimi-K2.5-NVFP4", "Kimi-K2.6-NVFP4", "Kimi-K2.7-Code-NVFP4")
 DENSE, MOE, LAST = 0, (1, 5, 10, 12), 12  # layer numbers with one and two digits
 
 OURS = [
@@ -29,7 +35,7 @@ def _literal(prefix: str, head: str) -> list[str]:
     return [name for name in modules_of("checkpoint", wrapped=prefix != "model.") if ".experts" not in name] + [head]
 
 
-def modules_of(engine: str, *, wrapped: bool) -> list[str]:
+def modules_of(engine: str, *, wrapped: bool, moe: Sequence[int] = MOE) -> list[str]:
     """Linear layers and experts as an engine (or the checkpoint) names them."""
     keeps_wrapper = engine in ("vLLM", "checkpoint") and wrapped
     prefix, head = ("language_model.model.", "language_model.lm_head") if keeps_wrapper else ("model.", "lm_head")
@@ -41,7 +47,7 @@ def modules_of(engine: str, *, wrapped: bool) -> list[str]:
     unfused = engine in ("checkpoint", "TensorRT-LLM, unfused")
     mlp = MLP if unfused else ("gate_up_proj", "down_proj")
     names = [head]
-    for layer in (DENSE, *MOE):
+    for layer in (DENSE, *moe):
         stem = f"{prefix}layers.{layer}"
         names += [f"{stem}.self_attn.{part}" for part in fused_attention]
         if layer == DENSE:
@@ -54,6 +60,13 @@ def modules_of(engine: str, *, wrapped: bool) -> list[str]:
         names += [f"mm_projector.{n}" for n in (("linear_1", "linear_2") if renamed else ("proj.0", "proj.2"))]
         names += [f"vision_tower.encoder.blocks.{i}.{n}" for i in (0, 11) for n in ("wqkv", "wo", "mlp.fc0", "mlp.fc1")]
     return names
+
+
+def published_list(name: str) -> list[str]:
+    """The exclude list of a release by NVIDIA, from its config.json."""
+    config = json.loads((PUBLISHED_CONFIGS / f"nvidia--{name}_config.json").read_text())
+    entries: list[str] = config["quantization_config"]["ignore"]
+    return entries
 
 
 LISTS: dict[str, list[str]] = {
@@ -73,4 +86,5 @@ LISTS: dict[str, list[str]] = {
     "half of a fused layer": ["model.layers.0.mlp.gate_proj", "model.layers.5.self_attn.q_a_proj"],
     "mlp": ["*mlp*"],
     "no list": [],
+    **{f"nvidia/{name}": published_list(name) for name in PUBLISHED},
 }  # fmt: skip

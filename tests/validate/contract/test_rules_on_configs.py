@@ -61,6 +61,11 @@ COMPRESSED_TENSORS: list[tuple[str, Change, str]] = [
         lambda q: q["config_groups"]["group_0"]["input_activations"].update(dynamic=False),
         "activations.dynamic",
     ),
+    (
+        "BF16 block scales",
+        lambda q: q["config_groups"]["group_0"]["input_activations"].update(scale_dtype="torch.bfloat16"),
+        "activations.scale_dtype",
+    ),
 ]
 
 
@@ -91,6 +96,19 @@ def test_rule_11_activations_declared_for_a_weight_only_checkpoint(weight_only: 
     scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     edit_quantization(weight_only, lambda q: q["config_groups"]["group_0"].update(input_activations=scheme))
     assert only(weight_only.check(), 11).offenders[0].name.endswith("input_activations")
+
+
+def test_rule_11_block_scales_of_activations_that_transformers_would_not_round(packed: Converted) -> None:
+    edit_quantization(packed, lambda q: q["config_groups"]["group_0"]["input_activations"].pop("scale_dtype"))
+    offender = only(packed.check(), 11, Verdict.WARN).offenders[0]
+    assert offender.name.endswith("input_activations.scale_dtype")
+    assert 'Add "scale_dtype": "torch.float8_e4m3fn"' in offender.problem
+
+
+def test_rule_11_sglangs_option_for_weight_only_checkpoints(good: Converted) -> None:
+    report = good.check()
+    needs_it = report.activations == "w4a16" and report.layout == "modelopt"
+    assert ("--moe-runner-backend marlin" in report.rules[10].note) == needs_it
 
 
 @pytest.mark.parametrize("place", ["text_config", "vision_config"])
@@ -186,7 +204,7 @@ def test_rule_13_has_no_place_beside_compressed_tensors(packed: Converted) -> No
 # ---- 14 --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", ["self_attn", "shared_experts", "lm_head", "mlp.gate", "layers.0.mlp"])
+@pytest.mark.parametrize("entry", ["self_attn", "shared_experts", "lm_head", "layers.0.mlp"])
 def test_rule_14_a_bf16_layer_that_no_entry_excludes(breakable: Converted, entry: str) -> None:
     def drop(entries: list[str]) -> None:
         entries[:] = [e for e in entries if entry not in e.replace("\\", "")]
@@ -266,7 +284,8 @@ def test_rule_15_asked_for_and_there_is_a_warning(breakable: Converted) -> None:
     edit_quantization(breakable, lambda q: q.update(kv_cache_scheme=FP8))
     damage.edit_json(breakable.folder / "k2convert.json", lambda ledger: ledger["recipe"].update(kv_cache="fp8"))
     declare_fp8_cache_to_tensorrt_llm(breakable)
-    assert "1.0" in only(breakable.check(), 15, Verdict.WARN).offenders[0].problem
+    effect = "engines use 1.0" if breakable.kind.layout == "modelopt" else "serve with --kv-cache-dtype fp8"
+    assert effect in only(breakable.check(), 15, Verdict.WARN).offenders[0].problem
 
 
 def test_rule_15_without_a_ledger_nobody_knows(breakable: Converted) -> None:

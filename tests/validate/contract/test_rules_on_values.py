@@ -62,33 +62,57 @@ def test_rule_6_scales_that_are_not_positive_numbers(breakable: Converted, kind:
     assert (rule.count, rule.offenders[0].name) == (1, name)
 
 
-@pytest.mark.parametrize("kind", ["global_scale", "input_scale"])
-def test_rule_6_gate_and_up_differ_in_the_last_bit(breakable: Converted, kind: str) -> None:
-    name = f"{breakable.expert(2, 0, 'up')}.{getattr(breakable.names, kind)}"
-    change_tensor(breakable, name, lambda t: (t.view(torch.int32) + 1).view(torch.float32))
+def test_rule_6_gate_and_up_differ_in_the_last_bit(breakable: Converted) -> None:
+    name = f"{breakable.expert(2, 0, 'up')}.{breakable.names.global_scale}"
+    change_tensor(breakable, name, next_number)
     rule = only(breakable.check(), 6)
     assert rule.count == 1
     assert "gate and up differ" in rule.offenders[0].problem
 
 
-def test_rule_6_warns_of_input_scales_that_vary_within_a_layer(breakable: Converted) -> None:
-    def vary(checkpoint: SmallCheckpoint) -> None:
-        for projection in ("gate", "up"):
-            name = f"{breakable.expert(2, 0, projection)}.{breakable.names.input_scale}"
+@pytest.mark.parametrize("projection", ["gate", "up", "down"])
+def test_rule_6_an_input_scale_that_is_not_the_recipes(breakable: Converted, projection: str) -> None:
+    name = f"{breakable.expert(2, 0, projection)}.{breakable.names.input_scale}"
+    change_tensor(breakable, name, next_number)
+    for rule in (only(breakable.check(), 6), only(check(breakable.folder), 6)):
+        assert (rule.count, rule.offenders[0].name) == (1, name)
+        assert "the recipe's input scale is 1.0" in rule.offenders[0].problem
+
+
+def test_rule_6_input_scales_that_are_all_the_same_but_not_the_recipes(breakable: Converted) -> None:
+    def double(checkpoint: SmallCheckpoint) -> None:
+        for name in [n for n in checkpoint.tensors() if n.endswith(f".{breakable.names.input_scale}")]:
             checkpoint.replace(name, checkpoint.tensors()[name] * 2)
 
-    change(breakable, vary)
-    rule = only(breakable.check(), 6, Verdict.WARN)
-    assert rule.offenders[0].name == "layer 2 gate and up"
+    change(breakable, double)
+    assert only(check(breakable.folder), 6).count == 36
 
 
-def test_rule_6_input_scales_of_down_may_differ_from_those_of_gate_and_up(breakable: Converted) -> None:
-    def vary(checkpoint: SmallCheckpoint) -> None:
-        for name in [n for n in checkpoint.tensors() if n.endswith(f"down_proj.{breakable.names.input_scale}")]:
-            checkpoint.replace(name, checkpoint.tensors()[name] * 2)
+def test_rule_6_without_a_recipe_warns_of_input_scales_that_vary_within_a_layer(breakable: Converted) -> None:
+    (breakable.folder / "k2convert.json").unlink()
+    scale = breakable.names.input_scale
 
-    change(breakable, vary)
+    def multiply(projections: tuple[str, ...], *, expert: int | None) -> None:
+        def apply(checkpoint: SmallCheckpoint) -> None:
+            for name in [
+                n for n in checkpoint.tensors() if n.endswith(tuple(f"{p}_proj.{scale}" for p in projections))
+            ]:
+                if expert is None or f".experts.{expert}." in name:
+                    checkpoint.replace(name, checkpoint.tensors()[name] * 2)
+
+        damage.edit_checkpoint(breakable.folder, apply)
+
+    multiply(("down",), expert=None)  # those of down may differ from those of gate and up
     assert breakable.check().rules[5].verdict is Verdict.PASS
+    multiply(("gate", "up"), expert=0)
+    rule = breakable.check().rules[5]
+    assert rule.verdict is Verdict.WARN
+    assert rule.offenders[0].name == "layer 1 gate and up"
+
+
+def next_number(scalar: torch.Tensor) -> torch.Tensor:
+    """The next FP32 number, away from zero."""
+    return (scalar.view(torch.int32) + 1).view(torch.float32)
 
 
 # ---- 7 and 8: copies -------------------------------------------------------------------------------------------------

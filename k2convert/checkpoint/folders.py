@@ -1,0 +1,124 @@
+"""Folders that k2convert writes to. No link is followed below the folder that the user named.
+
+A link could lead to any file of the user. The folder that the user named, `root` in these functions, may be a link, and
+so may every folder above it. Below it each component is opened with O_NOFOLLOW, relative to the descriptor of the one
+before. A link there is refused by name (DestinationError), and what it leads to stays as it is.
+"""
+
+import os
+import shutil
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from k2convert.errors import DestinationError, DestinationWriteError
+
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def check_no_link(path: Path, *, is_folder: bool = False) -> None:
+    """Refuse a link at `path` (DestinationError). A path that cannot be looked at passes: opening it will fail."""
+    with suppress(OSError):
+        if stat.S_ISLNK(path.lstat().st_mode):
+            raise DestinationError(
+                f"{path}: is a link, but k2convert needs a {'folder' if is_folder else 'file'} there. Remove it."
+            )
+
+
+@contextmanager
+def opened_folder(folder: Path, *, root: Path | None = None) -> Generator[int]:
+    """Open a folder for the block and return its descriptor. `root` is the folder itself unless it is given.
+
+    Raises DestinationError for a link below `root`, OSError if a folder cannot be opened.
+    """
+    path = folder if root is None else root
+    descriptor = os.open(path, _FOLDER)
+    try:
+        for part in folder.relative_to(path).parts:
+            path = path / part
+            inner = _open_inner(path, descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_inner(path: Path, parent: int) -> int:
+    try:
+        return os.open(path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+    except OSError:
+        check_no_link(path, is_folder=True)
+        raise
+
+
+def make_folder(folder: Path, *, root: Path | None = None) -> None:
+    """Create a folder and its parents, and sync the parent of each new one; below `root` no link is followed.
+
+    Raises DestinationWriteError if that fails, DestinationError for a link.
+    """
+    top = folder if root is None else root
+    try:
+        missing = [path for path in (top, *top.parents) if not path.exists()]
+        for path in reversed(missing):
+            path.mkdir(exist_ok=True)
+            with suppress(PermissionError), opened_folder(path.parent) as parent:  # write-only folders cannot be opened
+                os.fsync(parent)
+        path = top
+        for part in folder.relative_to(top).parts:
+            with opened_folder(path, root=top) as parent:
+                _make_inner(part, parent)
+            path = path / part
+        with opened_folder(folder, root=top):
+            pass
+    except OSError as error:
+        raise DestinationWriteError(
+            f"{folder}: cannot be created ({error.strerror}). Choose a folder that you may write to."
+        ) from None
+
+
+def _make_inner(name: str, parent: int) -> None:
+    try:
+        os.mkdir(name, dir_fd=parent)
+    except FileExistsError:
+        return
+    os.fsync(parent)
+
+
+def create_file(path: Path, folder: int, *, flags: int = os.O_WRONLY) -> int:
+    """Create a temporary file in its open folder, in place of one that an earlier run left; returns its descriptor.
+
+    The file is always a new one: bytes cannot reach another file through a link of either kind. Raises DestinationError
+    if a link or a folder is in its place, OSError.
+    """
+    remove_file(path, folder)
+    return os.open(path.name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
+
+
+def remove_file(path: Path, folder: int) -> None:
+    """Remove a file from its open folder, if it is there; raises DestinationError for a link or a folder, OSError."""
+    check_no_link(path)
+    try:
+        os.unlink(path.name, dir_fd=folder)
+    except FileNotFoundError:
+        pass
+    except IsADirectoryError:
+        raise DestinationError(f"{path}: is a folder, but k2convert needs a file there. Remove it.") from None
+
+
+def replace_file(temporary: Path, path: Path, folder: int) -> None:
+    """Rename a synced temporary file to its final name in the same open folder, and sync the folder.
+
+    Raises DestinationError if the final name is a link.
+    """
+    check_no_link(path)
+    os.replace(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    os.fsync(folder)
+
+
+def remove_folder(folder: Path, *, root: Path) -> None:
+    """Remove a folder of this program with all that is in it, as far as that is possible. Links are not followed."""
+    with suppress(OSError), opened_folder(folder.parent, root=root) as parent:
+        shutil.rmtree(folder.name, ignore_errors=True, dir_fd=parent)

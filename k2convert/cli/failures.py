@@ -1,0 +1,50 @@
+"""What the machine refuses, in one line each: memory, threads, files. Every other unknown exception is a bug."""
+
+import errno
+import os
+from typing import Final
+
+from k2convert.errors import cut, shortened
+
+_AGAIN: Final = "then run the same command again: finished shards are kept."
+_NO_MEMORY: Final = (
+    f"not enough memory. Close other programs, raise the limit (`ulimit -v`), or use a larger machine, {_AGAIN}"
+)
+_NO_THREAD: Final = f"the system refuses another thread. Raise its limit (`ulimit -u`, or the container's), {_AGAIN}"
+_LONGEST_PATH: Final = 250
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REMEDIES: Final = {
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.EACCES: "Check its permissions and those of its folders.",
+    errno.EPERM: "Check its permissions and those of its folders.",
+    errno.EMFILE: f"Raise the limit on open files (`ulimit -n`), {_AGAIN}",
+    errno.ENFILE: f"Close other programs, {_AGAIN}",
+    errno.ENOENT: f"Something removed it meanwhile: restore it, {_AGAIN}",
+    errno.ESTALE: f"Mount the network disk again, {_AGAIN}",
+}
+
+
+def explain(error: BaseException) -> str | None:
+    """Return the one line for a failure of the machine; None if the exception is something else."""
+    if isinstance(error, MemoryError):
+        return _NO_MEMORY
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return _NO_THREAD
+    if isinstance(error, ImportError) and ("failed to map segment" in str(error) or "annot allocate" in str(error)):
+        return _NO_MEMORY
+    if isinstance(error, OSError):
+        return _NO_MEMORY if error.errno == errno.ENOMEM else _explain_file(error)
+    if isinstance(error, ValueError) and "null byte" in str(error):
+        return "a name has a null character, which no file has. Choose a different name."
+    return None
+
+
+def _explain_file(error: OSError) -> str:
+    reason = cut(os.strerror(error.errno) if error.errno else str(error))
+    remedy = _REMEDIES.get(error.errno or 0, f"Check the disk, {_AGAIN}")
+    if error.filename is None and error.errno in _FULL:  # files are named, so this was help or a usage error
+        return f"standard output: writing failed ({reason}). Write to a different file or disk."
+    if error.filename is None:
+        return f"the system refuses ({reason}). {remedy}"
+    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+    return f"{name if len(name) < _LONGEST_PATH else shortened(name)}: {reason}. {remedy}"

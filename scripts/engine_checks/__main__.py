@@ -1,0 +1,182 @@
+"""Command line: `scripts/engines [ENGINE ...] [--load-only] [--tokens N]`. Exit code 1 if any check fails."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from scripts.engine_checks.agreement import BF16_WEIGHTS, FLOAT32, FP4_TIES, Agreement, Tolerance, compare
+from scripts.engine_checks.engines import ENGINES, Engine
+from scripts.engine_checks.environments import SetupError, ensure
+from scripts.engine_checks.expected import NEW_TOKENS, Evaluation, Expected
+from scripts.engine_checks.table import Result, markdown
+from scripts.engine_checks.variants import K2, OPTIMAL, ROOT, VARIANTS, WEIGHT_ONLY, Variant, convert
+
+WINDOW = 256
+CLIENT_SECONDS = 1200
+KINDS = sorted(VARIANTS, key=lambda v: (v.layout != "modelopt", v.activations != "w4a4", v.form, v.rule))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One checkpoint to load with one engine."""
+
+    engine: Engine
+    variant: Variant
+
+
+class Reference:
+    """Logits of scripts/eval, computed when first needed. Both forms have the same language model."""
+
+    def __init__(self, evaluation: Evaluation, checkpoints: Path) -> None:
+        self.evaluation = evaluation
+        self.source = evaluation.source()
+        self._checkpoints = checkpoints
+        self._known: dict[tuple[Variant, bool], Expected] = {}
+
+    def expected(self, task: Task) -> Expected:
+        """Return what scripts/eval computes for a task's checkpoint."""
+        ignored = task.engine.ignores_input_scales
+        variant = task.variant.in_form(K2)
+        if (variant, ignored) not in self._known:
+            folder = self._checkpoints / variant.name
+            self._known[variant, ignored] = self.evaluation.converted(folder, ignore_input_scales=ignored)
+        return self._known[variant, ignored]
+
+
+def tolerance(task: Task) -> Tolerance:
+    """Return how far the engine may be from scripts/eval, by what it rounds."""
+    if task.variant.activations != WEIGHT_ONLY and not task.engine.ignores_input_scales:
+        return FP4_TIES
+    return BF16_WEIGHTS if task.engine.rounds_weights and task.variant.rule != OPTIMAL else FLOAT32
+
+
+def run_client(task: Task, work: Path, request: Path) -> Path:
+    """Start the client and wait; return the folder of its outcome, which is missing if it crashed."""
+    out = work / "results" / task.engine.name / task.variant.name
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("outcome.json", "logits.safetensors"):
+        (out / name).unlink(missing_ok=True)
+    command = task.engine.command(work, work / "checkpoints" / task.variant.name, request, out)
+    with (out / "log.txt").open("w") as log, suppress(subprocess.TimeoutExpired):
+        options = {"stdout": log, "stderr": subprocess.STDOUT, "timeout": CLIENT_SECONDS, "check": False}
+        subprocess.run(command, env=task.engine.variables(work), cwd=out, **options)
+    return out
+
+
+def read_result(task: Task, out: Path, reference: Reference | None) -> Result:
+    """Return what the client found, and how it agrees with scripts/eval."""
+    wrong = task.engine.is_known_to_be_wrong
+    try:
+        outcome = json.loads((out / "outcome.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Result(task.engine.name, task.variant, 1, (f"the client stopped, see {out / 'log.txt'}",), None, wrong)
+    failed, num_checks = list(outcome["failed"]), len(outcome["failed"]) + len(outcome["passed"])
+    agreement = None
+    if reference is not None and task.engine.computes:
+        agreement = _agreement(task, out, reference)
+        problems = agreement.problems(tolerance(task))
+        num_checks += 3 if agreement.same_text is None else 4
+        failed += [] if wrong else problems
+    title = outcome["engine"] + (", as released" if wrong else "")
+    return Result(title, task.variant, num_checks, tuple(failed), agreement, wrong)
+
+
+def _agreement(task: Task, out: Path, reference: Reference) -> Agreement:
+    tensors = load_file(out / "logits.safetensors")
+    return compare(
+        tensors["logits"],
+        tensors.get("greedy"),
+        expected=reference.expected(task),
+        source=reference.source,
+        windows=reference.evaluation.windows,
+    )
+
+
+def run_all(
+    tasks: list[Task], work: Path, request: Path, reference: Reference | None, jobs: int, say: Callable[[str], None]
+) -> Iterator[Result]:
+    """Run the clients, `jobs` at a time, and yield results in the order of the tasks."""
+    with ThreadPoolExecutor(jobs) as pool:
+        folders = [pool.submit(run_client, task, work, request) for task in tasks]
+        for number, (task, folder) in enumerate(zip(tasks, folders, strict=True), 1):
+            result = read_result(task, folder.result(), reference)
+            verdict = "; ".join(result.failed) if result.failed else "ok"
+            say(f"{number}/{len(tasks)} {task.engine.name}, {task.variant.name}: {verdict}")
+            yield result
+
+
+def report(results: list[Result], *, tokens: int) -> str:
+    """Return the table with a line of text above it."""
+    computed = any(result.agreement is not None for result in results)
+    text = f"{tokens:,} tokens of eval.txt in windows of {WINDOW}" if computed else "Loaded only"
+    return f"{text}; perplexity is that of rule `optimal`, KL the largest of a line.\n\n{markdown(results)}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/engines", description=__doc__)
+    names = ", ".join(ENGINES)
+    parser.add_argument("engines", nargs="*", metavar="ENGINE", help=f"default: all of {names}")
+    parser.add_argument("--load-only", action="store_true", help="load and compare weights; compute nothing")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens to compute, in windows of 256 (default: 512)")
+    parser.add_argument("--jobs", type=int, default=2, help="clients at a time, each on one core and in 3 GB")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "engines", help="folder for everything it makes")
+    return parser
+
+
+def main() -> int:
+    """Print the table on stdout and progress on stderr; the table is also written to RESULTS.md in the work folder."""
+    parser = _parser()
+    options = parser.parse_args()
+    unknown = [name for name in options.engines if name not in ENGINES]
+    if unknown:
+        parser.error(f"unknown engine {unknown[0]}; known: {', '.join(ENGINES)}")
+    if options.tokens < WINDOW:
+        parser.error(f"--tokens: at least {WINDOW}")
+    engines = [ENGINES[name] for name in options.engines] or list(ENGINES.values())
+    work, started = options.work.resolve(), time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - started:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in dict.fromkeys(engine.environment for engine in engines):
+            ensure(name, work, say)
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    say(f"converting {len(VARIANTS)} checkpoints")
+    for variant in VARIANTS:
+        convert(variant, work / "checkpoints")
+    torch.set_num_threads(options.jobs)
+    evaluation = Evaluation(options.tokens)
+    request = work / "request.json"
+    windows = [] if options.load_only else evaluation.windows.tolist()
+    request.write_text(json.dumps({"windows": windows, "prompt": evaluation.prompt, "new_tokens": NEW_TOKENS}))
+    reference = None if options.load_only else Reference(evaluation, work / "checkpoints")
+    tasks = [Task(engine, variant) for engine in engines for variant in KINDS if engine.reads(variant)]
+    results = list(run_all(tasks, work, request, reference, options.jobs, say))
+    text = report(results, tokens=evaluation.windows.numel())
+    print(text, end="")
+    (work / "RESULTS.md").write_text(text, encoding="utf-8")
+    failed = [result for result in results if result.failed]
+    for result in failed:
+        for problem in result.failed:
+            print(f"FAILED: {result.title}, {result.variant.name}: {problem}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Compares what an engine computed with what scripts/eval computes from the same files.
+
+Both compute in float32 but add up in different orders, so logits differ in the last bits. Without rounded activations
+that is all. With them, a value that lies midway between two FP4 values may fall either way, and takes a few later ones
+with it. transformers decompresses to BF16, which rounds the weights of rule `plain` once more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scripts.engine_checks.expected import Expected
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far an engine may be from scripts/eval: KL in nats a token, and perplexity as a ratio less 1."""
+
+    kl: float
+    perplexity: float
+
+
+FLOAT32 = Tolerance(kl=1e-8, perplexity=1e-5)
+FP4_TIES = Tolerance(kl=2e-4, perplexity=1e-3)
+BF16_WEIGHTS = Tolerance(kl=2e-4, perplexity=1e-3)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Perplexities, the divergences of both from the INT4 source and of the engine from scripts/eval, and the texts."""
+
+    perplexity: float
+    expected_perplexity: float
+    kl_from_int4: float
+    expected_kl_from_int4: float
+    kl: float
+    same_text: bool | None
+
+    def problems(self, tolerance: Tolerance) -> list[str]:
+        """Return what is outside the tolerance, in words."""
+        found: list[str] = []
+        if not self.kl <= tolerance.kl:
+            found.append(f"KL from scripts/eval is {self.kl:.3g}, allowed {tolerance.kl:g}")
+        if not abs(self.perplexity / self.expected_perplexity - 1) <= tolerance.perplexity:
+            found.append(f"perplexity {self.perplexity:.5f}, scripts/eval has {self.expected_perplexity:.5f}")
+        if not abs(self.kl_from_int4 - self.expected_kl_from_int4) <= math.sqrt(tolerance.kl) * 0.1:
+            found.append(f"KL from INT4 is {self.kl_from_int4:.5f}, scripts/eval has {self.expected_kl_from_int4:.5f}")
+        if self.same_text is False:
+            found.append("greedy text differs from that of scripts/eval")
+        return found
+
+
+def compare(
+    logits: Tensor, greedy: Tensor | None, *, expected: Expected, source: Expected, windows: Tensor
+) -> Agreement:
+    """Compare an engine's logits f32 [W, 256, vocabulary] and text."""
+    found, wanted, int4 = (_log_probabilities(tensor) for tensor in (logits, expected.logits, source.logits))
+    return Agreement(
+        perplexity=_perplexity(found, windows),
+        expected_perplexity=_perplexity(wanted, windows),
+        kl_from_int4=_divergence(int4, found),
+        expected_kl_from_int4=_divergence(int4, wanted),
+        kl=_divergence(wanted, found),
+        same_text=None if greedy is None else greedy.tolist() == expected.greedy,
+    )
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    """Return log-probabilities f64 [W, 255, vocabulary] for every token but the first of a window."""
+    return torch.log_softmax(logits[:, :-1].double(), dim=-1)
+
+
+def _perplexity(log_p: Tensor, windows: Tensor) -> float:
+    return float((-log_p.gather(-1, windows[:, 1:].unsqueeze(-1)).mean()).exp())
+
+
+def _divergence(log_p: Tensor, log_q: Tensor) -> float:
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())

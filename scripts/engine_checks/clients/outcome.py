@@ -1,0 +1,78 @@
+"""What a client found: a line for each check, and one JSON document for the driver."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The checks of one checkpoint in one engine. `notes` are facts that are neither right nor wrong."""
+
+    engine: str
+    passed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def check(self, title: str, good: bool, detail: str = "") -> None:
+        """Record a check and print its line."""
+        text = f"{title}: {detail}" if detail else title
+        (self.passed if good else self.failed).append(text)
+        print(f"{'ok  ' if good else 'FAIL'} {text}", flush=True)
+
+    def note(self, text: str) -> None:
+        """Record a fact and print it."""
+        self.notes.append(text)
+        print(f"     {text}", flush=True)
+
+    def save(self, folder: Path) -> int:
+        """Write outcome.json; return the exit code: 1 if a check failed."""
+        (folder / "outcome.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        return 1 if self.failed else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the driver asks for: ids of whole windows, and a prompt to continue by `new_tokens` tokens."""
+
+    windows: list[list[int]]
+    prompt: list[int]
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of every client."""
+
+    checkpoint: Path
+    request: Request
+    out: Path
+    as_released: bool
+
+
+def read_arguments(description: str | None, argv: Sequence[str] | None = None) -> Arguments:
+    """Parse `CHECKPOINT REQUEST OUT [--as-released]`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("checkpoint", type=Path, help="converted checkpoint")
+    parser.add_argument("request", type=Path, help="JSON: windows, prompt, new_tokens")
+    parser.add_argument("out", type=Path, help="folder for outcome.json and logits.safetensors")
+    parser.add_argument("--as-released", action="store_true", help="do not repair a known defect of the engine")
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    request = Request(**json.loads(options.request.read_text(encoding="utf-8")))
+    return Arguments(options.checkpoint, request, options.out, options.as_released)
+
+
+def save_logits(folder: Path, logits: list[torch.Tensor], greedy: list[int] | None = None) -> None:
+    """Write logits f32 [W, T, vocabulary], and the ids of the greedy text if there is one."""
+    tensors = {"logits": torch.stack([window.float().cpu() for window in logits]).contiguous()}
+    if greedy is not None:
+        tensors["greedy"] = torch.tensor(greedy)
+    save_file(tensors, folder / "logits.safetensors")

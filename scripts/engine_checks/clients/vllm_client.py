@@ -1,0 +1,128 @@
+"""Loads a checkpoint with the real vLLM on a CPU, checks what it holds, and computes logits and greedy text with it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+from scripts.engine_checks.clients import vllm_on_cpu
+from scripts.engine_checks.clients.files import Checkpoint, sqnr_db
+from scripts.engine_checks.clients.outcome import Outcome, Request, read_arguments, save_logits
+from scripts.engine_checks.clients.plain import moe
+
+# Both sides compute in float32. Rounding alone gives 130 dB. An activation that lies midway between two FP4 values may
+# fall either way, and a single one gives 45 to 75 dB.
+LEAST_BLOCK_SQNR_DB = {True: 120.0, False: 40.0}
+
+
+def main() -> int:
+    arguments = read_arguments(__doc__)
+    files = Checkpoint(arguments.checkpoint)
+    vllm_on_cpu.enable(is_weight_only=files.is_weight_only)
+    from vllm import LLM, __version__
+
+    from scripts.engine_checks.clients.vllm_loading import check_loading, record_loading
+    from scripts.engine_checks.clients.vllm_weights import check_kernel_formats, check_weights, fused_experts
+
+    outcome, loading = Outcome(f"vLLM {__version__.removesuffix('+cpu')}"), record_loading()
+    engine = LLM(
+        str(arguments.checkpoint),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_batched_tokens=512,
+        max_num_seqs=4,
+        skip_tokenizer_init=True,
+        moe_backend="emulation",
+        **_language_model_only(files),
+    )
+    model = engine.apply_model(lambda model: model)[0]
+    _note_methods(engine, model, outcome)
+    check_loading(loading, files, outcome)
+    for experts in fused_experts(loading, files):
+        check_weights(experts, files, outcome)
+        check_kernel_formats(experts, files, outcome)
+    if arguments.request.windows:
+        blocks = _record_blocks(model, files)
+        logits, greedy = compute(engine, model, arguments.request, files.config["vocab_size"])
+        _check_blocks(blocks, files, outcome)
+        save_logits(arguments.out, logits, greedy)
+    return outcome.save(arguments.out)
+
+
+def _language_model_only(files: Checkpoint) -> dict[str, Any]:
+    """Return options that keep a multimodal model from preparing pictures."""
+    return {"limit_mm_per_prompt": {"vision_chunk": 1}, "skip_mm_profiling": True} if files.prefix else {}
+
+
+def _note_methods(engine: Any, model: Any, outcome: Outcome) -> None:
+    config = engine.llm_engine.vllm_config.quant_config
+    outcome.note(f"{type(model).__name__}, {type(config).__name__}")
+    methods: Counter[str] = Counter()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            methods[f"{type(module).__name__} {type(method).__name__}"] += 1
+    for method, count in sorted(methods.items()):
+        outcome.note(f"{count:4} x {method}")
+
+
+def _record_blocks(model: Any, files: Checkpoint) -> dict[int, list[Any]]:
+    """Keep the last whole window's input and output of every mixture-of-experts block."""
+    kept: dict[int, list[Any]] = {}
+
+    def record(layer: int, block: Any) -> None:
+        plain = block.forward
+
+        def forward(hidden_states: Any, *args: Any, **options: Any) -> Any:
+            before = hidden_states.clone()
+            output = plain(hidden_states, *args, **options)
+            if len(before) > 1:
+                kept[layer] = [before, output.clone()]
+            return output
+
+        block.forward = forward
+
+    for name, module in model.named_modules():
+        if name.endswith(".mlp") and int(name.split(".")[-2]) in files.moe_layers:
+            record(int(name.split(".")[-2]), module)
+    return kept
+
+
+def compute(engine: Any, model: Any, request: Request, vocabulary: int) -> tuple[list[Any], list[int]]:
+    """Return the logits f32 [T, vocabulary] of every window, and the ids that continue the prompt greedily."""
+    import torch
+    from vllm import SamplingParams, TokensPrompt
+
+    captured: list[Any] = []
+    plain = model.compute_logits
+
+    def compute_logits(hidden: Any, *args: Any, **options: Any) -> Any:
+        logits = plain(hidden, *args, **options)
+        captured.append(logits.float().clone())
+        return logits
+
+    model.compute_logits = compute_logits
+    windows = []
+    for ids in request.windows:
+        captured.clear()
+        options = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+        engine.generate([TokensPrompt(prompt_token_ids=ids)], options, use_tqdm=False)
+        prompt = next(c for c in captured if len(c) == len(ids) - 1)  # the positions that have a next token
+        last = next(c for c in captured if len(c) == 1)
+        windows.append(torch.cat([prompt, last])[:, :vocabulary])
+    options = SamplingParams(max_tokens=request.new_tokens, temperature=0, detokenize=False, ignore_eos=True)
+    output = engine.generate([TokensPrompt(prompt_token_ids=request.prompt)], options, use_tqdm=False)[0]
+    return windows, list(output.outputs[0].token_ids)
+
+
+def _check_blocks(blocks: dict[int, list[Any]], files: Checkpoint, outcome: Outcome) -> None:
+    for layer, (hidden, output) in sorted(blocks.items()):
+        ratio = sqnr_db(moe(files, layer, hidden), output)
+        good = ratio > LEAST_BLOCK_SQNR_DB[files.is_weight_only]
+        outcome.check(f"layer {layer}: the block inside vLLM equals plain torch", good, f"{ratio:.1f} dB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The checkpoints that every engine loads: layouts, activation modes, rules and forms of the tiny checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from scripts.engine_checks.k25 import wrap_k25
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "tests" / "data" / "k2-tiny"
+K2, K25 = "K2", "K2.5"
+COMPRESSED_TENSORS = "compressed-tensors"
+OPTIMAL, WEIGHT_ONLY = "optimal", "w4a16"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kind of converted checkpoint."""
+
+    form: str
+    layout: str
+    activations: str
+    rule: str
+
+    @property
+    def name(self) -> str:
+        return "-".join((self.form, self.layout, self.activations, self.rule)).lower()
+
+    @property
+    def is_compressed_tensors(self) -> bool:
+        return self.layout == COMPRESSED_TENSORS
+
+    def in_form(self, form: str) -> Variant:
+        """Return the same kind in another form; both have the same language model."""
+        return Variant(form, self.layout, self.activations, self.rule)
+
+
+VARIANTS = tuple(
+    Variant(form, layout, activations, rule)
+    for form, layout, activations, rule in product(
+        (K2, K25), ("modelopt", COMPRESSED_TENSORS), ("w4a4", WEIGHT_ONLY), (OPTIMAL, "plain")
+    )
+)
+
+
+def convert(variant: Variant, folder: Path) -> Path:
+    """Run `k2convert run`; a finished result is kept."""
+    source, destination = TINY, folder / variant.name
+    if variant.form == K25:
+        source = wrap_k25(TINY, folder / "k2.5-int4")
+    options = ["--layout", variant.layout, "--activations", variant.activations, "--rule", variant.rule]
+    command = [sys.executable, "-m", "k2convert", "run", str(source), str(destination), "--json", *options]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return destination

@@ -1,0 +1,30 @@
+"""A checkpoint so small that a run of it takes a tenth of a second, for tests that need hundreds of runs."""
+
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def small(k2_shaped: Path, checkpoints: Path) -> Path:
+    """The K2-shaped checkpoint, 4 MB in three shards, with two sidecars, one of them in a subfolder."""
+    folder = checkpoints / "small"
+    names = ("*.safetensors", "config.json", "model.safetensors.index.json", "generation_config.json")
+    folder.mkdir()
+    for path in (found for name in names for found in k2_shaped.glob(name)):
+        shutil.copy2(path, folder)
+    (folder / "extra").mkdir()
+    (folder / "extra" / "notes.txt").write_text("a sidecar in a subfolder")
+    return folder
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """The command installs signal handlers; give pytest its own back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

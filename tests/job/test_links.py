@@ -1,0 +1,193 @@
+"""No write follows a link below the destination: it is refused by name, and what it leads to stays as it was."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from k2convert.checkpoint.files import write_atomically
+from k2convert.checkpoint.writer import ShardWriter
+from k2convert.cli.app import main
+from k2convert.errors import DestinationError
+
+pytestmark = pytest.mark.usefixtures("own_handlers")
+
+SHARD = "model-00002-of-000003.safetensors"
+FOLDERS = [".k2convert", ".k2convert/shards", ".k2convert/uploads", ".k2convert/download", ".k2convert/source", "extra"]
+FILES = [
+    "config.json",
+    "config.json.tmp",
+    "model.safetensors.index.json.tmp",
+    "k2convert.json.tmp",
+    "hf_quant_config.json.tmp",
+    "generation_config.json",
+    "generation_config.json.tmp",
+    "extra/notes.txt",
+    "extra/notes.txt.tmp",
+    SHARD,
+    f"{SHARD}.tmp",
+    ".k2convert/lock",
+    ".k2convert/job.json",
+    ".k2convert/job.json.tmp",
+    f".k2convert/shards/{SHARD}.json",
+    f".k2convert/shards/{SHARD}.json.tmp",
+    f".k2convert/uploads/{SHARD}.json.tmp",
+]
+
+
+def run(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture(scope="module")
+def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "result"
+    assert run("run", small, folder, "--json") == 0
+    return folder
+
+
+def plant(path: Path, target: Path) -> None:
+    """Put a link in place of whatever is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
+
+
+def message(capsys: pytest.CaptureFixture[str]) -> str:
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    return errors[0]
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["new", "resumed"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_in_place_of_a_file_is_refused_by_name(
+    name: str, begun: bool, small: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    destination, precious = tmp_path / "out", tmp_path / "precious"
+    precious.write_text("the only copy")
+    if begun:
+        shutil.copytree(finished, destination)
+    (destination / ".k2convert").mkdir(parents=True, exist_ok=True)
+    plant(destination / name, precious)
+    assert run("run", small, destination) == 1
+    said = message(capsys)
+    assert f"{destination / name}: is a link" in said
+    assert "Remove it" in said
+    assert precious.read_text() == "the only copy"
+    assert (destination / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_link_in_place_of_a_folder_is_refused_by_name(
+    name: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    destination, precious = tmp_path / "out", tmp_path / "precious"
+    precious.mkdir()
+    (precious / f"{SHARD}.json.tmp").write_text("the only copy")
+    (destination / ".k2convert").mkdir(parents=True)
+    plant(destination / name, precious)
+    assert run("run", small, destination) == 1
+    assert f"{destination / name}: is a link, but k2convert needs a folder there. Remove it." in message(capsys)
+    assert [path.name for path in precious.iterdir()] == [f"{SHARD}.json.tmp"]
+
+
+@pytest.mark.parametrize("name", ["report.html", "report.html.tmp", "report.md.tmp"])
+def test_the_report_follows_no_link(
+    name: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    destination, precious = tmp_path / "out", tmp_path / "precious"
+    shutil.copytree(finished, destination)
+    precious.write_text("the only copy")
+    plant(destination / name, precious)
+    assert run("report", destination) == 1
+    assert f"{destination / name}: is a link" in message(capsys)
+    assert precious.read_text() == "the only copy"
+
+
+def test_a_destination_that_is_a_link_is_what_the_user_named(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    assert run("run", small, tmp_path / "out", "--json") == 0
+    assert (tmp_path / "disk" / "config.json").is_file()
+
+
+def test_the_second_name_of_a_file_is_not_written_through(small: Path, tmp_path: Path) -> None:
+    """A hard link cannot be told from a file that a killed run left, so the name is removed and the file made anew."""
+    destination, precious = tmp_path / "out", tmp_path / "precious"
+    (destination / ".k2convert").mkdir(parents=True)
+    precious.write_text("the only copy")
+    for name in ("config.json.tmp", f"{SHARD}.tmp", ".k2convert/job.json.tmp"):
+        os.link(precious, destination / name)
+    assert run("run", small, destination, "--json") == 0
+    assert precious.read_text() == "the only copy"
+
+
+def test_a_lock_that_is_a_second_name_of_a_file_is_refused(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    destination, precious = tmp_path / "out", tmp_path / "precious"
+    (destination / ".k2convert").mkdir(parents=True)
+    precious.write_text("the only copy")
+    os.link(precious, destination / ".k2convert" / "lock")
+    assert run("run", small, destination) == 1
+    assert "lock: is a link or a folder" in message(capsys)
+    assert precious.read_text() == "the only copy"
+
+
+def write_shard(path: Path) -> None:
+    with ShardWriter(path, 3) as writer:
+        writer.write(b"new")
+        writer.commit()
+
+
+def test_each_write_checks_again(tmp_path: Path) -> None:
+    """A link planted after the start of a job is refused by the write that meets it."""
+    precious, outside = tmp_path / "precious", tmp_path / "outside"
+    precious.write_text("the only copy")
+    outside.mkdir()
+    (tmp_path / "out").mkdir()
+    for name in ("a.tmp", "b"):
+        (tmp_path / "out" / name).symlink_to(precious)
+    (tmp_path / "out" / "folder").symlink_to(outside)
+    for name in ("a", "b"):
+        with pytest.raises(DestinationError, match="is a link"):
+            write_atomically(tmp_path / "out" / name, b"new")
+        with pytest.raises(DestinationError, match="is a link"):
+            write_shard(tmp_path / "out" / name)
+    with pytest.raises(DestinationError, match="folder: is a link"):
+        write_atomically(tmp_path / "out" / "folder" / "c", b"new", root=tmp_path / "out")
+    assert precious.read_text() == "the only copy"
+    assert not list(outside.iterdir())
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"a.tmp", "b", "folder"}
+
+
+def test_the_sweep_removes_only_names_of_this_program(small: Path, finished: Path, tmp_path: Path) -> None:
+    destination = tmp_path / "out"
+    shutil.copytree(finished, destination)
+    kept = ["notes.tmp", "model.tmp", ".k2convert/notes.tmp", ".k2convert/shards/notes.json.tmp"]
+    ours = [f"{SHARD}.tmp", f".k2convert/shards/{SHARD}.json.tmp"]
+    for name in (*kept, *ours):
+        (destination / name).write_text("x")
+    (destination / "folder.tmp").mkdir()
+    (destination / "model-00001-of-000003.safetensors.tmp").mkdir()
+    assert run("run", small, destination, "--json") == 0
+    assert all((destination / name).read_text() == "x" for name in kept)
+    assert not any((destination / name).exists() for name in ours)
+    assert (destination / "folder.tmp").is_dir()
+    assert (destination / "model-00001-of-000003.safetensors.tmp").is_dir()
+
+
+def test_a_folder_in_place_of_a_file_to_write_is_named(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / ".k2convert").mkdir(parents=True)
+    (tmp_path / "out" / f"{SHARD}.tmp").mkdir()
+    assert run("run", small, tmp_path / "out") == 1
+    assert f"{SHARD}.tmp: is a folder, but k2convert needs a file there. Remove it." in message(capsys)

@@ -1,0 +1,63 @@
+"""Every `next:` line is a command that works as it is printed. Commands that serve are only read."""
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def next_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The command that the output names as the next one; empty if there is none."""
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix("next: ") for line in done.stderr.splitlines() if line.startswith("next: ")]
+    assert len(lines) <= 1
+    return lines[0] if lines else ""
+
+
+@pytest.fixture
+def follow(run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Run a command and, as printed, every one that follows; return the `next:` lines. Works in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str | Path) -> list[str]:
+        lines = [next_line(run_cli(*words))]
+        while lines[-1].startswith("k2convert ") and "owner/name" not in lines[-1]:
+            lines.append(next_line(run_cli(*shlex.split(lines[-1])[1:])))
+        return lines
+
+    return run
+
+
+def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Path, tmp_path: Path) -> None:
+    name = "it's my $source"
+    (tmp_path / name).symlink_to(k2_shaped)
+    quoted = shlex.quote(name)
+    serve = "vllm serve DEST --trust-remote-code --tensor-parallel-size 4"
+    assert follow("inspect", name) == [
+        f"k2convert run {quoted} DEST --dry-run",
+        f"k2convert run {quoted} DEST",
+        f"k2convert validate DEST --source {quoted}",
+        serve,
+    ]
+    assert follow("inspect", "DEST") == ["k2convert validate DEST", serve]
+    assert follow("status", "DEST") == ["k2convert validate DEST", serve]
+    assert follow("report", "DEST", "--source", name) == ["k2convert publish DEST --repo owner/name"]
+
+
+def test_a_report_without_ledger_or_shards_asks_for_the_state(
+    follow: Callable[..., list[str]], k2_shaped: Path, tmp_path: Path
+) -> None:
+    follow("run", k2_shaped, "out")
+    shutil.copytree("out", "cut short")
+    for name in ("k2convert.json", "config.json"):
+        (tmp_path / "cut short" / name).unlink()
+    assert follow("report", "cut short")[0] == "k2convert status 'cut short'"
+    shutil.copytree("out", "emptied", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert follow("report", "emptied")[0] == "k2convert status emptied"
+    shutil.copytree("emptied", "records", ignore=shutil.ignore_patterns(".k2convert"))
+    assert follow("report", "records") == [""]

@@ -1,0 +1,134 @@
+"""What looks like a repository but is not written as one is refused at once, with the right spelling."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from k2convert.cli.app import main
+from k2convert.errors import HubError
+from k2convert.job.spelling import check_new_place, check_source
+
+ADDRESSES = {
+    "hf:/x": "hf://owner/name",
+    "hf:x": "hf://owner/name",
+    "HF://x": "hf://owner/name",
+    "hf:": "hf://owner/name",
+    "hf:/me/out": "hf://me/out",
+    "hf:me/out": "hf://me/out",
+    "hf//me/out": "hf://me/out",
+    "HF://me/out@v1": "hf://me/out@v1",
+    "https://huggingface.co/moonshotai/Kimi-K2-Thinking": "hf://moonshotai/Kimi-K2-Thinking",
+    "https://huggingface.co/me/out/tree/v2": "hf://me/out@v2",
+    "https://huggingface.co/me/out?library=vllm": "hf://me/out",
+    "http://localhost:8080/me/out/": "hf://me/out",
+    "huggingface.co/me/out": "hf://me/out",
+    "https://huggingface.co/me": "hf://owner/name",
+    "s3://bucket/model": "hf://owner/name",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, and a Hub that nobody may ask."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """Run a command that must end at once in one line and exit code 1, and return the line."""
+    start = time.monotonic()
+    with pytest.raises(SystemExit) as stopped:
+        main([str(word) for word in words])
+    assert time.monotonic() - start < 5, "it asked the network"
+    printed = capsys.readouterr()
+    assert stopped.value.code == 1, printed.err
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.mark.parametrize("text", ADDRESSES)
+def test_a_misspelled_address_is_refused_with_the_right_spelling(
+    text: str, here: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["run", tiny, text], ["run", text, "out"], ["inspect", text]):
+        assert f"Write {ADDRESSES[text]}." in refused(capsys, *words)
+    assert list(here.iterdir()) == []
+
+
+def test_owner_and_name_as_a_destination_could_be_both(
+    here: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(capsys, "run", tiny, "me/out", "--dry-run")
+    assert "./me/out" in message
+    assert "hf://me/out" in message
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["./me/out", "there/out", "out", "me/out/deep", "../me/out", "/me/out", "me/out/"])
+def test_what_is_clearly_a_folder_may_be_a_destination(text: str, here: Path) -> None:
+    (here / "there").mkdir()
+    check_new_place(text)
+
+
+@pytest.mark.parametrize("text", ["hf://me/out", "hf://me/out@v1", "me", "/me/out", "./me/out", "a/b/c", "there/out"])
+def test_a_source_is_an_address_or_a_path(text: str, here: Path) -> None:
+    (here / "there" / "out").mkdir(parents=True)
+    check_source(text)
+
+
+def test_a_folder_may_have_any_name_if_it_exists(here: Path) -> None:
+    (here / "hf:" / "x").mkdir(parents=True)
+    check_source("hf:/x")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "Kimi-K2/Thinkin", "out"],
+        ["run", "Kimi-K2/Thinkin", "hf://me/out", "--yes"],
+        ["inspect", "Kimi-K2/Thinkin"],
+        ["validate", "Kimi-K2/Thinkin"],
+        ["validate", ".", "--source", "Kimi-K2/Thinkin"],
+        ["report", "Kimi-K2/Thinkin"],
+        ["report", ".", "--source", "Kimi-K2/Thinkin"],
+        ["status", "Kimi-K2/Thinkin"],
+    ],
+)
+def test_owner_and_name_as_a_source_are_refused_without_the_network(
+    words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(capsys, *words)
+    assert "Kimi-K2/Thinkin: no such folder." in message
+    assert "hf://Kimi-K2/Thinkin" in message
+
+
+def test_publish_takes_a_folder_and_a_repository(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "not a folder of this machine" in refused(capsys, "publish", "hf://me/out", "--repo", "me/out")
+    assert "Write hf://me/out." in refused(capsys, "publish", ".", "--repo", "https://huggingface.co/me/out")
+    assert "./me/report" in refused(capsys, "report", ".", "--out", "me/report")
+
+
+@pytest.mark.parametrize("text", ["x" * 300 + "/y", "a\0b/c", "a/\udcff"])
+def test_hostile_text_that_is_no_address_is_a_path(text: str, here: Path) -> None:
+    check_source(text)
+    check_new_place(text)
+
+
+def test_a_long_address_is_cut_in_the_message(here: Path) -> None:
+    with pytest.raises(HubError, match=r"^hf:x{77}: neither") as refusal:
+        check_source("hf:" + "x" * 5_000)
+    assert len(str(refusal.value)) < 160
+
+
+def test_the_real_command_answers_at_once(here: Path) -> None:
+    command = [sys.executable, "-m", "k2convert", "run", "Kimi-K2/Thinkin", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=10, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: Kimi-K2/Thinkin: no such folder")

@@ -1,0 +1,213 @@
+"""What an earlier run finished is looked at before it counts: the shards, and the source that they were made from."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from k2convert.cli.app import main
+
+pytestmark = pytest.mark.usefixtures("own_handlers")
+
+SHARD = "model-00002-of-000003.safetensors"
+OTHER = "model-00001-of-000003.safetensors"
+
+
+def run(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture(scope="module")
+def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "result"
+    assert run("run", small, folder, "--json") == 0
+    return folder
+
+
+@pytest.fixture
+def result(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "result"))
+
+
+@pytest.fixture
+def source(small: Path, tmp_path: Path) -> Path:
+    """A source of one's own, and the job of `own` was begun with it."""
+    return Path(shutil.copytree(small, tmp_path / "source"))
+
+
+@pytest.fixture
+def own(source: Path, tmp_path: Path) -> Path:
+    assert run("run", source, tmp_path / "own", "--json") == 0
+    return tmp_path / "own"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def times(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+
+
+def flip(path: Path, *, keep_time: bool) -> None:
+    """Change one bit of a file's data, in place."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1000, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    if keep_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_shard_that_rotted_is_found_and_made_again_on_request(
+    small: Path, result: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(result / SHARD, keep_time=True)
+    assert run("run", small, result) == 0
+    said = capsys.readouterr().err
+    assert "finished shards have their recorded size and time (--verify hashes them too)" in said
+    assert contents(result) != contents(finished)
+    before = times(result)
+    assert run("run", small, result, "--verify") == 0
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "finished shards hashed: 3 (" in said
+    assert f"damaged, to be made again: {SHARD}" in said
+    assert contents(result) == contents(finished)
+    assert [name for name, time in times(result).items() if time != before[name]] == [SHARD]
+    assert run("run", small, result, "--verify") == 0
+    assert "damaged" not in capsys.readouterr().err
+
+
+def test_a_shard_that_was_written_to_is_found_without_a_request(
+    small: Path, result: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(result / SHARD, keep_time=False)
+    assert run("run", small, result) == 0
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert "finished shards hashed: 1 (" in said
+    assert f"damaged, to be made again: {SHARD}" in said
+    assert contents(result) == contents(finished)
+
+
+def test_a_copy_without_its_times_is_hashed_once_and_not_converted(
+    small: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy, copy_function=shutil.copy)
+    before = times(copy)
+    for word in ("finished shards hashed: 3", "have their recorded size and time"):
+        assert run("run", small, copy) == 0
+        assert word in capsys.readouterr().err
+    assert times(copy) == before
+    assert contents(copy) == contents(finished)
+
+
+def test_a_shard_with_another_time_and_another_size_is_made_again(small: Path, result: Path, finished: Path) -> None:
+    with (result / SHARD).open("ab") as file:
+        file.write(b"x")
+    assert run("run", small, result, "--json") == 0
+    assert contents(result) == contents(finished)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "data": lambda shard: flip(shard, keep_time=False),
+    "time": lambda shard: os.utime(shard, ns=(0, 0)),
+}
+
+
+@pytest.mark.parametrize("lost", [SHARD, OTHER, None], ids=["its result lost", "another lost", "finished"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_source_that_changed_under_its_header_is_refused(
+    name: str, lost: str | None, source: Path, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if lost is not None:
+        (own / lost).unlink()
+    before = contents(own)
+    CHANGES[name](source / SHARD)
+    assert run("run", source, own) == 1
+    said = capsys.readouterr().err
+    assert f"error: {SHARD}: this source shard changed since the job" in said
+    assert "Restore it with its time of modification, or start again in a different folder" in said
+    assert contents(own) == before
+
+
+def test_a_changed_source_shard_of_which_nothing_was_made_may_be_accepted(
+    source: Path, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one that was damaged, and downloaded again."""
+    (own / SHARD).unlink()
+    (own / ".k2convert" / "shards" / f"{SHARD}.json").unlink()
+    os.utime(source / SHARD, ns=(0, 0))
+    assert run("run", source, own) == 1
+    said = capsys.readouterr().err
+    assert f"{SHARD}: this source shard changed" in said
+    assert f"delete {own / '.k2convert' / 'job.json'} and run the same command again" in said
+    (own / ".k2convert" / "job.json").unlink()
+    assert run("run", source, own, "--json") == 0
+    assert run("run", source, tmp_path / "new", "--json") == 0
+    assert contents(own) == contents(tmp_path / "new")
+
+
+def test_a_source_on_another_disk_is_compared_by_making_its_shards_again(
+    source: Path, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {name: data for name, data in contents(own).items() if name != ".k2convert/job.json"}
+    moved = shutil.copytree(source, tmp_path / "moved")
+    assert run("run", moved, own) == 0
+    assert "already complete: 3 of 3" in capsys.readouterr().err
+    (own / SHARD).unlink()
+    assert run("run", source, own) == 0
+    assert "the source was moved: 2 finished shards are made again" in capsys.readouterr().err
+    assert {name: data for name, data in contents(own).items() if name != ".k2convert/job.json"} == before
+    (own / SHARD).unlink()
+    assert run("run", source, own) == 0
+    assert "the source was moved" not in capsys.readouterr().err
+
+
+def test_a_source_replaced_with_the_same_size_and_time_is_refused(
+    source: Path, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own / SHARD).unlink()
+    before = contents(own)
+    kept, other = source.parent / "kept", source.parent / "other"
+    shutil.copy2(source / OTHER, other)
+    flip(other, keep_time=True)
+    (source / OTHER).rename(kept)
+    other.rename(source / OTHER)
+    for _ in range(2):
+        assert run("run", source, own) == 1
+        said = capsys.readouterr().err
+        assert f"error: {OTHER}: the source was replaced since the job" in said
+        assert f"Restore {OTHER}, or start again in a different folder" in said
+        assert {name: data for name, data in contents(own).items() if SHARD not in name} == {
+            name: data for name, data in before.items() if SHARD not in name
+        }
+    kept.rename(source / OTHER)
+    assert run("run", source, own, "--json") == 0
+
+
+def test_a_job_of_version_0_1_resumes(source: Path, own: Path, finished: Path) -> None:
+    """It knows neither the source's files nor checksums."""
+    path = own / ".k2convert" / "job.json"
+    whole = path.read_bytes()
+    document = json.loads(whole)
+    del document["source"]
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    for record in (own / ".k2convert" / "shards").iterdir():
+        old = json.loads(record.read_text())
+        del old["checksum"]
+        record.write_text(json.dumps(old))
+    before = times(own)
+    assert run("run", source, own, "--json") == 0
+    assert times(own) == before
+    assert path.read_bytes() == whole, "from now on the source is known"
+    assert contents(own).keys() == contents(finished).keys()
