@@ -35,8 +35,11 @@ class Checkpoint:
         return self.folder / shard
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read config, index and every header of a local folder; raises CheckpointError if they do not fit together."""
+def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_header) -> Checkpoint:
+    """Read config, index and every header of a folder; raises CheckpointError if they do not fit together.
+
+    `read` reads the header of a shard that is not in the folder itself, and raises as `read_header` does.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Pass the folder that holds config.json and the shards.")
     config = read_json_file(folder / CONFIG_NAME)
@@ -49,7 +52,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         )
     present = sorted(p.name for p in folder.glob(f"*{SHARD_SUFFIX}"))
     return build_checkpoint(
-        folder=folder, config=config, index=index, present=present, load=lambda shard: read_header(folder / shard)
+        folder=folder, config=config, index=index, present=present, load=lambda shard: read(folder / shard)
     )
 
 

@@ -36,6 +36,11 @@ class LayoutNames:
     is_divisor: bool
 
     @property
+    def parameters(self) -> tuple[str, str, str, str]:
+        """All parameters of a converted projection. The input scale is only there with 4-bit activations."""
+        return self.weight, self.block_scale, self.global_scale, self.input_scale
+
+    @property
     def scalar_shape(self) -> tuple[int, ...]:
         return (1,) if self.is_divisor else ()
 

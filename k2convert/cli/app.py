@@ -23,6 +23,7 @@ from k2convert.cli.options import (
     QuietOption,
     RunOptions,
     SourceArgument,
+    SourceOption,
     YesOption,
     existing_place,
     new_place,
@@ -88,16 +89,24 @@ def run(options: RunOptions) -> None:
 
 @app.command()
 def status(destination: DestinationArgument, as_json: JsonOption = False) -> None:
-    """Say how far a conversion is."""
+    """Say how far a conversion is, and where it was published."""
     from k2convert.cli import console
+    from k2convert.cli.published import published_document, show_published, show_repository
     from k2convert.cli.views import show_status, status_document
+    from k2convert.hub.client import SCHEME
     from k2convert.records.journal import Journal
 
-    state = Journal(destination).state()
-    if as_json:
-        console.print_json(status_document(state))
+    if destination.startswith(SCHEME):
+        show_repository(destination, as_json=as_json)
         return
-    show_status(destination, state)
+    folder = Path(destination)
+    state = Journal(folder).state()
+    if as_json:
+        console.print_json(status_document(state) | published_document(folder))
+        return
+    show_status(folder, state)
+    if show_published(folder):
+        return
     if state.is_complete:
         if state.job.recipe["target"] == "nvfp4":
             console.print_next(console.command("k2convert", "validate", destination))
@@ -111,12 +120,12 @@ def status(destination: DestinationArgument, as_json: JsonOption = False) -> Non
 @app.command()
 def validate(
     destination: DestinationArgument,
-    source: Annotated[
-        Path | None,
-        typer.Option(help="The INT4 source: measures every weight, compares copies.", callback=existing_place),
-    ] = None,
+    source: SourceOption = None,
     layers: Annotated[
-        str | None, typer.Option(help="MoE layers to compute for real: 1,30,60 or all. Needs --source.")
+        str | None,
+        typer.Option(
+            help="MoE layers to compute for real: 1,30,60 or all; from hf:// only these are read. Needs --source."
+        ),
     ] = None,
     hidden_states: Annotated[
         Path | None, typer.Option(help="Captured hidden states (safetensors) for --layers [default: synthetic].")
@@ -126,7 +135,8 @@ def validate(
     against: Annotated[
         Path | None,
         typer.Option(
-            help="Another NVFP4 checkpoint of the same source to measure too. Needs --source.", callback=existing_place
+            help="Folder of another NVFP4 checkpoint of the same source, to measure it too. Needs --source.",
+            callback=existing_place,
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -135,6 +145,8 @@ def validate(
     """Check a converted checkpoint: servable contract, weight error, MoE layers. Exit code 3 if it fails."""
     if source is None and (layers or against or reference):
         raise typer.BadParameter("--layers, --against and --reference need --source")
+    if layers and against and any(str(text).startswith("hf://") for text in (destination, source)):
+        raise typer.BadParameter("with hf://, --layers reads only these layers: leave out --against")
     from k2convert.cli import check
 
     check.validate(
@@ -163,14 +175,13 @@ def _parse_layers(text: str | None) -> tuple[int, ...] | None:
 @app.command()
 def report(
     destination: DestinationArgument,
-    source: Annotated[
-        Path | None, typer.Option(help="The INT4 source: measures every weight again.", callback=existing_place)
-    ] = None,
+    source: SourceOption = None,
     validation: Annotated[
         Path | None, typer.Option(help="Output of `validate --json`, to be shown instead of reading the shards again.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder to write to [default: DESTINATION].", callback=new_place)
+        Path | None,
+        typer.Option(help="Folder to write to [default: DESTINATION, or . for hf://].", callback=new_place),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,

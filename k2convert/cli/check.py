@@ -1,5 +1,8 @@
 """The verbs `validate` and `report`: measure a finished folder, show the findings, write the report."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -11,13 +14,18 @@ from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.serving import print_serve
 from k2convert.cli.validation_view import show_validation
 from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy, require_extra
+from k2convert.hub.client import SCHEME, Hub, parse_repo
+from k2convert.hub.source import read_headers
+from k2convert.job.places import Source, open_result, open_source
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger
+from k2convert.records.publication import check_shards_are_here
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.collect import can_be_validated, check_folder
 from k2convert.report.document import figures_document
+from k2convert.validate.remote import RemoteShards, Shards, layer_bytes
 from k2convert.validate.results import ValidationReport, folder_bytes, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
 
@@ -29,9 +37,9 @@ _VALIDATION_REMEDY: Final = "Write it again: `k2convert validate DEST --json > F
 
 
 def validate(
-    destination: Path,
+    destination: str,
     *,
-    source: Path | None,
+    source: str | None,
     layers: tuple[int, ...] | None,
     hidden_states: Path | None,
     tokens: int,
@@ -44,54 +52,123 @@ def validate(
 
     `layers` are the reference layers to compute: empty means all, None means none.
     """
-    opened = None if source is None else _open_source(source)
     if reference:
         require_extra("reference", purpose="--reference")
-    _check_operands(opened, layers=layers, hidden_states=hidden_states, against=against)
     request = None if layers is None else LayersRequest(layers, hidden_states, tokens)
-    total = folder_bytes(destination) + (folder_bytes(against) if against is not None else 0)
-    cost = (
-        None
-        if opened is None or layers is None
-        else _say_layers_cost(opened, destination, layers, tokens=tokens, quiet=quiet)
-    )
+    with _open(destination, source) as opened:
+        _check_operands(opened.source, layers=layers, hidden_states=hidden_states, against=against)
+        if opened.shards.result is None:
+            check_shards_are_here(opened.folder)
+        total = opened.bytes_to_read(layers) + (folder_bytes(against) if against is not None else 0)
+        if opened.shards.is_remote and not quiet:
+            console.print_event(
+                f"checks {console.format_bytes(total)}, shard by shard; what comes from the Hub is dropped"
+            )
+        with _display(opened, request, total, quiet=quiet) as events:
+            found = validate_checkpoint(
+                folder=opened.folder,
+                source=opened.source,
+                reference=reference,
+                against=against,
+                layers=request,
+                events=events,
+                shards=opened.shards,
+            )
+        _show_found(_named(found, destination), opened.folder, as_json=as_json)
+
+
+def _display(opened: "_Opened", request: LayersRequest | None, total: int, *, quiet: bool) -> Display:
+    """Return the display of a validation. Says what the layers will take, if some are to be computed."""
+    cost = None if request is None else _say_layers_cost(opened, request, quiet=quiet)
     extent = Extent({"check": (total, 0)}, num_experts=cost.num_experts if cost is not None else 0)
     display = Display("validate", extent, quiet=quiet)
     if cost is not None and cost.seconds is not None:
         display.tally.expected_seconds["layers"] = cost.seconds
-    with display as events:
-        found = validate_checkpoint(
-            folder=destination, source=opened, reference=reference, against=against, layers=request, events=events
-        )
+    return display
+
+
+def _show_found(found: ValidationReport, folder: Path, *, as_json: bool) -> None:
+    """Show a validation; raises InvalidCheckpointError if it failed. `folder` has the result's config.json."""
     if as_json:
         console.print_json(validation_document(found))
     else:
         show_validation(found)
     if not found.passed:
-        raise InvalidCheckpointError(f"{destination}: validation failed, see above. Do not publish or serve it.")
+        raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")
     if not as_json:
-        print_serve(str(destination), folder=destination)
+        ref = parse_repo(found.folder) if found.folder.startswith(SCHEME) else None
+        words = ("--revision", ref.revision) if ref is not None and ref.revision is not None else ()
+        print_serve(found.folder if ref is None else ref.repo, *words, folder=folder)
 
 
-def _open_source(source: Path) -> Checkpoint:
-    with remedy(SOURCE_REMEDY):
-        return open_checkpoint(source)
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A result and its source, open: folders, and where shards that are not in them come from."""
+
+    folder: Path
+    source: Checkpoint | None
+    shards: Shards
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the result's shards."""
+        return self.shards.result_bytes() if self.shards.result is not None else folder_bytes(self.folder)
+
+    def bytes_to_read(self, layers: tuple[int, ...] | None) -> int:
+        """The bytes of the result that a validation reads; of `layers`, about as many as the source's."""
+        if not layers or self.source is None or not self.shards.is_remote:
+            return self.num_bytes
+        return layer_bytes(self.source, layers)
 
 
-def _say_layers_cost(
-    source: Checkpoint, folder: Path, layers: tuple[int, ...], *, tokens: int, quiet: bool
-) -> "LayersCost | None":
+@contextmanager
+def _open(destination: str, source: str | None) -> Generator[_Opened]:
+    """Open a result and, if given, its source; either may be hf://owner/name[@revision]."""
+    hub = Hub(notify=console.print_event)
+    with open_result(destination, hub=hub) as result, _open_source(source, hub=hub) as origin:
+        shards = Shards()
+        if origin is not None and origin.remote is not None:
+            shards = replace(shards, source=RemoteShards(hub, origin.remote, origin.checkpoint.folder))
+        if result.remote is not None:
+            headers = read_headers(hub, result.remote, folder=result.folder)
+            shards = replace(shards, result=RemoteShards(hub, result.remote, result.folder, headers))
+        yield _Opened(result.folder, None if origin is None else origin.checkpoint, shards)
+
+
+@contextmanager
+def _open_source(text: str | None, *, hub: Hub) -> Generator[Source | None]:
+    """Open the source. A name without hf:// is a folder here, so that a mistyped one is not looked up on the Hub."""
+    if text is None:
+        yield None
+    elif text.startswith(SCHEME):
+        with open_source(text, hub=hub) as source:
+            yield source
+    else:
+        with remedy(SOURCE_REMEDY):
+            checkpoint = open_checkpoint(Path(text))
+        yield Source(checkpoint)
+
+
+def _named(found: ValidationReport, destination: str) -> ValidationReport:
+    """Name what was validated as the user did, not by its temporary folder."""
+    return replace(found, folder=destination, contract=replace(found.contract, folder=destination))
+
+
+def _say_layers_cost(opened: "_Opened", request: LayersRequest, *, quiet: bool) -> "LayersCost | None":
     """Say what --layers will take, before anything is read; None if the result cannot be opened."""
     from k2convert.validate.layers.cost import layers_cost
 
+    if opened.source is None:
+        return None
     try:
         with Waiting("measures one expert", quiet=quiet):
-            cost = layers_cost(source=source, converted=open_checkpoint(folder), layers=layers)
+            converted = None if opened.shards.is_remote else open_checkpoint(opened.folder)
+            cost = layers_cost(source=opened.source, converted=converted, layers=request.layers)
     except K2ConvertError:  # the validation says what is wrong
         return None
     numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
     text = (
-        f"--layers {numbers}: computes {cost.num_experts:,} experts on {tokens:,} tokens and reads "
+        f"--layers {numbers}: computes {cost.num_experts:,} experts on {request.tokens:,} tokens and reads "
         f"{console.format_bytes(cost.num_bytes)}"
     )
     if cost.seconds is not None:
@@ -122,21 +199,27 @@ def _check_operands(
 
 
 def report(
-    destination: Path, *, source: Path | None, validation: Path | None, out: Path | None, as_json: bool, quiet: bool
+    destination: str, *, source: str | None, validation: Path | None, out: Path | None, as_json: bool, quiet: bool
 ) -> None:
-    """Write the report, with a validation from a file or of the folder, if the folder can be validated."""
-    check_folder(destination)
-    if validation is not None:
-        with remedy(_VALIDATION_REMEDY):
-            files = write_report(folder=destination, out=out, validation=read_json_file(validation))
-    elif (found := _validate_for_report(destination, source, quiet=quiet)) is not None:
-        measured = found.weights.errors if found.weights is not None else None
-        files = write_report(folder=destination, out=out, validation=validation_document(found), measured=measured)
-    else:
-        files = write_report(folder=destination, out=out)
+    """Write the report, with a validation from a file or of the folder, if the folder can be validated.
+
+    The report on a repository goes into the current folder, unless `out` says otherwise.
+    """
+    with _open(destination, source) as opened:
+        folder, is_remote = opened.folder, opened.shards.result is not None
+        check_folder(folder)
+        out = Path() if out is None and is_remote else out
+        if validation is not None:
+            with remedy(_VALIDATION_REMEDY):
+                files = write_report(folder=folder, out=out, validation=read_json_file(validation))
+        elif (found := _validate_for_report(opened, destination, source, quiet=quiet)) is not None:
+            measured = found.weights.errors if found.weights is not None else None
+            files = write_report(folder=folder, out=out, validation=validation_document(found), measured=measured)
+        else:
+            files = write_report(folder=folder, out=out)
     is_servable = _show_report(files, as_json)
-    if not as_json and is_servable:
-        _print_next_of_report(destination, is_complete=files.report.is_complete)
+    if not as_json and is_servable and not is_remote:
+        _print_next_of_report(folder, is_complete=files.report.is_complete)
 
 
 def _print_next_of_report(destination: Path, *, is_complete: bool) -> None:
@@ -147,17 +230,19 @@ def _print_next_of_report(destination: Path, *, is_complete: bool) -> None:
         console.print_next(console.command("k2convert", "status", destination))
 
 
-def _validate_for_report(destination: Path, source: Path | None, *, quiet: bool) -> ValidationReport | None:
-    if not can_be_validated(destination):
+def _validate_for_report(
+    opened: _Opened, destination: str, source: str | None, *, quiet: bool
+) -> ValidationReport | None:
+    if not can_be_validated(opened.folder):
         if source is not None:
             raise CheckpointError(
                 f"{destination}: not a finished checkpoint with shards, so it cannot be measured against {source}. "
                 "Leave out --source."
             )
         return None
-    opened = None if source is None else _open_source(source)
-    with Display("report", Extent({"check": (folder_bytes(destination), 0)}), quiet=quiet) as events:
-        return validate_checkpoint(folder=destination, source=opened, events=events)
+    with Display("report", Extent({"check": (opened.num_bytes, 0)}), quiet=quiet) as events:
+        found = validate_checkpoint(folder=opened.folder, source=opened.source, events=events, shards=opened.shards)
+    return _named(found, destination)
 
 
 def _show_report(files: ReportFiles, as_json: bool) -> bool:

@@ -77,7 +77,12 @@ SourceArgument = Annotated[
     ),
 ]
 DestinationArgument = Annotated[
-    Path, typer.Argument(help="Folder of the converted checkpoint.", callback=existing_place, show_default=False)
+    str,
+    typer.Argument(
+        help="Folder of the converted checkpoint, or hf://owner/name[@revision].",
+        callback=existing_place,
+        show_default=False,
+    ),
 ]
 FolderArgument = Annotated[
     Path, typer.Argument(help="Folder of the converted checkpoint.", callback=local_folder, show_default=False)
@@ -89,6 +94,13 @@ ResultArgument = Annotated[
     ),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Show no progress on stderr.")]
+SourceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The INT4 source, a folder or hf://owner/name[@revision]: measures every weight, compares copies.",
+        callback=existing_place,
+    ),
+]
 PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Publish without asking.")]
 

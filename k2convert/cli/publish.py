@@ -19,18 +19,23 @@ from k2convert.job.publish import (
     validate_publication,
 )
 from k2convert.records.events import Extent
+from k2convert.records.publication import Published, check_shards_are_here, find_published, has_left, record_published
 
 
 def publish(
     folder: Path, *, repo: str, private: bool, yes: bool, base_model: str | None, as_json: bool, quiet: bool
 ) -> None:
     """Validate a finished folder and publish it, unless main has it already."""
+    name = repo_without_revision(_parse_repo(repo))
+    if has_left(folder):
+        _show_left(folder, name, as_json=as_json)
+        return
     check_endpoint()
     bound_memory()
     hub = Hub(notify=console.print_event)
     publication = prepare_publication(
         folder,
-        repo=repo_without_revision(_parse_repo(repo)),
+        repo=name,
         private=private,
         base_model=None if base_model is None else base_model_name(_parse_repo(base_model)),
         hub=hub,
@@ -46,16 +51,31 @@ def publish(
         console.print_note(f"publishes {len(ledger.shards)} shards and these files: {others}")
         confirm(target, total_bytes=ledger.num_bytes, yes=yes, ask=typer.confirm)
         commit = _publish(publication, quiet=quiet)
+    record_published(folder, Published(target.repo, commit))
     if as_json:
         console.print_json({"repo": target.repo, "commit": commit, "private": target.private})
     else:
         show_commit(hub, Destination(folder, target.repo), commit)
 
 
+def _show_left(folder: Path, repo: str, *, as_json: bool) -> None:
+    """Say where a work folder's shards are; raises DestinationError if that is not the repository asked for."""
+    published = find_published(folder)
+    if published is None or published.repo != repo:
+        check_shards_are_here(folder)
+        return
+    if as_json:
+        console.print_json({"repo": repo, "commit": published.commit, "published_before": True})
+        return
+    console.print_line(f"{folder}: published as {published}. Its shards are no longer here")
+    console.print_next(console.command("k2convert", "validate", f"{SCHEME}{repo}"))
+
+
 def _publish(publication: Publication, *, quiet: bool) -> str:
     total_bytes = publication.ledger.num_bytes
     with Display("validate", Extent({"check": (total_bytes, 0)}), quiet=quiet) as events:
         validation, hashes = validate_publication(publication, events=events)
+    console.print_note(validation.contract.summary)
     with Display("publish", Extent({"upload": (total_bytes, 0)}), quiet=quiet) as events:
         return publish_folder(publication, validation, hashes, events=events)
 

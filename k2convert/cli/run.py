@@ -12,7 +12,7 @@ from k2convert.cli import console
 from k2convert.cli.options import RunOptions, check_kv_cache, command_words, parse_size, recipe_overrides
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.serving import print_serve
-from k2convert.cli.validation_view import show_validation
+from k2convert.cli.validation_view import contract_counts, show_validation
 from k2convert.cli.views import (
     estimate_document,
     plan_document,
@@ -38,6 +38,7 @@ from k2convert.records.command import JobCommand
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import summarize
+from k2convert.records.publication import Published, record_published
 
 
 def run(options: RunOptions) -> None:
@@ -99,6 +100,7 @@ def _show_plan(job: Job, options: RunOptions) -> None:
 
 def _show_published(job: Job, target: Target, *, as_json: bool) -> None:
     Branch(job.hub, target, branch_name(job.digest)).delete()  # a run killed after its last commit leaves it
+    record_published(job.destination.folder, Published(target.repo, str(target.head)))
     console.print_note(f"{target.repo}: main already holds this result")
     if as_json:
         console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
@@ -114,7 +116,8 @@ def _verify(job: Job, options: RunOptions) -> Job:
         finished = journal.find_records(job.digest)
         doubtful = shards_to_hash(journal, finished, everything=options.verify)
         total = sum(record.file_bytes for record in doubtful.values())
-        with Display("verify", Extent({"check": (total, 0)}), quiet=options.quiet) as events:
+        is_quiet = options.quiet or not doubtful
+        with Display("verify", Extent({"check": (total, 0)}), quiet=is_quiet) as events:
             found = verify_shards(journal, finished, doubtful=doubtful, events=events)
     if not options.quiet and (found.records or found.again):
         console.print_note(verification_line(found))
@@ -141,6 +144,8 @@ def _do(job: Job, options: RunOptions) -> None:
         error.add_note(f"{display.tally.shards} of {len(job.plan.jobs)} shards are converted. The same command resumes")
         error.add_note(command.line(here=command.folder))  # both are shown after an interrupt
         raise
+    if job.target is not None and outcome.commit is not None:
+        record_published(job.destination.folder, Published(job.target.repo, outcome.commit))
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
 
 
@@ -154,10 +159,14 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
                 "repo": job.destination.repo,
                 "commit": outcome.commit,
             }
+            if outcome.validation is not None:
+                document["contract"] = contract_counts(outcome.validation.contract)
         console.print_json(document)
         return
     show_run(job, totals, seconds)
     if outcome.commit is not None:
+        if outcome.validation is not None:
+            console.print_line(outcome.validation.contract.summary)
         show_commit(job.hub, job.destination, outcome.commit)
     elif job.plan.recipe.target == "nvfp4":
         given = () if job.uses_hub else ("--source", options.source)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from k2convert.cli.console import print_line, print_table, print_verdict
 from k2convert.validate.contract.findings import MAX_OFFENDERS, ContractReport
@@ -20,6 +21,11 @@ def show_validation(report: ValidationReport) -> None:
     if report.comparison is not None:
         _show_comparison(report.comparison)
     print_verdict(report.folder, passed=report.passed)
+
+
+def contract_counts(contract: ContractReport) -> dict[str, Any]:
+    """Return how many rules there are and which ones were not checked, for --json."""
+    return {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
 
 
 def _show_contract(contract: ContractReport) -> None:

@@ -122,13 +122,15 @@ class Branch:
 
         `sent` gets the bytes that were sent since its last call: over Xet all at the end, negative before a retry.
 
-        For plain LFS a known `sha256` saves the library a pass over the file. Over Xet the library hashes the bytes as
-        it sends them, and that hash is checked against the known one. Raises ChangedFileError if the file does not have
-        the known hash, HubError if the Hub fails.
+        A known `sha256` is compared with the file's: for plain LFS just before sending, where it saves the library a
+        pass over the file; over Xet with the hash that the library computes of the bytes as it sends them. Raises
+        ChangedFileError if the file does not have the known hash, HubError if the Hub fails.
         """
         from huggingface_hub import CommitOperationAdd, constants
 
         api, count = self.hub.api(), _Count(sent)
+        if sha256 is not None and constants.HF_HUB_DISABLE_XET and file_sha256(path) != sha256:
+            raise ChangedFileError(path)
 
         def attempt() -> CommitOperationAdd:
             count.move_to(0)

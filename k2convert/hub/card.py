@@ -66,6 +66,8 @@ class CardFacts:
     """One phrase that says what the rule does."""
     has_power_of_two_scale: bool
     """Whether the scale of each tensor is a power of two; otherwise it is any FP32 value."""
+    checked: str
+    """A sentence that says which rules were checked before publishing."""
 
     @property
     def is_w4a4(self) -> bool:
@@ -252,6 +254,7 @@ def _provenance(facts: CardFacts) -> str:
 ## Provenance
 
 - Source: {facts.base}, {commit}
+- Before publishing: {facts.checked}
 - Converter: k2convert {facts.tool_version} ({versions}), recipe `{facts.recipe["name"]}`
 - `{LEDGER_NAME}` has the whole recipe, the digests of the source's headers, the blake3 of every shard, and all sums.
 """

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 
 from k2convert.buffers import BUFFERS
@@ -23,7 +23,7 @@ from k2convert.checkpoint.folders import check_no_link
 from k2convert.errors import DestinationError, DestinationWriteError, DiskFullError, HubError
 from k2convert.hub.client import NUM_ATTEMPTS, Hub
 from k2convert.hub.request_errors import HubRequestError
-from k2convert.hub.segments import PartialFile, open_partial
+from k2convert.hub.segments import PartialFile, open_partial, range_segment_bytes
 from k2convert.hub.source import RemoteRepo, file_url
 
 NUM_CONNECTIONS = 8  # one connection seldom fills a line
@@ -83,8 +83,61 @@ def download_shard(
     )
 
 
+def download_ranges(
+    hub: Hub, source: RemoteRepo, shard: str, *, target: Path, ranges: Iterable[tuple[int, int]]
+) -> None:
+    """Fetch the byte ranges [begin, end) of `shard` into a sparse file of its size; the rest of it takes no disk.
+
+    Whole segments are fetched (see segments.py). There is no hash of a part, so nothing but TLS checks the bytes.
+    Raises as `download_shard`.
+    """
+    file = source.shard(shard)
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+    partial = open_partial(target, file, segment_bytes=range_segment_bytes(file.num_bytes))
+    try:
+        partial.keep_only(ranges)
+        with _fetching(hub, partial, file_url(hub, source, shard), _ignore) as check:
+            while not partial.is_complete():
+                check()
+                partial.wait(0.2)
+        with writing(target):
+            partial.path.replace(target)
+    finally:
+        os.close(partial.descriptor)
+
+
 def _fill(hub: Hub, partial: PartialFile, url: str, stop: threading.Event, arrived: Arrived) -> str:
     """Fetch the missing segments in threads, hash them in order in this one; returns the sha256 as hex."""
+    digest = hashlib.sha256()
+    position = 0
+    buffer = BUFFERS.empty(_HASH_BYTES)
+    try:
+        with _fetching(hub, partial, url, arrived) as check:
+            while position < partial.file.num_bytes:
+                check()
+                if stop.is_set():
+                    raise HubError(f"{partial.path.name}: stopped. Run the same command again to continue.")
+                frontier = partial.frontier()
+                if position == frontier:
+                    partial.wait(0.2)
+                else:
+                    with writing(partial.path):
+                        count = os.preadv(partial.descriptor, [buffer[: frontier - position].data], position)
+                    digest.update(buffer[:count].data)
+                    position += count
+                partial.record()
+    finally:
+        if position < partial.file.num_bytes:
+            with contextlib.suppress(DiskFullError, DestinationWriteError, DestinationError):
+                partial.record(force=True)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _fetching(hub: Hub, partial: PartialFile, url: str, arrived: Arrived) -> Generator[Callable[[], None]]:
+    """Fetch missing segments in threads during the block; what it yields raises the error of a thread that failed."""
     failures: list[BaseException] = []
     halt = threading.Event()
     threads = [
@@ -96,34 +149,19 @@ def _fill(hub: Hub, partial: PartialFile, url: str, stop: threading.Event, arriv
         )
         for i in range(min(NUM_CONNECTIONS, len(partial.done)))
     ]
-    digest = hashlib.sha256()
-    position = 0
-    buffer = BUFFERS.empty(_HASH_BYTES)
+
+    def check() -> None:
+        if failures:
+            raise failures[0]
+
     try:
         for thread in threads:
             thread.start()
-        while position < partial.file.num_bytes:
-            if failures:
-                raise failures[0]
-            if stop.is_set():
-                raise HubError(f"{partial.path.name}: stopped. Run the same command again to continue.")
-            frontier = partial.frontier()
-            if position == frontier:
-                partial.wait(0.2)
-            else:
-                with writing(partial.path):
-                    count = os.preadv(partial.descriptor, [buffer[: frontier - position].data], position)
-                digest.update(buffer[:count].data)
-                position += count
-            partial.record()
+        yield check
     finally:
         halt.set()
         for thread in filter(threading.Thread.is_alive, threads):
             thread.join()
-        if position < partial.file.num_bytes:
-            with contextlib.suppress(DiskFullError, DestinationWriteError, DestinationError):
-                partial.record(force=True)
-    return digest.hexdigest()
 
 
 def _fetch_runs(

@@ -9,10 +9,12 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from k2convert.buffers import PAGE_BYTES
 from k2convert.checkpoint.files import write_atomically, writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.errors import DiskFullError
@@ -32,6 +34,11 @@ def segment_bytes_for(num_bytes: int) -> int:
     """
     step = MIN_SEGMENT_BYTES
     return min(MAX_SEGMENT_BYTES, max(step, -(-num_bytes // (64 * step)) * step))
+
+
+def range_segment_bytes(num_bytes: int) -> int:
+    """The length of a segment if only ranges of a file are fetched: short, so that little else is, and not millions."""
+    return PAGE_BYTES if num_bytes < LARGE_BYTES else MIN_SEGMENT_BYTES
 
 
 @dataclass(slots=True)
@@ -59,6 +66,16 @@ class PartialFile:
 
     def end_of(self, segment: int) -> int:
         return min((segment + 1) * self.segment_bytes, self.file.num_bytes)
+
+    def keep_only(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch only the segments that a byte range [begin, end) touches. Call it before the first `claim`."""
+        left_out = bytearray(b"\x01" * len(self.done))
+        for begin, end in ranges:
+            first, stop = begin // self.segment_bytes, -(-end // self.segment_bytes)
+            left_out[first:stop] = bytes(stop - first)
+        with self._lock:
+            self.done[:] = left_out
+            self._taken[:] = left_out
 
     def claim(self, *, max_bytes: int) -> range | None:
         """Take the first run of free segments, of about `max_bytes` at most; None when every segment is taken."""
@@ -149,7 +166,7 @@ def part_path(target: Path) -> Path:
     return target.with_name(target.name + ".part")
 
 
-def open_partial(target: Path, file: RemoteFile) -> PartialFile:
+def open_partial(target: Path, file: RemoteFile, *, segment_bytes: int | None = None) -> PartialFile:
     """Open or create `target`.part at its full size, with the segments that an earlier attempt recorded.
 
     Raises DiskFullError if there is no room, DestinationWriteError if the files cannot be opened, DestinationError
@@ -157,7 +174,7 @@ def open_partial(target: Path, file: RemoteFile) -> PartialFile:
     """
     path = part_path(target)
     record_path = path.with_name(path.name + ".json")
-    segment_bytes = segment_bytes_for(file.num_bytes)
+    segment_bytes = segment_bytes or segment_bytes_for(file.num_bytes)
     num_segments = -(-file.num_bytes // segment_bytes)
     for name in (path, record_path):
         check_no_link(name)

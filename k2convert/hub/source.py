@@ -19,7 +19,7 @@ from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, Content, num_bytes_
 from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
-from k2convert.errors import DestinationWriteError, DiskFullError, HubError, quoted
+from k2convert.errors import DestinationWriteError, DiskFullError, HubError, MalformedFileError, quoted
 from k2convert.hub.client import NUM_ATTEMPTS, Hub, RepoRef
 
 T = TypeVar("T")
@@ -114,11 +114,11 @@ def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile) -> bytes:
     )
 
 
-def fetch_header(hub: Hub, source: RemoteRepo, shard: str) -> ShardHeader:
-    """Read one shard's header with two range requests: its length, then its JSON."""
+def fetch_header(hub: Hub, source: RemoteRepo, shard: str, *, where: str | None = None) -> ShardHeader:
+    """Read one shard's header with two range requests: its length, then its JSON. `where` names it in messages."""
     file = source.shard(shard)
     url = file_url(hub, source, shard)
-    where = f"{source.repo}/{shard}"
+    where = where or f"{source.repo}/{shard}"
     prefix = hub.fetch_range(url, begin=0, end=min(8, file.num_bytes))
     length = check_header_length(prefix, shard=where, file_bytes=file.num_bytes)
     raw = prefix + hub.fetch_range(url, begin=8, end=8 + length)
@@ -150,6 +150,29 @@ def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path) -> Checkpoint:
 
     config = read_json_file(folder / CONFIG_NAME)
     return build_checkpoint(folder=folder, config=config, index=index, present=present, load=load)
+
+
+def read_headers(hub: Hub, source: RemoteRepo, *, folder: Path) -> dict[str, ShardHeader | MalformedFileError]:
+    """Read the headers of all shards of a repository; a damaged header gives the error that a file in `folder` would.
+
+    Raises HubError if the Hub fails.
+    """
+
+    def read(shard: str) -> ShardHeader | MalformedFileError:
+        try:
+            return fetch_header(hub, source, shard, where=str(folder / shard))
+        except MalformedFileError as error:
+            return error
+
+    return dict(_in_threads(read, [path for path in source.files if path.endswith(SHARD_SUFFIX) and "/" not in path]))
+
+
+def mark_other_files(source: RemoteRepo, *, folder: Path) -> None:
+    """Create an empty file in `folder` for each file of the repository that is not there, so that its name is seen."""
+    for file in source.files.values():
+        path = _small_path(source, file, folder=folder)
+        if not path.exists():
+            _keep_small_file(path, b"")
 
 
 def _named_shards(index: dict[str, Any] | None) -> set[str]:

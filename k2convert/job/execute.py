@@ -36,14 +36,16 @@ from k2convert.records.command import forget_command, keep_command
 from k2convert.records.events import SILENT, Events, Extent, Phase
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
+from k2convert.validate.results import ValidationReport
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished job left: every shard's record, and main's commit if the result went to the Hub."""
+    """What a finished job left: every shard's record; main's commit and the findings if the result went to the Hub."""
 
     records: dict[str, ShardRecord]
     commit: str | None
+    validation: ValidationReport | None = None
 
 
 def execute(job: Job, *, events: Events = SILENT) -> Outcome:
@@ -85,9 +87,9 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
             forget_command(folder)
             return Outcome(records, None)
         machine.release_buffers()
-        commit = publish_result(job, job.target, uploads, names)
+        commit, validation = publish_result(job, job.target, uploads, names)
         forget_command(folder)
-        return Outcome(records, commit)
+        return Outcome(records, commit, validation)
 
 
 def _check_work_folder(folder: Path) -> None:
@@ -107,6 +109,10 @@ def _open_uploads(job: Job, journal: Journal, events: Events) -> Uploads | None:
     branch.open()
     uploads = Uploads(branch, journal, {}, events)
     uploads.restore(job.digest)
+    if num_unchecked := sum(not uploads.is_checked(name) for name in uploads.records):
+        job.hub.notify(
+            f"{num_unchecked} finished shards were not compared with the source by an earlier run: they are made again"
+        )
     return uploads
 
 
@@ -198,12 +204,18 @@ def _run_pipeline(
 def _remaining(
     job: Job, journal: Journal, uploads: Uploads | None, records: dict[str, ShardRecord]
 ) -> tuple[list[Item], list[Item]]:
-    """Return the items to convert, and those that only have to be uploaded."""
+    """Return the items to convert, and those that only have to be uploaded.
+
+    A shard for the Hub is converted again if its record does not say that it was compared with the source.
+    """
     items: list[Item] = []
     to_upload: list[Item] = []
     for item in job.items:
         record = records.get(item.name)
-        if uploads is not None and uploads.has_arrived(item.name):
+        if uploads is not None and not uploads.is_checked(item.name):
+            remove_file(job.destination.folder / item.name)
+            items.append(item)
+        elif uploads is not None and uploads.has_arrived(item.name):
             remove_file(job.destination.folder / item.name)
         elif record is None or not journal.has_file(record):
             items.append(item)

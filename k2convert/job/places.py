@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Final
 
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
-from k2convert.checkpoint.names import CARD_NAME, WORK_FOLDER
+from k2convert.checkpoint.names import CARD_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import DestinationError, HubError, K2ConvertError, remedy
 from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
 from k2convert.hub.request_errors import HubRequestError
-from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
+from k2convert.hub.source import RemoteRepo, fetch_small_files, mark_other_files, open_remote, resolve_source
 from k2convert.hub.source_card import SourceCard, read_source_card_file
 from k2convert.models.projections import SOURCE_REMEDY
 
@@ -44,6 +44,14 @@ class Source:
     @property
     def revision(self) -> str | None:
         return self.remote.commit if self.remote is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An opened result. If `remote` is set, the folder has its small files, and an empty file for every shard."""
+
+    folder: Path
+    remote: RemoteRepo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,28 @@ def _shown_as(text: str, folder: Path) -> Generator[None]:
     except K2ConvertError as error:
         error.args = tuple(arg.replace(str(folder), text) if isinstance(arg, str) else arg for arg in error.args)
         raise
+
+
+@contextmanager
+def open_result(text: str, *, hub: Hub) -> Generator[Result]:
+    """Open a converted folder, or hf://owner/name[@revision]: its small files, in a folder that lasts for the block.
+
+    Raises HubError if the repository cannot be read or has no shard.
+    """
+    ref = parse_repo(text) if text.startswith(SCHEME) else None
+    if ref is None:
+        yield Result(Path(text))
+        return
+    remote = resolve_source(hub, ref)
+    if not any(path.endswith(SHARD_SUFFIX) for path in remote.files):
+        raise HubError(f"{text}: has no shards, so it holds no result. Check the name and the revision.")
+    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
+        folder = Path(temporary) / ref.repo
+        folder.mkdir(parents=True)
+        fetch_small_files(hub, remote, folder=folder)
+        mark_other_files(remote, folder=folder)
+        with _shown_as(text, folder):
+            yield Result(folder, remote)
 
 
 def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> RemoteRepo:

@@ -13,12 +13,14 @@ from threading import Event
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_json_file
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, REPORT_PICTURE_NAME
 from k2convert.checkpoint.page_cache import leave_cache
-from k2convert.errors import HubError, InvalidCheckpointError, MissingDependencyError, remedy
+from k2convert.checkpoint.sidecars import list_sidecars
+from k2convert.errors import CheckpointError, HubError, InvalidCheckpointError, MissingDependencyError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
 from k2convert.hub.card import ROLE_NAMES, CardFacts, build_card
 from k2convert.hub.client import Hub, RepoRef, check_endpoint
+from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target, check_target
-from k2convert.hub.source import RemoteRepo, read_file, resolve_source
+from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
 from k2convert.job.machine import release_buffers
 from k2convert.job.pipeline import Pipeline, Stages
@@ -31,8 +33,8 @@ from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.report import write_report
-from k2convert.validate.contract.streamed import check_streamed
 from k2convert.validate.results import ValidationReport, validation_document
+from k2convert.validate.streamed import validate_streamed
 from k2convert.validate.validation import validate_checkpoint
 
 
@@ -44,26 +46,44 @@ class UnservableError(InvalidCheckpointError):
         self.validation = validation
 
 
-def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> str:
-    """Check the contract on a job's result, and commit shards and files to main; returns the commit's id.
+def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> tuple[str, ValidationReport]:
+    """Check the contract on a job's result, and commit shards and files to main; returns the commit and the findings.
 
-    `names` are the files next to the shards. The shards are on the work branch: what their scans found is checked.
-    Raises UnservableError if a rule fails; main is not changed then.
+    `names` are the files next to the shards. The shards are on the work branch: their scans and comparisons with the
+    source are checked. Raises UnservableError if a rule fails; main is not changed then.
     """
     folder = job.destination.folder
-    scans = [upload.scan for upload in uploads.uploads.values()]
-    contract = check_streamed(folder, headers=output_headers(job.plan), scans=scans)
-    validation = ValidationReport(str(folder), contract, weights=None, layers=None, comparison=None)
+    if job.source.remote is not None:
+        _check_small_files(job.source.checkpoint.folder, job.source.remote)
+    validation = validate_streamed(
+        folder,
+        headers=output_headers(job.plan),
+        scans=[upload.scan for upload in uploads.uploads.values()],
+        source=job.source.checkpoint,
+        records=uploads.records.values(),
+    )
     if not validation.passed:
-        failed = ", ".join(map(str, contract.failed))
+        failed = ", ".join(map(str, validation.contract.failed))
+        reason = f"rules {failed}" if failed else "decoded weights differ from the records"
         raise UnservableError(
-            f"{target.repo}: the result does not validate (rules {failed}), so main was not changed. The shards are on "
+            f"{target.repo}: the result does not validate ({reason}), so main was not changed. The shards are on "
             f"the branch {uploads.branch.name}.",
             validation,
         )
     files: dict[str, Path | bytes] = {name: folder / name for name in names}
     extra = card_files(folder, repo=target.repo, base_model=job.source.repo, source=job.card, validation=validation)
-    return uploads.commit_to_main(files=files | extra, message=_commit_message(target.repo))
+    return uploads.commit_to_main(files=files | extra, message=_commit_message(target.repo)), validation
+
+
+def _check_small_files(folder: Path, remote: RemoteRepo) -> None:
+    """Compare the copies of a remote source's small files with the hashes that the Hub lists (HubError)."""
+    for relative in list_sidecars(folder):
+        file = remote.files.get(relative.as_posix())
+        if file is None or not matches(folder / relative, file):
+            raise HubError(
+                f"{folder / relative}: differs from the file of {remote.repo}, so main was not changed. Run the same "
+                "command again: the file is fetched again."
+            )
 
 
 def _commit_message(repo: str) -> str:
@@ -74,7 +94,7 @@ def card_files(
     folder: Path, *, repo: str, base_model: str | None, source: SourceCard, validation: ValidationReport
 ) -> dict[str, bytes]:
     """Return the model card of a finished folder, and the report that it shows, by file name."""
-    files = report_files(folder, validation=validation)
+    files = report_files(folder, name=repo, validation=validation)
     has_picture = REPORT_PICTURE_NAME in files or (folder / REPORT_PICTURE_NAME).is_file()
     ledger, config = read_ledger(folder), read_json_file(folder / CONFIG_NAME)
     family, rule = find_family(str(ledger.family)).card, RULES[ledger.recipe["rule"]]
@@ -98,6 +118,7 @@ def card_files(
         has_vision=family.has_vision,
         rule_summary=rule.summary,
         has_power_of_two_scale=rule.has_power_of_two_scale,
+        checked=validation.contract.summary,
     )
     return files | {CARD_NAME: build_card(facts).encode()}
 
@@ -108,14 +129,15 @@ def _kept_parts(family: ModelCardFacts, roles: Sequence[str]) -> tuple[str, ...]
     return (*family.kept, *unconverted, *(("vision tower and projector",) if family.has_vision else ()))
 
 
-def report_files(folder: Path, *, validation: ValidationReport) -> dict[str, bytes]:
-    """Return the report's files by name, without those that the folder has already.
+def report_files(folder: Path, *, name: str, validation: ValidationReport) -> dict[str, bytes]:
+    """Return the report's files by file name, without those that the folder has already. `name` is the result's.
 
     Empty if the libraries that draw the report are not installed.
     """
     with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
         try:
-            files = write_report(folder=folder, out=Path(temporary), validation=validation_document(validation))
+            document = validation_document(validation)
+            files = write_report(folder=folder, out=Path(temporary), validation=document, name=name)
         except MissingDependencyError:
             return {}
         made = [path for path in (files.page, files.markdown, files.picture) if path is not None]
@@ -124,7 +146,10 @@ def report_files(folder: Path, *, validation: ValidationReport) -> dict[str, byt
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A finished local folder and the repository it goes to, checked. `others` are the files next to the shards."""
+    """A finished local folder and the repository it goes to, checked.
+
+    `others` are the files next to the shards, with their sha256 before the validation.
+    """
 
     folder: Path
     ledger: Ledger
@@ -132,7 +157,7 @@ class Publication:
     target: Target
     base_model: str | None
     card: SourceCard
-    others: tuple[Path, ...]
+    others: Mapping[Path, str]
     is_published: bool
 
 
@@ -152,7 +177,7 @@ def prepare_publication(folder: Path, *, repo: str, private: bool, base_model: s
         target=target,
         base_model=base,
         card=accepted_card(hub, card),
-        others=tuple(published_files(folder, set(file_bytes))),
+        others={path: file_sha256(folder / path) for path in published_files(folder, set(file_bytes))},
         is_published=is_published(hub, target, ledger.fingerprint),
     )
 
@@ -192,7 +217,8 @@ def publish_folder(
 ) -> str:
     """Upload what the work branch does not have, then commit everything to main; returns the commit's id.
 
-    The folder keeps its files. Raises HubError if the Hub refuses.
+    The folder keeps its files. Raises CheckpointError if a file changed since the validation, HubError if the Hub
+    refuses.
     """
     folder, ledger, target = publication.folder, publication.ledger, publication.target
     branch = Branch(publication.hub, target, branch_name(ledger.digest))
@@ -208,6 +234,9 @@ def publish_folder(
         else:
             missing.append(Item(upload.name, (), upload.num_bytes))
     _upload_all(missing, _FolderUploads(branch, uploads, events))
+    for path, sha256 in publication.others.items():
+        if file_sha256(folder / path) != sha256:
+            raise CheckpointError(f"{folder / path}: changed after it was validated. Run the same command again.")
     files: dict[str, Path | bytes] = {str(path): folder / path for path in publication.others}
     extra = card_files(
         folder, repo=target.repo, base_model=publication.base_model, source=publication.card, validation=validation

@@ -7,7 +7,7 @@ import os
 import re
 from typing import Final
 
-from k2convert.errors import HubError
+from k2convert.errors import HubError, shortened
 from k2convert.hub.client import SCHEME, parse_repo
 
 _MISSPELLED: Final = re.compile(r"hf(?::/*|/{2,})(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
@@ -17,7 +17,6 @@ _PAGE: Final = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _OTHER_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/.*", re.DOTALL)
-_SHOWN: Final = 80  # characters of a text that is quoted
 
 
 def check_source(text: str) -> None:
@@ -41,7 +40,7 @@ def check_new_place(text: str) -> None:
 def check_folder(text: str) -> None:
     """Refuse an address where only a folder of this machine can be used; raises HubError."""
     if not os.path.lexists(text) and (_MISSPELLED.fullmatch(text) or _PAGE.fullmatch(text)):
-        raise HubError(f"{text[:_SHOWN]}: not a folder of this machine. Pass a folder.")
+        raise HubError(f"{shortened(text)}: not a folder of this machine. Pass a folder.")
 
 
 def check_not_address(text: str) -> None:
@@ -58,7 +57,7 @@ def check_not_address(text: str) -> None:
         suggested = _if_repo(misspelled["rest"].lstrip("/"))
     elif not _OTHER_SCHEME.fullmatch(text):
         return
-    raise HubError(f"{text[:_SHOWN]}: neither a folder nor a repository of the Hub. Write {suggested}.")
+    raise HubError(f"{shortened(text)}: neither a folder nor a repository of the Hub. Write {suggested}.")
 
 
 def _if_repo(name: str) -> str:

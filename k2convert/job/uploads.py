@@ -107,7 +107,7 @@ class Uploads:
         else:
             scan = scan_shard(path.parent, name, visitor=hashes)
             sha256 = hashes.sha256(name)
-        if scan["digests"][name] != record.blake3:
+        if scan["digests"][name] != record.blake3 or not record.is_checked:
             raise ChangedFileError(path)
         found = UploadRecord(sha256, record.blake3, record.file_bytes, scan)
         write_atomically(self._upload_path(name), seal(asdict(found)), root=self.journal.destination)
@@ -135,6 +135,11 @@ class Uploads:
             upload = self._read_upload(name)
             if upload is not None and upload.blake3 == record.blake3:
                 self.uploads[name] = upload
+
+    def is_checked(self, name: str) -> bool:
+        """Return whether a shard was converted and compared with the source. Records of version 0.1 do not say so."""
+        record = self.records.get(name)
+        return record is not None and record.is_checked
 
     def has_arrived(self, name: str) -> bool:
         """Return whether a shard needs neither conversion nor upload."""

@@ -1,8 +1,9 @@
 """What a job leaves behind, typed, each read and written in one module.
 
-fingerprint   everything that the bytes of a result depend on
-shard_record  one finished shard
-journal       the records of one destination, its job description and its lock
-ledger        k2convert.json, which travels with the result
-events        what a running stage reports
+fingerprint      everything that the bytes of a result depend on
+source_identity  which source files a job was begun with
+shard_record     one finished shard; checksum: a damaged record is not trusted
+journal          the records of one destination, its job description and its lock
+ledger           k2convert.json, which travels with the result
+events           what a running stage reports
 """

@@ -26,7 +26,6 @@ from typing import Any, Final, TextIO
 from k2convert.checkpoint.files import (
     TEMPORARY_SUFFIX,
     dump_json,
-    mapping_or_empty,
     read_json_file,
     write_atomically,
     writing,
@@ -245,10 +244,8 @@ class Journal:
 
     def has_recorded_time(self, record: ShardRecord) -> bool:
         """Return whether a shard that is here was last modified when it was recorded."""
-        modified = (
-            path.stat().st_mtime_ns for path in (self.destination / record.shard, self._record_path(record.shard))
-        )
-        return len(set(modified)) == 1
+        shard, path = self.destination / record.shard, self._record_path(record.shard)
+        return shard.stat().st_mtime_ns == path.stat().st_mtime_ns
 
     def state(self) -> JobState:
         """Read the whole journal for display; raises DestinationError if no job was begun here."""
@@ -345,17 +342,15 @@ def _job_description(document: dict[str, Any]) -> JobDescription:
     """Check what job.json holds; raises ValueError."""
     if not all(isinstance(document.get(key), dict) for key in ("fingerprint", "recipe", "shards")):
         raise ValueError("a part is missing")
-    if not isinstance(document.get("source"), dict | None):
-        raise ValueError("the source is not an object")
     if not all(isinstance(document["recipe"].get(key), str) for key in ("name", "target", "rule", "layout")):
         raise ValueError("no recipe")
     if not all(type(num_bytes) is int for num_bytes in document["shards"].values()):
         raise ValueError("no sizes")
-    source: Any = document.get("source")
-    if source is not None and not (
-        isinstance(source, dict) and all(isinstance(i, dict) for i in mapping_or_empty(source).values())
-    ):
-        raise ValueError("no source")
+    if not isinstance(document.get("source"), dict | None):
+        raise ValueError("the source is not an object")
+    source: dict[str, Any] | None = document.get("source")
+    if source is not None and not all(isinstance(identity, dict) for identity in source.values()):
+        raise ValueError("no identities of source shards")
     return JobDescription(document["fingerprint"], document["recipe"], document["shards"], source)
 
 

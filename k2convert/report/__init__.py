@@ -6,12 +6,13 @@
     charts, heat_map, sheet, palette    matplotlib figures -> SVG in the page's colors
     page, markdown, picture             Report -> report.html, report.md, report.png
 
-Nothing here depends on time, host or path: the same folder always gives the same files. matplotlib (charts) and Jinja2
-(escaping) are imported only when a report is written.
+Apart from the day of the report, nothing here depends on time, host or path: on one day, the same folder always gives
+the same files. matplotlib (charts) and Jinja2 (escaping) are imported only when a report is written.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,13 @@ def write_report(
     out: Path | None = None,
     validation: Mapping[str, Any] | None = None,
     measured: Mapping[str, MeasuredError] | None = None,
+    name: str | None = None,
 ) -> ReportFiles:
     """Write the report on the conversion in `folder` into `out`, or into the folder itself.
 
     `validation` is the document of `validate --json`; without it the report says that nothing was checked. `measured`
-    are errors by module, used if there is no journal. Raises CheckpointError if the folder holds no conversion or a
-    document is damaged, DestinationError if `out` is a file.
+    are errors by module, used if there is no journal. `name` is the result's, by default the folder's. Raises
+    CheckpointError if the folder holds no conversion or a document is damaged, DestinationError if `out` is a file.
     """
     from k2convert.report.markdown import render_markdown
     from k2convert.report.page import render_page
@@ -57,7 +59,8 @@ def write_report(
     if target.exists() and not target.is_dir():
         raise DestinationError(f"{target}: is a file. Pass a folder for the report.")
     checks = None if validation is None else read_checks(validation)
-    report = collect_report(folder=folder, validation=validation, measured=measured)
+    made_on = datetime.now(UTC).date().isoformat()
+    report = collect_report(folder=folder, validation=validation, measured=measured, name=name, made_on=made_on)
     page, picture = render_page(report, checks), render_picture(report)
     text = render_markdown(report, checks, page=REPORT_PAGE_NAME, picture=REPORT_PICTURE_NAME if picture else None)
     make_folder(target)

@@ -118,7 +118,7 @@ def draw_block_scales(histogram: Sequence[tuple[int, int]], *, palette: Palette,
     axes.minorticks_off()
     low, high = _RANGE_LOG2
     for value, text, align in (
-        (SMALLEST_NORMAL_LOG2 - 0.1, "subnormal" if is_narrow else "subnormal: flushed to zero on Hopper", "right"),
+        (SMALLEST_NORMAL_LOG2 - 0.1, "subnormal" if is_narrow else "subnormal: zero on Hopper", "right"),
         (SMALLEST_NORMAL_LOG2 + 0.1, "2⁻⁶" if is_narrow else "2⁻⁶, the smallest normal", "left"),
         (float(np.log2(LARGEST)), "448" if is_narrow else "448, the largest", "right"),
     ):

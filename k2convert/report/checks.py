@@ -66,7 +66,12 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
             verdicts=_tally(rules),
             layers=tuple(row for layer in layers.get("layers", ()) for row in _layer_rows(layer)),
             hidden_states=_last_part(layers.get("hidden_states", "")),
-            sentences=(*_weight_sentences(document), *_layer_sentences(layers), *_against_sentences(document)),
+            sentences=(
+                *_summary(document["contract"]),
+                *_weight_sentences(document),
+                *_layer_sentences(layers),
+                *_against_sentences(document),
+            ),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedFileError(
@@ -125,6 +130,11 @@ def _layer_sentences(layers: Mapping[str, Any]) -> list[str]:
             found.append(f"Layer {number}: the router differs from the source's.")
         found += [f"Layer {number}: {failure}" for failure in layer["failures"]]
     return found
+
+
+def _summary(contract: Mapping[str, Any]) -> list[str]:
+    """What was checked, if the document says so: those of version 0.1 do not."""
+    return [str(contract["summary"])] if "summary" in contract else []
 
 
 def _weight_sentences(document: Mapping[str, Any]) -> list[str]:

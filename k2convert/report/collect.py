@@ -51,8 +51,12 @@ def collect_report(
     folder: Path,
     validation: Mapping[str, Any] | None = None,
     measured: Mapping[str, MeasuredError] | None = None,
+    name: str | None = None,
+    made_on: str = "",
 ) -> Report:
     """Collect everything about `folder`. `measured` are errors by module, used if there is no journal.
+
+    `name` is the result's, by default the folder's. `made_on` is the report's date.
 
     Raises CheckpointError if the folder holds no conversion or a BF16 copy, or if its ledger or journal is damaged.
     """
@@ -77,6 +81,8 @@ def collect_report(
     if validation is None:
         missing.append(_why_not_validated(folder))
     return Report(
+        name=folder.resolve().name if name is None else name,
+        made_on=made_on,
         provenance=_provenance(ledger, job, records, fingerprint),
         totals=totals,
         tensors=tensors,

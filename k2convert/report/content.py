@@ -155,6 +155,7 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
     header_digest = report.provenance.fingerprint.get("source_headers")
     scales = recipe.get("input_scale")
     rows = (
+        ("report made (UTC)", report.made_on or None),
         ("source", source.repo),
         ("source revision", source.revision),
         ("source headers (blake3)", header_digest),

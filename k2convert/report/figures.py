@@ -86,9 +86,12 @@ class Provenance:
 class Report:
     """Everything that a report shows. `missing` are sentences about what could not be shown, and why.
 
+    `name` is what the result is called, `made_on` the day of the report in UTC (2026-01-31) or "" if it is not said.
     `totals` are by role and under "total". `validation` is the document that `validate --json` prints, or None.
     """
 
+    name: str
+    made_on: str
     provenance: Provenance
     totals: Mapping[str, WeightMetrics]
     tensors: tuple[TensorFigures, ...]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from importlib import resources
 
@@ -22,11 +23,12 @@ from k2convert.report import content
 from k2convert.report.charts import draw_block_scales, draw_distribution, has_distribution
 from k2convert.report.checks import LAYER_COLUMNS, Checks
 from k2convert.report.figures import HeatMap, Report
-from k2convert.report.heat_map import color_scale, draw_heat_maps
+from k2convert.report.heat_map import MAP_ID, color_scale, draw_heat_maps
 from k2convert.report.palette import DARK, LIGHT, THEMED, css_variables
 from k2convert.report.sheet import to_svg
 
 _NO_CELL, _EXACT_CELL = 0, 0xFFFF
+_MAP_IMAGE = re.compile(rf'<image (?=[^>]*id="{MAP_ID}(\w+))')
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ def render_page(report: Report, checks: Checks | None) -> str:
     script = _text("page.js")
     return template.render(
         name=page_name(report),
+        made_on=report.made_on,
         rule=report.rule,
         keywords=_keywords(report),
         style=Markup(_style()),
@@ -74,8 +77,8 @@ def render_page(report: Report, checks: Checks | None) -> str:
 
 
 def page_name(report: Report) -> str:
-    """Return the title of the report: the source's repository if known, else the recipe's name."""
-    return report.provenance.repo or str(report.provenance.recipe.get("name", "unnamed recipe"))
+    """Return the title of the report: the source's repository if known, else the name of the result or the recipe."""
+    return report.provenance.repo or report.name or str(report.provenance.recipe.get("name", "unnamed recipe"))
 
 
 def _keywords(report: Report) -> list[str]:
@@ -108,12 +111,23 @@ def _charts(report: Report) -> dict[str, Chart | None]:
     )
     scales = [draw_block_scales(report.total.scale_histogram, palette=THEMED, is_narrow=n) for n in (False, True)]
     return {
-        "heat_map": both("heat-map", "Heat maps of SQNR by layer and expert", *heat) if heat else None,
+        "heat_map": _focusable(both("heat-map", "Heat maps of SQNR by layer and expert", *heat)) if heat else None,
         "distribution": both("distribution", "Histogram of SQNR over the tensors", *distribution)
         if distribution
         else None,
         "block_scales": both("block-scales", "Histogram of block scales", *scales),
     }
+
+
+def _focusable(chart: Chart) -> Chart:
+    """Let the keyboard reach every map of a chart. A chart with parts to focus is a group, not one image."""
+
+    def change(svg: Markup) -> Markup:
+        label = r'role="img" tabindex="0" aria-describedby="readout" aria-label="SQNR of \1 by layer and expert'
+        text = _MAP_IMAGE.sub(rf'<image {label}: arrow keys go from cell to cell" ', str(svg))
+        return Markup(text.replace('<svg role="img"', '<svg role="group"', 1))
+
+    return Chart(wide=change(chart.wide), narrow=change(chart.narrow))
 
 
 def _span(maps: tuple[HeatMap, ...]) -> str:

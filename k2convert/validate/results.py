@@ -2,14 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sized
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.names import SHARD_SUFFIX
 from k2convert.records.ledger import TOTAL
-from k2convert.validate.contract.findings import ContractReport, Verdict
+from k2convert.validate.contract.findings import MAX_OFFENDERS, ContractReport, RuleResult, Verdict
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.layers.result import LayersReport
 
@@ -102,6 +102,51 @@ def _add(errors: list[DecodedError]) -> DecodedError:
         squared_error=math.fsum(e.squared_error for e in errors),
         max_error_steps=max(steps) if steps else None,
     )
+
+
+def merge_contracts(found: Sequence[ContractReport]) -> ContractReport:
+    """Return one report of several parts of a result: each rule with the offenders and notes of all parts."""
+    rules = tuple(_merge_rules(same) for same in zip(*(report.rules for report in found), strict=True))
+    return replace(found[0], rules=rules)
+
+
+def _merge_rules(found: Sequence[RuleResult]) -> RuleResult:
+    if all(rule == found[0] for rule in found):
+        return found[0]
+    worst = min(found, key=lambda rule: (Verdict.FAIL, Verdict.WARN, Verdict.SKIPPED, Verdict.PASS).index(rule.verdict))
+    same = [rule for rule in found if rule.verdict is worst.verdict]
+    offenders = [offender for rule in same for offender in rule.offenders]
+    return replace(
+        worst,
+        count=sum(rule.count for rule in same),
+        offenders=tuple(offenders[:MAX_OFFENDERS]),
+        note="; ".join(dict.fromkeys(rule.note for rule in found if rule.note)),
+    )
+
+
+def merge_weights(found: Sequence[WeightsReport]) -> WeightsReport:
+    """Return one report on the tensors of several parts."""
+    return WeightsReport(
+        errors={module: error for report in found for module, error in report.errors.items()},
+        roles={module: role for report in found for module, role in report.roles.items()},
+        rule=RuleReport(
+            rule=found[0].rule.rule,
+            skip_reason=found[0].rule.skip_reason,
+            tensors=sum(report.rule.tensors for report in found),
+            blocks=sum(report.rule.blocks for report in found),
+            sampled_blocks=sum(report.rule.sampled_blocks for report in found),
+            mismatches={module: text for report in found for module, text in report.rule.mismatches.items()},
+        ),
+        journal_mismatches=tuple(module for report in found for module in report.journal_mismatches),
+        journal_compared=sum(report.journal_compared for report in found),
+        decoder_mismatches=tuple(module for report in found for module in report.decoder_mismatches),
+        decoder_compared=sum(report.decoder_compared for report in found),
+    )
+
+
+def merge_layers(found: Sequence[LayersReport]) -> LayersReport | None:
+    """Return one report on the layers of several; None if there is none."""
+    return replace(found[0], layers=tuple(layer for report in found for layer in report.layers)) if found else None
 
 
 def validation_document(report: ValidationReport) -> dict[str, Any]:

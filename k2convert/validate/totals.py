@@ -93,6 +93,14 @@ def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, 
         yield place, f"{stated!r}, but {measured!r} was measured"
 
 
+def is_same_error(measured: DecodedError, recorded: Mapping[str, Any]) -> bool:
+    """Return whether the figures that a conversion recorded are those of the written bytes."""
+    return all(
+        is_same_figure(recorded[key], getattr(measured, key))
+        for key in ("squared_error", "energy", "equal_nonzero", "num_nonzero")
+    )
+
+
 def is_same_figure(stated: float | None, measured: float | None) -> bool:
     """Return whether two figures are the same but for the order of sums. Counts must be equal."""
     if stated is None or measured is None:

@@ -9,7 +9,7 @@ number is taken from the journal: if no rule is known, which global scale a roun
 import math
 import struct
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import BoundedSemaphore
@@ -23,7 +23,6 @@ from k2convert.errors import CheckpointError, remedy
 from k2convert.models.names import TensorName
 from k2convert.models.projections import SOURCE_REMEDY, projection_of
 from k2convert.models.weights import load_projection
-from k2convert.plan.recipe import Budget
 from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.records.events import SILENT, Events
@@ -37,9 +36,17 @@ from k2convert.validate.contract.tensors import shape_problems
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.layers.result import LayerBudget, LayersReport
 from k2convert.validate.operands import check_operands
-from k2convert.validate.results import Comparison, ValidationReport, WeightsReport
+from k2convert.validate.remote import LOCAL, Shards
+from k2convert.validate.results import (
+    Comparison,
+    ValidationReport,
+    WeightsReport,
+    merge_contracts,
+    merge_layers,
+    merge_weights,
+)
 from k2convert.validate.rule_check import checkable_rule, rule_report, sharing_modules
-from k2convert.validate.totals import Totals, is_same_figure
+from k2convert.validate.totals import Totals, is_same_error
 from k2convert.validate.weights import CheckedWeight, WrittenWeight, check_weights
 
 if TYPE_CHECKING:
@@ -69,30 +76,57 @@ def validate_checkpoint(
     layers: LayersRequest | None = None,
     events: Events = SILENT,
     visitor: ShardVisitor | None = None,
+    shards: Shards = LOCAL,
 ) -> ValidationReport:
     """Validate `folder`; raises CheckpointError if a checkpoint cannot be read.
 
     Weights, `layers` and the comparison with the folder `against` need `source`; without it they are left out.
     `reference` also decodes every tensor with the layout's own library. `visitor` gets all bytes of the folder's
-    shards. Reference layers are computed only if the contract holds.
+    shards. Reference layers are computed only if the contract holds. `shards` brings those that are on the Hub; of a
+    result or source there, only the given `layers` are read.
     """
-    subject = open_subject(folder, source=source)
+    subject = open_subject(folder, source=source, read=shards.header_reader)
     check_operands(subject)
-    contract, weights = _measure(subject, reference=reference, events=events, visitor=visitor)
+    if layers is not None and source is not None and shards.is_remote:
+        return _validate_layers(subject, source, layers, reference=reference, events=events, shards=shards)
+    contract, weights = _measure(subject, reference=reference, events=events, visitor=visitor, shards=shards)
     layers_report = None
     if layers is not None and source is not None and contract.passed:
-        layers_report = _compute_layers(layers, source=source, folder=folder, budget=subject.budget, events=events)
+        layers_report = _compute_layers(layers, subject=subject, source=source, events=events, shards=shards)
     comparison = None
     if against is not None and source is not None and weights is not None:
         other = open_subject(against, source=source)
-        their_contract, their_weights = _measure(other, reference=False, events=events, visitor=None)
+        theirs = replace(shards, result=None)
+        their_contract, their_weights = _measure(other, reference=False, events=events, visitor=None, shards=theirs)
         assert their_weights is not None
         comparison = compare(str(against), weights, their_contract, their_weights)
     return ValidationReport(str(folder), contract, weights, layers_report, comparison)
 
 
+def _validate_layers(
+    subject: Subject, source: Checkpoint, request: LayersRequest, *, reference: bool, events: Events, shards: Shards
+) -> ValidationReport:
+    """Check headers and configs, and read only the MoE blocks of the layers, one layer on disk at a time."""
+    from k2convert.validate.layers.check import moe_layers
+
+    contracts: list[ContractReport] = []
+    weights: list[WeightsReport] = []
+    computed: list[LayersReport] = []
+    for layer in request.layers or moe_layers(source):
+        part, wanted = subject.of_layer(layer), replace(request, layers=(layer,))
+        with shards.around_layer(part, layer):
+            contract, measured = _measure(part, reference=reference, events=events, visitor=None, shards=LOCAL)
+            contracts.append(contract)
+            weights += [] if measured is None else [measured]
+            if contract.passed:
+                computed.append(_compute_layers(wanted, subject=subject, source=source, events=events, shards=shards))
+    return ValidationReport(
+        str(subject.folder), merge_contracts(contracts), merge_weights(weights), merge_layers(computed), comparison=None
+    )
+
+
 def _measure(
-    subject: Subject, *, reference: bool, events: Events, visitor: ShardVisitor | None
+    subject: Subject, *, reference: bool, events: Events, visitor: ShardVisitor | None, shards: Shards
 ) -> tuple[ContractReport, WeightsReport | None]:
     """Check the contract and, if there is a source, measure every converted tensor in the same pass."""
     if subject.ledger is not None and subject.ledger.recipe.get("target") == "bf16":
@@ -102,7 +136,8 @@ def _measure(
         )
     source = subject.source
     if source is None:
-        return check_subject(subject, scan_shards(subject, shard_visitor=visitor, events=events)), None
+        around = shards.plan(subject)
+        return check_subject(subject, scan_shards(subject, shard_visitor=visitor, events=events, around=around)), None
     recorded = _recorded(subject)
     decoder = None
     if reference:
@@ -121,10 +156,11 @@ def _measure(
             rule=rule,
             sharing=sharing_modules(subject),
         )
-        scan = scan_shards(subject, shard_visitor=visitor, tensor_visitor=measurer, events=events)
+        around = shards.plan(subject, settle=measurer.settle)
+        scan = scan_shards(subject, shard_visitor=visitor, tensor_visitor=measurer, events=events, around=around)
         checked = measurer.results()
     errors = {module: found.error for module, found in checked.items()}
-    mismatches, compared = _compare_journal(recorded, errors)
+    mismatches, compared = compare_journal(recorded, errors)
     weights = WeightsReport(
         errors=errors,
         roles={name: subject.modules[name].parts.role for name in errors},
@@ -134,7 +170,7 @@ def _measure(
         decoder_mismatches=tuple(sorted(measurer.decoder_mismatches)),
         decoder_compared=len(errors) if reference else 0,
     )
-    is_whole = errors.keys() >= {module.name for module in subject.converted}
+    is_whole = subject.whole is None and errors.keys() >= {module.name for module in subject.converted}
     totals = measurer.totals.figures(weights.totals(), num_modules=len(errors)) if is_whole and errors else None
     return check_subject(subject, scan, errors=errors, totals=totals), weights
 
@@ -148,12 +184,13 @@ def _recorded(subject: Subject) -> dict[str, ProjectionRecord]:
 
 
 def _compute_layers(
-    request: LayersRequest, *, source: Checkpoint, folder: Path, budget: Budget, events: Events
+    request: LayersRequest, *, subject: Subject, source: Checkpoint, events: Events, shards: Shards
 ) -> LayersReport:
     from k2convert.validate.layers.check import check_layers, moe_layers
 
     with remedy(RESULT_REMEDY):
-        converted = open_checkpoint(folder)
+        converted = open_checkpoint(subject.folder, read=shards.header_reader)
+    budget = subject.budget
     return check_layers(
         source=source,
         converted=converted,
@@ -262,14 +299,23 @@ class _Measurer:
         if not agrees(theirs, dequantize_nvfp4(written), stored=stored):
             self.decoder_mismatches.add(module)
 
+    def settle(self) -> None:
+        """Check the modules taken so far, and close the source's files."""
+        self._submit_all()
+        wait(self._pending)
+        self.reader.close()
+
     def results(self) -> dict[str, CheckedWeight]:
         """Wait for the last module; return every checked module in the order of the shards."""
-        for key in list(self._held):
-            self._submit(key)
+        self._submit_all()
         return {found.module: found for future in self._pending for found in future.result()}
 
+    def _submit_all(self) -> None:
+        for key in list(self._held):
+            self._submit(key)
 
-def _compare_journal(
+
+def compare_journal(
     recorded: Mapping[str, ProjectionRecord], errors: Mapping[str, DecodedError]
 ) -> tuple[list[str], int]:
     """Compare recorded with measured figures; return the modules that differ, and how many were compared."""
@@ -280,11 +326,7 @@ def _compare_journal(
         if measured is None or stated is None:
             continue
         compared += 1
-        same = all(
-            is_same_figure(stated[key], getattr(measured, key))
-            for key in ("squared_error", "energy", "equal_nonzero", "num_nonzero")
-        )
-        if not same:
+        if not is_same_error(measured, stated):
             mismatches.append(module)
     return mismatches, compared
 

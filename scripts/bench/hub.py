@@ -2,8 +2,9 @@
 
 Run it with `.venv/bin/python -m scripts.bench.hub`. A loopback Hub (from tests/hub, in a separate process) holds a
 K2-shaped set of shards. The script times fetching them, converting them from a folder, publishing the result
-(`k2convert publish`, which validates first), uploading it as the job does, and the whole job in one command. The job's
-time over the slowest stage's shows how well the stages overlap. Client, server and conversion share the cores.
+(`k2convert publish`, which validates first), and two whole jobs in one command each: from a folder to the Hub, and from
+Hub to Hub. The time of the last one over the slowest stage's shows how well the stages overlap. Client, server and
+conversion share the cores.
 """
 
 import argparse
@@ -55,13 +56,14 @@ def fetch(target: Path) -> None:
 
 
 def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float | None) -> dict[str, Run]:
-    """Run each stage and the whole job once."""
+    """Run each stage and the whole jobs once."""
     source, converted, out = work / f"layers-{gigabytes:g}-{shards}", work / "converted", work / "job"
+    sent = work / "sent"
     if not (source / "config.json").exists():
         shape = ["--dense-layers", "0", "--layers", str(NUM_LAYERS), "--gigabytes", str(gigabytes / NUM_LAYERS)]
         spread = ["--shards", str(shards)]
         subprocess.run([PYTHON, "-m", "scripts.fixture_maker", "k2-shaped", str(source), *shape, *spread], check=True)
-    for folder in (converted, out):
+    for folder in (converted, out, sent):
         shutil.rmtree(folder, ignore_errors=True)
     os.environ["HF_HUB_DISABLE_XET"] = "0" if xet else "1"
     run = [PYTHON, "-m", "k2convert", "run"]
@@ -69,7 +71,7 @@ def measure(work: Path, *, gigabytes: float, shards: int, xet: bool, line: float
         "fetch": [PYTHON, "-m", "scripts.bench.hub", "--fetch", work / "fetched"],
         "convert": [*run, source, converted, "--json"],
         "publish": [PYTHON, "-m", "k2convert", "publish", converted, "--repo", "me/published", "--yes", "--json"],
-        "upload": [*run, source, "hf://me/upload", "--work-dir", converted, "--yes", "--json"],
+        "folder to Hub": [*run, source, "hf://me/upload", "--work-dir", sent, "--yes", "--json"],
         "Hub to Hub": [*run, f"hf://{REPO}", "hf://me/whole", "--work-dir", out, "--yes", "--json"],
     }
     results: dict[str, Run] = {}
@@ -120,7 +122,7 @@ def main() -> None:
     xet, line = not arguments.no_xet, arguments.line
     work, shards = arguments.work.absolute(), arguments.shards
     results = measure(work, gigabytes=arguments.gigabytes, shards=shards, xet=xet, line=line)
-    slowest = max(run.seconds for label, run in results.items() if label != "Hub to Hub")
+    slowest = max(run.seconds for label, run in results.items() if not label.endswith("to Hub"))
     print(
         f"{describe_machine()}; {arguments.gigabytes:g} GB in {shards} shards, Xet {'on' if xet else 'off'}"
         f"{f', {line:g} MB/s each way' if line else ''}\n"

@@ -16,7 +16,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from scripts.engine_checks.agreement import BF16_WEIGHTS, FLOAT32, FP4_TIES, Agreement, Tolerance, compare
+from scripts.engine_checks.agreement import (
+    BF16_WEIGHTS,
+    BF16_WEIGHTS_FP4_TIES,
+    FLOAT32,
+    FP4_TIES,
+    Agreement,
+    Tolerance,
+    compare,
+)
 from scripts.engine_checks.engines import ENGINES, Engine
 from scripts.engine_checks.environments import SetupError, ensure
 from scripts.engine_checks.expected import NEW_TOKENS, Evaluation, Expected
@@ -56,10 +64,11 @@ class Reference:
 
 
 def tolerance(task: Task) -> Tolerance:
-    """Return how far the engine may be from scripts/eval, by what it rounds."""
-    if task.variant.activations != WEIGHT_ONLY and not task.engine.ignores_input_scales:
-        return FP4_TIES
-    return BF16_WEIGHTS if task.engine.rounds_weights and task.variant.rule != OPTIMAL else FLOAT32
+    """Return how far the engine may be from scripts/eval, by what is rounded."""
+    fp4 = task.variant.activations != WEIGHT_ONLY and not task.engine.ignores_input_scales
+    if task.engine.rounds_weights and task.variant.rule != OPTIMAL:
+        return BF16_WEIGHTS_FP4_TIES if fp4 else BF16_WEIGHTS
+    return FP4_TIES if fp4 else FLOAT32
 
 
 def run_client(task: Task, work: Path, request: Path) -> Path:

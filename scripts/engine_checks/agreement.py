@@ -2,12 +2,12 @@
 
 Both compute in float32 but add up in different orders, so logits differ in the last bits. Without rounded activations
 that is all. With them, a value that lies midway between two FP4 values may fall either way, and takes a few later ones
-with it. transformers decompresses to BF16, which rounds the weights of rule `plain` once more.
+with it. transformers decompresses to BF16, which rounds the weights of rule `plain` once more (those of `optimal` are
+BF16 numbers). Tolerances are a few times what was found on the tiny checkpoint.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,15 +18,22 @@ from scripts.engine_checks.expected import Expected
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far an engine may be from scripts/eval: KL in nats a token, and perplexity as a ratio less 1."""
+    """How far an engine may be from scripts/eval.
+
+    kl            KL divergence between the two, in nats a token
+    kl_from_int4  difference of their KL divergences from the INT4 source
+    perplexity    ratio of their perplexities, less 1
+    """
 
     kl: float
+    kl_from_int4: float
     perplexity: float
 
 
-FLOAT32 = Tolerance(kl=1e-8, perplexity=1e-5)
-FP4_TIES = Tolerance(kl=2e-4, perplexity=1e-3)
-BF16_WEIGHTS = Tolerance(kl=2e-4, perplexity=1e-3)
+FLOAT32 = Tolerance(kl=1e-8, kl_from_int4=1e-6, perplexity=1e-5)  # found: 4e-13, 1e-9, 1e-8
+FP4_TIES = Tolerance(kl=2e-4, kl_from_int4=3e-4, perplexity=1e-3)  # found: 3e-5, 5e-5, 2e-4
+BF16_WEIGHTS = Tolerance(kl=1e-3, kl_from_int4=5e-4, perplexity=3e-3)  # found: 2e-4, 8e-5, 7e-4
+BF16_WEIGHTS_FP4_TIES = Tolerance(kl=5e-3, kl_from_int4=2e-3, perplexity=1e-2)  # found: 2e-3, 3e-4, 4e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,7 @@ class Agreement:
             found.append(f"KL from scripts/eval is {self.kl:.3g}, allowed {tolerance.kl:g}")
         if not abs(self.perplexity / self.expected_perplexity - 1) <= tolerance.perplexity:
             found.append(f"perplexity {self.perplexity:.5f}, scripts/eval has {self.expected_perplexity:.5f}")
-        if not abs(self.kl_from_int4 - self.expected_kl_from_int4) <= math.sqrt(tolerance.kl) * 0.1:
+        if not abs(self.kl_from_int4 - self.expected_kl_from_int4) <= tolerance.kl_from_int4:
             found.append(f"KL from INT4 is {self.kl_from_int4:.5f}, scripts/eval has {self.expected_kl_from_int4:.5f}")
         if self.same_text is False:
             found.append("greedy text differs from that of scripts/eval")

@@ -51,7 +51,7 @@ class Engine:
         return {**os.environ, **fixed, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def _any(variant: Variant) -> bool:
+def _any(_: Variant) -> bool:
     return True
 
 

@@ -24,7 +24,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One checkpoint in one engine. `title` is the engine with its version; `failed` are the failed checks, in words."""
+    """One checkpoint in one engine. `title` is the engine with its version; `failed` says which checks failed."""
 
     title: str
     variant: Variant

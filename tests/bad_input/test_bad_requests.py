@@ -188,8 +188,9 @@ def test_model_type_of_another_model_is_refused(
     # DeepSeek-V3 has the same tensor names. Its conversion would be published with Kimi's tags.
     edit_config(source, model_type=model_type, n_group=8)
     message = refuse(source=source, dest=dest)
-    found = "model_type is missing" if model_type is None else f"model_type is {repr(model_type)[:80]}"
-    assert f"{found}, but" in message
+    found = "model_type is missing" if model_type is None else f"model_type is {repr(model_type)[:30]}"
+    assert found in message
+    assert len(message) < 500
     assert "kimi_k2 (kimi-k2-thinking) and kimi_k25 (kimi-k2.5)" in message
     assert not dest.exists()
     with pytest.raises(SystemExit) as stopped:

@@ -28,6 +28,7 @@ class Fault:
     after_bytes: int = 1000
     retry_after: int | str | None = None
     times: int = 1
+    words: str = "injected"
 
 
 @dataclass(slots=True)

@@ -264,4 +264,4 @@ def _requested_range(text: str | None, size: int) -> tuple[int, int, int]:
 
 def _injected(fault: Fault) -> Reply:
     headers = {"Retry-After": str(fault.retry_after)} if fault.retry_after is not None else {}
-    return Reply({"error": "injected"}, fault.status, headers)
+    return Reply({"error": fault.words}, fault.status, headers)

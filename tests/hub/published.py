@@ -4,9 +4,15 @@ from pathlib import Path
 
 from loopback import LoopbackHub
 
+ALL_RULES = "19 of 19 rules of the servable contract were checked, with the source."
+WITHOUT_SOURCE = "14 of 19 rules of the servable contract were checked. Not checked: rules 7, 8, 12, 17, 18"
 
-def assert_published(server: LoopbackHub, local: Path, repo: str = "me/out") -> None:
-    """Main has one commit of ours, with the bytes of a local run, and the work branch is deleted."""
+
+def assert_published(server: LoopbackHub, local: Path, repo: str = "me/out", *, checked: str = ALL_RULES) -> None:
+    """Main has one commit of ours, with the bytes of a local run, and the work branch is deleted.
+
+    Card and report say what was checked.
+    """
     stored = server.store.repos[repo]
     assert stored.num_commits("main") == 2
     assert list(stored.refs) == ["main"]
@@ -14,4 +20,6 @@ def assert_published(server: LoopbackHub, local: Path, repo: str = "me/out") -> 
         name = path.relative_to(local).as_posix()
         if not name.startswith(".k2convert/") and name != "k2convert.json":  # the ledger names the source's commit
             assert server.store.read(repo, name) == path.read_bytes(), name
+    for name in ("README.md", "report.md"):
+        assert checked in server.store.read(repo, name).decode(), name
     assert not any(name.startswith(".k2convert") for name in stored.files())

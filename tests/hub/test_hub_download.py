@@ -1,5 +1,6 @@
 """A shard from the Hub: complete, checked, and resumed inside the file after any failure."""
 
+import errno
 import json
 import os
 import socket
@@ -12,7 +13,7 @@ from faults import Fault, Kind
 from huggingface_hub import close_session
 from loopback import CERTIFICATE, LoopbackHub
 
-from k2convert.errors import DiskFullError, HubError
+from k2convert.errors import DestinationError, DiskFullError, HubError
 from k2convert.hub.client import Hub, RangeBody, RepoRef
 from k2convert.hub.download import NUM_CONNECTIONS, download_shard
 from k2convert.hub.request_errors import HubRequestError
@@ -240,11 +241,29 @@ def test_segments_are_small_in_small_files_and_at_most_8_megabytes(num_bytes: in
     assert segment % 65536 == 0
 
 
+@pytest.mark.parametrize("suffix", ["", ".part", ".part.json", ".part.json.tmp"])
+def test_a_download_follows_no_link(
+    suffix: str, server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path
+) -> None:
+    server.traffic.bytes_per_second = 200_000.0  # slow enough for a record
+    precious = tmp_path / "precious"
+    precious.write_text("the only copy")
+    (tmp_path / f"{SHARD}{suffix}").symlink_to(precious)
+    with pytest.raises(DestinationError, match=rf"{SHARD}{suffix}: is a link, but k2convert needs a file there"):
+        fetch(hub, source, tmp_path / SHARD)
+    assert precious.read_text() == "the only copy"
+    assert (tmp_path / f"{SHARD}{suffix}").is_symlink()
+
+
+def disk_is_full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_disk_that_fills_up_under_the_record_is_said_in_one_line(
-    server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path
+    server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.traffic.bytes_per_second = 200_000.0
-    (tmp_path / f"{SHARD}.part.json.tmp").symlink_to("/dev/full")
+    monkeypatch.setattr("os.fsync", disk_is_full)
     with pytest.raises(DiskFullError, match=rf"{SHARD}\.part\.json: the disk is full"):
         fetch(hub, source, tmp_path / SHARD)
 
@@ -254,6 +273,6 @@ def test_a_record_that_cannot_be_written_does_not_hide_what_came_before(
 ) -> None:
     server.traffic.inject(Fault("GET", SHARD, Kind.SHORT, after_bytes=3 * MIN_SEGMENT_BYTES))
     server.traffic.inject(Fault("GET", SHARD, status=403, times=9))
-    (tmp_path / f"{SHARD}.part.json.tmp").symlink_to("/dev/full")
+    (tmp_path / f"{SHARD}.part.json.tmp").mkdir()
     with pytest.raises(HubError, match="403"):
         fetch(hub, source, tmp_path / SHARD)

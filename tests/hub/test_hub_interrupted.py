@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import Fault, Kind, Line
@@ -18,6 +19,8 @@ from hub_cli import HubCli, cli_environment, command
 from loopback import LoopbackHub
 from loopback_store import Entry
 from published import assert_published
+
+from k2convert.records.checksum import seal, unseal
 
 JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes")
 NUM_KILLS, NUM_SLOW_KILLS, NUM_SLOW_FAULTS = 3, 20, 30
@@ -163,9 +166,10 @@ def test_a_shard_damaged_before_its_upload_never_arrives(
     assert "403" in hub_process(*JOB, **environment).stderr
     tiny_on_hub.traffic.clear()
     shard = next((workplace / "k2convert-work" / "me--out").glob("*.safetensors"))
-    data = bytearray(shard.read_bytes())
+    data, before = bytearray(shard.read_bytes()), shard.stat()
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # otherwise it is found at the start and made again
     done = hub_process(*JOB, **environment)
     assert done.returncode == 1
     assert f"{shard.name}: does not match its recorded hash" in done.stderr
@@ -271,7 +275,8 @@ def test_a_job_continued_with_less_room_keeps_to_it(
         while len(list((work / ".k2convert" / "shards").glob("*.json"))) < len(shards) and process.poll() is None:
             time.sleep(0.01)
         process.kill()
-    (work / ".k2convert" / "download").mkdir(exist_ok=True)
+    shutil.rmtree(work / ".k2convert" / "download", ignore_errors=True)
+    (work / ".k2convert" / "download").mkdir()
     for name in shards[2:]:
         (work / name).unlink()
         (work / ".k2convert" / "shards" / f"{name}.json").unlink()
@@ -309,16 +314,39 @@ def stop_before_main(server: LoopbackHub, hub_cli: HubCli) -> None:
     server.traffic.clear()
 
 
+@pytest.mark.parametrize("is_sealed", [True, False], ids=["", "wrong checksum"])
 @pytest.mark.parametrize("scan", [None, {}, {"digests": {"a": 1}}])
 def test_a_damaged_upload_record_is_made_again(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, scan: object
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, scan: object, is_sealed: bool
 ) -> None:
     stop_before_main(tiny_on_hub, hub_cli)
     uploads = workplace / "k2convert-work" / "me--out" / ".k2convert" / "uploads"
     record = sorted(uploads.iterdir())[0]
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"scan": scan}))
+    document = json.loads(record.read_text()) | {"scan": scan}
+    record.write_bytes(seal(unseal_anyway(document)) if is_sealed else json.dumps(document).encode())
     assert hub_cli(*JOB).returncode == 0
     assert_published(tiny_on_hub, local_result)
+
+
+def unseal_anyway(document: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in document.items() if key != "checksum"}
+
+
+@pytest.mark.parametrize("folder", ["shards", "uploads"])
+def test_a_flipped_byte_in_a_record_is_found(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, folder: str
+) -> None:
+    """The branch has the same record, undamaged: nothing is converted or sent again."""
+    stop_before_main(tiny_on_hub, hub_cli)
+    records = workplace / "k2convert-work" / "me--out" / ".k2convert" / folder
+    record = sorted(records.iterdir())[0]
+    whole = record.read_bytes()
+    record.write_bytes(whole.replace(b'"file_bytes": 1', b'"file_bytes": 2', 1))
+    assert record.read_bytes() != whole
+    assert hub_cli(*JOB).returncode == 0
+    assert record.read_bytes() == whole
+    assert_published(tiny_on_hub, local_result)
+    assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000, "only headers were fetched"
 
 
 def test_damaged_records_on_the_branch_are_ignored(
@@ -343,9 +371,9 @@ def test_a_result_that_does_not_validate_leaves_the_output_for_programs_empty(
     stop_before_main(tiny_on_hub, hub_cli)
     uploads = workplace / "k2convert-work" / "me--out" / ".k2convert" / "uploads"
     record = sorted(uploads.iterdir())[0]
-    document = json.loads(record.read_text())
+    document, _ = unseal(json.loads(record.read_text()))
     document["scan"]["digests"] = dict.fromkeys(document["scan"]["digests"], "0" * 64)
-    record.write_text(json.dumps(document))
+    record.write_bytes(seal(document))
     done = hub_cli(*JOB, "--json")
     assert (done.returncode, done.stdout) == (3, "")
     assert "does not validate (rules 19)" in done.stderr

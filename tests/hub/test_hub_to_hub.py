@@ -12,7 +12,7 @@ import yaml
 from faults import Fault
 from hub_cli import HubCli
 from loopback import TOKEN, LoopbackHub
-from published import assert_published
+from published import WITHOUT_SOURCE, assert_published
 
 from k2convert.job import execute
 from k2convert.job.shard import ShardTask
@@ -97,7 +97,8 @@ def test_publish_sends_a_finished_folder_and_keeps_it(server: LoopbackHub, hub_c
         "commit": server.store.repos["me/out"].refs["main"],
         "private": True,
     }
-    assert_published(server, local_result)
+    assert_published(server, local_result, checked=WITHOUT_SOURCE)
+    assert WITHOUT_SOURCE in " ".join(done.stderr.split())
     assert server.store.read("me/out", "k2convert.json") == (local_result / "k2convert.json").read_bytes()
     assert all((local_result / name).exists() for name in SHARDS)
 
@@ -297,6 +298,36 @@ def test_the_token_is_in_no_file(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tmp_
     for path in (p for p in tmp_path.rglob("*") if p.is_file()):
         assert TOKEN.encode() not in path.read_bytes(), path
     assert os.environ["HF_TOKEN"] == TOKEN
+
+
+def test_what_a_server_says_is_printed_without_tokens(tiny_on_hub: LoopbackHub, hub_cli: HubCli) -> None:
+    other = "hf_QzAbCdEfGhIjKlMnOpQrStUv"
+    words = f"no access with Authorization: Bearer {TOKEN}; {other}; https://me:secret@proxy/?token=s3cret&x=1 hf_xet"
+    tiny_on_hub.traffic.inject(
+        Fault("GET", "/api/models/moon/tiny", status=503, words=words),
+        Fault("GET", "/api/models/moon/tiny", status=403, words=words),
+    )
+    done = hub_cli("inspect", "hf://moon/tiny")  # which fails if its output has the token
+    assert done.returncode == 1
+    said = done.stderr.replace("\n", " ")
+    assert "trying again" in said
+    assert said.count("no access with Authorization: Bearer [token]") == 2
+    assert said.count("https://[token]@proxy/?token=[token]&x=1 hf_xet") == 2
+    assert not any(secret in said for secret in (other, "secret", "s3cret"))
+
+
+def test_a_source_that_the_hub_lists_with_another_hash_is_refused(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path
+) -> None:
+    assert hub_cli("run", "hf://moon/tiny", "out").returncode == 0
+    path = workplace / "out" / ".k2convert" / "job.json"
+    job = json.loads(path.read_text())
+    assert job["source"][SHARDS[1]] == {"sha256": tiny_on_hub.store.repos["moon/tiny"].files()[SHARDS[1]].sha256}
+    job["source"][SHARDS[1]]["sha256"] = "0" * 64
+    path.write_text(json.dumps(job))
+    done = hub_cli("run", "hf://moon/tiny", "out")
+    assert done.returncode == 1
+    assert f"{SHARDS[1]}: this source shard changed since the job" in done.stderr
 
 
 @pytest.mark.parametrize("inside", ["\x0b", "\u200b", " "])

@@ -226,9 +226,16 @@ def test_a_large_file_beside_the_weights_is_never_whole_in_memory(tiny: Path, tm
     assert filecmp.cmp(source / "samples.tar", tmp_path / "out" / "samples.tar", shallow=False)
 
 
-def test_stale_quantization_config_is_removed(k25: Path, tmp_path: Path) -> None:
-    config = json.loads((convert(k25, tmp_path / "out") / "config.json").read_text())
-    assert "quantization_config" not in config["text_config"]
+def test_stale_quantization_configs_are_removed(k25: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(k25, tmp_path / "source"))
+    stale = json.loads((source / "config.json").read_text())
+    parts = stale, stale["text_config"], stale["vision_config"], stale["text_config"].setdefault("part", {})
+    for part in parts:
+        part["compression_config"] = part["quantization_config"] = stale["text_config"]["quantization_config"]
+    (source / "config.json").write_text(json.dumps(stale))
+    config = json.loads((convert(source, tmp_path / "out") / "config.json").read_text())
+    assert json.dumps(config).count("compression_config") == 0
+    assert json.dumps(config).count("quantization_config") == 1
     assert config["quantization_config"]["quant_algo"] == "NVFP4"
     assert config["quantization_config"]["quant_method"] == "modelopt"
 

@@ -76,7 +76,7 @@ def test_a_blank_chart_would_be_noticed(reported: ReportFiles, tmp_path: Path) -
 def test_script_runs_without_complaints(reported: ReportFiles, tmp_path: Path) -> None:
     document, complaints = browser.dump_dom(reported.page, tmp_path)
     assert 'data-ready="yes"' in document
-    assert "Point at a cell" in document
+    assert "Point at a cell to read it, or press Tab" in document
     assert complaints.lines == ()
 
 
@@ -115,6 +115,49 @@ def test_cell_under_the_pointer_is_read_out(reported: ReportFiles, tmp_path: Pat
     document, complaints = browser.dump_dom(page, tmp_path)
     assert complaints.lines == ()
     assert f"layer {found.layers[layer]}, expert {expert}, up: {found.values[layer, expert]:.2f} dB" in document
+
+
+@pytest.mark.parametrize(("image", "turned"), [("map-up", False), ("map-up-turned", True)])
+def test_arrow_keys_read_the_same_as_the_pointer(
+    reported: ReportFiles, tmp_path: Path, image: str, turned: bool
+) -> None:
+    layer, expert = 1, 13
+    found = next(m for m in reported.report.maps if m.projection == "up")
+    across, down = ("ArrowDown", "ArrowRight") if turned else ("ArrowRight", "ArrowDown")
+    keys = [across] * expert + [down] * layer + ["x", "Tab"]
+    press = f"""<style>.wide, .narrow {{ display: block !important; }}</style><script>
+        const image = document.getElementById("{image}");
+        image.focus();
+        const first = document.getElementById("readout").textContent;
+        for (const key of {keys}) image.dispatchEvent(new KeyboardEvent("keydown", {{ key, cancelable: true }}));
+        const mark = document.getElementById("cursor").getBoundingClientRect();
+        const box = image.getBoundingClientRect();
+        const inside = mark.left >= box.left - 1 && mark.right <= box.right + 1 && mark.top >= box.top - 1;
+        document.title = [document.activeElement.id, first, mark.width > 3 && inside].join("; ");
+    </script></body>"""
+    page = tmp_path / "pressed.html"
+    page.write_text(re.sub(r"<meta http-equiv=[^>]*>", "", reported.page.read_text()).replace("</body>", press))
+    document, complaints = browser.dump_dom(page, tmp_path)
+    assert complaints.lines == ()
+    start = f"layer {found.layers[0]}, expert 0, up: {found.values[0, 0]:.2f} dB"
+    assert f"<title>{image}; {start}; true</title>" in document
+    read = f"layer {found.layers[layer]}, expert {expert}, up: {found.values[layer, expert]:.2f} dB"
+    assert re.search(rf'id="readout"[^>]*>{re.escape(read)}</p>', document)
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_no_table_is_cut_off_on_a_telephone(reported: ReportFiles, tmp_path: Path, width: int) -> None:
+    measure = """<script>
+        const tables = [...document.querySelectorAll(".scroll")];
+        const cut = tables.filter((table) => table.scrollWidth > table.clientWidth + 1);
+        document.title = [tables.length, ...cut.map((table) => table.textContent.trim().slice(0, 20))].join(" ");
+    </script></body>"""
+    page, framed = tmp_path / "measured.html", tmp_path / "frame.html"
+    page.write_text(re.sub(r"<meta http-equiv=[^>]*>", "", reported.page.read_text()).replace("</body>", measure))
+    listen = "onload=\"document.title = 'tables ' + this.contentDocument.title\""
+    framed.write_text(f'<iframe width="{width}" height="800" src="{page.name}" {listen}></iframe>')
+    document, _ = browser.dump_dom_from_files(framed, tmp_path)
+    assert re.search(r"<title>tables [5-9]</title>", document), document[:200]
 
 
 def test_nothing_is_wider_than_a_telephone(reported: ReportFiles, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from datetime import UTC, date, datetime, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -187,8 +188,33 @@ def test_values_for_the_read_out_are_those_of_the_map(reported: ReportFiles) -> 
         assert cells[found.projection]["layers"] == list(found.layers)
 
 
+def test_report_is_titled_by_the_model_and_has_its_day(reported: ReportFiles, converted: Path) -> None:
+    page, today = reported.page.read_text(), datetime.now(UTC).date()
+    assert f"<title>{converted.name}: INT4 to NVFP4</title>" in page
+    assert f"<h1>{converted.name}</h1>" in page
+    (day,) = re.findall(r'k2convert report of <time datetime="([^"]*)">\1</time> \(UTC\)', page)
+    assert today - date.fromisoformat(day) <= timedelta(days=1)
+    assert f"report made (UTC) | `{day}`" in reported.markdown.read_text()
+
+
+def test_heat_maps_can_be_reached_by_keyboard(reported: ReportFiles) -> None:
+    page = reported.page.read_text()
+    for projection in ("gate", "up", "down"):
+        for image in re.findall(rf'<image [^>]*id="map-{projection}(?:-turned)?"', page):
+            assert 'tabindex="0"' in image
+            assert f'aria-label="SQNR of {projection} by layer and expert: arrow keys' in image
+            assert 'aria-describedby="readout"' in image
+    assert len(re.findall(r"<image [^>]*tabindex", page)) == 6
+    assert page.count('<svg role="group" aria-label="Heat maps') == 2
+
+
+def test_a_name_can_be_given_to_the_result(records_only: Path, tmp_path: Path) -> None:
+    files = write_report(folder=records_only, out=tmp_path / "out", name="me/Kimi-K2-NVFP4")
+    assert "<h1>me/Kimi-K2-NVFP4</h1>" in files.page.read_text()
+
+
 def test_source_repository_names_the_report(records_only: Path, edit_json: EditJson) -> None:
-    assert page_name(collect_report(folder=records_only)) == "kimi-k2-thinking-nvfp4"
+    assert page_name(collect_report(folder=records_only)) == records_only.name
     edit_json(records_only / "k2convert.json", lambda ledger: ledger["source"].update(repo="moonshotai/Kimi-K2"))
     assert page_name(collect_report(folder=records_only)) == "moonshotai/Kimi-K2"
 

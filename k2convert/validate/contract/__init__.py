@@ -9,6 +9,7 @@ Left out: running an engine. Engine behavior is as read in vLLM 0.33.0, SGLang 0
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from k2convert.validate.contract import config as rules_config
 from k2convert.validate.contract import data as rules_data
@@ -52,15 +53,23 @@ def check_subject(
     """Check all nineteen rules on a folder that was opened and scanned.
 
     `errors` maps modules to their measured errors, for rule 18. The rule is skipped if they are None. `totals` are the
-    measured figures by role, for rule 19; None if not every converted weight was measured.
+    measured figures by role, for rule 19; None if not every converted weight was measured. If the subject is a part,
+    headers and configs of the whole are checked, and the rules on data say which part they looked at.
     """
-    found = [_check_whole(subject, number, check) for number, check in _NEED_ALL_SHARDS]
-    found += [check(subject) for check in _FROM_CONFIGS]
+    whole = subject.whole or subject
+    found = [_check_whole(whole, number, check) for number, check in _NEED_ALL_SHARDS]
+    found += [check(whole) for check in _FROM_CONFIGS]
     list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
-    found.append(rules_config.check_hf_quant_config(subject, compare_lists=list_is_good))
-    found += _check_data(subject, scan)
-    found.append(rules_package.check_ledger(subject, scan, totals))
-    found.append(rules_data.check_errors(subject, errors))
+    found.append(rules_config.check_hf_quant_config(whole, compare_lists=list_is_good))
+    on_data = [
+        *_check_data(subject, scan),
+        rules_data.check_errors(subject, errors),
+        _check_ledger(subject, scan, totals),
+    ]
+    if subject.whole is not None:
+        for findings in on_data:
+            findings.skip(subject.limits)
+    found += on_data
     return ContractReport(
         folder=str(subject.folder),
         layout=subject.layout,
@@ -88,3 +97,13 @@ def _check_data(subject: Subject, scan: ScanResult) -> list[Findings]:
         if subject.incomplete:
             findings.skip(subject.incomplete)
     return found
+
+
+def _check_ledger(subject: Subject, scan: ScanResult, totals: Mapping[str, Figures] | None) -> Findings:
+    """Rule 19. Of a part, the hashes of the shards are not known, so only their sizes are compared."""
+    whole = subject.whole
+    if whole is None:
+        return rules_package.check_ledger(subject, scan, totals)
+    stated = {} if whole.ledger is None else whole.ledger.shards
+    digests = {shard: stated[shard].blake3 for shard in whole.headers if shard in stated}
+    return rules_package.check_ledger(whole, replace(scan, digests=digests), None)

@@ -98,6 +98,8 @@ def check_copies(subject: Subject, scan: ScanResult) -> Findings:
             found.error(name, f"{tensor.dtype} {list(tensor.shape)}, was {was}")
         elif name in scan.different:
             found.error(name, f"{scan.different[name]:,} of {tensor.num_bytes:,} bytes differ")
+        elif scan.compared is not None and name not in scan.compared:
+            found.error(name, "was not compared")
     found.note = f"{compared:,} tensors compared"
     return found
 

@@ -140,6 +140,25 @@ class ContractReport:
         """The numbers of the rules that failed."""
         return [rule.number for rule in self.rules if rule.verdict is Verdict.FAIL]
 
+    @property
+    def unchecked(self) -> list[int]:
+        """The numbers of the rules that were skipped."""
+        return [rule.number for rule in self.rules if rule.verdict is Verdict.SKIPPED]
+
+    @property
+    def summary(self) -> str:
+        """How many rules were checked, with what, and which ones were not."""
+        total, skipped = len(self.rules), [rule for rule in self.rules if rule.verdict is Verdict.SKIPPED]
+        if not skipped:
+            return f"{total} of {total} rules of the servable contract were checked, with the source."
+        why = "; ".join(sorted({rule.note for rule in skipped}))
+        if why == "needs --source":
+            why = "they compare with the source, and none was given"
+        return (
+            f"{total - len(skipped)} of {total} rules of the servable contract were checked. Not checked: rules "
+            f"{', '.join(map(str, self.unchecked))} ({why})."
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for --json."""
         return {
@@ -148,6 +167,7 @@ class ContractReport:
             "activations": self.activations,
             "passed": self.passed,
             "failed": self.failed,
+            "summary": self.summary,
             "rules": [rule.to_dict() for rule in self.rules],
         }
 

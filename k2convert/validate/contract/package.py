@@ -125,7 +125,7 @@ def check_ledger(subject: Subject, scan: ScanResult, totals: Mapping[str, Figure
     for problem in ledger.problems:
         found.error(LEDGER_NAME, problem)
     for shard, digest in scan.digests.items():
-        stated, size = ledger.shards.get(shard), _file_bytes(subject, shard)
+        stated, size = ledger.shards.get(shard), _file_bytes(subject, scan, shard)
         if stated is None:
             found.error(shortened(shard), "not in the ledger")
         elif stated.num_bytes != size:
@@ -146,6 +146,6 @@ def check_ledger(subject: Subject, scan: ScanResult, totals: Mapping[str, Figure
     return found
 
 
-def _file_bytes(subject: Subject, shard: str) -> int:
+def _file_bytes(subject: Subject, scan: ScanResult, shard: str) -> int:
     header = subject.headers.get(shard)
-    return (subject.folder / shard).stat().st_size if header is None else header.file_bytes
+    return scan.unreadable_bytes[shard] if header is None else header.file_bytes

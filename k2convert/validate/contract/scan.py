@@ -5,8 +5,9 @@ once in file order, in batches of whole tensors. The next batch is read while th
 the bytes too: to hash whole shards, or to decode converted tensors.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -56,14 +57,19 @@ class Piece:
 
 @dataclass(slots=True)
 class ScanResult:
-    """What the pass found, by the names that tensors should have (see Subject)."""
+    """What the pass found, by the names that tensors should have (see Subject).
+
+    `compared` are the copied tensors that were compared with the source; None if the pass compared all of them.
+    """
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
+    unreadable_bytes: dict[str, int] = field(default_factory=dict[str, int])
     invalid_scales: dict[str, int] = field(default_factory=dict[str, int])
     subnormal_scales: dict[str, int] = field(default_factory=dict[str, int])
     zero_blocks_with_codes: dict[str, int] = field(default_factory=dict[str, int])
     scalars: dict[str, bytes] = field(default_factory=dict[str, bytes])
     different: dict[str, int] = field(default_factory=dict[str, int])
+    compared: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +90,12 @@ def scan_shards(
     tensor_visitor: TensorVisitor | None = None,
     events: Events = SILENT,
     digests: Mapping[str, str] | None = None,
+    around: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> ScanResult:
     """Read every readable shard once; raises SourceReadError if reading fails.
 
-    `digests` are blake3 hashes that the caller knows. Of those shards only scales and scalars are read.
+    `digests` are blake3 hashes that the caller knows. Of those shards only scales and scalars are read. `around` makes
+    the context in which a shard is read: its files are opened and closed inside it.
     """
     result = ScanResult()
     targets = _targets(subject)
@@ -103,12 +111,15 @@ def scan_shards(
             subject, targets, reader, source_reader, result, ahead, shard_visitor, tensor_visitor, events, digests or {}
         )
         for shard, header in subject.headers.items():
-            result.digests[shard] = scan.shard(header)
-            reader.close()
+            with around(shard):
+                result.digests[shard] = scan.shard(header)
+                reader.close()
+                source_reader.close()
         for shard in subject.unreadable:
             path = subject.folder / shard
             if path.is_file() and not path.is_symlink():
-                result.digests[shard] = _hash_file(path)
+                with around(shard):
+                    result.digests[shard], result.unreadable_bytes[shard] = _hash_file(path), path.stat().st_size
     return result
 
 

@@ -6,8 +6,8 @@ under the prefix they should have, so only rule 2 reports a wrong prefix.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class Subject:
     renamed                    name found -> name it should have, if they differ
     unknown                    names that are not part of the family's models
     layout, has_input_scale    as found in the tensors: a config that differs is wrong, not followed
+    whole                      the subject that this is a part of; None if this is the whole result
+    limits                     which part is read
     """
 
     folder: Path
@@ -65,6 +67,26 @@ class Subject:
     ledger: Ledger | None
     ledger_problem: str
     recipe: Recipe | None
+    whole: "Subject | None" = None
+    limits: str = ""
+
+    def of_layer(self, layer: int) -> "Subject":
+        """Return the part that has only the MoE block of one layer."""
+        stem = f"{self.family.layer.format(layer=layer)}.mlp."
+        headers: dict[str, ShardHeader] = {}
+        for shard, header in self.headers.items():
+            found = {n: t for n, t in header.tensors.items() if self.renamed.get(n, n).startswith(stem)}
+            if found:
+                headers[shard] = replace(header, tensors=found)
+        return replace(
+            self,
+            headers=headers,
+            unreadable={},
+            tensors={name: tensor for name, tensor in self.tensors.items() if name.startswith(stem)},
+            modules={name: module for name, module in self.modules.items() if name.startswith(stem)},
+            whole=self,
+            limits=f"only layer {layer} was read",
+        )
 
     @property
     def names(self) -> LayoutNames:
@@ -97,18 +119,23 @@ class Subject:
 
 
 def open_subject(
-    folder: Path, *, source: Checkpoint | None, known_headers: dict[str, ShardHeader] | None = None
+    folder: Path,
+    *,
+    source: Checkpoint | None,
+    known_headers: dict[str, ShardHeader] | None = None,
+    read: Callable[[Path], ShardHeader] = read_header,
 ) -> Subject:
     """Read everything except tensor data; raises CheckpointError if the folder does not exist.
 
     `known_headers` replace the headers in the folder: of shards that were removed, or of the only shards to look at.
+    `read` reads the header of a shard that is not in the folder itself, and raises as `read_header` does.
     Raises PlanError if the source belongs to no known family.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Pass the folder of a finished conversion.")
     config, config_problem = _read_json(folder / CONFIG_NAME)
     index, index_problem = _read_json(folder / INDEX_NAME)
-    headers, unreadable = _read_headers(folder, index) if known_headers is None else (known_headers, {})
+    headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
     ledger, ledger_problem = _find_ledger(folder)
     recipe = None if ledger is None else ledger.checked_recipe()
     found = [name for header in headers.values() for name in header.tensors]
@@ -162,7 +189,9 @@ def _find_ledger(folder: Path) -> tuple[Ledger | None, str]:
     return ledger, "missing" if ledger is None else ""
 
 
-def _read_headers(folder: Path, index: dict[str, Any] | None) -> tuple[dict[str, ShardHeader], dict[str, str]]:
+def _read_headers(
+    folder: Path, index: dict[str, Any] | None, read: Callable[[Path], ShardHeader]
+) -> tuple[dict[str, ShardHeader], dict[str, str]]:
     """Read the headers of the shards that the index names, or of all shards; return why others cannot be read."""
     weight_map: Any = index.get("weight_map") if index else None
     if isinstance(weight_map, dict):
@@ -176,7 +205,7 @@ def _read_headers(folder: Path, index: dict[str, Any] | None) -> tuple[dict[str,
             unreadable[shard] = "a path, not a file name"
             continue
         try:
-            headers[shard] = read_header(folder / shard)
+            headers[shard] = read(folder / shard)
         except CheckpointError as error:
             unreadable[shard] = _problem(error, folder / shard)
     return headers, unreadable

@@ -31,20 +31,23 @@ class LayersCost:
     seconds: float | None
 
 
-def layers_cost(*, source: Checkpoint, converted: Checkpoint, layers: Sequence[int]) -> LayersCost:
-    """Return the cost of computing `layers` (empty: all) from both checkpoints. Computes one expert twice."""
+def layers_cost(*, source: Checkpoint, converted: Checkpoint | None, layers: Sequence[int]) -> LayersCost:
+    """Return the cost of computing `layers` (empty: all) from both checkpoints. Computes one expert twice.
+
+    `converted` is None if shards are still to be fetched: then no time is measured.
+    """
     family = detect_family(source)
     architecture = family.read_architecture(source.config, str(source.folder))
     chosen = tuple(layers) or moe_layers(source)
     stems = tuple(f"{family.layer.format(layer=layer)}.mlp." for layer in chosen)
     num_bytes = sum(
         tensor.num_bytes
-        for checkpoint in (source, converted)
+        for checkpoint in (source, converted or source)
         for name, tensor in checkpoint.tensors.items()
         if name.startswith(stems)
     )
     num_experts = architecture.num_experts * len(chosen)
-    one = _expert_seconds(f"{stems[0]}experts.0", source, converted) if stems else None
+    one = _expert_seconds(f"{stems[0]}experts.0", source, converted) if stems and converted is not None else None
     return LayersCost(
         chosen, num_experts, num_bytes, None if one is None else one * num_experts / len(os.sched_getaffinity(0))
     )

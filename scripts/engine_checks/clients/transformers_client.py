@@ -93,10 +93,11 @@ def model_class(files: Checkpoint) -> Any:
 
 def load(files: Checkpoint) -> tuple[Any, dict[str, list[str]]]:
     """Return the model in float32, decompressed, and the lists of keys that did not fit."""
-    options: dict[str, Any] = {"config": read_config(files), "dtype": torch.bfloat16, "output_loading_info": True}
+    options: dict[str, Any] = {"config": read_config(files), "dtype": torch.float32, "output_loading_info": True}
     model, report = model_class(files).from_pretrained(Path(files.folder), **options)
-    with torch.no_grad():
-        model(input_ids=torch.tensor([[1, 2, 3]]))  # compressed-tensors decompresses in the first forward
+    # compressed-tensors decompresses to BF16 in the first forward, whatever the dtype of the rest.
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=torch.tensor([[1, 2, 3]]))
     return torch.nn.Module.float(model).eval(), {kind: sorted(map(str, report[kind])) for kind in KINDS}
 
 

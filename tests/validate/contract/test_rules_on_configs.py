@@ -111,11 +111,12 @@ def test_rule_11_sglangs_option_for_weight_only_checkpoints(good: Converted) -> 
     assert ("--moe-runner-backend marlin" in report.rules[10].note) == needs_it
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize("place", ["text_config", "vision_config"])
-def test_rule_11_a_stale_config_in_a_part_of_its_own(packed: Converted, place: str) -> None:
+def test_rule_11_a_stale_config_in_a_part_of_its_own(packed: Converted, place: str, key: str) -> None:
     stale = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    edit_config(packed, lambda c: c[place].update(quantization_config=stale))
-    assert only(packed.check(), 11).offenders[0].name == f"{place}.quantization_config"
+    edit_config(packed, lambda c: c[place].update({key: stale}))
+    assert only(packed.check(), 11).offenders[0].name == f"{place}.{key}"
 
 
 def test_rule_11_none_at_all(breakable: Converted) -> None:

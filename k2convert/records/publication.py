@@ -1,0 +1,67 @@
+"""Where a result was published: DEST/.k2convert/published.json, written when main of the repository has it.
+
+The shards of a job with a Hub destination leave the work folder after their upload. This record, and the uploads'
+records, say where they are.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from k2convert.checkpoint.files import dump_json, read_json_file, write_atomically
+from k2convert.checkpoint.folders import make_folder
+from k2convert.checkpoint.names import PUBLISHED_NAME, SHARD_SUFFIX, UPLOADS_FOLDER, WORK_FOLDER
+from k2convert.errors import CheckpointError, DestinationError
+from k2convert.records.journal import Journal
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A repository, owner/name, and the commit of its main that has the result."""
+
+    repo: str
+    commit: str
+
+    def __str__(self) -> str:
+        return f"hf://{self.repo} at commit {self.commit}"
+
+
+def record_published(folder: Path, published: Published) -> None:
+    """Note where the result of a folder was published; raises DestinationWriteError, DiskFullError."""
+    make_folder(folder / WORK_FOLDER, root=folder)
+    write_atomically(folder / WORK_FOLDER / PUBLISHED_NAME, dump_json(asdict(published)), root=folder)
+
+
+def find_published(folder: Path) -> Published | None:
+    """Return where the result of a folder was published; None if it was not, or if the record is damaged."""
+    try:
+        found = read_json_file(folder / WORK_FOLDER / PUBLISHED_NAME)
+    except CheckpointError:
+        return None
+    repo, commit = found.get("repo"), found.get("commit")
+    return Published(repo, commit) if isinstance(repo, str) and isinstance(commit, str) else None
+
+
+def has_left(folder: Path) -> bool:
+    """Return whether all shards of a folder's job were uploaded or published, and none is here any more."""
+    if next(folder.glob(f"*{SHARD_SUFFIX}"), None) is not None:
+        return False
+    if find_published(folder) is not None:
+        return True
+    job, uploads = Journal(folder).job(), folder / WORK_FOLDER / UPLOADS_FOLDER
+    return job is not None and all((uploads / f"{shard}.json").exists() for shard in job.shards)
+
+
+def check_shards_are_here(folder: Path) -> None:
+    """Refuse a work folder whose shards were removed after their upload (DestinationError); say where they are."""
+    if not has_left(folder):
+        return
+    published = find_published(folder)
+    if published is None:
+        raise DestinationError(
+            f"{folder}: its shards were uploaded to the Hub and are no longer here. Run the same `k2convert run` "
+            "command again: it publishes them, or says that main has them."
+        )
+    raise DestinationError(
+        f"{folder}: published as {published}, and its shards are no longer here. `k2convert validate "
+        f"hf://{published.repo}` checks what was published."
+    )

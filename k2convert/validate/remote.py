@@ -1,0 +1,228 @@
+"""Shards of the Hub for the pass over a result: brought to disk one result shard at a time, and dropped after it.
+
+What one result shard needs of the source is known from the headers: the tensors of its modules and its copies. The
+source shard that has them is fetched, whole or, if only a part of it is needed, in ranges. So the pass takes the disk
+of one result shard and of what it needs, about two shards, whatever the size of the model.
+"""
+
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Final
+
+from k2convert.checkpoint.files import writing
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.errors import DiskFullError, MalformedFileError
+from k2convert.hub.client import Hub
+from k2convert.hub.download import download_ranges, download_shard
+from k2convert.hub.source import RemoteRepo
+from k2convert.models import detect_family
+from k2convert.models.names import INT4_PARAMETERS, WEIGHT
+from k2convert.validate.contract.subject import Subject
+
+WHOLE_SHARE: Final = 0.9
+"""A shard is fetched whole, and its sha256 checked, if at least this share of it is needed."""
+
+Places = set[tuple[int, int]]
+"""Byte ranges [begin, end) of one shard."""
+Ranges = dict[str, Places]
+"""Byte ranges by shard."""
+ALL: Final = (0, 1 << 62)
+"""A shard whose size is not known."""
+
+
+def _nothing() -> None:
+    """Do nothing: there are no readers to close."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteShards:
+    """The shards of a repository, which come into `folder`. `headers` are those read by ranges; see hub.source."""
+
+    hub: Hub
+    repo: RemoteRepo
+    folder: Path
+    headers: Mapping[str, ShardHeader | MalformedFileError] = field(default_factory=dict[str, ShardHeader])
+
+    def header(self, path: Path) -> ShardHeader:
+        """Return a shard's header; raises MalformedFileError as read_header does for a file in `folder`."""
+        found = self.headers.get(path.name)
+        if found is None:
+            raise MalformedFileError(f"{path}: missing, but the index names it.")
+        if isinstance(found, MalformedFileError):
+            raise found
+        return found
+
+    def present(self, ranges: Ranges) -> Ranges:
+        """Return the ranges of those shards that the repository has."""
+        return {shard: found for shard, found in ranges.items() if shard in self.repo.files}
+
+    def takes(self, ranges: Ranges) -> int:
+        """Return the bytes of disk that `bring` takes for these ranges."""
+        return sum(self._needed(shard, found) for shard, found in ranges.items())
+
+    def _needed(self, shard: str, ranges: Iterable[tuple[int, int]]) -> int:
+        """Return the bytes to fetch of one shard: all of them if most are needed."""
+        needed, num_bytes = sum(end - begin for begin, end in ranges), self.repo.shard(shard).num_bytes
+        return num_bytes if needed >= WHOLE_SHARE * num_bytes else needed
+
+    def bring(self, ranges: Ranges) -> None:
+        """Fetch what is needed of each shard; raises HubError, DiskFullError."""
+        for shard, found in ranges.items():
+            target, needed = self.folder / shard, self._needed(shard, found)
+            self.hub.notify(f"fetching {needed:,} bytes of {self.repo.repo}/{shard}")
+            if needed == self.repo.shard(shard).num_bytes:
+                download_shard(self.hub, self.repo, shard, target=target, stop=Event())
+            else:
+                download_ranges(self.hub, self.repo, shard, target=target, ranges=found)
+
+    def drop(self, shards: Iterable[str]) -> None:
+        """Free the disk of shards. Their names stay in the folder, as a checkpoint's files."""
+        for shard in shards:
+            with writing(self.folder / shard):
+                (self.folder / shard).write_bytes(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Where the shards of a result and of its source come from: the Hub, or, if None, folders that have them."""
+
+    result: RemoteShards | None = None
+    source: RemoteShards | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether result or source is on the Hub."""
+        return self.result is not None or self.source is not None
+
+    @property
+    def header_reader(self) -> Callable[[Path], ShardHeader]:
+        """The function that reads the header of a result shard."""
+        return read_header if self.result is None else self.result.header
+
+    def result_bytes(self) -> int:
+        """Return the bytes of a remote result's shards."""
+        if self.result is None:
+            return 0
+        return sum(h.file_bytes for h in self.result.headers.values() if isinstance(h, ShardHeader))
+
+    def plan(self, subject: Subject, *, settle: Callable[[], None] = _nothing) -> "Around":
+        """Return what makes the context in which one result shard is read; raises DiskFullError without room.
+
+        The context brings what the pass over the shard reads, and drops it after calling `settle`.
+        """
+        if not self.is_remote:
+            return nullcontext
+        of_result, of_source = _result_needs(subject), _source_needs(subject)
+        needs = {shard: self._remote(of_result[shard], of_source[shard]) for shard in of_result}
+        self._check_room(needs.values())
+        return partial(self._around, needs, settle)
+
+    def _remote(self, of_result: Ranges, of_source: Ranges) -> "Needs":
+        parts = ((self.result, of_result), (self.source, of_source))
+        return [(side, side.present(ranges)) for side, ranges in parts if side is not None]
+
+    def _check_room(self, needs: Iterable["Needs"]) -> None:
+        """Refuse what the temporary folders have no room for at one time (DiskFullError)."""
+        needed = max((sum(side.takes(ranges) for side, ranges in together) for together in needs), default=0)
+        for side in (self.result, self.source):
+            if side is not None:
+                _check_free(side.folder, needed)
+
+    @contextmanager
+    def _around(self, needs: Mapping[str, "Needs"], settle: Callable[[], None], shard: str) -> Generator[None]:
+        with _on_disk(needs.get(shard, [])):
+            yield
+            settle()
+
+    @contextmanager
+    def around_layer(self, part: Subject, layer: int) -> Generator[None]:
+        """Bring what is needed of one layer, and drop it at the end. `part` is the subject's `of_layer`."""
+        of_result: Ranges = {}
+        of_source: Ranges = {}
+        _add(of_result, part.tensors.values())
+        stem = part.family.layer.format(layer=layer)
+        wanted = (f"{stem}.mlp.", f"{stem}.post_attention_layernorm.")
+        source = part.source.tensors if part.source is not None else {}
+        _add(of_source, (tensor for name, tensor in source.items() if name.startswith(wanted)))
+        needs = self._remote(of_result, of_source)
+        self._check_room([needs])
+        with _on_disk(needs):
+            yield
+
+
+Needs = list[tuple[RemoteShards, Ranges]]
+"""What is to be fetched from each side that is on the Hub."""
+Around = Callable[[str], AbstractContextManager[object]]
+"""Makes the context in which a result shard is read."""
+
+
+@contextmanager
+def _on_disk(needs: Needs) -> Generator[None]:
+    for side, ranges in needs:
+        side.bring(ranges)
+    yield
+    for side, ranges in needs:
+        side.drop(ranges)
+
+
+def _result_needs(subject: Subject) -> dict[str, Ranges]:
+    """Return what the pass over each result shard reads of the result: all of it, and codes that lie elsewhere."""
+    found = {shard: {shard: {(0, header.file_bytes)}} for shard, header in subject.headers.items()}
+    found |= {shard: {shard: {ALL}} for shard in subject.unreadable}
+    for module in subject.converted:
+        weight, scale = (module.parameters.get(n) for n in (subject.names.weight, subject.names.block_scale))
+        if weight is not None and scale is not None and weight.shard != scale.shard:
+            _add(found[scale.shard], [weight])
+    return found
+
+
+def _source_needs(subject: Subject) -> dict[str, Ranges]:
+    """Return what the pass over each result shard reads of the source.
+
+    That is what was copied, and for a converted module its weights and those that share its global scale.
+    """
+    tensors = subject.source.tensors if subject.source is not None else {}
+    shared: dict[str, list[TensorInfo]] = defaultdict(list)
+    for name, parts in subject.source_names.items():
+        if parts.parameter in (*INT4_PARAMETERS, WEIGHT):
+            shared[parts.sharing_key].append(tensors[name])
+    found: dict[str, Ranges] = defaultdict(lambda: defaultdict(set))
+    for name, tensor in subject.tensors.items():
+        module = subject.modules.get(name.rpartition(".")[0])
+        if module is not None and module.is_converted:
+            _add(found[tensor.shard], shared[module.parts.sharing_key])
+        elif name in tensors:
+            _add(found[tensor.shard], [tensors[name]])
+    return found
+
+
+def _add(ranges: Ranges, tensors: Iterable[TensorInfo]) -> None:
+    for tensor in tensors:
+        ranges.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))
+
+
+LOCAL: Final = Shards()
+"""Result and source are folders."""
+
+
+def layer_bytes(source: Checkpoint, layers: Sequence[int]) -> int:
+    """Return the bytes of the MoE blocks of some layers of a source."""
+    family = detect_family(source)
+    stems = tuple(f"{family.layer.format(layer=layer)}.mlp." for layer in layers)
+    return sum(tensor.num_bytes for name, tensor in source.tensors.items() if name.startswith(stems))
+
+
+def _check_free(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DiskFullError(
+            f"{folder}: validating from the Hub takes up to {needed:,} bytes at one time, but only {free:,} are free. "
+            "Set TMPDIR to a folder on another disk."
+        )

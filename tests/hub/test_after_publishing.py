@@ -1,0 +1,169 @@
+"""After publishing: the emptied work folder and the repository say where the result is, and how to check it."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faults import Fault
+from hub_cli import HubCli, run_here
+from loopback import TOKEN, LoopbackHub
+
+WORK = Path("k2convert-work/me--out")
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LoopbackHub, Path]]:
+    """A Hub to which one job has published me/out, and the job's work folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    with LoopbackHub(folder / "hub") as running:
+        running.api.token = TOKEN
+        running.store.add_folder("moon/tiny", tiny)
+        env = {"HF_ENDPOINT": running.url, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "home")}
+        arguments = ("run", "hf://moon/tiny", "hf://me/out", "--yes", "--work-dir", folder / "work")
+        assert run_here(*arguments, **env).returncode == 0
+        assert list((folder / "work").glob("*.safetensors")) == []
+        yield running, folder / "work"
+
+
+@pytest.fixture
+def hub_after(
+    finished: tuple[LoopbackHub, Path], hub_cli: HubCli, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> LoopbackHub:
+    """The Hub after the job; this test's own copy of the work folder is at WORK."""
+    shutil.copytree(finished[1], workplace / WORK)
+    monkeypatch.setenv("HF_ENDPOINT", finished[0].url)
+    finished[0].traffic.requests.clear()
+    return finished[0]
+
+
+@pytest.fixture
+def done(hub_after: LoopbackHub) -> str:
+    """The commit of me/out."""
+    return hub_after.store.repos["me/out"].refs["main"]
+
+
+def test_status_of_the_work_folder_says_where_and_at_which_commit(done: str, hub_cli: HubCli) -> None:
+    shown = hub_cli("status", WORK)
+    assert f"published as hf://me/out at commit {done}\n" in shown.stdout
+    assert shown.stderr == "next: k2convert validate hf://me/out\n"
+    document = json.loads(hub_cli("status", WORK, "--json").stdout)
+    assert document["complete"]
+    assert document["published"] == {"repo": "me/out", "commit": done}
+
+
+def test_validate_on_the_work_folder_says_where_the_shards_are(done: str, hub_cli: HubCli) -> None:
+    for more in ((), ("--json",)):
+        shown = hub_cli("validate", WORK, *more)
+        assert (shown.returncode, shown.stdout) == (1, "")
+        assert shown.stderr == (
+            f"error: {WORK}: published as hf://me/out at commit {done}, and its shards are no longer here. "
+            "`k2convert validate hf://me/out` checks what was published.\n"
+        )
+
+
+def test_publish_on_the_work_folder_says_that_it_is_published(
+    done: str, hub_after: LoopbackHub, hub_cli: HubCli
+) -> None:
+    hub_after.traffic.requests.clear()
+    shown = hub_cli("publish", WORK, "--repo", "me/out", "--yes")
+    assert shown.returncode == 0
+    assert shown.stdout == f"{WORK}: published as hf://me/out at commit {done}. Its shards are no longer here\n"
+    assert shown.stderr == "next: k2convert validate hf://me/out\n"
+    document = json.loads(hub_cli("publish", WORK, "--repo", "me/out", "--json").stdout)
+    assert document == {"repo": "me/out", "commit": done, "published_before": True}
+    elsewhere = hub_cli("publish", WORK, "--repo", "me/other", "--yes")
+    assert (elsewhere.returncode, elsewhere.stdout) == (1, "")
+    assert "published as hf://me/out" in elsewhere.stderr
+    assert hub_after.traffic.requests == []
+
+
+def test_running_again_answers_at_once_and_notes_the_commit(
+    done: str, hub_after: LoopbackHub, hub_cli: HubCli, workplace: Path
+) -> None:
+    (workplace / WORK / ".k2convert" / "published.json").unlink()
+    unknown = hub_cli("validate", WORK)
+    assert unknown.returncode == 1
+    assert "its shards were uploaded to the Hub and are no longer here" in unknown.stderr
+    assert "the same `k2convert run` command finishes the job" in hub_cli("status", WORK).stderr
+    assert hub_cli("publish", WORK, "--repo", "me/out").returncode == 1
+    hub_after.traffic.requests.clear()
+    again = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes")
+    assert (again.returncode, again.stderr.splitlines()[-1]) == (0, "me/out: main already holds this result")
+    assert hub_after.traffic.bytes_sent(r"\.safetensors$") < 200_000  # headers
+    assert not hub_after.traffic.matching("POST", "/commit/")
+    assert f"published as hf://me/out at commit {done}" in hub_cli("status", WORK).stdout
+
+
+def test_a_damaged_note_of_the_publication_is_as_none(done: str, hub_cli: HubCli, workplace: Path) -> None:
+    (workplace / WORK / ".k2convert" / "published.json").write_text('{"repo": 5}')
+    assert json.loads(hub_cli("status", WORK, "--json").stdout)["published"] is None
+
+
+def test_a_job_that_could_not_commit_to_main_is_not_called_published(tiny_on_hub: LoopbackHub, hub_cli: HubCli) -> None:
+    tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=403))
+    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 1
+    shown = hub_cli("status", WORK)
+    assert "published" not in shown.stdout
+    assert "the same `k2convert run` command finishes the job" in shown.stderr
+    found = hub_cli("status", "hf://me/out")
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "has no k2convert.json" in found.stderr
+
+
+def test_a_folder_that_was_published_says_so_and_can_still_be_validated(
+    server: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+) -> None:
+    shutil.copytree(local_result, workplace / "out")
+    assert hub_cli("publish", "out", "--repo", "me/out", "--yes").returncode == 0
+    commit = server.store.repos["me/out"].refs["main"]
+    shown = hub_cli("status", "out")
+    assert f"published as hf://me/out at commit {commit}" in shown.stdout
+    assert shown.stderr == "next: k2convert validate out\n"
+    assert hub_cli("validate", "out").returncode == 0
+
+
+def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: LoopbackHub, hub_cli: HubCli) -> None:
+    source = hub_after.store.repos["moon/tiny"].refs["main"]
+    hub_after.traffic.requests.clear()
+    shown = hub_cli("status", "hf://me/out")
+    assert shown.returncode == 0
+    assert shown.stdout.splitlines() == [
+        f"hf://me/out (private) at commit {done}: complete: 5 shards, 7.54 MB",
+        "recipe kimi-k2-thinking-nvfp4: rule optimal, layout modelopt",
+        f"converted from moon/tiny at commit {source}",
+        "weight error: SQNR 22.62 dB",
+    ]
+    assert shown.stderr == "next: k2convert validate hf://me/out\n"
+    assert hub_after.traffic.bytes_sent(r"\.safetensors$") == 0
+    document = json.loads(hub_cli("status", f"hf://me/out@{done}", "--json").stdout)
+    assert document["published"] == {"repo": "me/out", "commit": done}
+    assert document["source"] == {"repo": "moon/tiny", "revision": source}
+    assert (document["complete"], document["shards"], document["missing"]) == (True, 5, [])
+
+
+def test_status_of_a_repository_names_a_missing_shard(done: str, hub_after: LoopbackHub, hub_cli: HubCli) -> None:
+    repo, name = hub_after.store.repos["me/out"], "model-00002-of-000005.safetensors"
+    repo.commit("cut", {path: file for path, file in repo.files().items() if path != name})
+    shown = hub_cli("status", "hf://me/out@cut")
+    assert f"shards missing or of a wrong size: 1 of 5, first {name}" in shown.stdout
+    assert json.loads(hub_cli("status", "hf://me/out@cut", "--json").stdout)["missing"] == [name]
+
+
+@pytest.mark.parametrize("verb", ["status", "validate", "report"])
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("hf://me/none", "could not look up me/none: the Hub answered 404"),
+        ("hf://me/out@nowhere", "could not look up me/out at revision nowhere: the Hub answered 404"),
+        ("hf://me", "hf://me: not a repository. Write hf://owner/name"),
+    ],
+)
+def test_a_repository_or_revision_that_does_not_exist_is_one_line(
+    done: str, hub_cli: HubCli, verb: str, address: str, words: str
+) -> None:
+    shown = hub_cli(verb, address)
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert shown.stderr.startswith(f"error: {words}")
+    assert shown.stderr.count("\n") == 1

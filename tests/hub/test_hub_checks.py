@@ -1,0 +1,218 @@
+"""What a job checks before main moves: a wrong byte anywhere, whoever wrote it, never reaches main."""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from faults import Fault
+from hub_cli import HubCli
+from loopback import LoopbackHub
+from published import ALL_RULES, assert_published
+
+from k2convert.checkpoint.header import read_header
+from k2convert.cli import publish as command
+from k2convert.job import execute
+from k2convert.job.shard import ShardTask
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.kernels import cpu
+from k2convert.records.checksum import seal, unseal
+from k2convert.records.shard_record import ShardRecord
+
+JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes")
+SHARD = "model-00003-of-000005.safetensors"
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path, ShardRecord], ShardRecord]) -> None:
+    """Change a finished shard, or its record, between its conversion and its upload."""
+    convert = execute.convert_shard
+
+    def convert_and_plant(task: ShardTask, **options: Any) -> ShardRecord:
+        record = convert(task, **options)
+        return plant(task.destination / task.shard.name, record) if task.shard.name == SHARD else record
+
+    monkeypatch.setattr(execute, "convert_shard", convert_and_plant)
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def place_of(path: Path, what: str) -> int:
+    """The offset of a code byte, a block scale, a copied tensor's byte, or a byte of the header."""
+    if what == "header":
+        return path.read_bytes().index(b'"dtype":"') + len(b'"dtype":"')
+    tensors = read_header(path).tensors
+    dtype = {"code": "U8", "scale": "F8_E4M3", "copied": "BF16"}[what]
+    return next(t.begin + t.num_bytes // 2 for t in tensors.values() if t.dtype == dtype)
+
+
+def assert_nothing_on_main(server: LoopbackHub) -> None:
+    repo = server.store.repos["me/out"]
+    assert repo.num_commits("main") == 1
+    assert list(repo.files()) == [".gitattributes"]
+
+
+@pytest.mark.parametrize("with_xet", [True, False], ids=["Xet", "LFS"])
+@pytest.mark.parametrize("what", ["code", "scale", "copied", "header"])
+def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, what: str, with_xet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", not with_xet)
+
+    def plant(path: Path, record: ShardRecord) -> ShardRecord:
+        flip(path, place_of(path, what))
+        return record
+
+    planted(monkeypatch, plant)
+    done = hub_cli(*JOB)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
+    assert len(lines) == 1
+    assert f"{SHARD}: does not match its recorded hash. Delete it and rerun" in lines[0]
+    assert_nothing_on_main(tiny_on_hub)
+
+
+def test_a_planted_byte_with_fitting_hashes_stops_the_job_too(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plant(path: Path, record: ShardRecord) -> ShardRecord:
+        flip(path, place_of(path, "code"))
+        data = path.read_bytes()
+        return replace(record, blake3=blake3(data).hexdigest(), sha256=hashlib.sha256(data).hexdigest())
+
+    with monkeypatch.context() as during:
+        planted(during, plant)
+        done = hub_cli(*JOB)
+    assert done.returncode == 1
+    assert f"{SHARD}: does not match its recorded hash" in done.stderr
+    assert_nothing_on_main(tiny_on_hub)
+    again = hub_cli(*JOB)
+    assert again.returncode == 0, again.stderr
+    assert ALL_RULES in " ".join(again.stdout.split())
+    assert_published(tiny_on_hub, local_result)
+
+
+def stopped_before_main(server: LoopbackHub, hub_cli: HubCli) -> None:
+    """Do the whole job except its last commit."""
+    server.traffic.inject(Fault("POST", "/commit/main", status=403))
+    assert hub_cli(*JOB).returncode == 1
+    server.traffic.clear()
+
+
+def edit_records(workplace: Path, change: Callable[[dict[str, Any]], object]) -> int:
+    folder = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
+    paths = sorted(folder.iterdir())
+    for path in paths:
+        document, _ = unseal(json.loads(path.read_text()))
+        change(document)
+        path.write_bytes(seal(document))
+    return len(paths)
+
+
+def test_shards_whose_records_have_no_comparison_are_made_again_not_passed(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+) -> None:
+    stopped_before_main(tiny_on_hub, hub_cli)
+    number = edit_records(workplace, lambda record: record.pop("checked"))
+    done = hub_cli(*JOB, "--json")
+    assert done.returncode == 0, done.stderr
+    assert f"{number} finished shards were not compared with the source" in " ".join(done.stderr.split())
+    assert json.loads(done.stdout)["contract"] == {"rules": 19, "unchecked": [], "failed": []}
+    assert_published(tiny_on_hub, local_result)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda record: record["checked"]["copied"].pop(), "7"),
+        (lambda record: record["checked"]["decoded"].update(low(record)), "18, 19"),
+    ],
+    ids=["a copy not compared", "below the budget"],
+)
+def test_findings_of_an_earlier_run_decide_too(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, change: Callable[[dict[str, Any]], object], rule: str
+) -> None:
+    stopped_before_main(tiny_on_hub, hub_cli)
+    edit_records(workplace, change)
+    done = hub_cli(*JOB)
+    assert done.returncode == 3
+    assert f"does not validate (rules {rule}), so main was not changed" in " ".join(done.stderr.split())
+    assert_nothing_on_main(tiny_on_hub)
+
+
+def low(record: dict[str, Any]) -> dict[str, Any]:
+    """Figures of the record's projections with an error as large as the weights."""
+    decoded = record["checked"]["decoded"]
+    return {module: figures | {"squared_error": figures["energy"]} for module, figures in decoded.items()}
+
+
+def test_a_side_file_that_differs_from_the_hubs_stops_the_job(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = execute.keep_small_files
+
+    def keep_changed(job: Any) -> Path:
+        folder = keep(job)
+        flip(folder / "tokenizer_config.json", 5)
+        return folder
+
+    monkeypatch.setattr(execute, "keep_small_files", keep_changed)
+    done = hub_cli(*JOB)
+    assert done.returncode == 1
+    assert "tokenizer_config.json: differs from the file of moon/tiny" in " ".join(done.stderr.split())
+    assert_nothing_on_main(tiny_on_hub)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [(SHARD, "does not match its recorded hash"), ("tokenizer_config.json", "changed after it was validated")],
+)
+def test_publish_sends_only_what_it_validated(
+    server: LoopbackHub,
+    hub_cli: HubCli,
+    workplace: Path,
+    local_result: Path,
+    name: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(local_result, workplace / "out")
+    send = command.publish_folder
+
+    def change_and_send(*args: Any, **options: Any) -> str:
+        flip(workplace / "out" / name, 5)
+        return send(*args, **options)
+
+    monkeypatch.setattr(command, "publish_folder", change_and_send)
+    done = hub_cli("publish", "out", "--repo", "me/out", "--yes")
+    assert done.returncode == 1
+    assert f"{name}: {words}" in " ".join(done.stderr.split())
+    assert_nothing_on_main(server)
+
+
+def test_a_wrong_kernel_stops_the_job(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert = cpu.convert_int4
+
+    def convert_wrongly(weight: Int4Weight, **options: Any) -> Any:
+        result, counts = convert(weight, **options)
+        result.packed.reshape(-1)[7] ^= 0x10
+        return result, counts
+
+    monkeypatch.setattr(cpu, "convert_int4", convert_wrongly)
+    done = hub_cli(*JOB)
+    assert done.returncode == 3
+    words = "the bytes to write decode to a squared error of|sampled blocks differ from the reference arithmetic"
+    assert re.search(words, " ".join(done.stderr.split()))
+    assert "The shard was not uploaded. Run the same command again" in " ".join(done.stderr.split())
+    assert_nothing_on_main(tiny_on_hub)

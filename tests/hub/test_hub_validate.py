@@ -1,0 +1,283 @@
+"""A published result: validate, report and status read it from the Hub, in bounded disk, with the local verdict."""
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import Fault, Kind
+from hub_cli import HubCli, cli_environment, command
+from loopback import LoopbackHub
+
+from k2convert.checkpoint.header import read_header as header_of
+from scripts.fixture_maker.damage import edit_json
+
+
+class Watched:
+    """A folder for temporary files, and the most bytes of disk that shards took in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.most = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.001):
+            with contextlib.suppress(FileNotFoundError):  # a folder may be gone
+                shards = [p for p in self.folder.rglob("*") if p.name.endswith((".safetensors", ".safetensors.part"))]
+                self.most = max(self.most, sum(map(self._size, shards)))
+
+    def _size(self, path: Path) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return path.stat().st_blocks * 512
+        return 0
+
+    def __enter__(self) -> "Watched":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    with Watched(tmp_path / "temporary") as watched:
+        yield watched
+    assert list(watched.folder.iterdir()) == []
+
+
+@pytest.fixture
+def published(tmp_path: Path, local_result: Path) -> Path:
+    """The files of a result as they are published: without the journal."""
+    folder = tmp_path / "published"
+    shutil.copytree(local_result, folder, ignore=shutil.ignore_patterns(".k2convert"))
+    return folder
+
+
+def without_names(document: dict[str, Any]) -> dict[str, Any]:
+    """A validation without the names that it was asked for by."""
+    contract = {key: value for key, value in document["contract"].items() if key != "folder"}
+    return {key: value for key, value in document.items() if key != "folder"} | {"contract": contract}
+
+
+def two_shards(*folders: Path) -> int:
+    """The disk that the largest shard of each folder takes, with one block for its places on the disk."""
+    return sum(max((-(-p.stat().st_size // 4096) + 1) * 4096 for p in f.glob("*.safetensors")) for f in folders)
+
+
+def change(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("with_source", [True, False], ids=["with source", "without source"])
+@pytest.mark.parametrize(
+    "fault", ["none", "a weight byte", "a copied byte", "a missing shard", "a cut shard", "a stray shard", "no index"]
+)
+def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
+    tiny_on_hub: LoopbackHub,
+    hub_cli: HubCli,
+    tiny: Path,
+    published: Path,
+    temporary: Watched,
+    fault: str,
+    with_source: bool,
+) -> None:
+    first, last = published / "model-00001-of-000005.safetensors", published / "model-00005-of-000005.safetensors"
+    if fault == "a weight byte":
+        change(first, first.stat().st_size - 1000)
+    elif fault == "a copied byte":
+        change(last, last.stat().st_size - 1)
+    elif fault == "a missing shard":
+        first.unlink()
+    elif fault == "a cut shard":
+        first.write_bytes(first.read_bytes()[:-100])
+    elif fault == "a stray shard":
+        shutil.copyfile(first, published / "more.safetensors")
+    elif fault == "no index":
+        (published / "model.safetensors.index.json").unlink()
+    tiny_on_hub.store.add_folder("me/out", published, private=True)
+    here = hub_cli("validate", published, "--json", *(("--source", tiny) if with_source else ()))
+    there = hub_cli("validate", "hf://me/out", "--json", *(("--source", "hf://moon/tiny") if with_source else ()))
+    assert there.returncode == here.returncode == (0 if fault == "none" else 3), there.stderr
+    assert json.loads(there.stdout)["folder"] == "hf://me/out"
+    assert without_names(json.loads(there.stdout)) == without_names(json.loads(here.stdout))
+    assert 0 < temporary.most <= (two_shards(published, tiny) if with_source else two_shards(published))
+
+
+@pytest.mark.parametrize("layers", ["1", "2,3"])
+def test_with_layers_only_these_layers_are_fetched(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, tiny: Path, published: Path, temporary: Watched, layers: str
+) -> None:
+    tiny_on_hub.store.add_folder("me/out", published)
+    here = hub_cli("validate", published, "--source", tiny, "--layers", layers, "--json")
+    there = hub_cli("validate", "hf://me/out", "--source", "hf://moon/tiny", "--layers", layers, "--json")
+    assert there.returncode == 0, there.stderr
+    local, remote = json.loads(here.stdout), json.loads(there.stdout)
+    assert remote["layers"] == local["layers"]
+    assert remote["weights"]["totals"]["experts"]["num_weights"] == 3 * 16 * 128 * 256 * len(layers.split(","))
+    rules = {rule["number"]: rule for rule in remote["contract"]["rules"]}
+    assert {n for n, rule in rules.items() if rule["verdict"] == "skipped"} == {4, 5, 6, 7, 18, 19}
+    assert all(f"only layer {layer} was read" in rules[7]["note"] for layer in layers.split(","))
+    shards = {f"model-0000{int(layer) + 1}-of-000005.safetensors" for layer in layers.split(",")}
+    for name in (path.name for path in tiny.glob("*.safetensors")):
+        sent = tiny_on_hub.traffic.bytes_sent(f"{name}$")
+        assert (sent > 1_000_000) is (name in shards), name
+    assert 0 < temporary.most <= two_shards(published, tiny)
+
+
+def test_with_layers_a_fault_of_another_layer_is_not_seen_and_one_of_this_layer_is(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, published: Path
+) -> None:
+    shard = published / "model-00003-of-000005.safetensors"
+    change(shard, header_of(shard).tensors["model.layers.2.mlp.gate.weight"].begin)
+    tiny_on_hub.store.add_folder("me/out", published)
+    good = hub_cli("validate", "hf://me/out", "--source", "hf://moon/tiny", "--layers", "1", "--json")
+    assert (good.returncode, json.loads(good.stdout)["passed"]) == (0, True)
+    bad = hub_cli("validate", "hf://me/out", "--source", "hf://moon/tiny", "--layers", "1,2", "--json")
+    assert (bad.returncode, json.loads(bad.stdout)["contract"]["failed"]) == (3, [7])
+
+
+def test_result_and_source_may_be_in_different_places(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, tiny: Path, published: Path, temporary: Watched
+) -> None:
+    repo = tiny_on_hub.store.add_folder("me/out", published)
+    tag = f"hf://me/out@{repo.refs['main']}"
+    repo.commit("main", {})  # a later state of main
+    documents = [
+        json.loads(hub_cli("validate", result, "--source", source, "--json").stdout)
+        for result, source in ((published, tiny), (tag, tiny), (published, "hf://moon/tiny"))
+    ]
+    assert documents[0]["passed"]
+    assert without_names(documents[0]) == without_names(documents[1]) == without_names(documents[2])
+    assert 0 < temporary.most <= two_shards(tiny)
+
+
+def test_partners_in_other_source_shards_are_fetched_in_ranges(
+    server: LoopbackHub, hub_cli: HubCli, split: Path, workplace: Path, temporary: Watched
+) -> None:
+    """Gate and up, and the parts of one projection, lie in different shards of the source."""
+    assert hub_cli("run", split, "out", "--layout", "compressed-tensors").returncode == 0
+    shutil.rmtree(workplace / "out" / ".k2convert")
+    server.store.add_folder("me/out", workplace / "out")
+    server.store.add_folder("moon/split", split)
+    here = hub_cli("validate", "out", "--source", split, "--json")
+    there = hub_cli("validate", "hf://me/out", "--source", "hf://moon/split", "--json")
+    assert there.returncode == here.returncode == 0, there.stderr
+    assert without_names(json.loads(there.stdout)) == without_names(json.loads(here.stdout))
+    assert server.traffic.matching("GET", r"moon/split/.*\.safetensors")
+    assert 0 < temporary.most <= 1.1 * two_shards(workplace / "out", split)
+
+
+def test_layers_of_a_model_with_a_vision_tower_are_found(server: LoopbackHub, hub_cli: HubCli, k25: Path) -> None:
+    assert hub_cli("run", k25, "out").returncode == 0
+    server.store.add_folder("moon/k25", k25)
+    shown = hub_cli("validate", "out", "--source", "hf://moon/k25", "--layers", "3", "--json")
+    document = json.loads(shown.stdout)
+    assert [layer["layer"] for layer in document["layers"]["layers"]] == [3]
+    assert document["passed"]
+
+
+def test_a_result_without_shards_is_named(tiny_on_hub: LoopbackHub, hub_cli: HubCli) -> None:
+    tiny_on_hub.store.create("me/empty")
+    shown = hub_cli("validate", "hf://me/empty")
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert shown.stderr == (
+        "error: hf://me/empty: has no shards, so it holds no result. Check the name and the revision.\n"
+    )
+
+
+def test_errors_name_the_repository_and_not_a_temporary_folder(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, published: Path, temporary: Watched
+) -> None:
+    edit_json(published / "k2convert.json", lambda ledger: ledger["recipe"].update(target="bf16"))
+    tiny_on_hub.store.add_folder("me/out", published)
+    for verb in ("validate", "report"):
+        shown = hub_cli(verb, "hf://me/out")
+        assert (shown.returncode, shown.stdout) == (1, "")
+        assert shown.stderr.splitlines()[-1].startswith("error: hf://me/out: holds a BF16 copy")
+        assert str(temporary.folder) not in shown.stderr
+
+
+def test_the_next_command_serves_the_repository(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, published: Path, temporary: Watched
+) -> None:
+    commit = tiny_on_hub.store.add_folder("me/out", published).refs["main"]
+    shown = hub_cli("validate", f"hf://me/out@{commit}")
+    assert shown.returncode == 0
+    assert shown.stderr.splitlines()[-1] == f"next: vllm serve me/out --revision {commit} --trust-remote-code"
+    assert str(temporary.folder) not in shown.stdout + shown.stderr
+
+
+def test_a_byte_that_changed_on_the_way_is_fetched_again(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, published: Path
+) -> None:
+    tiny_on_hub.store.add_folder("me/out", published)
+    flip = Fault("GET", r"me/out/.*model-00003.*\.safetensors", Kind.CORRUPT, after_bytes=100_000, times=3)
+    tiny_on_hub.traffic.inject(flip)  # the first two answers are the header, and shorter
+    shown = hub_cli("validate", "hf://me/out")
+    assert shown.returncode == 0
+    assert "model-00003-of-000005.safetensors arrived with a wrong sha256; fetching it again" in shown.stderr
+
+
+def test_without_room_nothing_is_downloaded(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, published: Path, temporary: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_on_hub.store.add_folder("me/out", published)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**7, 7 * 10**6, 3 * 10**6))
+    shown = hub_cli("validate", "hf://me/out", "--source", "hf://moon/tiny")
+    assert shown.returncode == 1
+    assert "validating from the Hub takes up to" in shown.stderr
+    assert "but only 3,000,000 are free. Set TMPDIR to a folder on another disk." in shown.stderr
+    assert temporary.most == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing_behind(
+    tiny_on_hub: LoopbackHub, workplace: Path, published: Path, number: signal.Signals
+) -> None:
+    tiny_on_hub.store.add_folder("me/out", published)
+    tiny_on_hub.traffic.bytes_per_second = 300_000
+    (workplace / "temporary").mkdir()
+    process = subprocess.Popen(
+        command("validate", "hf://me/out"),
+        cwd=workplace,
+        env=cli_environment() | {"TMPDIR": str(workplace / "temporary")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while not list(workplace.rglob("*.safetensors.part")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert process.communicate(timeout=60)[1].splitlines()[-1].startswith("interrupted")
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert list((workplace / "temporary").iterdir()) == []
+
+
+def test_the_report_on_a_repository_goes_into_the_current_folder_or_where_asked(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, published: Path, temporary: Watched
+) -> None:
+    tiny_on_hub.store.add_folder("me/out", published)
+    document = json.loads(hub_cli("report", "hf://me/out", "--source", "hf://moon/tiny", "--json").stdout)
+    assert document["files"] == {"html": "report.html", "markdown": "report.md", "picture": "report.png"}
+    assert sorted(path.name for path in workplace.iterdir()) == ["report.html", "report.md", "report.png"]
+    assert hub_cli("report", published, "--source", "hf://moon/tiny", "--out", "here").returncode == 0
+    assert (workplace / "report.html").read_bytes() == (workplace / "here" / "report.html").read_bytes()

@@ -1,0 +1,91 @@
+"""Weights are made again by the kernels and, as a sample, by the reference arithmetic, which finds a wrong kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from int4_makers import trained_like
+
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.choices import Rule
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.kernels import cpu
+from k2convert.quantize.quantizer import create_quantizer
+from k2convert.validate.weights import CheckedWeight, WrittenWeight, check_weights
+
+NAMES = LAYOUTS["modelopt"]
+
+
+def convert(*sources: SourceWeight, rule: Rule = "optimal") -> list[WrittenWeight]:
+    """Convert weights that share a global scale, as a job does."""
+    quantizer = create_quantizer("native", rule=rule, device="cpu")
+    shared = quantizer.measure(sources[0], name="0")
+    for source in sources[1:]:
+        shared = shared.merge(quantizer.measure(source, name="x"))
+    written: list[WrittenWeight] = []
+    for number, source in enumerate(sources):
+        scale = quantizer.global_scale(shared, is_int4=isinstance(source, Int4Weight))
+        result, _ = quantizer.quantize(source, name=str(number), magnitude=shared, global_scale=scale)
+        raw = NAMES.encode_scalar(scale)
+        written.append(WrittenWeight(str(number), source, result.packed, result.block_scales, raw))
+    return written
+
+
+def check_one(written: WrittenWeight, rule: Rule) -> CheckedWeight:
+    (found,) = check_weights([written], names=NAMES, rule=rule)
+    return found
+
+
+def larger() -> Int4Weight:
+    """A weight with scales four times those of seed 2."""
+    source = trained_like(64, seed=2)
+    return Int4Weight(source.packed, source.scale_bits + np.uint16(2 << 7))
+
+
+@pytest.mark.parametrize("rule", ["optimal", "plain"])
+def test_a_partner_elsewhere_decides_the_global_scale(rule: Rule) -> None:
+    gate, up = convert(trained_like(64, seed=2), larger(), rule=rule)
+    for weights, partners in (([gate, up], []), ([gate], [up.source]), ([up], [gate.source])):
+        for found in check_weights(weights, partners=partners, names=NAMES, rule=rule):
+            assert found.problems == ()
+            assert found.metrics is not None
+    assert "the rule gives" in check_one(gate, rule).problems[0]
+    assert check_one(up, rule).problems == ()
+
+
+@pytest.mark.parametrize("rule", ["optimal", "plain"])
+@pytest.mark.parametrize("kind", ["int4", "bf16"])
+def test_a_sample_of_one_block_in_64_is_made_again_by_the_reference_arithmetic(kind: str, rule: Rule) -> None:
+    source: SourceWeight = trained_like(2048, seed=4)
+    if kind == "bf16":
+        source = dequantize_int4(cast(Int4Weight, source))
+        assert isinstance(source, Bf16Weight)
+    found = check_one(convert(source, rule=rule)[0], rule)
+    assert found.problems == ()
+    assert found.num_blocks / 64 <= found.sampled_blocks < found.num_blocks / 4
+
+
+def test_a_kernel_that_is_wrong_in_the_same_way_is_found_by_the_reference_arithmetic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = cpu.KERNELS["optimal"]
+
+    def one_step_up(packed: Any, scale_bits: Any, global_scale: float, out: Any, scale_bytes: Any) -> Any:
+        counts = right.convert_int4(packed, scale_bits, global_scale, out, scale_bytes)
+        np.minimum(scale_bytes + np.uint8(1), np.uint8(0x7E), out=scale_bytes)
+        return counts
+
+    monkeypatch.setitem(cpu.KERNELS, "optimal", dataclasses.replace(right, convert_int4=one_step_up))
+    (problem,) = check_one(convert(trained_like(64, seed=3))[0], "optimal").problems
+    assert "are not what the reference arithmetic gives" in problem
+
+
+def test_without_a_rule_weights_are_only_decoded() -> None:
+    written = convert(trained_like(64, seed=2))[0]
+    (found,) = check_weights([written], names=NAMES, rule=None)
+    assert (found.num_blocks, found.sampled_blocks, found.metrics, found.problems) == (0, 0, None, ())
+    assert found.error == check_one(written, "optimal").error
