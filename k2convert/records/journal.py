@@ -11,17 +11,11 @@ Nothing in these files depends on time, host or path of the run: an interrupted 
 source end in the same bytes.
 """
 
-import errno
-import fcntl
-import os
-import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from stat import S_ISREG
-from typing import Any, Final, TextIO
+from typing import Any
 
 from k2convert.checkpoint.files import (
     TEMPORARY_SUFFIX,
@@ -36,7 +30,6 @@ from k2convert.checkpoint.names import (
     INDEX_NAME,
     JOB_NAME,
     LEDGER_NAME,
-    LOCK_NAME,
     RECORDS_FOLDER,
     UPLOADS_FOLDER,
     WORK_FOLDER,
@@ -44,8 +37,6 @@ from k2convert.checkpoint.names import (
 from k2convert.errors import (
     CheckpointError,
     DestinationError,
-    DestinationWriteError,
-    LockedError,
     MalformedFileError,
     ResumeError,
     quoted,
@@ -55,12 +46,9 @@ from k2convert.records.checksum import seal, unseal
 from k2convert.records.command import JobCommand, read_command
 from k2convert.records.events import Keep
 from k2convert.records.fingerprint import fingerprint_digest
+from k2convert.records.lock import lock_destination, read_lock
 from k2convert.records.shard_record import ShardRecord
 from k2convert.records.source_identity import Identities, changed_error, changed_shards, moved_shards
-from k2convert.records.tally import parse_summary
-
-_LOCK_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_MAX_KEPT: Final = 1 << 16  # characters read from a lock file
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +103,6 @@ class Journal:
         self.folder = destination / WORK_FOLDER
         self._records = self.folder / RECORDS_FOLDER
         self._job_path = self.folder / JOB_NAME
-        self._lock_path = self.folder / LOCK_NAME
 
     @contextmanager
     def locked(self) -> Generator[Keep]:
@@ -124,20 +111,8 @@ class Journal:
         Yields a function that keeps one line in the lock file, for `status`.
         """
         make_folder(self.folder, root=self.destination)
-        with self._open_lock(os.O_RDWR | os.O_CREAT) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                raise LockedError(
-                    f"{self.destination}: another run (process {lock.readline().strip() or 'unknown'}) is working "
-                    "here. Wait for it or stop it, then run the same command again."
-                ) from None
-            _write_owner(lock, "")
-            try:
-                yield partial(_keep, lock)
-            finally:
-                lock.truncate(0)
+        with lock_destination(self.destination) as keep:
+            yield keep
 
     def begin(self, job: JobDescription) -> list[str]:
         """Start a job, or resume it if its fingerprint and its source are the same.
@@ -259,7 +234,7 @@ class Journal:
             for name, record in self.find_records(job.digest).records.items()
             if self.has_file(record) or self._was_uploaded(name)
         }
-        running, progress, age = self._running()
+        running, progress, age = read_lock(self.destination)
         is_assembled = all((self.destination / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
         return JobState(
             job=job,
@@ -281,37 +256,6 @@ class Journal:
         """Return whether a shard was hashed for upload. Its file may be removed after that."""
         return (self.folder / UPLOADS_FOLDER / f"{shard}.json").exists()
 
-    def _running(self) -> tuple[bool, dict[str, Any] | None, float]:
-        """Return whether a process works here, and what it last said about its progress and how long ago."""
-        if not self._lock_path.exists():
-            return False, None, 0.0
-        with self._open_lock(os.O_RDONLY) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _, _, said = lock.read(_MAX_KEPT).partition("\n")
-                age = time.time() - os.fstat(lock.fileno()).st_mtime
-                return True, parse_summary(said), max(age, 0.0)
-            return False, None, 0.0
-
-    def _open_lock(self, flags: int) -> TextIO:
-        """Open the lock file without following a link of either kind, which might lead to any file."""
-        path = self._lock_path
-        try:
-            with opened_folder(self.folder, root=self.destination) as folder:
-                descriptor = os.open(path.name, flags | _LOCK_FLAGS, 0o666, dir_fd=folder)
-            found = os.fstat(descriptor)
-            if not S_ISREG(found.st_mode) or found.st_nlink > 1:
-                os.close(descriptor)
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR):
-                raise DestinationError(f"{path}: is a link or a folder, not a file. Remove it.") from None
-            raise DestinationWriteError(
-                f"{path}: cannot be opened ({error.strerror}). Choose a folder that you may write to."
-            ) from None
-        return os.fdopen(descriptor, "r+" if flags & os.O_RDWR else "r")
-
     def _sweep(self, job: JobDescription) -> None:
         """Remove the half-written shards and records of a killed run, and nothing else of a similar name.
 
@@ -323,19 +267,6 @@ class Journal:
                 for shard in job.shards:
                     with suppress(DestinationError):  # a folder of that name is not ours
                         remove_file(folder / f"{shard}{suffix}{TEMPORARY_SUFFIX}", descriptor)
-
-
-def _write_owner(lock: TextIO, text: str) -> None:
-    """Write this process's number and a line of text into the lock file."""
-    lock.seek(0)
-    lock.truncate()
-    lock.write(f"{os.getpid()}\n{text}")
-    lock.flush()
-
-
-def _keep(lock: TextIO, text: str) -> None:
-    with suppress(OSError, ValueError):  # a display for others must not end the work; the file may be closed already
-        _write_owner(lock, text)
 
 
 def _job_description(document: dict[str, Any]) -> JobDescription:

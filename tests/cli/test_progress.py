@@ -145,4 +145,4 @@ def test_layers_say_what_they_cost_before_they_start(run_cli: RunCli, tiny: Path
         lines[cost],
     )
     assert all("experts)" not in line for line in lines[:cost])
-    assert lines[-1] == "validate: check 100 % (7.54 of 7.54 MB), layers 100 % (32 of 32 experts)"
+    assert lines[-1] == "validate: check 100 % (7.45 of 7.45 MB), layers 100 % (32 of 32 experts)"

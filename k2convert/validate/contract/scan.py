@@ -165,7 +165,6 @@ class _Scan:
         known, digest = self.digests.get(header.shard), blake3(max_threads=blake3.AUTO)
         if known is None:
             digest.update(self._read(header.shard, 0, header.data_begin).data)
-            self.events.progress(bytes_in=header.data_begin)
         batches = list(self._batches(header, whole=known is None))
         reading = self.ahead.submit(self._read_batch, batches[0]) if batches else None
         for number, batch in enumerate(batches):
