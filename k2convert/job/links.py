@@ -16,6 +16,7 @@ from k2convert.checkpoint.names import (
     INDEX_NAME,
     JOB_NAME,
     LEDGER_NAME,
+    PUBLISHED_NAME,
     RECORDS_FOLDER,
     SOURCE_COPY_FOLDER,
     UPLOADS_FOLDER,
@@ -45,6 +46,7 @@ def refuse_links(destination: Path, *, shards: Iterable[str], sidecars: Iterable
 
 def _files(destination: Path, work: Path, shards: Iterable[str], sidecars: Iterable[Path]) -> Iterator[Path]:
     yield work / JOB_NAME
+    yield work / PUBLISHED_NAME
     for name in (*_FILES, *sidecars):
         yield destination / name
     for shard in shards:

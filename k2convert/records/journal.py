@@ -13,7 +13,7 @@ source end in the same bytes.
 
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from k2convert.records.events import Keep
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.lock import lock_destination, read_lock
 from k2convert.records.shard_record import ShardRecord
-from k2convert.records.source_identity import Identities, changed_error, changed_shards, moved_shards
+from k2convert.records.source_identity import Identities, changed_shards, moved_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +137,31 @@ class Journal:
         if found.source is None or job.source is None:
             self.describe(job)
         else:
-            if changed := changed_shards(found.source, job.source):
-                records = self.find_records(job.digest).records.values()
-                used = {name for record in records for name in record.source_headers}
-                raise changed_error(changed, used=used, destination=self.destination, job_path=self._job_path)
-            moved = moved_shards(found.source, job.source)
+            known = self._accept_source(job, found.source, job.source)
+            moved = moved_shards(known, job.source)
         self._sweep(job)
         return moved
+
+    def _accept_source(self, job: JobDescription, before: Identities, now: Identities) -> Identities:
+        """Return the source as the job knows it from now on.
+
+        A changed source shard is accepted if nothing was made from it yet: it may have been damaged, and repaired.
+        Raises ResumeError if a finished shard was made from it.
+        """
+        changed = changed_shards(before, now)
+        if not changed:
+            return before
+        records = self.find_records(job.digest).records.values()
+        used = {name for record in records for name in record.source_headers}
+        if found := [name for name in changed if name in used]:
+            raise ResumeError(
+                f"{found[0]}: this source shard changed since the job in {self.destination} was begun, and finished "
+                "shards were made from it. Restore it with its time of modification, or start again in a different "
+                "folder."
+            )
+        known = before | {name: now[name] for name in changed}
+        self.describe(replace(job, source=known))
+        return known
 
     def describe(self, job: JobDescription) -> None:
         """Write the description of a job."""

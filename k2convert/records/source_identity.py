@@ -5,14 +5,15 @@ The fingerprint has the headers. The data is too much to hash, so the job's desc
     of a folder     its size, its time of modification and its inode
     of the Hub      its sha256, as the Hub lists it
 
-Another size, time or sha256 is another file. Another inode alone is a file that was moved with its time (`cp -a` to
-another disk) or replaced: what was made from it is made again, and must come out the same.
+Another size, time or sha256 is another file, which is refused once a finished shard was made from it. Another inode
+alone is a file that was moved with its time (`cp -a` to another disk) or replaced: what was made from it is made again,
+and must come out the same.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from k2convert.errors import ResumeError, SourceReadError
+from k2convert.errors import SourceReadError
 
 Identity = dict[str, int | str]
 Identities = dict[str, Identity]
@@ -35,20 +36,6 @@ def hub_identity(sha256: str | None) -> Identity:
 def changed_shards(before: Mapping[str, Identity], now: Mapping[str, Identity]) -> list[str]:
     """Return the source shards whose size, time or sha256 differ."""
     return _different(before, now, ("bytes", "mtime_ns", "sha256"))
-
-
-def changed_error(changed: Sequence[str], *, used: Set[str], destination: Path, job_path: Path) -> ResumeError:
-    """Return the error for changed source shards; finished shards were made from those that are `used`."""
-    if found := [name for name in changed if name in used]:
-        return ResumeError(
-            f"{found[0]}: this source shard changed since the job in {destination} was begun, and finished shards were "
-            "made from it. Restore it with its time of modification, or start again in a different folder."
-        )
-    return ResumeError(
-        f"{changed[0]}: this source shard changed since the job in {destination} was begun. Nothing was made from it "
-        f"yet: if you replaced it on purpose, delete {job_path} and run the same command again. Finished shards are "
-        "kept."
-    )
 
 
 def moved_shards(before: Mapping[str, Identity], now: Mapping[str, Identity]) -> list[str]:

@@ -62,7 +62,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch
 @pytest.fixture
 def published(tmp_path: Path, local_result: Path) -> Path:
     """The files of a result as they are published: without the journal."""
-    folder = tmp_path / "published"
+    folder = tmp_path / "published" / "out"  # a report's title has the name
     shutil.copytree(local_result, folder, ignore=shutil.ignore_patterns(".k2convert"))
     return folder
 
@@ -219,7 +219,9 @@ def test_the_next_command_serves_the_repository(
     commit = tiny_on_hub.store.add_folder("me/out", published).refs["main"]
     shown = hub_cli("validate", f"hf://me/out@{commit}")
     assert shown.returncode == 0
-    assert shown.stderr.splitlines()[-1] == f"next: vllm serve me/out --revision {commit} --trust-remote-code"
+    assert shown.stderr.splitlines()[-1].startswith(
+        f"next: vllm serve me/out --trust-remote-code --revision {commit} --tensor-parallel-size"
+    )
     assert str(temporary.folder) not in shown.stdout + shown.stderr
 
 

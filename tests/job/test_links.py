@@ -30,6 +30,7 @@ FILES = [
     ".k2convert/lock",
     ".k2convert/job.json",
     ".k2convert/job.json.tmp",
+    ".k2convert/published.json",
     f".k2convert/shards/{SHARD}.json",
     f".k2convert/shards/{SHARD}.json.tmp",
     f".k2convert/uploads/{SHARD}.json.tmp",
