@@ -20,6 +20,7 @@ from k2convert.cli.options import (
     FolderArgument,
     JsonOption,
     PublicOption,
+    QuietOption,
     RunOptions,
     SourceArgument,
     SourceOption,
@@ -110,7 +111,10 @@ def status(destination: DestinationArgument, as_json: JsonOption = False) -> Non
         if state.job.recipe["target"] == "nvfp4":
             console.print_next(console.command("k2convert", "validate", destination))
     elif not state.is_running:
-        console.print_note("not running: the same `k2convert run` command resumes it")
+        if state.command is not None:
+            console.print_next(state.command.line(here=str(Path.cwd())))
+        else:
+            console.print_note("not running: the same `k2convert run` command resumes it")
 
 
 @app.command()
@@ -136,6 +140,7 @@ def validate(
         ),
     ] = None,
     as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Check a converted checkpoint: servable contract, weight error, MoE layers. Exit code 3 if it fails."""
     if source is None and (layers or against or reference):
@@ -153,6 +158,7 @@ def validate(
         reference=reference,
         against=against,
         as_json=as_json,
+        quiet=quiet,
     )
 
 
@@ -178,13 +184,14 @@ def report(
         typer.Option(help="Folder to write to [default: DESTINATION, or . for hf://].", callback=new_place),
     ] = None,
     as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Write report.html, report.md and report.png: what the conversion changed, in numbers and charts."""
     if source is not None and validation is not None:
         raise typer.BadParameter("--validation replaces the measurement: leave out --source")
     from k2convert.cli import check
 
-    check.report(destination, source=source, validation=validation, out=out, as_json=as_json)
+    check.report(destination, source=source, validation=validation, out=out, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -203,11 +210,12 @@ def publish(
         ),
     ] = None,
     as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Validate a converted checkpoint and publish it on the Hub, in one commit on main."""
     from k2convert.cli.publish import publish
 
-    publish(destination, repo=repo, private=not public, yes=yes, base_model=base_model, as_json=as_json)
+    publish(destination, repo=repo, private=not public, yes=yes, base_model=base_model, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -232,8 +240,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         catch_interrupts()
         app(args=arguments)
-    except Interrupted:
-        sys.exit(say_interrupted())
+    except Interrupted as interrupt:
+        sys.exit(say_interrupted(*getattr(interrupt, "__notes__", ())))
     except InvalidCheckpointError as error:
         _say(str(error))
         sys.exit(3)

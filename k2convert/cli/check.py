@@ -4,20 +4,21 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli import console
-from k2convert.cli.progress import Display
+from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.serving import print_serve
 from k2convert.cli.validation_view import show_validation
-from k2convert.errors import CheckpointError, InvalidCheckpointError, remedy, require_extra
+from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy, require_extra
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.hub.source import read_headers
 from k2convert.job.places import Source, open_result, open_source
 from k2convert.models.projections import SOURCE_REMEDY
+from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger
 from k2convert.records.publication import check_shards_are_here
@@ -28,6 +29,10 @@ from k2convert.validate.remote import RemoteShards, Shards, layer_bytes
 from k2convert.validate.results import ValidationReport, folder_bytes, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
 
+if TYPE_CHECKING:
+    from k2convert.validate.layers.cost import LayersCost
+
+_MAX_NUMBERS: Final = 8  # layers that are listed one by one
 _VALIDATION_REMEDY: Final = "Write it again: `k2convert validate DEST --json > FILE`."
 
 
@@ -41,6 +46,7 @@ def validate(
     reference: bool,
     against: Path | None,
     as_json: bool,
+    quiet: bool,
 ) -> None:
     """Validate and show the findings; raises InvalidCheckpointError if the validation fails.
 
@@ -54,21 +60,31 @@ def validate(
         if opened.shards.result is None:
             check_shards_are_here(opened.folder)
         total = opened.bytes_to_read(layers) + (folder_bytes(against) if against is not None else 0)
-        if opened.shards.is_remote and not as_json:
-            console.print_note(
+        if opened.shards.is_remote and not quiet:
+            console.print_event(
                 f"checks {console.format_bytes(total)}, shard by shard; what comes from the Hub is dropped"
             )
-        with Display("validate", total_bytes=total, quiet=as_json) as display:
+        with _display(opened, request, total, quiet=quiet) as events:
             found = validate_checkpoint(
                 folder=opened.folder,
                 source=opened.source,
                 reference=reference,
                 against=against,
                 layers=request,
-                events=display,
+                events=events,
                 shards=opened.shards,
             )
         _show_found(_named(found, destination), opened.folder, as_json=as_json)
+
+
+def _display(opened: "_Opened", request: LayersRequest | None, total: int, *, quiet: bool) -> Display:
+    """Return the display of a validation. Says what the layers will take, if some are to be computed."""
+    cost = None if request is None else _say_layers_cost(opened, request, quiet=quiet)
+    extent = Extent({"check": (total, 0)}, num_experts=cost.num_experts if cost is not None else 0)
+    display = Display("validate", extent, quiet=quiet)
+    if cost is not None and cost.seconds is not None:
+        display.tally.expected_seconds["layers"] = cost.seconds
+    return display
 
 
 def _show_found(found: ValidationReport, folder: Path, *, as_json: bool) -> None:
@@ -108,7 +124,7 @@ class _Opened:
 @contextmanager
 def _open(destination: str, source: str | None) -> Generator[_Opened]:
     """Open a result and, if given, its source; either may be hf://owner/name[@revision]."""
-    hub = Hub(notify=console.print_note)
+    hub = Hub(notify=console.print_event)
     with open_result(destination, hub=hub) as result, _open_source(source, hub=hub) as origin:
         shards = Shards()
         if origin is not None and origin.remote is not None:
@@ -138,6 +154,30 @@ def _named(found: ValidationReport, destination: str) -> ValidationReport:
     return replace(found, folder=destination, contract=replace(found.contract, folder=destination))
 
 
+def _say_layers_cost(opened: "_Opened", request: LayersRequest, *, quiet: bool) -> "LayersCost | None":
+    """Say what --layers will take, before anything is read; None if the result cannot be opened."""
+    from k2convert.validate.layers.cost import layers_cost
+
+    if opened.source is None:
+        return None
+    try:
+        with Waiting("measures one expert", quiet=quiet):
+            converted = None if opened.shards.is_remote else open_checkpoint(opened.folder)
+            cost = layers_cost(source=opened.source, converted=converted, layers=request.layers)
+    except K2ConvertError:  # the validation says what is wrong
+        return None
+    numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
+    text = (
+        f"--layers {numbers}: computes {cost.num_experts:,} experts on {request.tokens:,} tokens and reads "
+        f"{console.format_bytes(cost.num_bytes)}"
+    )
+    if cost.seconds is not None:
+        text += f", in about {console.format_seconds(cost.seconds)} (an estimate from one expert on this machine)"
+    if not quiet:
+        console.print_event(text)
+    return cost
+
+
 def _check_operands(
     source: Checkpoint | None, *, layers: tuple[int, ...] | None, hidden_states: Path | None, against: Path | None
 ) -> None:
@@ -158,7 +198,9 @@ def _check_operands(
             open_checkpoint(against)
 
 
-def report(destination: str, *, source: str | None, validation: Path | None, out: Path | None, as_json: bool) -> None:
+def report(
+    destination: str, *, source: str | None, validation: Path | None, out: Path | None, as_json: bool, quiet: bool
+) -> None:
     """Write the report, with a validation from a file or of the folder, if the folder can be validated.
 
     The report on a repository goes into the current folder, unless `out` says otherwise.
@@ -170,7 +212,7 @@ def report(destination: str, *, source: str | None, validation: Path | None, out
         if validation is not None:
             with remedy(_VALIDATION_REMEDY):
                 files = write_report(folder=folder, out=out, validation=read_json_file(validation))
-        elif (found := _validate_for_report(opened, destination, source, quiet=as_json)) is not None:
+        elif (found := _validate_for_report(opened, destination, source, quiet=quiet)) is not None:
             measured = found.weights.errors if found.weights is not None else None
             files = write_report(folder=folder, out=out, validation=validation_document(found), measured=measured)
         else:
@@ -198,8 +240,8 @@ def _validate_for_report(
                 "Leave out --source."
             )
         return None
-    with Display("report", total_bytes=opened.num_bytes, quiet=quiet) as display:
-        found = validate_checkpoint(folder=opened.folder, source=opened.source, events=display, shards=opened.shards)
+    with Display("report", Extent({"check": (opened.num_bytes, 0)}), quiet=quiet) as events:
+        found = validate_checkpoint(folder=opened.folder, source=opened.source, events=events, shards=opened.shards)
     return _named(found, destination)
 
 

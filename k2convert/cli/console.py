@@ -6,14 +6,19 @@ import shlex
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from k2convert.errors import OutputError
+
+_PIPE_WIDTH: Final = 160
+_MIN_TEXT_WIDTH: Final = 24  # a column of text may wrap down to this
+_VERDICT_STYLES: Final = {"pass": "green", "warn": "yellow", "fail": "bold red", "skipped": "yellow", "CHANGED": "red"}
 
 _out = Console(highlight=False, soft_wrap=True)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -55,30 +60,57 @@ def print_json(document: Any) -> None:
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
 ) -> None:
-    """Print a table on stdout. Columns are right-aligned, except those in `left`."""
+    """Print a table on stdout. Columns are right-aligned, except those in `left`, which may wrap.
+
+    Numbers never wrap: the last columns are left out if the terminal is too narrow for all. Verdicts are colored on a
+    terminal.
+    """
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    widths = [_least_width([row[i] for row in rows], column, i in left) for i, column in enumerate(columns)]
+    shown = len(columns)
+    while shown > 1 and sum(widths[:shown]) + 3 * (shown - 1) > out.width:
+        shown -= 1
     table = Table(title=Text(title), title_justify="left", show_edge=False, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i in left else "right", overflow="fold")
+    for i, column in enumerate(columns[:shown]):
+        table.add_column(column, justify="left" if i in left else "right", overflow="fold", min_width=widths[i])
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(cell, style=_VERDICT_STYLES.get(cell, "")) for cell in row[:shown]))
     with _on_stdout():
-        Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+        out.print(table)
+
+
+def _least_width(cells: Sequence[str], column: str, may_wrap: bool) -> int:
+    """Return the least width of a column: of its longest cell, or of a part of it, and of every word of its title."""
+    longest = max(map(len, cells), default=0)
+    return max(min(longest, _MIN_TEXT_WIDTH) if may_wrap else longest, *map(len, column.split()), 1)
 
 
 def print_line(text: str) -> None:
-    """Print one line of result on stdout."""
+    """Print one line of result on stdout. On a terminal it wraps between words."""
     with _on_stdout():
-        _out.print(Text(text))
+        _out.print(Text(text), soft_wrap=not _out.is_terminal)
+
+
+def print_verdict(subject: str, *, passed: bool) -> None:
+    """Print whether something passed on stdout, in color on a terminal."""
+    style = _VERDICT_STYLES["pass" if passed else "fail"]
+    with _on_stdout():
+        _out.print(Text.assemble(f"{subject}: ", ("passed" if passed else "FAILED", style)))
 
 
 def print_note(text: str) -> None:
-    """Print one line for the person watching on stderr."""
-    _to_stderr(Text(text))
+    """Print one line for the person watching on stderr. On a terminal it wraps between words."""
+    _to_stderr(Text(text), soft_wrap=not _err.is_terminal)
 
 
-def _to_stderr(text: Text) -> None:
+def print_event(text: str) -> None:
+    """Print one line about a running stage on stderr: with its time in UTC, unless a person watches it live."""
+    print_note(text if errors_are_shown_live() else f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}")
+
+
+def _to_stderr(text: Text, *, soft_wrap: bool = True) -> None:
     with suppress(OSError):  # a full log must not end hours of work
-        _err.print(text)
+        _err.print(text, soft_wrap=soft_wrap)
 
 
 def command(*words: object) -> str:
@@ -92,13 +124,13 @@ def own_command(*, without: str) -> str:
 
 
 def print_next(command: str) -> None:
-    """Print the next command to run on stderr."""
+    """Print the next command to run on stderr, in one line that can be copied."""
     _to_stderr(Text.assemble(("next: ", "dim"), command))
 
 
 def print_error(message: str) -> None:
     """Print a refusal or failure on stderr."""
-    _to_stderr(Text.assemble(("error: ", "bold red"), message))
+    _to_stderr(Text.assemble(("error: ", "bold red"), message), soft_wrap=not _err.is_terminal)
 
 
 def format_bytes(count: float) -> str:
@@ -108,6 +140,15 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1000
     return f"{count:.2f} TB"
+
+
+def format_rate(count: float) -> str:
+    """Format bytes a second to three digits at most."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}/s" if count >= 99.5 or unit == "B" else f"{count:.1f} {unit}/s"
+        count /= 1000
+    return f"{count:.2f} GB/s"
 
 
 def format_seconds(seconds: float) -> str:

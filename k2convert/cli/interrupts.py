@@ -54,12 +54,12 @@ def report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def say_interrupted() -> int:
-    """Tell the person watching that the work is kept; returns the exit code."""
+def say_interrupted(state: str = "finished shards are kept; the same command resumes", command: str = "") -> int:
+    """Tell the person watching what is done, and the command that resumes it; returns the exit code."""
     release_interrupts()
     from contextlib import suppress
 
     with suppress(OSError, ValueError):  # nobody is watching
-        sys.stderr.write("interrupted: finished shards are kept; the same command resumes\n")
+        sys.stderr.write(f"interrupted: {state}\n" + (f"next: {command}\n" if command else ""))
         sys.stderr.flush()
     return 130

@@ -67,7 +67,7 @@ def _size(text: str | None) -> str | None:
     return text
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of tables.")]
 SourceArgument = Annotated[
     str,
     typer.Argument(
@@ -93,6 +93,7 @@ ResultArgument = Annotated[
         help="Folder of the converted checkpoint, or hf://owner/name.", callback=new_place, show_default=False
     ),
 ]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Show no progress on stderr.")]
 SourceOption = Annotated[
     str | None,
     typer.Option(
@@ -146,6 +147,7 @@ class RunOptions:
     ] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False
     as_json: JsonOption = False
+    quiet: QuietOption = False
 
 
 def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
@@ -172,6 +174,18 @@ def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., Non
         return command
 
     return decorate
+
+
+def command_words(options: RunOptions) -> tuple[str, ...]:
+    """Return the command that has these options: what resumes the job."""
+    words = ["k2convert", "run", options.source, options.destination]
+    for field in fields(options)[2:]:
+        value = getattr(options, field.name)
+        if value == field.default or field.name == "dry_run":
+            continue
+        name = {"as_json": "json"}.get(field.name, field.name).replace("_", "-")
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return tuple(words)
 
 
 def recipe_overrides(options: RunOptions) -> dict[str, Any]:

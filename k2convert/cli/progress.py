@@ -1,118 +1,250 @@
-"""Progress of a running stage: a bar on a terminal, a plain line every ten seconds elsewhere, nothing with --json."""
+"""Progress of a running stage, on stderr: bars on a terminal, elsewhere a line with its time every ten seconds or so.
 
+On a terminal every phase has a row; columns are left out until a row fits the width, so nothing wraps. Elsewhere the
+first line comes within half a second, then every 10 s for two minutes, then every minute.
+"""
+
+import threading
 import time
-from threading import Lock
+from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.status import Status
+from rich.table import Table
 from rich.text import Text
 
 from k2convert.cli import console
+from k2convert.cli.console import format_bytes, format_rate, format_seconds
+from k2convert.records.events import Extent
+from k2convert.records.tally import Meter, Tally
 
+FIRST_LINE_SECONDS: Final = 0.5
 PLAIN_LINE_SECONDS: Final = 10.0
-
-
-class _RateColumn(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(task.fields["rates"])
+LATER_LINE_SECONDS: Final = 60.0
+SOON_SECONDS: Final = 120.0
+KEEP_SECONDS: Final = 2.0  # how often the summary for `status` is kept
+_TICK_SECONDS: Final = 0.25
+_MAX_BAR: Final = 40
+_MIN_BAR: Final = 8
+_MAX_NAMES: Final = 3
 
 
 class Display:
-    """Shows what a stage reports; implements records.events.Events. Use it as a context manager.
+    """Shows how far a stage is. Use it as a context manager: it gives the Events that the stage reports to."""
 
-    `total_bytes` and `done_bytes` count bytes read. Shards are shown if `num_shards` is given.
-    """
+    def __init__(self, what: str, extent: Extent, *, quiet: bool = False) -> None:
+        """`what` names the stage in plain lines. `quiet` shows nothing but still counts, for `status`."""
+        self._quiet = quiet
+        self._is_live = not quiet and console.errors_are_shown_live()
+        self.tally = Tally(extent, note=_ignore if quiet else console.print_event)
+        self.rows = Rows(self.tally)
+        self._lines = _Lines(what, self.tally)
+        self._live: Live | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="progress", daemon=True)
 
-    def __init__(
+    def __enter__(self) -> Tally:
+        if self._is_live:
+            self._live = Live(
+                get_renderable=lambda: self.rows, console=console.error_console(), refresh_per_second=4, transient=True
+            )
+            self._live.start()
+        self._thread.start()
+        return self.tally
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._live is not None:
+            with suppress(OSError):  # a terminal that is gone must not end the work
+                self._live.stop()
+                if self.tally.has_worked:
+                    console.error_console().print(self.rows)
+        elif not self._quiet and self.tally.has_worked and (kind is None or self._lines.has_printed):
+            self._lines.print_now()
+
+    def _tick(self) -> None:
+        """Print plain lines when they are due, and keep the summary for `status`, also while nothing is reported."""
+        kept = time.monotonic()
+        while not self._ended.wait(_TICK_SECONDS):
+            if not self._quiet and self._live is None:
+                self._lines.print_if_due()
+            if time.monotonic() - kept >= KEEP_SECONDS:
+                kept = time.monotonic()
+                self.tally.keep()
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
+@dataclass(slots=True)
+class _Lines:
+    """The plain lines of one stage."""
+
+    what: str
+    tally: Tally
+    has_printed: bool = False
+    printed_at: float = 0.0
+
+    def print_if_due(self) -> None:
+        """Print a line if it is time for one."""
+        seconds = self.tally.seconds
+        pause = PLAIN_LINE_SECONDS if seconds < SOON_SECONDS else LATER_LINE_SECONDS
+        due = self.printed_at + pause if self.has_printed else FIRST_LINE_SECONDS
+        if seconds >= due:
+            self.print_now()
+
+    def print_now(self) -> None:
+        """Print a line."""
+        self.has_printed, self.printed_at = True, self.tally.seconds
+        console.print_event(self.text())
+
+    def text(self) -> str:
+        """Return how far the stage is in one line."""
+        tally = self.tally
+        parts = [_phase_text(phase, meter, tally) for phase, meter in tally.meters.items() if meter.total]
+        parts += [_shards_text(tally)] if tally.num_shards else []
+        parts += [_finished_text(names)] if (names := tally.take_new_shards()) else []
+        parts += [text] if (text := _eta_text(tally)) else []
+        return f"{self.what}: {', '.join(parts)}"
+
+
+def _phase_text(phase: str, meter: Meter, tally: Tally) -> str:
+    rates = _rate_text(phase, meter)
+    name = phase if len(tally.meters) > 1 else ""
+    if phase == "convert" and rates and (written := tally.written.rate):
+        rates = f"in {rates}, out {format_rate(written)}"
+    return " ".join(part for part in (name, _percent(meter), f"({_done_text(phase, meter)})", rates) if part)
+
+
+def _finished_text(names: list[str]) -> str:
+    """Name the shards that were finished since the last line."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"finished {' '.join(names[:_MAX_NAMES])}{more}"
+
+
+def _percent(meter: Meter) -> str:
+    return f"{int(100 * meter.share)} %"
+
+
+def _done_text(phase: str, meter: Meter) -> str:
+    if phase == "layers":
+        return f"{meter.done:,} of {meter.total:,} experts"
+    done, total = format_bytes(min(meter.done, meter.total)).split(" "), format_bytes(meter.total).split(" ")
+    return f"{done[0] if done[1] == total[1] else ' '.join(done)} of {' '.join(total)}"
+
+
+def _rate_text(phase: str, meter: Meter) -> str:
+    rate = meter.rate
+    if rate is None or meter.done >= meter.total:
+        return ""
+    if rate == 0:
+        return "stalled"
+    return f"{rate:.1f} experts/s" if phase == "layers" else format_rate(rate)
+
+
+def _shards_text(tally: Tally) -> str:
+    return f"{tally.shards} of {tally.num_shards} shards"
+
+
+def _eta_text(tally: Tally) -> str:
+    left = tally.seconds_left
+    return f"ETA {format_seconds(left)}" if left else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a terminal: one for each phase, and one for the whole."""
+
+    tally: Tally
+
+    def __rich_console__(
         self,
-        what: str,
-        *,
-        total_bytes: int,
-        done_bytes: int = 0,
-        num_shards: int = 0,
-        finished_shards: int = 0,
-        quiet: bool = False,
-    ) -> None:
-        self._what, self._quiet = what, quiet
-        self._total, self._done = total_bytes, done_bytes
-        self._num_shards, self._shards = num_shards, finished_shards
-        self._read = self._written = self._tensors = 0
-        self._lock = Lock()
-        self._start = self._last = time.monotonic()
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        if not quiet and console.errors_are_shown_live():
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[counts]}"),
-                _RateColumn(),
-                TextColumn("ETA"),
-                TimeRemainingColumn(),
-                console=console.error_console(),
-            )
+        console: Console,
+        options: ConsoleOptions,
+    ) -> RenderResult:
+        tally = self.tally
+        cells = [
+            (phase, _percent(meter), _done_text(phase, meter), _rate_text(phase, meter))
+            for phase, meter in tally.meters.items()
+        ]
+        widths = [max(len(row[i]) for row in cells) for i in range(4)]
+        shown = _columns_that_fit(widths, options.max_width)
+        used = sum(widths[i] for i in shown) + 2 * len(shown)
+        bar = min(options.max_width - used, _MAX_BAR)
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for i in range(4):
+            if i in shown:
+                table.add_column(no_wrap=True, justify="left" if i == 0 else "right")
+            if i == 0 and bar >= _MIN_BAR:
+                table.add_column(no_wrap=True, width=bar)
+        for row, meter in zip(cells, tally.meters.values(), strict=True):
+            parts: list[Text | ProgressBar] = [Text(row[i]) for i in shown]
+            if bar >= _MIN_BAR:
+                parts.insert(1, ProgressBar(total=1.0, completed=meter.share, width=bar))
+            table.add_row(*parts)
+        yield table
+        yield Text(_fitting(_summary_parts(tally), options.max_width), no_wrap=True, overflow="crop")
 
-    def __enter__(self) -> "Display":
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task(
-                self._what, total=self._total, completed=self._done, counts=self._counts(), rates=""
-            )
+
+def _columns_that_fit(widths: list[int], width: int) -> list[int]:
+    """Return which of phase, percent, amount and rate to show: the least important go first."""
+    shown = [0, 1, 2, 3]
+    for dropped in (2, 3):
+        if sum(widths[i] for i in shown) + 2 * len(shown) + _MIN_BAR <= width:
+            break
+        shown.remove(dropped)
+    return shown
+
+
+def _summary_parts(tally: Tally) -> list[str]:
+    """Return what is shown of the whole, the most important first."""
+    parts = [_shards_text(tally)] if tally.num_shards else []
+    parts += [text] if (text := _eta_text(tally)) else []
+    parts.append(f"running for {format_seconds(tally.seconds)}")
+    return [*parts, f"{tally.tensors:,} tensors"] if tally.tensors else parts
+
+
+def _fitting(parts: list[str], width: int) -> str:
+    """Join as many parts as fit."""
+    while len(parts) > 1 and len(", ".join(parts)) > width:
+        parts = parts[:-1]
+    return ", ".join(parts)
+
+
+class Waiting:
+    """Says what is being waited for before there is progress: a spinner, or one line after half a second."""
+
+    def __init__(self, text: str, *, quiet: bool = False) -> None:
+        self._status: Status | None = None
+        self._timer: threading.Timer | None = None
+        if quiet:
+            return
+        if console.errors_are_shown_live():
+            self._status = Status(Text(text, no_wrap=True, overflow="ellipsis"), console=console.error_console())
+        else:
+            self._timer = threading.Timer(FIRST_LINE_SECONDS, console.print_event, (text,))
+            self._timer.daemon = True
+
+    def __enter__(self) -> "Waiting":
+        for shown in (self._status, self._timer):
+            if shown is not None:
+                shown.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        elif self._num_shards and kind is None and self._read:
-            self._print_line()
+        self.end()
 
-    def note(self, text: str) -> None:
-        """Print one line for the person watching."""
-        console.print_note(text)
-
-    def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
-        """Add what was done since the last call."""
-        with self._lock:
-            self._read += bytes_in
-            self._written += bytes_out
-            self._tensors += tensors
-            self._show()
-
-    def shard_finished(self, shard: str) -> None:  # noqa: ARG002 - only their number is shown
-        """Count a shard."""
-        with self._lock:
-            self._shards += 1
-            self._show()
-
-    def experts_computed(self, layer: int, done: int, total: int) -> None:
-        """Say how far a reference layer is, at most every ten seconds."""
-        if not self._quiet and time.monotonic() - self._last >= PLAIN_LINE_SECONDS:
-            self._last = time.monotonic()
-            console.print_note(f"layer {layer}: {done}/{total} experts computed")
-
-    def _show(self) -> None:
-        if self._bar is not None and self._task is not None:
-            done = self._done + self._read
-            self._bar.update(self._task, completed=done, counts=self._counts(), rates=self._rates())
-        elif time.monotonic() - self._last >= PLAIN_LINE_SECONDS:
-            self._print_line()
-
-    def _print_line(self) -> None:
-        self._last = time.monotonic()
-        if self._quiet:
-            return
-        rate = self._read / max(self._last - self._start, 1e-6)
-        left = max(self._total - self._done - self._read, 0)
-        eta = console.format_seconds(left / rate) if rate else "unknown"
-        console.print_note(f"{self._what}: {self._counts()}, {self._rates()}, ETA {eta}")
-
-    def _counts(self) -> str:
-        if self._num_shards:
-            return f"{self._shards}/{self._num_shards} shards, {self._tensors:,} tensors"
-        return f"{console.format_bytes(self._done + self._read)} of {console.format_bytes(self._total)}"
-
-    def _rates(self) -> str:
-        seconds = max(time.monotonic() - self._start, 1e-6)
-        read = f"{self._read / seconds / 1e9:.2f} GB/s"
-        return f"in {read}, out {self._written / seconds / 1e9:.2f} GB/s" if self._num_shards else read
+    def end(self) -> None:
+        """Stop waiting. May be called twice."""
+        if self._status is not None:
+            with suppress(OSError):
+                self._status.stop()
+        if self._timer is not None:
+            self._timer.cancel()

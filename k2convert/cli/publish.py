@@ -18,10 +18,13 @@ from k2convert.job.publish import (
     publish_folder,
     validate_publication,
 )
+from k2convert.records.events import Extent
 from k2convert.records.publication import Published, check_shards_are_here, find_published, has_left, record_published
 
 
-def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: str | None, as_json: bool) -> None:
+def publish(
+    folder: Path, *, repo: str, private: bool, yes: bool, base_model: str | None, as_json: bool, quiet: bool
+) -> None:
     """Validate a finished folder and publish it, unless main has it already."""
     name = repo_without_revision(_parse_repo(repo))
     if has_left(folder):
@@ -29,7 +32,7 @@ def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: st
         return
     check_endpoint()
     bound_memory()
-    hub = Hub(notify=console.print_note)
+    hub = Hub(notify=console.print_event)
     publication = prepare_publication(
         folder,
         repo=name,
@@ -47,7 +50,7 @@ def publish(folder: Path, *, repo: str, private: bool, yes: bool, base_model: st
         others = ", ".join(map(str, publication.others))
         console.print_note(f"publishes {len(ledger.shards)} shards and these files: {others}")
         confirm(target, total_bytes=ledger.num_bytes, yes=yes, ask=typer.confirm)
-        commit = _publish(publication, quiet=as_json)
+        commit = _publish(publication, quiet=quiet)
     record_published(folder, Published(target.repo, commit))
     if as_json:
         console.print_json({"repo": target.repo, "commit": commit, "private": target.private})
@@ -70,11 +73,11 @@ def _show_left(folder: Path, repo: str, *, as_json: bool) -> None:
 
 def _publish(publication: Publication, *, quiet: bool) -> str:
     total_bytes = publication.ledger.num_bytes
-    with Display("validate", total_bytes=total_bytes, quiet=quiet) as display:
-        validation, hashes = validate_publication(publication, events=display)
+    with Display("validate", Extent({"check": (total_bytes, 0)}), quiet=quiet) as events:
+        validation, hashes = validate_publication(publication, events=events)
     console.print_note(validation.contract.summary)
-    with Display("publish", total_bytes=total_bytes, quiet=quiet) as display:
-        return publish_folder(publication, validation, hashes, events=display)
+    with Display("publish", Extent({"upload": (total_bytes, 0)}), quiet=quiet) as events:
+        return publish_folder(publication, validation, hashes, events=events)
 
 
 def _parse_repo(text: str) -> RepoRef:

@@ -4,27 +4,38 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import typer
 
 from k2convert.cli import console
-from k2convert.cli.options import RunOptions, check_kv_cache, parse_size, recipe_overrides
-from k2convert.cli.progress import Display
+from k2convert.cli.options import RunOptions, check_kv_cache, command_words, parse_size, recipe_overrides
+from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.serving import print_serve
 from k2convert.cli.validation_view import contract_counts, show_validation
-from k2convert.cli.views import plan_document, run_document, show_plan, show_run, verification_line
+from k2convert.cli.views import (
+    estimate_document,
+    plan_document,
+    run_document,
+    show_estimate,
+    show_plan,
+    show_run,
+    verification_line,
+)
 from k2convert.errors import HubError, missing_module
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.xet import bound_memory
-from k2convert.job.assemble import is_complete
+from k2convert.job.estimate import estimate
 from k2convert.job.execute import Outcome, execute
 from k2convert.job.machine import has_driver
 from k2convert.job.places import Destination, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.job.publish import UnservableError
 from k2convert.job.verify import shards_to_hash, verify_shards
+from k2convert.records.command import JobCommand
+from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import summarize
 from k2convert.records.publication import Published, record_published
@@ -38,9 +49,12 @@ def run(options: RunOptions) -> None:
         raise typer.BadParameter("--public and --work-dir only apply to a destination on the Hub: hf://owner/name")
     if destination.repo is not None:
         bound_memory()
-    hub = Hub(notify=console.print_note)
+    hub = Hub(notify=console.print_event)
     pinned = Journal(destination.folder).pinned_revision()
-    with open_source(options.source, hub=hub, pinned=pinned) as source:
+    with (
+        Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
+        open_source(options.source, hub=hub, pinned=pinned) as source,
+    ):
         if source.remote is None and destination.repo is None and options.max_disk is not None:
             raise typer.BadParameter("--max-disk only applies to hf:// sources or destinations")
         recipe = choose_recipe(source.checkpoint, options.recipe, overrides)
@@ -55,6 +69,7 @@ def run(options: RunOptions) -> None:
             private=not options.public,
             hub=hub,
         )
+        waiting.end()
         if job.target is not None:
             print_notices(job.target)
         if options.device == "auto" and has_driver() and missing_module("torch") is not None:
@@ -71,10 +86,13 @@ def run(options: RunOptions) -> None:
 
 
 def _show_plan(job: Job, options: RunOptions) -> None:
+    with Waiting("measures the disk and the kernels", quiet=options.quiet):
+        estimated = estimate(job)
     if options.as_json:
-        console.print_json(plan_document(job, source=options.source))
+        console.print_json(plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)})
     else:
         show_plan(job, source=options.source)
+        show_estimate(job, estimated)
     check_room(job)
     if not options.as_json:
         console.print_next(console.own_command(without="--dry-run"))
@@ -98,9 +116,10 @@ def _verify(job: Job, options: RunOptions) -> Job:
         finished = journal.find_records(job.digest)
         doubtful = shards_to_hash(journal, finished, everything=options.verify)
         total = sum(record.file_bytes for record in doubtful.values())
-        with Display("verify", total_bytes=total, quiet=options.as_json or not doubtful) as display:
-            found = verify_shards(journal, finished, doubtful=doubtful, events=display)
-    if not options.as_json and (found.records or found.again):
+        is_quiet = options.quiet or not doubtful
+        with Display("verify", Extent({"check": (total, 0)}), quiet=is_quiet) as events:
+            found = verify_shards(journal, finished, doubtful=doubtful, events=events)
+    if not options.quiet and (found.records or found.again):
         console.print_note(verification_line(found))
     return replace(job, finished=found.records)
 
@@ -109,25 +128,21 @@ def _do(job: Job, options: RunOptions) -> None:
     job = _verify(job, options)
     if job.target is not None:
         confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes, ask=typer.confirm)
-    elif job.finished and not options.as_json:
-        state = "already complete" if is_complete(job) else "resuming"
-        counts = f"{len(job.finished)} of {len(job.plan.jobs)} shards are done"
-        console.print_note(f"{job.destination}: {state}: {counts}")
-    display = Display(
-        "transfer" if job.uses_hub else "convert",
-        total_bytes=job.bytes_in,
-        done_bytes=job.finished_bytes_in,
-        num_shards=len(job.plan.jobs),
-        finished_shards=len(job.finished),
-        quiet=options.as_json,
-    )
+    command = JobCommand(command_words(options), str(Path.cwd()))
+    job = replace(job, command=command)
+    extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
+    display = Display("transfer" if job.uses_hub else "convert", extent, quiet=options.quiet)
     start = time.monotonic()
     try:
-        with display:
-            outcome = execute(job, events=display)
+        with display as events:
+            outcome = execute(job, events=events)
     except UnservableError as error:
         if not options.as_json:
             show_validation(error.validation)
+        raise
+    except BaseException as error:
+        error.add_note(f"{display.tally.shards} of {len(job.plan.jobs)} shards are converted. The same command resumes")
+        error.add_note(command.line(here=command.folder))  # both are shown after an interrupt
         raise
     if job.target is not None and outcome.commit is not None:
         record_published(job.destination.folder, Published(job.target.repo, outcome.commit))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from k2convert.cli.console import print_line, print_table
+from k2convert.cli.console import print_line, print_table, print_verdict
 from k2convert.validate.contract.findings import MAX_OFFENDERS, ContractReport
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.layers.result import LayersReport
@@ -20,7 +20,7 @@ def show_validation(report: ValidationReport) -> None:
         _show_layers(report.layers)
     if report.comparison is not None:
         _show_comparison(report.comparison)
-    print_line(f"{report.folder}: {'passed' if report.passed else 'FAILED'}")
+    print_verdict(report.folder, passed=report.passed)
 
 
 def contract_counts(contract: ContractReport) -> dict[str, Any]:
@@ -57,8 +57,10 @@ _ERROR_COLUMNS = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps"
 
 def _show_weights(title: str, weights: WeightsReport) -> None:
     rows = [_error_row(role, error) for role, error in weights.totals().items()]
-    rows += [_error_row(f"worst: {module}", error) for module, error in weights.worst(1)]
+    rows += [_error_row("worst", error) for _, error in weights.worst(1)]
     print_table(title, _ERROR_COLUMNS, rows)
+    for module, _ in weights.worst(1):
+        print_line(f"worst: {module}")
     rule = weights.rule
     if rule.skip_reason:
         print_line(f"rule: skipped ({rule.skip_reason})")

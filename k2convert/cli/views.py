@@ -4,10 +4,11 @@ import math
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from k2convert.cli.console import format_bytes, format_seconds, print_line, print_table
+from k2convert.cli.console import format_bytes, format_rate, format_seconds, print_line, print_table
 from k2convert.hub.branch import branch_name
+from k2convert.job.estimate import Estimate
 from k2convert.job.prepare import Job
 from k2convert.job.verify import Verification
 from k2convert.plan.inspection import Inspection
@@ -16,6 +17,8 @@ from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.journal import JobState
 from k2convert.report.document import metrics_document
+
+STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
 
 
 def plan_document(job: Job, *, source: str) -> dict[str, Any]:
@@ -110,6 +113,47 @@ def _show_hub(job: Job) -> None:
     print_line(f"uses at most {format_bytes(job.limits.disk_allowed)} of disk at one time")
 
 
+def estimate_document(found: Estimate) -> dict[str, Any]:
+    """Return an estimate as plain data; rates are bytes a second, null if not measured."""
+    least, most = found.seconds or (None, None)
+    return {
+        "seconds": None if least is None or most is None else [round(least), round(most)],
+        "without_network": True,
+        "bytes_in": found.bytes_in,
+        "bytes_out": found.bytes_out,
+        "read_rate": found.read_rate,
+        "write_rate": found.write_rate,
+        "convert_rate": found.convert_rate,
+        "memory_bytes": found.memory_bytes,
+        "memory_available": found.memory_available,
+    }
+
+
+def show_estimate(job: Job, found: Estimate) -> None:
+    """Print how long the rest of a job will take, and its memory."""
+    available = format_bytes(found.memory_available)
+    print_line(f"memory: needs about {format_bytes(found.memory_bytes)}, available {available}")
+    if not found.bytes_in:
+        print_line("time: every shard is done")
+        return
+    if found.seconds is not None:
+        least, most = map(format_seconds, found.seconds)
+        rates = ", ".join(
+            f"{word} {format_rate(rate)}" if rate else f"{word} not measured"
+            for word, rate in (
+                ("read", found.read_rate),
+                ("convert", found.convert_rate),
+                ("write", found.write_rate),
+            )
+        )
+        span = least if least == most else f"{least} to {most}"
+        print_line(f"time: {span}, an estimate from a second of measuring here ({rates})")
+    if job.uses_hub:
+        down = f"download {format_bytes(sum(job.limits.source_bytes.values()))}" if job.source.remote else ""
+        up = f"upload {format_bytes(found.bytes_out)}" if job.target is not None else ""
+        print_line(f"network: not measured: {' and '.join(filter(None, (down, up)))}")
+
+
 def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> dict[str, Any]:
     """Return a finished run as plain data."""
     return {
@@ -164,6 +208,9 @@ def status_document(state: JobState) -> dict[str, Any]:
         "bytes": sum(state.job.shards.values()),
         "finished_bytes": sum(state.job.shards[name] for name in state.finished if name in state.job.shards),
         "pending": [name for name in state.job.shards if name not in state.finished],
+        "progress": state.progress,
+        "progress_age": round(state.progress_age) if state.progress is not None else None,
+        "resume": None if state.command is None else state.command.line(here=str(Path.cwd())),
         "recipe": state.job.recipe,
         "fingerprint": state.job.fingerprint,
     }
@@ -177,9 +224,23 @@ def show_status(destination: Path, state: JobState) -> None:
         f"{destination}: {word}: {document['finished_shards']} of {document['shards']} shards, "
         f"{format_bytes(document['finished_bytes'])} of {format_bytes(document['bytes'])}"
     )
+    if state.progress is not None:
+        _show_progress(state.progress, state.progress_age)
     print_line(
         f"recipe {state.job.recipe['name']}: rule {state.job.recipe['rule']}, layout {state.job.recipe['layout']}"
     )
+
+
+def _show_progress(progress: Mapping[str, Any], age: float) -> None:
+    """Print what the running process last said about its phases."""
+    for name, phase in progress["phases"].items():
+        done, total, rate = phase["done"], phase["total"], phase["rate"]
+        speed = f", {format_rate(rate)}" if rate and done < total else ""
+        print_line(f"{name}: {format_bytes(min(done, total))} of {format_bytes(total)}{speed}")
+    if age > STALE_SECONDS:
+        print_line(f"the running process has reported nothing for {format_seconds(age)}")
+    elif progress["seconds_left"]:
+        print_line(f"ETA {format_seconds(progress['seconds_left'])}")
 
 
 def show_recipe(recipe: Recipe, purpose: str) -> None:

@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import ChangedFileError, HubError
-from k2convert.hub.client import Hub
+from k2convert.hub.client import Hub, ignore
 from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import HubRequestError, explained, redacted
@@ -110,12 +111,16 @@ class Branch:
         file = self.on_branch.get(name)
         return file is not None and file.sha256 == sha256 and file.num_bytes == num_bytes
 
-    def upload(self, upload: Upload, *, records: Mapping[str, bytes]) -> None:
+    def upload(self, upload: Upload, *, records: Mapping[str, bytes], sent: Callable[[int], None] = ignore) -> None:
         """Send one shard's bytes; `records` are small files to commit with it, by path below .k2convert/."""
-        self.add(upload, self.send(upload.name, upload.path, sha256=upload.sha256), records=records)
+        self.add(upload, self.send(upload.name, upload.path, sha256=upload.sha256, sent=sent), records=records)
 
-    def send(self, name: str, path: Path, *, sha256: str | None = None) -> "CommitOperationAdd":
+    def send(
+        self, name: str, path: Path, *, sha256: str | None = None, sent: Callable[[int], None] = ignore
+    ) -> "CommitOperationAdd":
         """Send one shard's bytes; pass the returned operation to `add`.
+
+        `sent` gets the bytes that were sent since its last call: over Xet all at the end, negative before a retry.
 
         A known `sha256` is compared with the file's: for plain LFS just before sending, where it saves the library a
         pass over the file; over Xet with the hash that the library computes of the bytes as it sends them. Raises
@@ -123,16 +128,18 @@ class Branch:
         """
         from huggingface_hub import CommitOperationAdd, constants
 
-        api = self.hub.api()
+        api, count = self.hub.api(), _Count(sent)
         if sha256 is not None and constants.HF_HUB_DISABLE_XET and file_sha256(path) != sha256:
             raise ChangedFileError(path)
 
         def attempt() -> CommitOperationAdd:
-            operation = CommitOperationAdd(name, path)
+            count.move_to(0)
+            operation = _counted_operation(name, path, count)
             if sha256 is not None and constants.HF_HUB_DISABLE_XET:
                 operation.upload_info.sha256 = bytes.fromhex(sha256)
             with _transfer_errors(f"upload {name}"):
                 api.preupload_lfs_files(self.repo, additions=[operation], revision=self.name)
+            count.move_to(operation.upload_info.size)
             return operation
 
         try:
@@ -286,6 +293,40 @@ class Branch:
         except HubRequestError as error:
             if error.status != 404:
                 raise
+
+
+@dataclass(slots=True)
+class _Count:
+    """How many bytes of one file were sent. `sent` gets the changes."""
+
+    sent: Callable[[int], None]
+    position: int = 0
+
+    def move_to(self, position: int) -> None:
+        if position != self.position:
+            self.sent(position - self.position)
+            self.position = position
+
+
+def _counted_operation(name: str, path: Path, count: _Count) -> "CommitOperationAdd":
+    """Return the library's operation for one file; `count` follows what plain LFS reads from the file to send it."""
+    from huggingface_hub import CommitOperationAdd
+
+    class Counted(CommitOperationAdd):
+        @contextmanager
+        def as_file(self, with_tqdm: bool = False) -> Generator[BinaryIO]:
+            with path.open("rb") as file:
+                if with_tqdm:  # the library asks for a progress bar, so it is going to send the bytes
+                    file.read = partial(_read_counted, file, count, file.read)
+                yield file
+
+    return Counted(name, path)
+
+
+def _read_counted(file: BinaryIO, count: _Count, read: Callable[[int | None], bytes], size: int | None = -1) -> bytes:
+    data = read(size)
+    count.move_to(file.tell())
+    return data
 
 
 @contextmanager

@@ -32,6 +32,12 @@ _NUM_ROUNDS = 3  # how often to fetch a whole file that arrives with wrong bytes
 _HASH_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 20
 
+Arrived = Callable[[int, bool], None]
+
+
+def _ignore(num_bytes: int, is_new: bool) -> None:
+    pass
+
 
 def download_shard(
     hub: Hub,
@@ -40,9 +46,11 @@ def download_shard(
     *,
     target: Path,
     stop: threading.Event,
+    arrived: Arrived = _ignore,
 ) -> None:
     """Fetch `shard` to `target`, continuing an earlier attempt; the file appears only if its sha256 is right.
 
+    `arrived` gets the bytes that arrived since its last call, and whether they did so now, not in an earlier attempt.
     Setting `stop` ends the call early with HubError, after the state was recorded. Raises HubError if the Hub fails or
     the bytes stay wrong, DiskFullError if the disk is full, DestinationWriteError if the target cannot be written.
     """
@@ -51,17 +59,20 @@ def download_shard(
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_file() and target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
+            arrived(file.num_bytes, False)
             return
         target.unlink(missing_ok=True)  # an interrupted conversion may have punched holes into it
     partial = open_partial(target, file)
     try:
         url = file_url(hub, source, shard)
+        arrived(partial.num_done, False)
         for _ in range(_NUM_ROUNDS):
-            if _fill(hub, partial, url, stop) == file.sha256:
+            if _fill(hub, partial, url, stop, arrived) == file.sha256:
                 with writing(target):
                     partial.path.replace(target)  # not synced: every later use hashes it first
                 partial.record_path.unlink(missing_ok=True)
                 return
+            arrived(-partial.num_done, False)
             hub.notify(f"{shard} arrived with a wrong sha256; fetching it again")
             partial.reset()
     finally:
@@ -87,7 +98,7 @@ def download_ranges(
     partial = open_partial(target, file, segment_bytes=range_segment_bytes(file.num_bytes))
     try:
         partial.keep_only(ranges)
-        with _fetching(hub, partial, file_url(hub, source, shard)) as check:
+        with _fetching(hub, partial, file_url(hub, source, shard), _ignore) as check:
             while not partial.is_complete():
                 check()
                 partial.wait(0.2)
@@ -97,13 +108,13 @@ def download_ranges(
         os.close(partial.descriptor)
 
 
-def _fill(hub: Hub, partial: PartialFile, url: str, stop: threading.Event) -> str:
+def _fill(hub: Hub, partial: PartialFile, url: str, stop: threading.Event, arrived: Arrived) -> str:
     """Fetch the missing segments in threads, hash them in order in this one; returns the sha256 as hex."""
     digest = hashlib.sha256()
     position = 0
     buffer = BUFFERS.empty(_HASH_BYTES)
     try:
-        with _fetching(hub, partial, url) as check:
+        with _fetching(hub, partial, url, arrived) as check:
             while position < partial.file.num_bytes:
                 check()
                 if stop.is_set():
@@ -125,14 +136,14 @@ def _fill(hub: Hub, partial: PartialFile, url: str, stop: threading.Event) -> st
 
 
 @contextlib.contextmanager
-def _fetching(hub: Hub, partial: PartialFile, url: str) -> Generator[Callable[[], None]]:
+def _fetching(hub: Hub, partial: PartialFile, url: str, arrived: Arrived) -> Generator[Callable[[], None]]:
     """Fetch missing segments in threads during the block; what it yields raises the error of a thread that failed."""
     failures: list[BaseException] = []
     halt = threading.Event()
     threads = [
         threading.Thread(
             target=_fetch_runs,
-            args=(hub, partial, url, halt, failures),
+            args=(hub, partial, url, halt, failures, arrived),
             name=f"range-{i}",
             daemon=True,
         )
@@ -153,7 +164,14 @@ def _fetching(hub: Hub, partial: PartialFile, url: str) -> Generator[Callable[[]
             thread.join()
 
 
-def _fetch_runs(hub: Hub, partial: PartialFile, url: str, halt: threading.Event, failures: list[BaseException]) -> None:
+def _fetch_runs(
+    hub: Hub,
+    partial: PartialFile,
+    url: str,
+    halt: threading.Event,
+    failures: list[BaseException],
+    arrived: Arrived,
+) -> None:
     """The work of one connection: claim a run of segments and stream it into the file, until none is left."""
     max_bytes = min(RUN_BYTES, -(-partial.file.num_bytes // NUM_CONNECTIONS))
     num_failures = 0
@@ -164,7 +182,7 @@ def _fetch_runs(hub: Hub, partial: PartialFile, url: str, halt: threading.Event,
                 partial.wait(0.2)  # another connection may still release its run
                 continue
             try:
-                _stream_run(hub, partial, url, run, halt, direct=num_failures == 0)
+                _stream_run(hub, partial, url, run, halt, arrived, direct=num_failures == 0)
                 num_failures = 0
             except HubRequestError as error:
                 num_failures = 1 if partial.done[run.start] else num_failures + 1
@@ -178,7 +196,9 @@ def _fetch_runs(hub: Hub, partial: PartialFile, url: str, halt: threading.Event,
         partial.wake()
 
 
-def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: threading.Event, *, direct: bool) -> None:
+def _stream_run(
+    hub: Hub, partial: PartialFile, url: str, run: range, halt: threading.Event, arrived: Arrived, *, direct: bool
+) -> None:
     """Write one range response into the file, and mark each segment when its last byte is written."""
     position, segment = run.start * partial.segment_bytes, run.start
     memory, filled = BUFFERS.empty(_WRITE_BYTES).data, 0
@@ -189,6 +209,7 @@ def _stream_run(hub: Hub, partial: PartialFile, url: str, run: range, halt: thre
         position, filled = position + filled, 0
         while segment < run.stop and position >= partial.end_of(segment):
             partial.finish(segment)
+            arrived(partial.end_of(segment) - segment * partial.segment_bytes, True)
             segment += 1
 
     with hub.stream_range(url, begin=position, end=partial.end_of(run.stop - 1), direct=direct) as body:

@@ -122,6 +122,14 @@ class PartialFile:
         with self._lock:
             return 0 not in self.done
 
+    @property
+    def num_done(self) -> int:
+        """Number of bytes in finished segments."""
+        with self._lock:
+            done = sum(self.done) * self.segment_bytes
+            short = len(self.done) * self.segment_bytes - self.file.num_bytes
+            return done - short if self.done and self.done[-1] else done
+
     def frontier(self) -> int:
         """Number of bytes from the start of the file without a gap."""
         with self._lock:

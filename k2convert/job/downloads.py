@@ -14,6 +14,7 @@ from k2convert.hub.segments import part_path
 from k2convert.hub.source import RemoteRepo
 from k2convert.job.prepare import Job
 from k2convert.job.room import Item
+from k2convert.records.events import Events
 
 
 def keep_small_files(job: Job) -> Path:
@@ -47,11 +48,15 @@ def sweep_downloads(job: Job, items: Sequence[Item], to_upload: Sequence[Item]) 
             remove_file(path)
 
 
-def fetch_shard(job: Job, remote: RemoteRepo, shard: str, *, stop: Event) -> None:
+def fetch_shard(job: Job, remote: RemoteRepo, shard: str, *, stop: Event, events: Events) -> None:
     """Download one source shard and check that its header is the one of the plan (CheckpointError)."""
     path = job.downloads / shard
+
+    def arrived(num_bytes: int, is_new: bool) -> None:
+        events.transferred(downloaded=num_bytes, is_new=is_new)
+
     make_folder(job.downloads, root=job.destination.folder)
-    download_shard(job.hub, remote, shard, target=path, stop=stop)
+    download_shard(job.hub, remote, shard, target=path, stop=stop, arrived=arrived)
     if read_header(path).digest != job.source.checkpoint.headers[shard].digest:
         raise CheckpointError(f"{remote.repo}/{shard}: its header changed since planning. Run the same command again.")
 

@@ -5,7 +5,7 @@ are the same. What is done is recorded under DEST/.k2convert, and for a destinat
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from k2convert.checkpoint.names import (
 from k2convert.errors import DestinationError, DestinationWriteError
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.job import machine
-from k2convert.job.assemble import assemble
+from k2convert.job.assemble import assemble, is_complete
 from k2convert.job.downloads import fetch_shard, keep_small_files, remove_file, sweep_downloads
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, check_room
@@ -32,7 +32,8 @@ from k2convert.job.room import Item
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.job.uploads import Uploads
 from k2convert.job.verify import shards_to_hash, verify_shards
-from k2convert.records.events import SILENT, Events
+from k2convert.records.command import forget_command, keep_command
+from k2convert.records.events import SILENT, Events, Extent, Phase
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
 from k2convert.validate.results import ValidationReport
@@ -57,23 +58,38 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
     folder, journal = job.destination.folder, Journal(job.destination.folder)
     make_folder(folder / WORK_FOLDER, root=folder)
     _check_work_folder(folder / WORK_FOLDER)
-    with journal.locked():
+    with journal.locked() as keep:
+        was_begun = journal.job() is not None
         moved = journal.begin(job.description)
+        if job.command is not None:
+            keep_command(folder, job.command)
         found = journal.find_records(job.digest)
         verified = verify_shards(journal, found, doubtful=shards_to_hash(journal, found, everything=False))
         checkpoint = replace(job.source.checkpoint, folder=keep_small_files(job))
         job = replace(job, source=replace(job.source, checkpoint=checkpoint))
-        uploads = _open_uploads(job, journal)
+        uploads = _open_uploads(job, journal, events)
         records = dict(verified.records) if uploads is None else uploads.records
-        _run_pipeline(job, journal, uploads, records, events, moved=moved)
+        items, to_upload = _remaining(job, journal, uploads, records)
+        if was_begun or len(items) + len(to_upload) < len(job.items):
+            events.note(_say_resumed(job, items, to_upload))
+        expected = _made_again(items, records, moved)
+        if expected:
+            events.note(f"the source was moved: {len(expected)} finished shards are made again, to compare them")
+            items = [item for item in job.items if item in items or item.name in expected]
+            to_upload = [item for item in to_upload if item.name not in expected]
+        events.begun(_extent(job, items, to_upload, expected), keep=keep)
+        _run_pipeline(job, journal, uploads, records, items, to_upload, events, expected=expected)
         if moved:
             journal.describe(job.description)
         remove_folder(job.downloads, root=folder)
         names = assemble(job, records)
         if uploads is None or job.target is None:
+            forget_command(folder)
             return Outcome(records, None)
         machine.release_buffers()
-        return Outcome(records, *publish_result(job, job.target, uploads, names))
+        commit, validation = publish_result(job, job.target, uploads, names)
+        forget_command(folder)
+        return Outcome(records, commit, validation)
 
 
 def _check_work_folder(folder: Path) -> None:
@@ -86,12 +102,12 @@ def _check_work_folder(folder: Path) -> None:
             raise DestinationError(f"{path}: is not a folder, but k2convert needs a folder there. Remove it.")
 
 
-def _open_uploads(job: Job, journal: Journal) -> Uploads | None:
+def _open_uploads(job: Job, journal: Journal, events: Events) -> Uploads | None:
     if job.target is None:
         return None
     branch = Branch(job.hub, job.target, branch_name(job.digest))
     branch.open()
-    uploads = Uploads(branch, journal, {})
+    uploads = Uploads(branch, journal, {}, events)
     uploads.restore(job.digest)
     if num_unchecked := sum(not uploads.is_checked(name) for name in uploads.records):
         job.hub.notify(
@@ -100,27 +116,53 @@ def _open_uploads(job: Job, journal: Journal) -> Uploads | None:
     return uploads
 
 
+def _say_resumed(job: Job, items: Sequence[Item], to_upload: Sequence[Item]) -> str:
+    """Return the line that says what an earlier run has done."""
+    done = len(job.items) - len(items) - len(to_upload)
+    word = "already complete" if job.target is None and is_complete(job) else "resuming"
+    rest = f", {len(to_upload)} more converted and not yet uploaded" if to_upload else ""
+    return f"{job.destination}: {word}: {done} of {len(job.items)} shards done{rest}"
+
+
+def _extent(job: Job, items: Sequence[Item], to_upload: Sequence[Item], expected: Mapping[str, str]) -> Extent:
+    """Return how much is to be done, and how much of it an earlier run did."""
+    to_convert = {item.name for item in items}
+    phases: dict[Phase, tuple[int, int]] = {}
+    if job.source.remote is not None:
+        needed = {source for item in items for source in item.sources}
+        total = sum(job.limits.source_bytes.values())
+        phases["download"] = (total, total - sum(job.limits.source_bytes[source] for source in needed))
+    converted = sum(shard.bytes_in for shard in job.plan.jobs if shard.name not in to_convert)
+    phases["convert"] = (job.bytes_in, converted)
+    if job.target is not None:
+        total = sum(item.output_bytes for item in job.items)
+        phases["upload"] = (total, total - sum(item.output_bytes for item in (*items, *to_upload)))
+    return Extent(phases, len(job.items), len(job.items) - len(items) + len(expected))
+
+
+def _made_again(items: Sequence[Item], records: Mapping[str, ShardRecord], moved: Sequence[str]) -> dict[str, str]:
+    """Return the hashes of the finished shards made from `moved` source shards, if there is something to convert."""
+    if not items or not moved:
+        return {}
+    return {name: r.blake3 for name, r in records.items() if not r.source_headers.keys().isdisjoint(moved)}
+
+
 def _run_pipeline(
     job: Job,
     journal: Journal,
     uploads: Uploads | None,
     records: dict[str, ShardRecord],
+    items: Sequence[Item],
+    to_upload: Sequence[Item],
     events: Events,
     *,
-    moved: Sequence[str],
+    expected: Mapping[str, str],
 ) -> None:
-    """Fetch, convert and upload every shard that is not finished; fills `records`.
+    """Fetch, convert and upload the shards that are not finished; fills `records`.
 
-    If there is something to convert, what was made from `moved` source shards is made again, and must be the same.
+    `expected` has the hashes of finished shards that are made again, and must be the same.
     """
     remote, limits, stop = job.source.remote, job.limits, Event()
-    items, to_upload = _remaining(job, journal, uploads, records)
-    expected: dict[str, str] = {}
-    if items and moved:
-        expected = {n: r.blake3 for n, r in records.items() if not r.source_headers.keys().isdisjoint(moved)}
-        events.note(f"the source was moved: {len(expected)} finished shards are made again, to compare them")
-        items = [item for item in job.items if item in items or item.name in expected]
-        to_upload = [item for item in to_upload if item.name not in expected]
     sweep_downloads(job, items, to_upload)
     devices: SimpleQueue[str] = SimpleQueue()
     for worker in range(limits.workers):
@@ -141,7 +183,7 @@ def _run_pipeline(
                 events.shard_finished(item.name)
 
         stages = Stages(
-            fetch=None if remote is None else partial(fetch_shard, job, remote, stop=stop),
+            fetch=None if remote is None else partial(fetch_shard, job, remote, stop=stop, events=events),
             convert=convert,
             drop_source=lambda shard: remove_file(job.downloads / shard),
             drop_output=lambda shard: remove_file(job.destination.folder / shard),

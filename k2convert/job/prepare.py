@@ -25,6 +25,7 @@ from k2convert.job.room import DiskPlan, Item, existing_parent, plan_disk, used_
 from k2convert.models import detect_family
 from k2convert.plan.plan import Plan, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe
+from k2convert.records.command import JobCommand
 from k2convert.records.fingerprint import job_fingerprint
 from k2convert.records.journal import JobDescription, Journal
 from k2convert.records.ledger import parse_ledger
@@ -67,7 +68,7 @@ class Job:
     """A planned job. Nothing has been written yet.
 
     `target` is set if the result goes to the Hub, `card` is what the Hub accepts of the source's model card,
-    `finished` are the shards that an earlier run left in the destination folder.
+    `finished` are the shards that an earlier run left in the destination folder. `command` is what the user typed.
     """
 
     source: Source
@@ -80,6 +81,7 @@ class Job:
     description: JobDescription
     limits: Limits
     finished: dict[str, ShardRecord]
+    command: JobCommand | None = None
 
     @property
     def uses_hub(self) -> bool:

@@ -230,7 +230,7 @@ def publish_folder(
     missing: list[Item] = []
     for upload in uploads.values():
         if branch.has(upload.name, upload.sha256, upload.num_bytes):
-            events.progress(bytes_in=upload.num_bytes)
+            events.transferred(uploaded=upload.num_bytes, is_new=False)
         else:
             missing.append(Item(upload.name, (), upload.num_bytes))
     _upload_all(missing, _FolderUploads(branch, uploads, events))
@@ -259,9 +259,11 @@ class _FolderUploads:
 
     def upload(self, name: str) -> None:
         upload = self.uploads[name]
-        self.branch.upload(upload, records={})
+        self.branch.upload(upload, records={}, sent=self._sent)
         leave_cache(upload.path)
-        self.events.progress(bytes_in=upload.num_bytes)
+
+    def _sent(self, num_bytes: int) -> None:
+        self.events.transferred(uploaded=num_bytes)
 
     def is_group_due(self) -> bool:
         return self.branch.is_group_due()

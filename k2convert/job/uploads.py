@@ -22,6 +22,7 @@ from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import ChangedFileError, CheckpointError
 from k2convert.hub.branch import Branch, Upload
 from k2convert.records.checksum import seal, unseal
+from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
 from k2convert.validate.contract.streamed import is_scan, scan_shard
@@ -59,6 +60,7 @@ class Uploads:
     branch: Branch
     journal: Journal
     records: dict[str, ShardRecord]
+    events: Events = SILENT
     uploads: dict[str, UploadRecord] = field(default_factory=dict[str, UploadRecord])
     _on_branch: list[str] = field(default_factory=list[str])
 
@@ -83,8 +85,9 @@ class Uploads:
                 found = examined.result()
                 if self.branch.has(name, found.sha256, found.file_bytes):
                     self._on_branch.append(name)
+                    self.events.transferred(uploaded=found.file_bytes, is_new=False)
                     return
-            operation = self.branch.send(name, path, sha256=self.records[name].sha256)
+            operation = self.branch.send(name, path, sha256=self.records[name].sha256, sent=self._sent)
             found = examined.result()
         leave_cache(path)
         documents = {
@@ -92,6 +95,9 @@ class Uploads:
             f"{UPLOADS_FOLDER}/{name}.json": seal(asdict(found)),
         }
         self.branch.add(Upload(name, path, found.sha256, found.file_bytes), operation, records=documents)
+
+    def _sent(self, num_bytes: int) -> None:
+        self.events.transferred(uploaded=num_bytes)
 
     def _examine(self, name: str) -> UploadRecord:
         """Scan a shard's bytes and keep what was found."""

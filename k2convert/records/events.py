@@ -1,6 +1,27 @@
 """What a running stage reports to its caller. The command line shows it; tests collect it; SILENT drops it."""
 
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+Phase = Literal["download", "convert", "upload", "check", "layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much a stage has to do: for every phase the bytes in total and the bytes that an earlier run has done.
+
+    `shards` is 0 for a stage that does not count shards. `num_experts` are the experts of all reference layers.
+    """
+
+    phases: Mapping[Phase, tuple[int, int]]
+    shards: int = 0
+    finished_shards: int = 0
+    num_experts: int = 0
+
+
+Keep = Callable[[str], None]
+"""Stores one line of text that other processes may read while this one runs."""
 
 
 class Events(Protocol):
@@ -9,8 +30,14 @@ class Events(Protocol):
     def note(self, text: str) -> None:
         """Take one line for the person watching."""
 
+    def begun(self, extent: Extent, *, keep: Keep | None = None) -> None:
+        """Take what is to be done, before the first progress, and where to keep a summary for `status`."""
+
     def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
-        """Take what was done since the last call: bytes read, bytes written or sent, tensors finished."""
+        """Take what was done since the last call: bytes read, bytes written, tensors finished."""
+
+    def transferred(self, *, downloaded: int = 0, uploaded: int = 0, is_new: bool = True) -> None:
+        """Take the bytes that crossed the network since the last call; not `is_new`: in an earlier run."""
 
     def shard_finished(self, shard: str) -> None:
         """Take the name of a shard that was just recorded."""
@@ -23,7 +50,13 @@ class _Silent:
     def note(self, text: str) -> None:
         pass
 
+    def begun(self, extent: Extent, *, keep: Keep | None = None) -> None:
+        pass
+
     def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
+        pass
+
+    def transferred(self, *, downloaded: int = 0, uploaded: int = 0, is_new: bool = True) -> None:
         pass
 
     def shard_finished(self, shard: str) -> None:

@@ -4,21 +4,18 @@
                                           the first shard
     DEST/.k2convert/shards/SHARD.json     written after SHARD is complete and synced: the only claim of "done"; its time
                                           of modification is set to SHARD's, so that a later change of SHARD shows
-    DEST/.k2convert/lock                  held by the running process (flock: the kernel frees it when the owner dies)
+    DEST/.k2convert/lock                  held by the running process (flock: the kernel frees it when the owner dies);
+                                          its number and how far it is, for `status`; empty after the run
 
 Nothing in these files depends on time, host or path of the run: an interrupted and an uninterrupted run of the same
 source end in the same bytes.
 """
 
-import errno
-import fcntl
-import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from stat import S_ISREG
-from typing import Any, Final, TextIO
+from typing import Any
 
 from k2convert.checkpoint.files import (
     TEMPORARY_SUFFIX,
@@ -33,7 +30,6 @@ from k2convert.checkpoint.names import (
     INDEX_NAME,
     JOB_NAME,
     LEDGER_NAME,
-    LOCK_NAME,
     RECORDS_FOLDER,
     UPLOADS_FOLDER,
     WORK_FOLDER,
@@ -41,19 +37,18 @@ from k2convert.checkpoint.names import (
 from k2convert.errors import (
     CheckpointError,
     DestinationError,
-    DestinationWriteError,
-    LockedError,
     MalformedFileError,
     ResumeError,
     quoted,
     shortened,
 )
 from k2convert.records.checksum import seal, unseal
+from k2convert.records.command import JobCommand, read_command
+from k2convert.records.events import Keep
 from k2convert.records.fingerprint import fingerprint_digest
+from k2convert.records.lock import lock_destination, read_lock
 from k2convert.records.shard_record import ShardRecord
 from k2convert.records.source_identity import Identities, changed_shards, moved_shards
-
-_LOCK_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +71,19 @@ class JobDescription:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """What `status` shows: the job, its finished shards, and whether it is complete or running."""
+    """What `status` shows: the job, its finished shards, and whether it is complete or running.
+
+    `command` resumes an unfinished job; jobs that another program began have none. `progress` is what the running
+    process last said (Tally.summary), `progress_age` how many seconds ago that was.
+    """
 
     job: JobDescription
     finished: dict[str, ShardRecord]
     is_complete: bool
     is_running: bool
+    command: JobCommand | None = None
+    progress: dict[str, Any] | None = None
+    progress_age: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,29 +103,16 @@ class Journal:
         self.folder = destination / WORK_FOLDER
         self._records = self.folder / RECORDS_FOLDER
         self._job_path = self.folder / JOB_NAME
-        self._lock_path = self.folder / LOCK_NAME
 
     @contextmanager
-    def locked(self) -> Generator[None]:
-        """Lock the destination for this process; raises LockedError while another process has it."""
+    def locked(self) -> Generator[Keep]:
+        """Lock the destination for this process; raises LockedError while another process has it.
+
+        Yields a function that keeps one line in the lock file, for `status`.
+        """
         make_folder(self.folder, root=self.destination)
-        with self._open_lock(os.O_RDWR | os.O_CREAT) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                raise LockedError(
-                    f"{self.destination}: another run (process {lock.read().strip() or 'unknown'}) is working here. "
-                    "Wait for it or stop it, then run the same command again."
-                ) from None
-            lock.seek(0)
-            lock.truncate()
-            lock.write(str(os.getpid()))
-            lock.flush()
-            try:
-                yield
-            finally:
-                lock.truncate(0)
+        with lock_destination(self.destination) as keep:
+            yield keep
 
     def begin(self, job: JobDescription) -> list[str]:
         """Start a job, or resume it if its fingerprint and its source are the same.
@@ -263,12 +252,16 @@ class Journal:
             for name, record in self.find_records(job.digest).records.items()
             if self.has_file(record) or self._was_uploaded(name)
         }
+        running, progress, age = read_lock(self.destination)
         is_assembled = all((self.destination / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
         return JobState(
             job=job,
             finished=finished,
             is_complete=is_assembled and finished.keys() >= job.shards.keys(),
-            is_running=self._is_running(),
+            is_running=running,
+            command=read_command(self.destination),
+            progress=progress,
+            progress_age=age,
         )
 
     def _record_path(self, shard: str) -> Path:
@@ -280,34 +273,6 @@ class Journal:
     def _was_uploaded(self, shard: str) -> bool:
         """Return whether a shard was hashed for upload. Its file may be removed after that."""
         return (self.folder / UPLOADS_FOLDER / f"{shard}.json").exists()
-
-    def _is_running(self) -> bool:
-        if not self._lock_path.exists():
-            return False
-        with self._open_lock(os.O_RDONLY) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            return False
-
-    def _open_lock(self, flags: int) -> TextIO:
-        """Open the lock file without following a link of either kind, which might lead to any file."""
-        path = self._lock_path
-        try:
-            with opened_folder(self.folder, root=self.destination) as folder:
-                descriptor = os.open(path.name, flags | _LOCK_FLAGS, 0o666, dir_fd=folder)
-            found = os.fstat(descriptor)
-            if not S_ISREG(found.st_mode) or found.st_nlink > 1:
-                os.close(descriptor)
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR):
-                raise DestinationError(f"{path}: is a link or a folder, not a file. Remove it.") from None
-            raise DestinationWriteError(
-                f"{path}: cannot be opened ({error.strerror}). Choose a folder that you may write to."
-            ) from None
-        return os.fdopen(descriptor, "r+" if flags & os.O_RDWR else "r")
 
     def _sweep(self, job: JobDescription) -> None:
         """Remove the half-written shards and records of a killed run, and nothing else of a similar name.

@@ -209,5 +209,18 @@ def _error_document(error: DecodedError) -> dict[str, Any]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of the shards in a folder; 0 if there is no such folder."""
-    return sum(path.stat().st_size for path in folder.glob(f"*{SHARD_SUFFIX}")) if folder.is_dir() else 0
+    """Return the tensor bytes of the shards in a folder; 0 if there is no such folder."""
+    return sum(map(_data_bytes, folder.glob(f"*{SHARD_SUFFIX}"))) if folder.is_dir() else 0
+
+
+def _data_bytes(shard: Path) -> int:
+    """Return a file's size without the header that its first 8 bytes announce; a damaged file counts as a whole."""
+    if not shard.is_file():
+        return 0
+    size = shard.stat().st_size
+    try:
+        with shard.open("rb") as file:
+            data = size - 8 - int.from_bytes(file.read(8), "little")
+    except OSError:
+        return size
+    return data if data >= 0 else size

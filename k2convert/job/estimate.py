@@ -1,0 +1,213 @@
+"""How long a job will take and how much memory it needs, before it starts: an estimate.
+
+The disk that is read, the disk that is written and the kernels are measured for a fraction of a second each. The file
+that is written has no name, so nothing can be left behind. The network is not measured.
+"""
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from k2convert.buffers import PAGE_BYTES
+from k2convert.choices import GROUP_SIZE
+from k2convert.job.machine import available_memory, inflight_bytes
+from k2convert.job.prepare import Job
+from k2convert.job.room import existing_parent
+from k2convert.plan.plan import ConvertStep, ShardJob
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.quantizer import create_quantizer
+
+MEASURE_SECONDS: Final = 0.4  # for each of reading, writing and converting
+MAX_FREE_SHARE: Final = 0.05  # of the free disk, for the file that is written
+XET_BYTES: Final = 400_000_000  # what hf_xet takes for its streams, with the bounds of hub/xet.py
+_CHUNK_BYTES: Final = 8 << 20
+_MAX_BYTES: Final = 1 << 30
+_BLOCK: Final = (1024, 2048)  # of the weight that is converted to measure the kernels
+_SCALE_BITS: Final = 0x3C00  # BF16 of 2**-7
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What is left to do in bytes, the rates in bytes a second (None: not measured), and the memory a job takes.
+
+    `seconds` goes from full overlap of reading, converting and writing to a disk that reads and writes in turn. It is
+    None if nothing is left or nothing was measured.
+    """
+
+    bytes_in: int
+    bytes_out: int
+    bytes_converted: int
+    read_rate: float | None
+    write_rate: float | None
+    convert_rate: float | None
+    memory_bytes: int
+    memory_available: int
+
+    @property
+    def seconds(self) -> tuple[float, float] | None:
+        """The least and the most seconds, without the network."""
+        reading, writing, converting = (
+            num_bytes / rate if rate else 0.0
+            for num_bytes, rate in (
+                (self.bytes_in, self.read_rate),
+                (self.bytes_out, self.write_rate),
+                (self.bytes_converted, self.convert_rate),
+            )
+        )
+        most = max(reading + writing, converting)
+        return (max(reading, writing, converting), most) if most else None
+
+
+def estimate(job: Job) -> Estimate:
+    """Measure this machine for at most two seconds and estimate the rest of a job. Leaves nothing on the disk."""
+    memory = _memory_bytes(job)  # first: measuring takes memory too
+    left = [shard for shard in job.plan.jobs if shard.name not in job.finished]
+    return Estimate(
+        bytes_in=sum(shard.bytes_in for shard in left),
+        bytes_out=sum(shard.data_bytes for shard in left),
+        bytes_converted=sum(map(_bytes_converted, left)),
+        read_rate=None if job.source.remote is not None else _read_rate(_largest_shard(job)),
+        write_rate=_write_rate(existing_parent(job.destination.folder)),
+        convert_rate=_convert_rate(job),
+        memory_bytes=memory,
+        memory_available=available_memory(),
+    )
+
+
+def _bytes_converted(shard: ShardJob) -> int:
+    return sum(
+        tensor.num_bytes
+        for step in shard.steps
+        if isinstance(step, ConvertStep)
+        for member in step.members
+        for tensor in member.sources
+    )
+
+
+def _memory_bytes(job: Job) -> int:
+    """Return this process's peak so far, what shards in work hold, as much again in staging, and Xet's streams."""
+    uses_xet = job.target is not None and os.environ.get("HF_HUB_DISABLE_XET", "0").lower() in ("", "0", "false")
+    return _peak_bytes() + 2 * inflight_bytes(uses_hub=job.uses_hub) + (XET_BYTES if uses_xet else 0)
+
+
+def _peak_bytes() -> int:
+    """Return this process's peak memory; `getrusage` would count from the size of the process that started it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _largest_shard(job: Job) -> Path:
+    checkpoint = job.source.checkpoint
+    return max((checkpoint.path(shard) for shard in checkpoint.headers), key=lambda path: path.stat().st_size)
+
+
+def _rate(step: Callable[[], int], *, finish: Callable[[], None] | None = None) -> float | None:
+    """Call `step`, which returns bytes, for MEASURE_SECONDS, then `finish`; returns bytes a second."""
+    begin, done = time.monotonic(), 0
+    while time.monotonic() - begin < MEASURE_SECONDS:
+        count = step()
+        done += count
+        if count == 0:
+            break
+    if finish is not None:
+        finish()
+    return done / max(time.monotonic() - begin, 1e-6) if done else None
+
+
+def _read_rate(path: Path) -> float | None:
+    """Read from the middle of a file past the page cache, where the filesystem allows that."""
+    descriptor = _open_first(path, (os.O_RDONLY | os.O_DIRECT, os.O_RDONLY))
+    if descriptor is None:
+        return None
+    position = path.stat().st_size // 2 // PAGE_BYTES * PAGE_BYTES
+    with mmap.mmap(-1, _CHUNK_BYTES) as buffer:
+
+        def read() -> int:
+            nonlocal position
+            count = os.preadv(descriptor, [buffer], position)
+            position += count
+            return count if count == _CHUNK_BYTES else 0
+
+        try:
+            return _rate(read) or _rate_of_small(descriptor, buffer)
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+
+
+def _rate_of_small(descriptor: int, buffer: mmap.mmap) -> float | None:
+    """Return the rate of one read from the start, for a file of less than two chunks."""
+    begin = time.monotonic()
+    count = os.preadv(descriptor, [buffer], 0)
+    return count / max(time.monotonic() - begin, 1e-6) if count else None
+
+
+def _write_rate(folder: Path) -> float | None:
+    """Write a file without a name in a folder, past the page cache where the filesystem allows that, and sync it."""
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    limit = min(_MAX_BYTES, int(free * MAX_FREE_SHARE))
+    descriptor = _open_first(folder, (os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, os.O_TMPFILE | os.O_RDWR))
+    try:
+        if descriptor is None:  # the filesystem has no such files; this one is removed before it is used
+            with tempfile.TemporaryFile(dir=folder) as file:
+                descriptor = os.dup(file.fileno())
+        position = 0
+        with mmap.mmap(-1, _CHUNK_BYTES) as buffer:
+            buffer.write(os.urandom(1 << 16) * (_CHUNK_BYTES >> 16))
+
+            def write() -> int:
+                nonlocal position
+                count = os.pwrite(descriptor, buffer, position) if position + _CHUNK_BYTES <= limit else 0
+                position += count
+                return count
+
+            return _rate(write, finish=lambda: os.fsync(descriptor))
+    except OSError:
+        return None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _open_first(path: Path, choices: tuple[int, ...]) -> int | None:
+    """Open with the first flags that the filesystem accepts."""
+    for flags in choices:
+        try:
+            return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        except OSError:
+            continue
+    return None
+
+
+def _convert_rate(job: Job) -> float | None:
+    """Convert a made-up weight on every core; returns source bytes a second, None for what is not measured."""
+    recipe = job.plan.recipe
+    if recipe.target != "nvfp4" or recipe.quantizer != "native" or job.limits.devices != ("cpu",):
+        return None
+    rows, columns = _BLOCK
+    packed = np.arange(rows * columns // 2, dtype=np.uint32).astype(np.uint8).reshape(rows, -1)
+    scales = np.full((rows, columns // GROUP_SIZE), _SCALE_BITS, dtype=np.uint16)
+    weight = Int4Weight(packed=packed, scale_bits=scales)
+    quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule, device="cpu")
+
+    def convert() -> int:
+        magnitude = quantizer.measure(weight, name="measured")
+        scale = quantizer.global_scale(magnitude, is_int4=True)
+        quantizer.quantize(weight, name="measured", magnitude=magnitude, global_scale=scale)
+        return packed.nbytes + scales.nbytes
+
+    cores = os.cpu_count() or 1
+    with ThreadPoolExecutor(max_workers=cores) as pool:
+        rates = [future.result() for future in [pool.submit(_rate, convert) for _ in range(cores)]]
+    return sum(rate for rate in rates if rate is not None)

@@ -1,0 +1,97 @@
+"""The lock of one destination: only one process works there, and others can read how far it is.
+
+DEST/.k2convert/lock    held by the running process (flock: the kernel frees it when the owner dies). Its first line is
+                        that process's number, the second how far it is. Empty after the run.
+"""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, Final, TextIO
+
+from k2convert.checkpoint.folders import opened_folder
+from k2convert.checkpoint.names import LOCK_NAME, WORK_FOLDER
+from k2convert.errors import DestinationError, DestinationWriteError, LockedError
+from k2convert.records.events import Keep
+from k2convert.records.tally import parse_summary
+
+_LOCK_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MAX_KEPT: Final = 1 << 16  # characters read from a lock file
+
+
+@contextmanager
+def lock_destination(destination: Path) -> Generator[Keep]:
+    """Lock a destination, whose work folder exists; raises LockedError while another process has it.
+
+    Yields a function that keeps one line in the lock file.
+    """
+    with _open_lock(destination, os.O_RDWR | os.O_CREAT) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise LockedError(
+                f"{destination}: another run (process {lock.readline().strip() or 'unknown'}) is working here. "
+                "Wait for it or stop it, then run the same command again."
+            ) from None
+        _write_owner(lock, "")
+        try:
+            yield partial(_keep, lock)
+        finally:
+            lock.truncate(0)
+
+
+def read_lock(destination: Path) -> tuple[bool, dict[str, Any] | None, float]:
+    """Return whether a process works here, what it last said about its progress, and how many seconds ago."""
+    if not _path(destination).exists():
+        return False, None, 0.0
+    with _open_lock(destination, os.O_RDONLY) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _, _, said = lock.read(_MAX_KEPT).partition("\n")
+            age = time.time() - os.fstat(lock.fileno()).st_mtime
+            return True, parse_summary(said), max(age, 0.0)
+        return False, None, 0.0
+
+
+def _path(destination: Path) -> Path:
+    return destination / WORK_FOLDER / LOCK_NAME
+
+
+def _open_lock(destination: Path, flags: int) -> TextIO:
+    """Open the lock file without following a link of either kind, which might lead to any file."""
+    path = _path(destination)
+    try:
+        with opened_folder(path.parent, root=destination) as folder:
+            descriptor = os.open(path.name, flags | _LOCK_FLAGS, 0o666, dir_fd=folder)
+        found = os.fstat(descriptor)
+        if not S_ISREG(found.st_mode) or found.st_nlink > 1:
+            os.close(descriptor)
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise DestinationError(f"{path}: is a link or a folder, not a file. Remove it.") from None
+        raise DestinationWriteError(
+            f"{path}: cannot be opened ({error.strerror}). Choose a folder that you may write to."
+        ) from None
+    return os.fdopen(descriptor, "r+" if flags & os.O_RDWR else "r", errors="replace")
+
+
+def _write_owner(lock: TextIO, text: str) -> None:
+    """Write this process's number and a line of text into the lock file."""
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"{os.getpid()}\n{text}")
+    lock.flush()
+
+
+def _keep(lock: TextIO, text: str) -> None:
+    with suppress(OSError, ValueError):  # a display for others must not end the work; the file may be closed already
+        _write_owner(lock, text)

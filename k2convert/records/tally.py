@@ -1,0 +1,232 @@
+"""How far a running stage is: counts by phase, rates over the last seconds, and an ETA when there is one.
+
+A rate is measured over the last WINDOW_SECONDS. Work that arrives in large lumps, such as whole shards, is measured
+over the last three lumps. Without new work for that long the rate is 0 and there is no ETA.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Final, cast
+
+from k2convert.records.events import Extent, Keep, Phase
+
+WINDOW_SECONDS: Final = 20.0
+MIN_SECONDS: Final = 1.0  # there is no rate before this much time was measured
+MIN_ETA_SECONDS: Final = 4.0  # the first second of a stage is not like the others
+_LUMPS: Final = 3
+_SAMPLE_SECONDS: Final = 0.25  # work within this time counts as one sample
+
+
+@dataclass(slots=True)
+class Meter:
+    """Counts one kind of work in bytes (or experts). `clock` returns seconds; `is_moving` after the first new work."""
+
+    total: int
+    done: int = 0
+    clock: Callable[[], float] = time.monotonic
+    is_moving: bool = False
+    _samples: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+
+    def add(self, amount: int, *, is_new: bool = True) -> None:
+        """Count work. Work that is not new raises `done`, but no rate."""
+        now = self.clock()
+        self.done += amount
+        if not is_new:
+            self._samples = deque((at, done + amount) for at, done in self._samples)
+            return
+        self.is_moving = True
+        if not self._samples:  # when this work began is not known
+            self._samples.append((now, self.done))
+        elif len(self._samples) > 1 and now - self._samples[-2][0] < _SAMPLE_SECONDS:
+            self._samples[-1] = (now, self.done)
+        else:
+            self._samples.append((now, self.done))
+        while len(self._samples) > _LUMPS + 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
+            self._samples.popleft()
+
+    def start(self) -> None:
+        """Begin to measure now, not with the first work."""
+        if not self._samples:
+            self._samples.append((self.clock(), self.done))
+
+    @property
+    def rate(self) -> float | None:
+        """Work a second over the window; 0.0 if the work has stopped, None if not enough was measured."""
+        now = self.clock()
+        if len(self._samples) < 2:
+            return None
+        while len(self._samples) > _LUMPS + 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
+            self._samples.popleft()
+        first_at, first = self._samples[0]
+        last_at, last = self._samples[-1]
+        if now - first_at < MIN_SECONDS:
+            return None
+        gap = (last_at - first_at) / (len(self._samples) - 1)
+        if now - last_at > max(WINDOW_SECONDS, _LUMPS * gap):
+            return 0.0
+        return (last - first) / (now - first_at)
+
+    @property
+    def share(self) -> float:
+        """What part is done: 0.0 to 1.0, and 1.0 only when all is done."""
+        return min(self.done / self.total, 1.0) if self.total else 1.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the rest takes at this rate; 0.0 when done, None if that is not known."""
+        if self.done >= self.total:
+            return 0.0
+        rate = self.rate
+        if not rate or self.clock() - self._samples[0][0] < MIN_ETA_SECONDS:
+            return None
+        return (self.total - self.done) / rate
+
+
+class Tally:
+    """Counts what a stage reports; implements records.events.Events. `note` takes lines for the person watching."""
+
+    def __init__(
+        self, extent: Extent, *, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._note, self._clock, self._keep = note, clock, cast(Keep | None, None)
+        self._lock = Lock()
+        self._start = clock()
+        self.written = Meter(0, clock=clock)
+        self.tensors = 0
+        self.new_shards: list[str] = []
+        self.expected_seconds: dict[Phase, float] = {}
+        self._set(extent)
+
+    def _set(self, extent: Extent) -> None:
+        self.meters: dict[Phase, Meter] = {
+            phase: Meter(total, done, self._clock) for phase, (total, done) in extent.phases.items()
+        }
+        self.num_shards, self.shards = extent.shards, extent.finished_shards
+        if extent.num_experts:
+            self.meters["layers"] = Meter(extent.num_experts, 0, self._clock)
+
+    def note(self, text: str) -> None:
+        """Pass on one line."""
+        self._note(text)
+
+    def begun(self, extent: Extent, *, keep: Keep | None = None) -> None:
+        """Start to count."""
+        with self._lock:
+            self._set(extent)
+            self._keep = keep
+            self.new_shards.clear()
+            next(iter(self.meters.values())).start()
+        self.keep()
+
+    def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
+        """Count bytes read and written, and tensors."""
+        with self._lock:
+            meter = self.meters.get("convert") or self.meters.get("check")
+            if meter is not None:
+                meter.add(bytes_in)
+            self.written.add(bytes_out)
+            self.tensors += tensors
+
+    def transferred(self, *, downloaded: int = 0, uploaded: int = 0, is_new: bool = True) -> None:
+        """Count bytes that crossed the network."""
+        with self._lock:
+            if downloaded and "download" in self.meters:
+                self.meters["download"].add(downloaded, is_new=is_new)
+            if uploaded and "upload" in self.meters:
+                self.meters["upload"].add(uploaded, is_new=is_new)
+
+    def shard_finished(self, shard: str) -> None:
+        """Count a shard."""
+        with self._lock:
+            self.shards += 1
+            self.new_shards.append(shard)
+
+    def experts_computed(self, layer: int, done: int, total: int) -> None:  # noqa: ARG002 - they come in order
+        """Count an expert of a reference layer."""
+        with self._lock:
+            if "layers" in self.meters:
+                meter = self.meters["layers"]
+                meter.start()
+                meter.add(1)
+
+    def take_new_shards(self) -> list[str]:
+        """Return the shards that were finished since the last call."""
+        with self._lock:
+            names = list(self.new_shards)
+            self.new_shards.clear()
+            return names
+
+    @property
+    def has_worked(self) -> bool:
+        """Whether anything was done in this run."""
+        return self.tensors > 0 or any(meter.is_moving for meter in self.meters.values())
+
+    @property
+    def seconds(self) -> float:
+        """How long the stage has run."""
+        return self._clock() - self._start
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The ETA: of the slowest phase of a job, whose phases overlap, or of all phases of a validation, in order."""
+        with self._lock:
+            left = {phase: self._left(phase) for phase in self.meters}
+        known = [seconds for seconds in left.values() if seconds is not None]
+        if len(known) < len(left) or not any(meter.done for meter in self.meters.values()):
+            return None
+        return sum(known) if "layers" in left else max(known)
+
+    def _left(self, phase: Phase) -> float | None:
+        meter = self.meters[phase]
+        expected = self.expected_seconds.get(phase)
+        if expected is not None and meter.rate is None and meter.done < meter.total:
+            return expected * (1 - meter.share)
+        return meter.seconds_left
+
+    def keep(self) -> None:
+        """Store a summary for other processes, if the stage has a place for it."""
+        if self._keep is not None:
+            self._keep(json.dumps(self.summary()))
+
+    def summary(self) -> dict[str, Any]:
+        """Return how far the stage is, as plain data."""
+        with self._lock:
+            phases = {
+                phase: {
+                    "done": meter.done,
+                    "total": meter.total,
+                    "rate": None if (r := meter.rate) is None else round(r),
+                }
+                for phase, meter in self.meters.items()
+            }
+        left = self.seconds_left
+        return {
+            "shards": self.num_shards,
+            "finished_shards": self.shards,
+            "phases": phases,
+            "seconds": round(self.seconds),
+            "seconds_left": None if left is None else round(left),
+        }
+
+
+def parse_summary(text: str) -> dict[str, Any] | None:
+    """Return what `summary` returned, or None if the text is not its form: it may be half written."""
+    try:
+        document: Any = json.loads(text)
+        ok = (
+            isinstance(document["phases"], dict)
+            and all(_is_phase(phase) for phase in cast(Mapping[str, Any], document["phases"]).values())
+            and isinstance(document["seconds_left"], int | None)
+            and type(document["finished_shards"]) is int
+        )
+    except (ValueError, TypeError, KeyError):
+        return None
+    return cast(dict[str, Any], document) if ok else None
+
+
+def _is_phase(phase: Any) -> bool:
+    return type(phase["done"]) is int and type(phase["total"]) is int and isinstance(phase["rate"], int | float | None)

@@ -1,0 +1,148 @@
+"""Progress where nobody watches: lines with their time on stderr, and `status` from another process."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from k2convert.records.events import Extent
+from k2convert.records.journal import Journal
+from k2convert.records.tally import Tally
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+
+
+def test_plain_lines_have_time_percent_shards_and_names(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
+    done = run_cli("run", tiny, tmp_path / "out")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("next:")]
+    assert lines
+    assert all(re.match(f"{STAMP} ", line) for line in lines)
+    assert re.search(r"convert: 100 % \(7\.45 of 7\.45 MB\), 5 of 5 shards, finished model-0000\d-of-000005", lines[-1])
+    assert "ETA" not in lines[-1]
+
+
+def test_json_leaves_progress_on_stderr_and_quiet_silences_it(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run = run_cli("run", tiny, out, "--json")
+    assert json.loads(run.stdout)["shards"] == 5
+    assert re.search(f"^{STAMP} convert: 100 %", run.stderr, re.MULTILINE)
+    validated = run_cli("validate", out, "--json")
+    assert json.loads(validated.stdout)["passed"]
+    assert re.search(f"^{STAMP} validate: 100 %", validated.stderr, re.MULTILINE)
+    assert run_cli("validate", out, "--json", "--quiet").stderr == ""
+    again = run_cli("run", tiny, out, "--json")
+    assert f"{out}: already complete: 5 of 5 shards done" in again.stderr
+    assert run_cli("run", tiny, out, "--json", "--quiet").stderr == ""
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("checkpoint", ["tiny", "split"])
+def test_every_resume_says_how_many_shards_are_done(
+    checkpoint: str, flags: tuple[str, ...], run_cli: RunCli, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    source, out = request.getfixturevalue(checkpoint), tmp_path / "out"
+    assert run_cli("run", source, out).returncode == 0
+    shards = sorted(out.glob("*.safetensors"))
+    for shard in shards[1:]:
+        shard.unlink()
+    resumed = run_cli("run", source, out, *flags)
+    assert resumed.returncode == 0
+    assert f"{out}: resuming: 1 of {len(shards)} shards done\n" in resumed.stderr
+
+
+def failing(tiny: Path, source: Path) -> None:
+    """Copy the tiny checkpoint and put a scale that is not a number into its last shard."""
+    shutil.copytree(tiny, source)
+    last = source / "model-00004-of-000005.safetensors"
+    data = bytearray(last.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    name = next(name for name in header if name.endswith("weight_scale"))
+    begin = 8 + length + header[name]["data_offsets"][0]
+    data[begin : begin + 2] = b"\xc0\x7f"
+    last.write_bytes(data)
+
+
+def test_status_of_a_stopped_job_gives_the_exact_command(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "a source", tmp_path / "out"
+    failing(tiny, source)
+    stopped = run_cli("run", source, out, "--rule", "plain", "--workers", "1")
+    assert stopped.returncode == 1
+    status = run_cli("status", out)
+    assert re.match(rf"{out}: not finished: \d of 5 shards, [\d.]+ MB of 7\.45 MB\n", status.stdout)
+    *_, following = status.stderr.splitlines()
+    expected = f"k2convert run '{source}' {out} --rule plain --workers 1"
+    assert following.startswith("next: ")
+    assert following.endswith(expected)
+    assert json.loads(run_cli("status", out, "--json").stdout)["resume"].endswith(expected)
+    words = following.removeprefix("next: ").replace("k2convert run", f"{sys.executable} -m k2convert run")
+    again = subprocess.run(["bash", "-c", words], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert again.returncode == 1
+    assert f"{out}: resuming: " in again.stderr
+    assert not (out / ".k2convert" / "lock").read_text()
+
+
+def test_status_of_a_running_job_shows_its_rate_and_eta(
+    run_cli: RunCli, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert run_cli("run", tiny, out).returncode == 0
+    (out / "config.json").unlink()
+    clock = [0.0]
+    extent = Extent({"convert": (10_000_000, 0)}, 5)
+    tally = Tally(extent, note=print, clock=lambda: clock[0])
+    with Journal(out).locked() as keep:
+        tally.begun(extent, keep=keep)
+        for _ in range(8):
+            clock[0] += 1
+            tally.progress(bytes_in=500_000)
+        tally.keep()
+        status = run_cli("status", out)
+        document = json.loads(run_cli("status", out, "--json").stdout)
+    assert "convert: 4.00 MB of 10.00 MB, 500 kB/s\nETA 0:00:12\n" in status.stdout
+    assert "next:" not in status.stderr
+    assert document["running"]
+    assert document["progress"]["seconds_left"] == 12
+    assert not (out / ".k2convert" / "lock").read_text()
+
+
+def test_a_finished_job_leaves_no_command_behind(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
+    assert run_cli("run", tiny, tmp_path / "out").returncode == 0
+    names = {path.name for path in (tmp_path / "out" / ".k2convert").iterdir()}
+    assert names == {"job.json", "lock", "shards"}
+
+
+def test_a_dry_run_estimates_time_and_memory_and_leaves_nothing(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
+    shown = run_cli("run", tiny, tmp_path / "out", "--dry-run")
+    assert shown.returncode == 0
+    assert re.search(r"^memory: needs about \d+\.\d\d [MG]B, available \d+\.\d\d GB$", shown.stdout, re.MULTILINE)
+    assert re.search(
+        r"^time: \d+:\d\d:\d\d.*, an estimate from a second of measuring here \(read .*, convert .*, write .*\)$",
+        shown.stdout,
+        re.MULTILINE,
+    )
+    estimate = json.loads(run_cli("run", tiny, tmp_path / "out", "--dry-run", "--json").stdout)["estimate"]
+    assert estimate["convert_rate"] > 1e6
+    assert estimate["write_rate"] > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_say_what_they_cost_before_they_start(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
+    assert run_cli("run", tiny, tmp_path / "out").returncode == 0
+    done = run_cli("validate", tmp_path / "out", "--source", tiny, "--layers", "1,2", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(" ", 1)[1] for line in done.stderr.splitlines() if re.match(STAMP, line)]
+    cost = next(i for i, line in enumerate(lines) if line.startswith("--layers 1,2: "))
+    assert re.fullmatch(
+        r"--layers 1,2: computes 32 experts on 256 tokens and reads \d\.\d\d MB, in about 0:00:\d\d "
+        r"\(an estimate from one expert on this machine\)",
+        lines[cost],
+    )
+    assert all("experts)" not in line for line in lines[:cost])
+    assert lines[-1] == "validate: check 100 % (7.45 of 7.45 MB), layers 100 % (32 of 32 experts)"

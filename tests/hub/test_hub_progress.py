@@ -1,0 +1,70 @@
+"""What a person sees of a job with the Hub: three phases with their own rates, and how far an earlier run came."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hub_cli import HubCli, cli_environment, command
+from loopback import LoopbackHub
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
+from screen import Screen, in_terminal, same_as_golden
+
+JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes")
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50)])
+def test_a_hub_job_looks_as_it_should(
+    columns: int, rows: int, tiny_on_hub: LoopbackHub, workplace: Path, hub_environment: None
+) -> None:
+    tiny_on_hub.traffic.bytes_per_second = 1_000_000.0
+    seen: list[str] = []
+
+    def watch(screen: Screen, process: "subprocess.Popen[bytes]") -> None:
+        assert process.pid
+        seen.append(screen.stable)
+
+    done = in_terminal(*JOB, columns=columns, rows=rows, folder=workplace, watch=watch, HF_HUB_DISABLE_XET="1")
+    assert done.code == 0
+    same_as_golden(f"hub-{columns}", done.screen.stable)
+    shares = {tuple(map(int, re.findall(r"(\d+) %", text)[:3])) for text in seen}
+    assert any(len(s) == 3 and 100 > s[0] > s[2] for s in shares), f"phases run ahead of each other: {shares}"
+
+
+def test_an_interrupted_hub_job_says_what_is_done_and_its_status_gives_the_command(
+    tiny_on_hub: LoopbackHub, hub_process: HubCli, workplace: Path
+) -> None:
+    tiny_on_hub.traffic.bytes_per_second = 100_000.0
+    records = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
+    with subprocess.Popen(
+        command(*JOB),
+        env=cli_environment(),
+        cwd=workplace,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while len(list(records.glob("*.json"))) < 2 and process.poll() is None:
+            time.sleep(0.05)
+        running = hub_process("status", "k2convert-work/me--out").stdout
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.search(r"^interrupted: [23] of 5 shards are converted\. The same command resumes$", errors, re.MULTILINE)
+    assert "next: k2convert run hf://moon/tiny hf://me/out --yes\n" in errors
+    assert re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ transfer: download \d+ % ", errors, re.MULTILINE)
+    assert "running: " in running
+    assert re.search(r"^download: [\d.]+ [kM]B of 7\.\d+ MB", running, re.MULTILINE)
+
+    tiny_on_hub.traffic.bytes_per_second = None
+    stopped = hub_process("status", "k2convert-work/me--out", "--json")
+    assert json.loads(stopped.stdout)["resume"] == "k2convert run hf://moon/tiny hf://me/out --yes"
+    again = hub_process(*JOB, "--json")
+    assert again.returncode == 0, again.stderr
+    json.loads(again.stdout)
+    assert re.search(r"hf://me/out: resuming: \d of 5 shards done", again.stderr)

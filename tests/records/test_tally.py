@@ -1,0 +1,116 @@
+"""Rates over the last seconds, and an ETA only when there is one."""
+
+import json
+
+from k2convert.records.events import Extent
+from k2convert.records.tally import Meter, Tally, parse_summary
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def metered(clock: Clock, *, seconds: int, rate: int, meter: Meter) -> None:
+    """Count `rate` every second."""
+    for _ in range(seconds):
+        clock.now += 1
+        meter.add(rate)
+
+
+def test_the_rate_is_that_of_the_last_seconds_not_since_the_start() -> None:
+    clock = Clock()
+    meter = Meter(1_000_000, clock=clock)
+    meter.start()
+    metered(clock, seconds=600, rate=10, meter=meter)
+    assert meter.rate == 10
+    metered(clock, seconds=30, rate=1000, meter=meter)
+    assert meter.rate == 1000, "the first ten minutes were slow, the last half minute is not"
+    assert meter.seconds_left == (1_000_000 - 36_000) / 1000
+
+
+def test_there_is_no_eta_without_data_and_none_for_a_line_that_stands_still() -> None:
+    clock = Clock()
+    meter = Meter(1000, clock=clock)
+    meter.start()
+    assert (meter.rate, meter.seconds_left) == (None, None)
+    clock.now += 0.1
+    meter.add(10)
+    assert (meter.rate, meter.seconds_left) == (None, None), "a tenth of a second says nothing"
+    metered(clock, seconds=10, rate=10, meter=meter)
+    assert meter.seconds_left is not None
+    clock.now += 120
+    assert (meter.rate, meter.seconds_left) == (0.0, None)
+
+
+def test_whole_shards_that_arrive_rarely_still_have_a_rate_between_them() -> None:
+    clock = Clock()
+    meter = Meter(62 * 9_600, clock=clock)
+    meter.start()
+    for _ in range(4):
+        clock.now += 80
+        meter.add(9_600)
+    clock.now += 40
+    rate = meter.rate
+    assert rate is not None
+    assert 80 < rate < 120
+
+
+def test_what_an_earlier_run_did_counts_as_done_but_not_as_fast() -> None:
+    clock = Clock()
+    meter = Meter(1000, clock=clock)
+    meter.start()
+    metered(clock, seconds=5, rate=10, meter=meter)
+    meter.add(500, is_new=False)
+    assert meter.done == 550
+    assert meter.rate == 10
+    meter.add(-500, is_new=False)
+    assert meter.done == 50
+
+
+def test_the_eta_of_a_job_is_that_of_its_slowest_phase_and_of_a_validation_the_sum() -> None:
+    clock = Clock()
+    notes: list[str] = []
+    job = Tally(Extent({"download": (1000, 0), "convert": (1000, 0)}), note=notes.append, clock=clock)
+    job.begun(Extent({"download": (1000, 0), "convert": (1000, 0)}))
+    for _ in range(5):
+        clock.now += 1
+        job.transferred(downloaded=100)
+        assert job.seconds_left is None, "nothing was converted yet"
+    for _ in range(6):
+        clock.now += 1
+        job.progress(bytes_in=50)
+    left = job.seconds_left
+    assert left is not None
+    assert left == (1000 - 300) / 50
+
+    check = Tally(Extent({"check": (1000, 0)}, num_experts=100), note=notes.append, clock=clock)
+    check.expected_seconds["layers"] = 30.0
+    check.begun(Extent({"check": (1000, 0)}, num_experts=100))
+    for _ in range(5):
+        clock.now += 1
+        check.progress(bytes_in=100)
+    assert check.seconds_left == 5 + 30
+    for _ in range(5):
+        clock.now += 1
+        check.progress(bytes_in=100)
+    assert [round(meter.share, 2) for meter in check.meters.values()] == [1.0, 0.0], "layers are still to come"
+    for done in range(1, 9):
+        clock.now += 1
+        check.experts_computed(1, done, 100)
+    assert check.seconds_left is not None
+    assert 80 < check.seconds_left < 120
+
+
+def test_the_summary_for_status_survives_json_and_nothing_else_does() -> None:
+    kept: list[str] = []
+    tally = Tally(Extent({"convert": (1000, 0)}, 5, 2), note=print)
+    tally.begun(Extent({"convert": (1000, 0)}, 5, 2), keep=kept.append)
+    assert parse_summary(kept[-1]) == tally.summary()
+    for damaged in ("", "{", "[]", "{}", '{"phases": 3}', kept[-1][:-3], json.dumps({"phases": {"convert": 1}})):
+        assert parse_summary(damaged) is None
