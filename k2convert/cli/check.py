@@ -246,14 +246,15 @@ def _validate_for_report(
 
 
 def _show_report(files: ReportFiles, as_json: bool) -> bool:
-    """Print the written files; return whether no checked rule is broken."""
+    """Print the written files; return whether nothing that was checked has failed."""
     written = {"html": files.page, "markdown": files.markdown, "picture": files.picture}
     document = figures_document(files.report)
     failed: list[int] = document["contract"]["failed"] if document["contract"] else []
+    has_passed = document["contract"] is None or document["contract"]["passed"]
     if as_json:
         paths = {kind: None if path is None else str(path) for kind, path in written.items()}
         console.print_json({"files": paths, **document})
-        return not failed
+        return has_passed
     for path in written.values():
         if path is not None:
             console.print_line(str(path))
@@ -262,4 +263,6 @@ def _show_report(files: ReportFiles, as_json: bool) -> bool:
     if failed:
         rules = ", ".join(map(str, failed))
         console.print_note(f"contract rules broken: {rules}. Do not publish or serve it; see {files.page}")
-    return not failed
+    elif not has_passed:
+        console.print_note(f"the validation failed. Do not publish or serve it; see {files.page}")
+    return has_passed

@@ -37,8 +37,12 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """A validation ready to be shown. `layers` are table rows, `sentences` say what else was compared."""
+    """A validation ready to be shown. `layers` are table rows, `sentences` say what else was compared.
 
+    `has_passed` is false if a rule is broken, or if a weight, a layer or the journal does not fit.
+    """
+
+    has_passed: bool
     rules: tuple[Rule, ...]
     verdicts: Verdicts
     layers: tuple[tuple[str, ...], ...]
@@ -61,9 +65,11 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
     try:
         rules = tuple(_read_rule(rule) for rule in document["contract"]["rules"])
         layers = cast("Mapping[str, Any]", document.get("layers") or {})
+        verdicts = _tally(rules)
         return Checks(
+            has_passed=not verdicts.failed and bool(document.get("passed", True)),
             rules=rules,
-            verdicts=_tally(rules),
+            verdicts=verdicts,
             layers=tuple(row for layer in layers.get("layers", ()) for row in _layer_rows(layer)),
             hidden_states=_last_part(layers.get("hidden_states", "")),
             sentences=(
@@ -137,11 +143,23 @@ def _summary(contract: Mapping[str, Any]) -> list[str]:
     return [str(contract["summary"])] if "summary" in contract else []
 
 
+def _rule_sentences(rule: Mapping[str, Any]) -> list[str]:
+    """What was made again by the recipe's rule, if the document says so: those of version 0.1 do not."""
+    if not rule.get("tensors"):
+        return []
+    tensors, wrong = int(rule["tensors"]), len(rule["mismatches"])
+    outcome = f"{wrong:,} differ" if wrong else "all are byte for byte the same"
+    return [
+        f"{tensors:,} tensors made again from the source by the rule {rule['rule']}: {outcome}. "
+        f"{int(rule['sampled_blocks']):,} of {int(rule['blocks']):,} blocks were made by the reference arithmetic too."
+    ]
+
+
 def _weight_sentences(document: Mapping[str, Any]) -> list[str]:
     weights = cast("Mapping[str, Any] | None", document.get("weights"))
     if not weights:
         return []
-    found: list[str] = []
+    found = _rule_sentences(weights.get("rule") or {})
     for key, what in (("journal", "the journal's figures"), ("library_decoder", "the library's own decoder")):
         compared, wrong = int(weights[key]["compared"]), len(weights[key]["mismatches"])
         if compared:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.report.checks import Checks, Verdicts
+from k2convert.report.checks import Checks
 from k2convert.report.figures import Report, TensorFigures, scale_value
 from k2convert.report.formatting import decibels, percent
 
@@ -64,14 +64,17 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
         share = percent(total.recoverable_codes, total.num_codes)
         tiles.append(Tile(share, "INT4 codes recoverable", "rounding to the INT4 grid restores the source's code"))
     if checks is not None:
-        tiles.append(_contract_tile(checks.verdicts))
+        tiles.append(_contract_tile(checks))
     return tuple(tiles)
 
 
-def _contract_tile(verdicts: Verdicts) -> Tile:
+def _contract_tile(checks: Checks) -> Tile:
+    verdicts = checks.verdicts
     if verdicts.failed:
         which = ", ".join(str(number) for number in verdicts.failed)
         return Tile(f"{len(verdicts.failed)} broken", "contract rules", f"do not serve it: rule {which}", "bad")
+    if not checks.has_passed:
+        return Tile("failed", "validation", "do not serve it: see what was compared", "bad")
     rest = [f"{verdicts.warned} with warnings"] if verdicts.warned else []
     rest += [f"{verdicts.skipped} not checked"] if verdicts.skipped else []
     detail = ", ".join(rest) or "for vLLM, SGLang and TensorRT-LLM; no engine was run"

@@ -25,6 +25,7 @@ def figures_document(report: Report) -> dict[str, Any]:
             "held": checks.verdicts.held,
             "skipped": checks.verdicts.skipped,
             "failed": list(checks.verdicts.failed),
+            "passed": checks.has_passed,
         },
         "missing": list(report.missing),
     }
