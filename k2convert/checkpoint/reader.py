@@ -26,6 +26,16 @@ from k2convert.errors import SourceReadError
 Bytes = NDArray[np.uint8]
 
 
+def same_bytes(left: Bytes, right: Bytes) -> bool:
+    """Return whether two flat uint8 arrays are equal; compares eight bytes at once, in an eighth of the memory."""
+    if left.size != right.size:
+        return False
+    words = left.size - left.size % 8
+    return np.array_equal(left[:words].view(np.uint64), right[:words].view(np.uint64)) and np.array_equal(
+        left[words:], right[words:]
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _File:
     """One open shard. `direct` is the O_DIRECT descriptor, None if the filesystem refuses it."""

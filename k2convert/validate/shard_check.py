@@ -24,6 +24,7 @@ from blake3 import blake3
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, parse_header, read_header
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes
+from k2convert.choices import Rule
 from k2convert.errors import CheckpointError, InvalidCheckpointError, SourceReadError
 from k2convert.models.projections import Projection
 from k2convert.models.weights import TensorSource, load_projection
@@ -59,7 +60,7 @@ class ShardCheck:
     ) -> None:
         self._header: ShardHeader = parse_header(header, shard=shard, file_bytes=file_bytes)
         self._names = LAYOUTS[recipe.layout]
-        self._rule = recipe.rule if recipe.quantizer == "native" else None
+        self._rule: Rule | None = recipe.rule if recipe.quantizer == "native" else None
         self._source_folder, self._source_digests = source_folder, source_digests
         self._source_headers: dict[str, ShardHeader] = {}
         self._lock = Lock()  # guards the headers; a dict's single operations need no lock

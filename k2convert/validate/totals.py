@@ -49,14 +49,14 @@ class Totals:
 
     def figures(self, decoded: Mapping[str, DecodedError], *, num_modules: int) -> dict[str, Figures]:
         """Return the figures by role and under "total". `decoded` are the decoder's, by the same keys."""
-        measured = {role: _decoder_figures(error) for role, error in decoded.items()}
+        measured: dict[str, Figures] = {role: _decoder_figures(error) for role, error in decoded.items()}
         if not self._has_exact_scales:
             return {role: {key: found[key] for key in _OF_SOURCE} for role, found in measured.items()}
         if self._num_metrics < num_modules:
             return measured
         again = {role: total_metrics(parts) for role, parts in self._metrics.items()}
         again[TOTAL] = total_metrics(again.values())
-        return {role: again[role].to_dict() | found for role, found in measured.items()}
+        return {role: {**again[role].to_dict(), **found} for role, found in measured.items()}
 
 
 def _decoder_figures(error: DecodedError) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, 
         left, right = cast(dict[str, int], stated), cast(dict[str, int], measured)
         for key in sorted(left.keys() | right.keys()):
             yield from _differences(f"{place}.{key}", left.get(key, 0), right.get(key, 0))
-    elif not is_same_figure(stated, measured):
+    elif not is_same_figure(cast("float | None", stated), cast("float | None", measured)):
         yield place, f"{stated!r}, but {measured!r} was measured"
 
 

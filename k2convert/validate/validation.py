@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
 
-MAX_PENDING: Final = 6  # sets of tensors checked at once; the pass over the shards waits for the slowest
+MAX_PENDING: Final = 3  # sets of tensors checked at once; the pass over the shards waits for the slowest
 MAX_HELD: Final = 4  # sets that wait for a tensor
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from k2convert.checkpoint.layouts import LayoutNames
+from k2convert.checkpoint.reader import Bytes, same_bytes
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, Rule
 from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits
 from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Int4Weight, SourceWeight
@@ -25,8 +25,6 @@ from k2convert.quantize.native import CPU, create_native_quantizer
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import Magnitude, measure
 from k2convert.validate.decode import DecodedError, measure_decoded
-
-Bytes = NDArray[np.uint8]
 
 SAMPLE_STRIDE: Final = 61
 """At least one unit in 64. A prime, so that the sample does not keep to some columns of the matrix."""
@@ -149,8 +147,8 @@ def _differences(weight: WrittenWeight, again: Nvfp4Weight) -> tuple[int, int]:
     """Return how many block scales and how many codes differ."""
     scales, packed = again.block_scales.reshape(-1), again.packed.reshape(-1)
     written_scales, written = weight.block_scales.reshape(-1), weight.packed.reshape(-1)
-    changed = 0 if np.array_equal(scales, written_scales) else int(np.count_nonzero(scales != written_scales))
-    if np.array_equal(packed, written):
+    changed = 0 if same_bytes(scales, written_scales) else int(np.count_nonzero(scales != written_scales))
+    if same_bytes(packed, written):
         return changed, 0
     bits = packed ^ written
     return changed, int(np.count_nonzero(bits & 0xF)) + int(np.count_nonzero(bits >> 4))

@@ -78,7 +78,7 @@ def run_client(task: Task, work: Path, request: Path) -> Path:
     for name in ("outcome.json", "logits.safetensors"):
         (out / name).unlink(missing_ok=True)
     command = task.engine.command(work, work / "checkpoints" / task.variant.name, request, out)
-    with (out / "log.txt").open("w") as log, suppress(subprocess.TimeoutExpired):
+    with (out / "log.txt").open("w") as log, suppress(subprocess.TimeoutExpired, FileNotFoundError):
         options = {"stdout": log, "stderr": subprocess.STDOUT, "timeout": CLIENT_SECONDS, "check": False}
         subprocess.run(command, env=task.engine.variables(work), cwd=out, **options)
     return out
@@ -130,7 +130,7 @@ def report(results: list[Result], *, tokens: int) -> str:
     """Return the table with a line of text above it."""
     computed = any(result.agreement is not None for result in results)
     text = f"{tokens:,} tokens of eval.txt in windows of {WINDOW}" if computed else "Loaded only"
-    return f"{text}; perplexity is that of rule `optimal`, KL the largest of a line.\n\n{markdown(results)}"
+    return f"{text}; perplexity with rule `optimal`, KL from scripts/eval in nats.\n\n{markdown(results)}"
 
 
 def _parser() -> argparse.ArgumentParser:

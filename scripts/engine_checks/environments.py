@@ -64,7 +64,7 @@ def ensure(name: str, work: Path, say: Callable[[str], None]) -> None:
     _run(name, [sys.executable, "-m", "venv", str(folder)])
     _pip(name, folder, f"install {TORCH}")  # before anything that would install another build
     probe = "import sys, torch; sys.exit(torch.version.cuda is not None)"
-    if subprocess.run([folder / "bin" / "python", "-c", probe], check=False).returncode:
+    if subprocess.run([folder / "bin" / "python", "-c", probe], check=False, capture_output=True).returncode:
         raise SetupError(
             f"{name}: pip installed a CUDA build of {TORCH}. Set PIP_INDEX_URL to an index with PyTorch's CPU builds "
             "and PIP_EXTRA_INDEX_URL to your usual one, then run again."

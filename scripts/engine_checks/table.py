@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from scripts.engine_checks.agreement import Agreement
-from scripts.engine_checks.variants import K2, OPTIMAL, Variant
+from scripts.engine_checks.variants import K2, OPTIMAL, RULES, Variant
 
 _COLUMNS = (
     "engine",
@@ -17,7 +17,8 @@ _COLUMNS = (
     "checks",
     "perplexity",
     "by scripts/eval",
-    "KL to scripts/eval",
+    "KL, optimal",
+    "KL, plain",
     "greedy text",
 )
 
@@ -36,7 +37,7 @@ class Result:
 
 def markdown(results: Iterable[Result]) -> str:
     """Return the table; lines are in the order in which engines first appear."""
-    lines = [_line(_COLUMNS), _line(("---", "---", "---", *["---:"] * 6))]
+    lines = [_line(_COLUMNS), _line(("---", "---", "---", *["---:"] * 7))]
     for _, group in groupby(results, key=_row):
         lines.append(_line(_cells(list(group))))
     return "\n".join(lines) + "\n"
@@ -48,16 +49,16 @@ def _row(result: Result) -> tuple[str, str, str]:
 
 def _cells(group: list[Result]) -> tuple[str, ...]:
     first = next((r for r in group if (r.variant.form, r.variant.rule) == (K2, OPTIMAL)), group[0])
-    agreements = [result.agreement for result in group if result.agreement is not None]
+    agreements = [(result.variant.rule, result.agreement) for result in group if result.agreement is not None]
     failed = sum(len(result.failed) for result in group)
     checks = f"{sum(result.num_checks for result in group):,}"
-    figures = ("", "", "", "")
+    figures = ("", "", "", "", "")
     if agreements and first.agreement is not None:
-        texts = [a.same_text for a in agreements if a.same_text is not None]
+        texts = [agreement.same_text for _, agreement in agreements if agreement.same_text is not None]
         figures = (
             f"{first.agreement.perplexity:.4f}",
             f"{first.agreement.expected_perplexity:.4f}",
-            f"{max(a.kl for a in agreements):.1e}",
+            *(_largest([agreement.kl for rule, agreement in agreements if rule == wanted]) for wanted in RULES),
             "" if not texts else "same" if all(texts) else "differs",
         )
     if first.is_known_to_be_wrong:
@@ -65,6 +66,10 @@ def _cells(group: list[Result]) -> tuple[str, ...]:
     elif failed:
         checks = f"**{failed} of {checks} failed**"
     return *_row(first), str(len(group)), checks, *figures
+
+
+def _largest(values: list[float]) -> str:
+    return f"{max(values):.1e}" if values else ""
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ TINY = ROOT / "tests" / "data" / "k2-tiny"
 K2, K25 = "K2", "K2.5"
 COMPRESSED_TENSORS = "compressed-tensors"
 OPTIMAL, WEIGHT_ONLY = "optimal", "w4a16"
+RULES = (OPTIMAL, "plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Variant:
 VARIANTS = tuple(
     Variant(form, layout, activations, rule)
     for form, layout, activations, rule in product(
-        (K2, K25), ("modelopt", COMPRESSED_TENSORS), ("w4a4", WEIGHT_ONLY), (OPTIMAL, "plain")
+        (K2, K25), ("modelopt", COMPRESSED_TENSORS), ("w4a4", WEIGHT_ONLY), RULES
     )
 )
 

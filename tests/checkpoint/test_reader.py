@@ -13,7 +13,7 @@ from k2convert.buffers import PAGE_BYTES
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.holes import ShrinkingFile
 from k2convert.checkpoint.page_cache import PageCache
-from k2convert.checkpoint.reader import ShardReader
+from k2convert.checkpoint.reader import ShardReader, same_bytes
 from k2convert.errors import SourceReadError
 
 NUM_BYTES = 3_000_017
@@ -114,3 +114,16 @@ def test_a_shrinking_file_is_told_exactly_what_was_read(shard: Path) -> None:
         reader.read(TensorInfo("t", "U8", (1000,), 5000, 6000, "shard"), begin=10, end=20)
         reader.read(TensorInfo("t", "U8", (1000,), 5000, 6000, "other"))
     assert spans == [(5010, 5020)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 65])
+def test_bytes_are_compared_to_the_last_one(size: int) -> None:
+    data = np.arange(size + 1, dtype=np.uint8)
+    for offset in (0, 1):  # aligned or not
+        part = data[offset : offset + size]
+        assert same_bytes(part, part.copy())
+        assert not same_bytes(part, np.append(part, np.uint8(0)))
+        for place in range(size):
+            other = part.copy()
+            other[place] ^= 1
+            assert not same_bytes(part, other)

@@ -149,7 +149,7 @@ def wrong_write(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
-        (wrong_scalar, "its global scale is"),
+        (wrong_scalar, "the rule gives"),
         (wrong_copy, "the bytes to write are not the source's"),
         (wrong_read, "not the source's|differ"),
         (wrong_header, "not where the header says|not the source's|differ"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_a_partner_elsewhere_decides_the_global_scale(rule: Rule) -> None:
 def test_a_sample_of_one_block_in_64_is_made_again_by_the_reference_arithmetic(kind: str, rule: Rule) -> None:
     source: SourceWeight = trained_like(2048, seed=4)
     if kind == "bf16":
-        source = dequantize_int4(cast(Int4Weight, source))
+        source = dequantize_int4(source)
         assert isinstance(source, Bf16Weight)
     found = check_one(convert(source, rule=rule)[0], rule)
     assert found.problems == ()

@@ -34,7 +34,6 @@ from k2convert.quantize.rules.scale_tables import (
     HIGHEST_OFFSET,
     LOWEST_OFFSET,
     MIN_MANTISSA,
-    NUM_OFFSETS,
     candidate_tables,
 )
 
@@ -158,7 +157,7 @@ class _Batch:
 
     members  int64 [m]        the blocks
     errors   float64 [m, 82]  integers, in units of (s / 2ms)**2
-    exists   bool [82]        whether the candidate is a normal E4M3 scale
+    exists   bool [m, 82]     whether the candidate is a normal E4M3 scale for the block's exponent
     """
 
     members: NDArray[np.int64]
@@ -171,22 +170,19 @@ def _batches(
 ) -> Iterator[_Batch]:
     """Yield the errors of all blocks with a non-zero scale, at most SEARCH_BLOCKS at a time.
 
-    Blocks with equal (ms, kg - es) share a table: a batch is one product of histograms [m, 9] with a table [9, 82].
+    Blocks with equal ms share a table: a batch is one product of histograms [m, 9] with a table [9, 82].
     """
     tables = candidate_tables()
-    keys_M = mantissas_M * NUM_OFFSETS + (offsets_M - LOWEST_OFFSET)
-    order = np.argsort(keys_M, kind="stable")[np.count_nonzero(mantissas_M == 0) :]
-    starts = run_starts(keys_M[order])
-    for run in np.split(order, starts[1:]):
-        for first in range(0, run.size, SEARCH_BLOCKS):
-            members = run[first : first + SEARCH_BLOCKS]
-            mantissa, offset = divmod(int(keys_M[members[0]]), NUM_OFFSETS)
-            histograms = unpack_histograms(words_M[members]).astype(np.float64)
-            yield _Batch(
-                members=members,
-                errors=histograms @ tables.errors[mantissa - MIN_MANTISSA],
-                exists=tables.scale_bytes[offset] > 0,
-            )
+    exists_by_offset = tables.scale_bytes > 0
+    order = np.argsort(mantissas_M.astype(np.uint8), kind="stable")[np.count_nonzero(mantissas_M == 0) :]
+    for first in range(0, order.size, SEARCH_BLOCKS):
+        batch = order[first : first + SEARCH_BLOCKS]
+        histograms = unpack_histograms(words_M[batch]).astype(np.float64)
+        exists, mantissas = exists_by_offset[offsets_M[batch] - LOWEST_OFFSET], mantissas_M[batch]
+        starts = run_starts(mantissas).tolist()
+        for start, stop in zip(starts, [*starts[1:], batch.size], strict=True):
+            table = tables.errors[int(mantissas[start]) - MIN_MANTISSA]
+            yield _Batch(batch[start:stop], histograms[start:stop] @ table, exists[start:stop])
 
 
 def _apply_maps(packed: NDArray[np.uint8], maps_NB: NDArray[np.int64]) -> NDArray[np.uint8]:

@@ -47,7 +47,6 @@ NUM_CANDIDATES: Final = SATURATED_CANDIDATE + 1
 LOWEST_OFFSET: Final = -6
 HIGHEST_OFFSET: Final = NUM_SHIFTS - 1 - MIN_EXPONENT + 1
 """kg - es is clamped to this range. Outside it only one candidate exists, the saturated or the zero one."""
-NUM_OFFSETS: Final = HIGHEST_OFFSET - LOWEST_OFFSET + 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ import numpy as np
 from blake3 import blake3
 
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
-from k2convert.checkpoint.reader import Bytes, ShardReader
+from k2convert.checkpoint.reader import Bytes, ShardReader, same_bytes
 from k2convert.choices import BLOCK_SIZE
 from k2convert.records.events import SILENT, Events
 from k2convert.validate.contract.subject import Module, Subject
@@ -233,7 +233,7 @@ class _Scan:
     def _compare(self, target: _Target, piece: Piece, data: Bytes) -> None:
         assert target.source is not None
         before = self.source_reader.read(target.source, begin=piece.begin, end=piece.end)
-        if not np.array_equal(before, data):
+        if not same_bytes(before, data):
             changed = int(np.count_nonzero(before != data))
             self.result.different[target.name] = self.result.different.get(target.name, 0) + changed
 

@@ -32,8 +32,8 @@ def main() -> int:
         carry_global_scale()
     import compressed_tensors
 
-    version = f"transformers {transformers.__version__}, compressed-tensors {compressed_tensors.__version__}"
-    files, outcome = Checkpoint(arguments.checkpoint), Outcome(version)
+    files, outcome = Checkpoint(arguments.checkpoint), Outcome(f"transformers {transformers.__version__}")
+    outcome.note(f"compressed-tensors {compressed_tensors.__version__}")
     model, report = load(files)
     if arguments.as_released:
         save_logits(arguments.out, logits(model, arguments.request.windows))

@@ -1,0 +1,118 @@
+"""What `scripts/engines` does without an engine: the wrapped checkpoint, the plain decoder, the verdicts, the table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.models import detect_family
+from k2convert.validate.library_decoders import agrees, create_decoder
+from scripts.engine_checks.__main__ import KINDS, Task, read_result, run_client, tolerance
+from scripts.engine_checks.agreement import BF16_WEIGHTS, FLOAT32, FP4_TIES, compare
+from scripts.engine_checks.clients.files import PROJECTIONS, Checkpoint
+from scripts.engine_checks.clients.outcome import Outcome
+from scripts.engine_checks.engines import ENGINES
+from scripts.engine_checks.environments import STEPS
+from scripts.engine_checks.expected import Expected
+from scripts.engine_checks.k25 import wrap_k25
+from scripts.engine_checks.table import Result, markdown
+from scripts.engine_checks.variants import K2, K25, VARIANTS, Variant, convert
+
+W4A16 = Variant(K2, "compressed-tensors", "w4a16", "optimal")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[Variant, Path]:
+    folder = tmp_path_factory.mktemp("engines")
+    kinds = (W4A16, Variant(K25, "modelopt", "w4a4", "plain"))
+    return {variant: convert(variant, folder) for variant in kinds}
+
+
+def test_the_wrapped_checkpoint_is_of_the_k25_family(tiny: Path, tmp_path: Path) -> None:
+    wrapped = open_checkpoint(wrap_k25(tiny, tmp_path / "k2.5"))
+    assert detect_family(wrapped).name == "kimi-k2.5"
+    assert {f"language_model.{name}" for name in open_checkpoint(tiny).tensors} < set(wrapped.tensors)
+
+
+def test_clients_decode_what_the_libraries_decode(converted: dict[Variant, Path]) -> None:
+    for variant, folder in converted.items():
+        files, decode = Checkpoint(folder), create_decoder(variant.layout)
+        assert files.is_modelopt == (variant.layout == "modelopt")
+        assert files.is_weight_only == (variant.activations == "w4a16")
+        for projection in PROJECTIONS:
+            name = files.expert(1, 0, projection)
+            codes, scales, scalar = (files.get(f"{name}.{parameter}") for parameter in files.parameters[:3])
+            theirs = decode(codes.numpy(), scales.view(torch.uint8).numpy(), scalar.item())
+            assert agrees(theirs, files.weight(name).numpy(), stored=scalar.item())
+
+
+def test_every_engine_has_an_environment_and_checkpoints() -> None:
+    assert {engine.environment for engine in ENGINES.values()} == set(STEPS)
+    assert sorted(map(repr, KINDS)) == sorted(map(repr, VARIANTS))
+    counts = {name: sum(map(engine.reads, VARIANTS)) for name, engine in ENGINES.items()}
+    assert counts == {
+        "vllm": 16,
+        "vllm-0.33": 16,
+        "sglang": 16,
+        "transformers-4": 4,
+        "transformers-5": 8,
+        "transformers-5-as-released": 1,
+        "modelopt": 8,
+    }
+
+
+def test_tolerances_follow_from_what_is_rounded() -> None:
+    plain = Variant(K2, "compressed-tensors", "w4a16", "plain")
+    w4a4 = Variant(K2, "compressed-tensors", "w4a4", "optimal")
+    assert tolerance(Task(ENGINES["vllm"], plain)) is FLOAT32
+    assert tolerance(Task(ENGINES["vllm"], w4a4)) is FP4_TIES
+    assert tolerance(Task(ENGINES["transformers-4"], plain)) is BF16_WEIGHTS
+    assert tolerance(Task(ENGINES["transformers-5"], w4a4)) is FLOAT32
+
+
+def test_logits_that_differ_are_a_problem() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 8, 32, generator=generator)
+    ids, expected = torch.arange(8).view(1, 8), Expected(logits, [1, 2])
+    same = compare(logits, torch.tensor([1, 2]), expected=expected, source=expected, windows=ids)
+    assert same.problems(FLOAT32) == []
+    other = compare(logits * 1.01, torch.tensor([1, 3]), expected=expected, source=expected, windows=ids)
+    assert len(other.problems(FLOAT32)) == 4
+    broken = compare(logits * float("nan"), None, expected=expected, source=expected, windows=ids)
+    assert len(broken.problems(FP4_TIES)) == 3
+
+
+def test_a_failed_check_and_a_crash_fail_the_checkpoint(tmp_path: Path) -> None:
+    task = Task(ENGINES["sglang"], W4A16)
+    outcome = Outcome("SGLang 1")
+    outcome.check("one", True)
+    outcome.check("two", False, "wrong")
+    assert outcome.save(tmp_path) == 1
+    result = read_result(task, tmp_path, None)
+    assert (result.title, result.num_checks, result.failed) == ("SGLang 1", 2, ("two: wrong",))
+    out = run_client(task, tmp_path / "no-environments", tmp_path / "request.json")
+    assert "the client stopped" in read_result(task, out, None).failed[0]
+
+
+def test_the_table_has_a_line_for_each_engine_layout_and_mode() -> None:
+    others = [Variant(form, "compressed-tensors", "w4a16", "plain") for form in (K2, K25)]
+    results = [Result("an engine", variant, 5, (), None, False) for variant in (W4A16, *others)]
+    results.append(Result("another", W4A16, 5, ("two: wrong",), None, False))
+    lines = markdown(results).splitlines()
+    assert len(lines) == 4
+    assert "| an engine | compressed-tensors | w4a16 | 3 | 15 |" in lines[2]
+    assert "**1 of 5 failed**" in lines[3]
+
+
+def test_an_unknown_engine_is_named() -> None:
+    command = [sys.executable, "-m", "scripts.engine_checks", "trt"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "unknown engine trt; known: vllm" in done.stderr
