@@ -115,6 +115,31 @@ def read_json_file(path: Path) -> dict[str, Any]:
     return parse_json_object(text, where=str(path))
 
 
+def list_folder(folder: Path) -> list[Path]:
+    """Return what a folder holds, sorted; nothing if there is no such folder. Raises SourceReadError.
+
+    Path.glob would return nothing for a folder that may not be read.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise SourceReadError(f"{folder}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+
+
+def walk_folder(folder: Path) -> list[Path]:
+    """Return what is below a folder, sorted, without following links or entering hidden folders (SourceReadError)."""
+    found: list[Path] = []
+    waiting = [folder]
+    while waiting:
+        for path in list_folder(waiting.pop()):
+            found.append(path)
+            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+                waiting.append(path)
+    return sorted(found)
+
+
 def mapping_or_empty(value: object) -> dict[str, Any]:
     """Return a part of a JSON document if it is an object, else an empty one."""
     return cast(dict[str, Any], value) if isinstance(value, dict) else {}

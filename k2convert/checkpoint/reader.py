@@ -24,6 +24,7 @@ from k2convert.checkpoint.page_cache import PageCache
 from k2convert.errors import SourceReadError
 
 Bytes = NDArray[np.uint8]
+_NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
 
 def same_bytes(left: Bytes, right: Bytes) -> bool:
@@ -60,6 +61,8 @@ class ShardReader:
     def read(self, tensor: TensorInfo, *, begin: int = 0, end: int | None = None) -> Bytes:
         """Return bytes [begin, end) of one tensor as a new uint8 array; raises SourceReadError."""
         begin, end = tensor.begin + begin, tensor.begin + (tensor.num_bytes if end is None else end)
+        if begin == end:
+            return _NOTHING
         try:
             data = self._read(tensor, begin, end)
             if tensor.shard in self._shrinking:

@@ -275,5 +275,5 @@ def _say(message: str) -> None:
         from k2convert.cli import console
 
         console.print_error(message)
-    except (MemoryError, ImportError):
+    except Exception:  # whatever fails now, the message comes first
         sys.stderr.write(f"error: {message}\n")
