@@ -6,6 +6,7 @@ filesystem allows it: a checkpoint is larger than memory, and filling the page c
 rows against `cp` in scripts/bench/RESULTS.md). Readers are thread-safe. A failed read names file and tensor.
 """
 
+import errno
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -70,6 +71,8 @@ class ShardReader:
         except SourceReadError:
             raise
         except OSError as error:
+            if error.errno == errno.ENOMEM:  # of the buffer
+                raise MemoryError from error
             raise SourceReadError(
                 f"{self._locate(tensor.shard)}: tensor {tensor.name}: reading failed ({error.strerror}). "
                 "Check the disk and run the same command again: finished shards are kept."
