@@ -22,7 +22,10 @@ ANSWERS = {
         "application/json",
         b'{"name": 7, "orgs": 7, "auth": [], "id": [1], "sha": 5, "siblings": 7, "private": "x", "lastModified": 1}',
     ),
-    "a list of something": ("application/json", b'[1, {"path": 3}, {"type": "file", "path": 3, "size": "x", "oid": 1}]'),
+    "a list of something": (
+        "application/json",
+        b'[1, {"path": 3}, {"type": "file", "path": 3, "size": "x", "oid": 1}]',
+    ),
     "half of a surrogate pair": ("application/json", b'{"name": "\\ud800", "sha": "\\ud800", "id": "\\ud800"}'),
     "nothing": ("application/json", b""),
 }
