@@ -127,7 +127,7 @@ def test_no_more_threads_is_one_line(number: int, k2_shaped: Path, tmp_path: Pat
             assert_one_line(done, "thread")
 
 
-@pytest.mark.parametrize("megabytes", [160, 260])
+@pytest.mark.parametrize("megabytes", [150, 200])
 def test_no_more_memory_is_one_line(megabytes: int, k2_shaped: Path, tmp_path: Path, call: Call) -> None:
     done = call("run", k2_shaped, tmp_path / "out", "--device", "cpu", memory=megabytes << 20)
     assert_one_line(done, "run the same command again")
