@@ -7,7 +7,7 @@ A file is written as NAME.tmp, synced and renamed, and its folder is synced: it 
 import errno
 import json
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, cast
@@ -90,9 +90,13 @@ def parse_json_object(text: str, *, where: str) -> dict[str, Any]:
 def _is_deep(document: dict[str, Any]) -> bool:
     level: list[Any] = [document]
     for _ in range(MAX_NESTING):
-        inner = (node.values() if isinstance(node, dict) else node for node in level)
-        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        below: list[Any] = [child for node in level for child in _children(node)]
+        level = [child for child in below if isinstance(child, dict | list)]
     return bool(level)
+
+
+def _children(node: Any) -> Iterable[Any]:
+    return cast(dict[str, Any], node).values() if isinstance(node, dict) else cast(list[Any], node)
 
 
 def read_json_file(path: Path) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _checked_account(answer: object) -> dict[str, Any]:
     """Return the Hub's answer; raises TypeError if it is not of the form that is read here."""
     account = mapping_or_empty(answer)
     orgs: Any = account.get("orgs") or []
-    auth = account.get("auth") or {}
+    auth: Any = account.get("auth") or {}
     if not isinstance(account.get("name"), str) or not isinstance(auth, dict) or not isinstance(orgs, list):
         raise TypeError("not an account")
     if not all(isinstance(org, dict) for org in cast(list[Any], orgs)):
