@@ -7,7 +7,7 @@ A file is written as NAME.tmp, synced and renamed, and its folder is synced: it 
 import errno
 import json
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, cast
@@ -90,9 +90,13 @@ def parse_json_object(text: str, *, where: str) -> dict[str, Any]:
 def _is_deep(document: dict[str, Any]) -> bool:
     level: list[Any] = [document]
     for _ in range(MAX_NESTING):
-        inner = (node.values() if isinstance(node, dict) else node for node in level)
-        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        below: list[Any] = [child for node in level for child in _children(node)]
+        level = [child for child in below if isinstance(child, dict | list)]
     return bool(level)
+
+
+def _children(node: Any) -> Iterable[Any]:
+    return cast(dict[str, Any], node).values() if isinstance(node, dict) else cast(list[Any], node)
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
@@ -113,6 +117,31 @@ def read_json_file(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise MalformedFileError(f"{path}: not UTF-8 text.") from None
     return parse_json_object(text, where=str(path))
+
+
+def list_folder(folder: Path) -> list[Path]:
+    """Return what a folder holds, sorted; nothing if there is no such folder. Raises SourceReadError.
+
+    Path.glob would return nothing for a folder that may not be read.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise SourceReadError(f"{folder}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+
+
+def walk_folder(folder: Path) -> list[Path]:
+    """Return what is below a folder, sorted, without following links or entering hidden folders (SourceReadError)."""
+    found: list[Path] = []
+    waiting = [folder]
+    while waiting:
+        for path in list_folder(waiting.pop()):
+            found.append(path)
+            if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+                waiting.append(path)
+    return sorted(found)
 
 
 def mapping_or_empty(value: object) -> dict[str, Any]:

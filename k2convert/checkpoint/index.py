@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, cast
 
-from k2convert.checkpoint.files import read_json_file
+from k2convert.checkpoint.files import list_folder, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.errors import CheckpointError, MalformedFileError, quoted, shortened
@@ -50,7 +50,7 @@ def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_
             f"{folder}: has neither {INDEX_NAME} nor {SINGLE_SHARD_NAME}. The download is incomplete, "
             "or this is not a safetensors checkpoint."
         )
-    present = sorted(p.name for p in folder.glob(f"*{SHARD_SUFFIX}"))
+    present = [path.name for path in list_folder(folder) if path.name.endswith(SHARD_SUFFIX)]
     return build_checkpoint(
         folder=folder, config=config, index=index, present=present, load=lambda shard: read(folder / shard)
     )

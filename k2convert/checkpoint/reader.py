@@ -6,6 +6,7 @@ filesystem allows it: a checkpoint is larger than memory, and filling the page c
 rows against `cp` in scripts/bench/RESULTS.md). Readers are thread-safe. A failed read names file and tensor.
 """
 
+import errno
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from k2convert.checkpoint.page_cache import PageCache
 from k2convert.errors import SourceReadError
 
 Bytes = NDArray[np.uint8]
+_NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
 
 def same_bytes(left: Bytes, right: Bytes) -> bool:
@@ -60,6 +62,8 @@ class ShardReader:
     def read(self, tensor: TensorInfo, *, begin: int = 0, end: int | None = None) -> Bytes:
         """Return bytes [begin, end) of one tensor as a new uint8 array; raises SourceReadError."""
         begin, end = tensor.begin + begin, tensor.begin + (tensor.num_bytes if end is None else end)
+        if begin == end:
+            return _NOTHING
         try:
             data = self._read(tensor, begin, end)
             if tensor.shard in self._shrinking:
@@ -67,6 +71,8 @@ class ShardReader:
         except SourceReadError:
             raise
         except OSError as error:
+            if error.errno == errno.ENOMEM:  # of the buffer
+                raise MemoryError from error
             raise SourceReadError(
                 f"{self._locate(tensor.shard)}: tensor {tensor.name}: reading failed ({error.strerror}). "
                 "Check the disk and run the same command again: finished shards are kept."

@@ -236,6 +236,8 @@ def recipes(as_json: JsonOption = False) -> None:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
     gc.disable()  # a plan is hundreds of thousands of objects without cycles: scanning them doubles the planning time
+    # The few small matrix products need no threads; where no more are allowed, OpenBLAS would print a page about it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _prepare_streams()
     try:
         catch_interrupts()
@@ -275,5 +277,5 @@ def _say(message: str) -> None:
         from k2convert.cli import console
 
         console.print_error(message)
-    except (MemoryError, ImportError):
+    except Exception:  # whatever fails now, the message comes first
         sys.stderr.write(f"error: {message}\n")

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from k2convert import __version__
 from k2convert.errors import HubError, quoted
-from k2convert.hub.request_errors import HubRequestError, explained, offline_error
+from k2convert.hub.request_errors import HubRequestError, explained, of_known_form, offline_error
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -93,7 +93,7 @@ class Hub:
         """Run one request, and retry it after transient errors; raises a HubError that names `action`."""
         for attempt in range(NUM_ATTEMPTS):
             try:
-                with explained(action):
+                with explained(action), of_known_form(action):
                     return function()
             except HubRequestError as error:
                 if not error.transient or attempt + 1 == NUM_ATTEMPTS:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.errors import HubError
 from k2convert.hub.client import Hub, parse_repo
 from k2convert.hub.request_errors import HubRequestError
@@ -72,7 +73,19 @@ def _account(hub: Hub) -> dict[str, Any]:
     if get_token() is None:
         raise HubError("the Hub needs a token with write access. Set HF_TOKEN or log in with `hf auth login`.")
     api: Any = hub.api()  # whoami is typed as a bare dict
-    return cast(dict[str, Any], hub.call("check the token", lambda: api.whoami()))
+    return hub.call("check the token", lambda: _checked_account(api.whoami()))
+
+
+def _checked_account(answer: object) -> dict[str, Any]:
+    """Return the Hub's answer; raises TypeError if it is not of the form that is read here."""
+    account = mapping_or_empty(answer)
+    orgs: Any = account.get("orgs") or []
+    auth: Any = account.get("auth") or {}
+    if not isinstance(account.get("name"), str) or not isinstance(auth, dict) or not isinstance(orgs, list):
+        raise TypeError("not an account")
+    if not all(isinstance(org, dict) for org in cast(list[Any], orgs)):
+        raise TypeError("not organizations")
+    return account
 
 
 def _check_right_to_write(account: dict[str, Any], repo: str, namespace: str) -> None:

@@ -15,7 +15,7 @@ from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any
 
-from k2convert.errors import HubError
+from k2convert.errors import HubError, K2ConvertError, cut
 
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524})
 MAX_PAUSE_SECONDS = 3600.0
@@ -102,6 +102,27 @@ def explained(action: str) -> Generator[None]:
         ) from error
 
 
+@contextmanager
+def of_known_form(action: str) -> Generator[None]:
+    """Turn what the client library raises for an answer of another form into a HubError: a proxy's JSON, for example.
+
+    Use it around calls of the library only.
+    """
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except (json.JSONDecodeError, K2ConvertError):
+        raise
+    except HFValidationError as error:
+        raise HubError(f"could not {action}: {cut(str(error))}") from error
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise HubError(
+            f"could not {action}: the answer was not the Hub's; it may be from a proxy or a login page. "
+            "Check the network and HF_ENDPOINT, then run the same command again to continue."
+        ) from error
+
+
 @cache
 def _transport_error() -> type[Exception]:
     """The base error of the library's HTTP client (httpx or httpx2): HfHubHTTPError derives from it."""
@@ -113,7 +134,7 @@ def _transport_error() -> type[Exception]:
 def _explain_response(action: str, error: Any) -> HubRequestError:
     response = error.response
     status: int = response.status_code
-    words: str = (error.server_message or "").strip()
+    words = cut(str(error.server_message or ""))
     advice = _ADVICE.get(status) or (
         "The Hub has a problem. Run the same command again to continue."
         if status >= 500

@@ -6,6 +6,7 @@ shard, in threads. This module never downloads a shard.
 
 import errno
 import hashlib
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -26,6 +27,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 NUM_THREADS = 16
+_COMMIT = re.compile("[0-9a-f]{40}")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".npz")
 
 
@@ -69,7 +71,7 @@ def resolve_source(hub: Hub, ref: RepoRef) -> RemoteRepo:
     action = f"look up {ref.repo}" + (f" at revision {ref.revision}" if ref.revision else "")
     info = hub.call(action, lambda: api.model_info(ref.repo, revision=ref.revision))
     commit = info.sha
-    if commit is None:
+    if not isinstance(commit, str) or _COMMIT.fullmatch(commit) is None:
         raise HubError(f"could not {action}: the Hub names no commit. Check that the repository is not empty.")
     return RemoteRepo(ref.repo, commit, bool(info.private), list_files(hub, ref.repo, commit))
 
@@ -85,10 +87,20 @@ def list_files(hub: Hub, repo: str, revision: str) -> dict[str, RemoteFile]:
         for entry in api.list_repo_tree(repo, recursive=True, revision=revision):
             if isinstance(entry, RepoFile):
                 sha256 = entry.lfs.sha256 if entry.lfs is not None else None
-                files[entry.path] = RemoteFile(entry.path, entry.size, sha256, None if sha256 else entry.blob_id)
+                file = RemoteFile(entry.path, entry.size, sha256, None if sha256 else entry.blob_id)
+                files[entry.path] = _checked(file)
         return files
 
     return hub.call(f"list the files of {repo}", listing)
+
+
+def _checked(file: RemoteFile) -> RemoteFile:
+    """Return the file; raises TypeError if the listing gave something else than text and counts."""
+    sizes: tuple[object, ...] = (file.num_bytes,)
+    texts: tuple[object, ...] = (file.path, file.sha256 or file.git_sha1)
+    if not (all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in sizes)):
+        raise TypeError(f"not a file: {quoted(file)}")
+    return file
 
 
 def file_url(hub: Hub, source: RemoteRepo, path: str) -> str:

@@ -58,7 +58,7 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
     folder, journal = job.destination.folder, Journal(job.destination.folder)
     make_folder(folder / WORK_FOLDER, root=folder)
     _check_work_folder(folder / WORK_FOLDER)
-    with journal.locked() as keep:
+    with journal.locked(events=events) as keep:
         was_begun = journal.job() is not None
         moved = journal.begin(job.description)
         if job.command is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_json_file
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_json_file, walk_folder
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, REPORT_PICTURE_NAME
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.sidecars import list_sidecars
@@ -191,7 +191,7 @@ def _fetch_card(hub: Hub, source: RemoteRepo) -> SourceCard:
 
 def published_files(folder: Path, shards: set[str]) -> list[Path]:
     """Return the relative paths of everything in a finished folder except shards, hidden and temporary files."""
-    everything = (p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file())
+    everything = (p.relative_to(folder) for p in walk_folder(folder) if p.is_file())
     return [
         p
         for p in everything

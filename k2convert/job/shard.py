@@ -37,6 +37,7 @@ from k2convert.records.shard_record import ProjectionRecord, ShardRecord
 from k2convert.validate.shard_check import ShardCheck
 
 COPY_BYTES: Final = 16 << 20
+PIECE_BYTES: Final = 16 << 10  # what a piece takes besides its tensors' bytes: without it, small ones had no bound
 
 
 class InterruptedRun(Exception):  # noqa: N818 - a request to stop is not an error
@@ -188,13 +189,13 @@ class _Conversion:
                     loading = self.threads.reading.submit(self._load, following, check)
                     converting = self.threads.converting.submit(_convert, following, loading, check)
                     waiting.append((following, loading, converting))
-                    inflight += following.num_bytes
+                    inflight += following.num_bytes + PIECE_BYTES
                     following = next(pieces, None)
                 if self.stop.is_set():
                     raise InterruptedRun
                 piece, _, converting = waiting.popleft()
                 result = converting.result()
-                inflight -= piece.num_bytes
+                inflight -= piece.num_bytes + PIECE_BYTES
                 yield piece, result
         finally:
             unfinished: list[Future[Any]] = [future for _, *futures in waiting for future in futures]
@@ -213,6 +214,8 @@ class _Conversion:
         for step in self.task.shard.steps:
             if isinstance(step, CopyStep):
                 size = step.tensor.num_bytes
+                if size == 0 and not self.task.for_upload:
+                    continue  # nothing to read or to write; for an upload it is checked like every other tensor
                 for begin in range(0, max(size, 1), COPY_BYTES):
                     end = min(begin + COPY_BYTES, size)
                     reads = ((step.tensor, begin, end),)

@@ -20,6 +20,7 @@ from typing import Any
 from k2convert.checkpoint.files import (
     TEMPORARY_SUFFIX,
     dump_json,
+    list_folder,
     read_json_file,
     write_atomically,
     writing,
@@ -44,7 +45,7 @@ from k2convert.errors import (
 )
 from k2convert.records.checksum import seal, unseal
 from k2convert.records.command import JobCommand, read_command
-from k2convert.records.events import Keep
+from k2convert.records.events import SILENT, Events, Keep
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.lock import lock_destination, read_lock
 from k2convert.records.shard_record import ShardRecord
@@ -105,13 +106,13 @@ class Journal:
         self._job_path = self.folder / JOB_NAME
 
     @contextmanager
-    def locked(self) -> Generator[Keep]:
+    def locked(self, *, events: Events = SILENT) -> Generator[Keep]:
         """Lock the destination for this process; raises LockedError while another process has it.
 
         Yields a function that keeps one line in the lock file, for `status`.
         """
         make_folder(self.folder, root=self.destination)
-        with lock_destination(self.destination) as keep:
+        with lock_destination(self.destination, events=events) as keep:
             yield keep
 
     def begin(self, job: JobDescription) -> list[str]:
@@ -268,7 +269,7 @@ class Journal:
         return self._records / f"{shard}.json"
 
     def _record_paths(self) -> list[Path]:
-        return sorted(self._records.glob("*.json"))
+        return [path for path in list_folder(self._records) if path.suffix == ".json"]
 
     def _was_uploaded(self, shard: str) -> bool:
         """Return whether a shard was hashed for upload. Its file may be removed after that."""

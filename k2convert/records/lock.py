@@ -15,10 +15,11 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final, TextIO
 
+from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import opened_folder
 from k2convert.checkpoint.names import LOCK_NAME, WORK_FOLDER
 from k2convert.errors import DestinationError, DestinationWriteError, LockedError
-from k2convert.records.events import Keep
+from k2convert.records.events import SILENT, Events, Keep
 from k2convert.records.tally import parse_summary
 
 _LOCK_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -26,10 +27,10 @@ _MAX_KEPT: Final = 1 << 16  # characters read from a lock file
 
 
 @contextmanager
-def lock_destination(destination: Path) -> Generator[Keep]:
+def lock_destination(destination: Path, *, events: Events = SILENT) -> Generator[Keep]:
     """Lock a destination, whose work folder exists; raises LockedError while another process has it.
 
-    Yields a function that keeps one line in the lock file.
+    Yields a function that keeps one line in the lock file. If the file cannot be emptied at the end, that is a note.
     """
     with _open_lock(destination, os.O_RDWR | os.O_CREAT) as lock:
         try:
@@ -40,11 +41,16 @@ def lock_destination(destination: Path) -> Generator[Keep]:
                 f"{destination}: another run (process {lock.readline().strip() or 'unknown'}) is working here. "
                 "Wait for it or stop it, then run the same command again."
             ) from None
-        _write_owner(lock, "")
+        with writing(_path(destination)):
+            _write_owner(lock, "")
         try:
             yield partial(_keep, lock)
         finally:
-            lock.truncate(0)
+            try:
+                os.ftruncate(lock.fileno(), 0)
+            except OSError as error:
+                path = _path(destination)
+                events.note(f"{path}: cannot be emptied ({error.strerror}). It locks nothing any more.")
 
 
 def read_lock(destination: Path) -> tuple[bool, dict[str, Any] | None, float]:
@@ -86,10 +92,8 @@ def _open_lock(destination: Path, flags: int) -> TextIO:
 
 def _write_owner(lock: TextIO, text: str) -> None:
     """Write this process's number and a line of text into the lock file."""
-    lock.seek(0)
-    lock.truncate()
-    lock.write(f"{os.getpid()}\n{text}")
-    lock.flush()
+    os.ftruncate(lock.fileno(), 0)  # not by the file object, which would try a failed write again when it is closed
+    os.pwrite(lock.fileno(), f"{os.getpid()}\n{text}".encode(), 0)
 
 
 def _keep(lock: TextIO, text: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.names import CONFIG_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, remedy
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -130,7 +131,7 @@ def _fingerprint(ledger: Ledger | None, job: JobDescription | None) -> dict[str,
 
 def can_be_validated(folder: Path) -> bool:
     """Return whether the folder holds a finished conversion with its shards."""
-    return (folder / CONFIG_NAME).is_file() and next(folder.glob(f"*{SHARD_SUFFIX}"), None) is not None
+    return (folder / CONFIG_NAME).is_file() and any(path.name.endswith(SHARD_SUFFIX) for path in list_folder(folder))
 
 
 def _why_not_validated(folder: Path) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from k2convert.checkpoint.files import mapping_or_empty
+from k2convert.checkpoint.files import mapping_or_empty, walk_folder
 from k2convert.checkpoint.names import INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.errors import quoted, shortened
@@ -38,7 +38,7 @@ def check_package(subject: Subject) -> Findings:
 def _visible_files(folder: Path) -> list[Path]:
     """Return all files. Hidden folders (the journal, a download cache) are not part of the package."""
     result: list[Path] = []
-    for path in sorted(folder.rglob("*")):
+    for path in walk_folder(folder):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts[:-1])
         if not hidden and (path.is_symlink() or path.is_file()):
             result.append(path)

@@ -124,7 +124,7 @@ def scan_shards(
 
 
 def _hash_file(path: Path) -> str:
-    digest = blake3(max_threads=blake3.AUTO)
+    digest = blake3()
     with path.open("rb") as file:
         while block := file.read(BATCH_BYTES):
             digest.update(block)
@@ -162,7 +162,7 @@ class _Scan:
 
     def shard(self, header: ShardHeader) -> str:
         """Scan one shard; return the blake3 of the whole file."""
-        known, digest = self.digests.get(header.shard), blake3(max_threads=blake3.AUTO)
+        known, digest = self.digests.get(header.shard), blake3()
         if known is None:
             digest.update(self._read(header.shard, 0, header.data_begin).data)
         batches = list(self._batches(header, whole=known is None))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from k2convert.checkpoint.files import read_json_file
+from k2convert.checkpoint.files import list_folder, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, LAYOUTS, MODELOPT, LayoutNames
@@ -197,7 +197,7 @@ def _read_headers(
     if isinstance(weight_map, dict):
         shards = sorted({s for s in weight_map.values() if isinstance(s, str)})  # type: ignore[reportUnknownVariableType]
     else:
-        shards = sorted(path.name for path in folder.glob(f"*{SHARD_SUFFIX}"))
+        shards = [path.name for path in list_folder(folder) if path.name.endswith(SHARD_SUFFIX)]
     headers: dict[str, ShardHeader] = {}
     unreadable: dict[str, str] = {}
     for shard in shards:

@@ -1,0 +1,206 @@
+"""JSON of any content, wherever it is read, never ends in a traceback, and is never quoted at length."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES
+from k2convert.cli.app import main
+from scripts.fixture_maker.damage import edit_header, edit_json
+
+CONFIG, INDEX, LEDGER = "config.json", "model.safetensors.index.json", "k2convert.json"
+RECORD = ".k2convert/shards/model-00002-of-000003.safetensors.json"
+LONGEST_LINE = 800  # with two paths of temporary folders
+
+VALUES = [
+    "null", "1", "-1", "1e400", "true", '"x"', "[]", "{}", '"\\ud800"', '{"\\ud800": 1}', "9" * 5000,
+    "[" * 400 + "]" * 400, "[" * 20_000 + "]" * 20_000, json.dumps("y" * 100_000), json.dumps({"y" * 100_000: 1}),
+]  # fmt: skip
+
+Words = list[str | Path]
+
+
+@pytest.fixture(scope="module")
+def result(k2_shaped: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The converted small checkpoint."""
+    folder = tmp_path_factory.mktemp("result") / "nvfp4"
+    with pytest.raises(SystemExit) as done:
+        main(["run", str(k2_shaped), str(folder), "--device", "cpu", "--json"])
+    assert done.value.code == 0
+    return folder
+
+
+@pytest.fixture
+def small(k2_shaped: Path, tmp_path: Path) -> Path:
+    """A copy of the small source."""
+    return Path(shutil.copytree(k2_shaped, tmp_path / "small"))
+
+
+@pytest.fixture
+def converted(result: Path, tmp_path: Path) -> Path:
+    """A copy of the small result."""
+    return Path(shutil.copytree(result, tmp_path / "converted"))
+
+
+def places(node: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every path of a document; of long lists and objects the first and the last."""
+    yield way
+    keys = list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
+    for key in keys if len(keys) <= 16 else [keys[0], keys[-1]]:
+        yield from places(node[key], (*way, key))
+
+
+def replaced(text: str, way: tuple[Any, ...], value: str) -> str:
+    """The document with other JSON at one path."""
+    if not way:
+        return value
+    document = node = json.loads(text)
+    for key in way[:-1]:
+        node = node[key]
+    node[way[-1]] = "@value@"
+    return json.dumps(document).replace('"@value@"', value)
+
+
+def run(words: Words, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run the command; return its exit code and its error line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main(list(map(str, words)))
+    lines = capsys.readouterr().err.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert stopped.value.code in (0, 1, 3)
+    assert len(errors) == (stopped.value.code != 0), lines
+    assert max(map(len, lines), default=0) < LONGEST_LINE, lines
+    return int(stopped.value.code or 0), "".join(errors)
+
+
+FUZZED: dict[str, tuple[str, bool, Callable[[Path, Path], list[Words]]]] = {
+    "the source's config": (CONFIG, True, lambda s, _: [["inspect", s], ["run", s, s.parent / "new", "--dry-run"]]),
+    "the source's index": (INDEX, True, lambda s, _: [["inspect", s], ["run", s, s.parent / "new", "--dry-run"]]),
+    "the result's config": (CONFIG, False, lambda _, d: [["validate", d], ["inspect", d]]),
+    "the result's index": (INDEX, False, lambda _, d: [["validate", d]]),
+    "hf_quant_config": ("hf_quant_config.json", False, lambda _, d: [["validate", d]]),
+    "the ledger": (LEDGER, False, lambda s, d: [["validate", d], ["run", s, d, "--dry-run"]]),
+    "the job": (".k2convert/job.json", False, lambda s, d: [["status", d], ["run", s, d, "--dry-run"]]),
+    "a record": (RECORD, False, lambda s, d: [["status", d], ["run", s, d, "--dry-run"]]),
+}
+
+
+@pytest.mark.parametrize("name", FUZZED)
+def test_any_json_at_any_place_ends_in_at_most_one_line(
+    name: str, small: Path, converted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, is_source, commands = FUZZED[name]
+    path = (small if is_source else converted) / file
+    text = path.read_text()
+    cases = [(way, value) for way in places(json.loads(text)) for value in VALUES]
+    for way, value in random.Random(name).sample(cases, 24):
+        path.write_text(replaced(text, way, value))
+        for words in commands(small, converted):
+            run(words, capsys)
+
+
+def rename(old: str, new: str) -> Callable[[Path], None]:
+    """Rename a tensor in its shard and in the index."""
+
+    def change(source: Path) -> None:
+        index = json.loads((source / INDEX).read_text())
+        shard = index["weight_map"].pop(old)
+        index["weight_map"][new] = shard
+        (source / INDEX).write_text(json.dumps(index))
+        edit_header(source / shard, lambda header: header.update({new: header.pop(old)}))
+
+    return change
+
+
+NORM, ROUTER = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def scalar_router(source: Path) -> None:
+    shard = source / json.loads((source / INDEX).read_text())["weight_map"][ROUTER]
+    kept: list[Any] = []
+
+    def change(header: dict[str, Any]) -> None:
+        begin, end = header[ROUTER]["data_offsets"]
+        header[ROUTER] |= {"shape": [], "data_offsets": [begin, begin + 4]}
+        header["model.layers.1.self_attn.rest.weight"] = {
+            "dtype": "U8", "shape": [end - begin - 4], "data_offsets": [begin + 4, end],
+        }  # fmt: skip
+        kept.append(header)
+
+    edit_header(shard, change)
+    edit_json(source / INDEX, lambda i: i["weight_map"].update({"model.layers.1.self_attn.rest.weight": shard.name}))
+
+
+def largest_json(source: Path) -> None:
+    with (source / CONFIG).open("ab") as file:
+        file.truncate(MAX_SMALL_FILE_BYTES + 1)
+
+
+SOURCES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "a router tensor without dimensions": (scalar_router, ["e_score_correction_bias", "shape []"]),
+    "a layer number of 5,000 digits": (rename(NORM, f"model.layers.{'9' * 5000}.input_layernorm.weight"), ["longer"]),
+    "a layer number of 150 digits": (rename(NORM, f"model.layers.{'9' * 150}.input_layernorm.weight"), ["not part of"]),
+    "a layer in other digits": (rename(NORM, "model.layers.\u0663.input_layernorm.weight"), ["not part of"]),
+    "half of a surrogate pair": (rename(NORM, "model.layers.1.\ud800.weight"), ["surrogate", "ud800"]),
+    "a shard name too long for a record": (
+        lambda s: edit_json(s / INDEX, lambda i: i["weight_map"].update({NORM: "x" * 240 + ".safetensors"})),
+        ["name too long"],
+    ),
+    "a config larger than any": (largest_json, [CONFIG, "larger than"]),
+    "metadata that is no object": (lambda s: edit_json(s / INDEX, lambda i: i.update(metadata=7)), ["metadata"]),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_hostile_source_is_refused_in_one_line(
+    name: str, small: Path, result: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, words = SOURCES[name]
+    damage(small)
+    code, line = run(["run", small, small.parent / "new"], capsys)
+    assert code == 1
+    assert all(word in line for word in words), line
+    assert not (small.parent / "new").exists()
+    assert run(["validate", result, "--source", small], capsys)[0] in (1, 3)
+
+
+RESULTS: dict[str, tuple[str, Callable[[Any], object], int]] = {
+    "targets that is a number": (
+        CONFIG, lambda c: c["quantization_config"]["config_groups"]["group_0"].update(targets=5), 3,
+    ),
+    "index metadata that is no object": (INDEX, lambda i: i.update(metadata=[5]), 3),
+    "a weight_map value that is a list": (INDEX, lambda i: i["weight_map"].update({NORM: [1]}), 3),
+    "a ledger recipe that is no object": (LEDGER, lambda ledger: ledger.update(recipe=[1]), 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_hostile_result_fails_its_validation(
+    name: str, converted: Path, k2_shaped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, change, code = RESULTS[name]
+    edit_json(converted / file, change)
+    assert run(["validate", converted], capsys)[0] == code
+    assert run(["validate", converted, "--source", k2_shaped], capsys)[0] == code
+    run(["report", converted], capsys)
+    run(["run", k2_shaped, converted], capsys)
+
+
+def test_a_recipe_of_aliases_or_without_end_is_refused(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    bomb = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 40))
+    number, keys = "name: a\nrule: " + "9" * 5000, "? [1, 2]\n: 3\n"
+    for text in (bomb, number, keys, "name: 2001-99-99", 'name: "\\ud800"', "#" * (2 << 20)):
+        recipe.write_text(text)
+        code, line = run(["run", small, tmp_path / "new", "--recipe", recipe], capsys)
+        assert (code, "recipe.yaml" in line) == (1, True), line

@@ -1,0 +1,51 @@
+"""Ctrl-C and SIGTERM at any moment after the interpreter's own start: one line, exit code 130."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CAUGHT = 1 << (signal.SIGTERM - 1)
+
+
+def catches_signals(process: subprocess.Popen[str]) -> bool:
+    """Whether the process has a handler for SIGTERM. Before that the interpreter has not reached our first line."""
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) & CAUGHT)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("seconds", [0, 0.02, 0.05, 0.1, 0.2, 0.4])
+def test_an_interrupt_during_the_start_is_one_line(seconds: float, number: int, tiny: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "k2convert", "run", tiny, tmp_path / "out", "--device", "cpu"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not catches_signals(process):
+        time.sleep(0.001)
+    time.sleep(seconds)
+    process.send_signal(number)
+    errors = process.communicate()[1]
+    assert "Traceback" not in errors
+    assert process.returncode in (130, 0), errors
+    if process.returncode == 130:
+        assert errors.splitlines()[-1] == "interrupted: finished shards are kept; the same command resumes"
+
+
+def test_signals_are_caught_before_the_command_line_is_imported() -> None:
+    code = (
+        "import sys, k2convert.__main__ as entry\n"
+        "assert not {'typer', 'rich', 'k2convert.cli.app'} & set(sys.modules)\n"
+        "entry.catch_interrupts(); import signal; print(signal.getsignal(signal.SIGINT).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "_interrupt"

@@ -1,0 +1,175 @@
+"""What the machine refuses (a look at a file, a thread, memory, a stream) ends in one line, or in a note."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SHARD, INDEX = "model-00002-of-000003.safetensors", "model.safetensors.index.json"
+COMMAND = [sys.executable, "-m", "k2convert"]
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that lets calls fail."""
+    path = tmp_path_factory.mktemp("shim") / "failing_calls.so"
+    source = Path(__file__).with_name("failing_calls.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-w", "-o", path, source, "-ldl"], check=True)
+    return path
+
+
+@pytest.fixture
+def call(shim: Path) -> Call:
+    """`call("inspect", folder, FAIL_CALL="stat")` runs the command with failing system calls."""
+
+    def run(*words: str | Path, memory: int | None = None, **faults: object) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"LD_PRELOAD": str(shim), "FAIL_AFTER": "0", "HF_HUB_OFFLINE": "1"}
+        environment |= {name: str(value) for name, value in faults.items()}
+        limit = None if memory is None else lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        return subprocess.run(
+            [*COMMAND, *map(str, words)], capture_output=True, text=True, env=environment, preexec_fn=limit, check=False
+        )
+
+    return run
+
+
+@pytest.fixture
+def converted(k2_shaped: Path, tmp_path: Path) -> Path:
+    """A fresh small result."""
+    folder = tmp_path / "converted"
+    subprocess.run([*COMMAND, "run", k2_shaped, folder, "--device", "cpu", "--json"], capture_output=True, check=True)
+    return folder
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (done.returncode, len(errors)) == (1, 1), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "panicked" not in done.stderr
+    assert all(word in errors[0] for word in words), errors[0]
+
+
+SOURCE_FAULTS = [
+    ("stat", "config.json", errno.EIO),
+    ("stat", INDEX, errno.ESTALE),
+    ("stat", SHARD, errno.EACCES),
+    ("open", SHARD, errno.EIO),
+    ("opendir", "source", errno.EACCES),
+]
+
+
+@pytest.mark.parametrize(("fault", "name", "number"), SOURCE_FAULTS)
+def test_a_source_that_cannot_be_looked_at_is_one_line(
+    fault: str, name: str, number: int, k2_shaped: Path, tmp_path: Path, call: Call
+) -> None:
+    source = Path(shutil.copytree(k2_shaped, tmp_path / "source"))
+    done = call("run", source, tmp_path / "out", FAIL_CALL=fault, FAIL_NAME=name, FAIL_ERRNO=number)
+    assert_one_line(done, name, os.strerror(number))
+    assert not (tmp_path / "out").exists()
+
+
+RESULT_FAULTS = [
+    ("status", "stat", "job.json", errno.EIO),
+    ("status", "opendir", ".k2convert/shards", errno.EACCES),
+    ("validate", "stat", "converted", errno.ESTALE),
+    ("validate", "opendir", "converted", errno.EACCES),
+    ("report", "stat", "k2convert.json", errno.EIO),
+    ("publish", "stat", "k2convert.json", errno.EACCES),
+]
+
+
+@pytest.mark.parametrize(("verb", "fault", "name", "number"), RESULT_FAULTS)
+def test_a_result_that_cannot_be_looked_at_is_one_line(
+    verb: str, fault: str, name: str, number: int, converted: Path, call: Call
+) -> None:
+    more = ["--repo", "me/out", "--yes"] if verb == "publish" else []
+    done = call(verb, converted, *more, FAIL_CALL=fault, FAIL_NAME=name, FAIL_ERRNO=number)
+    assert_one_line(done, Path(name).name, os.strerror(number))
+
+
+def test_a_journal_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    converted: Path, k2_shaped: Path, call: Call
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in converted.glob("*.safetensors")}
+    fault = {"FAIL_CALL": "opendir", "FAIL_NAME": ".k2convert/shards", "FAIL_ERRNO": errno.EACCES}
+    assert_one_line(call("run", k2_shaped, converted, **fault), "shards")
+    assert {path: path.stat().st_mtime_ns for path in converted.glob("*.safetensors")} == before
+
+
+def test_a_lock_that_cannot_be_written_is_one_line_and_at_the_end_a_note(
+    k2_shaped: Path, tmp_path: Path, call: Call
+) -> None:
+    out, fault = tmp_path / "out", {"FAIL_CALL": "ftruncate", "FAIL_NAME": "/lock", "FAIL_ERRNO": errno.EIO}
+    assert_one_line(call("run", k2_shaped, out, **fault), "lock", "Input/output error")
+    done = call("run", k2_shaped, out, FAIL_AFTER=1, **fault)
+    assert done.returncode == 0, done.stderr
+    assert "cannot be emptied (Input/output error)" in done.stderr
+    assert (out / "config.json").is_file()
+    assert call("run", k2_shaped, out).returncode == 0
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 6])
+def test_no_more_threads_is_one_line(number: int, k2_shaped: Path, tmp_path: Path, converted: Path, call: Call) -> None:
+    for words in (["run", k2_shaped, tmp_path / "out", "--device", "cpu"], ["validate", converted]):
+        done = call(*words, FAIL_THREADS=number)
+        if done.returncode:  # a small checkpoint may need no more
+            assert_one_line(done, "thread")
+
+
+@pytest.mark.parametrize("megabytes", [150, 200])
+def test_no_more_memory_is_one_line(megabytes: int, k2_shaped: Path, tmp_path: Path, call: Call) -> None:
+    done = call("run", k2_shaped, tmp_path / "out", "--device", "cpu", memory=megabytes << 20)
+    assert_one_line(done, "run the same command again")
+
+
+@pytest.mark.parametrize("words", ["--help", "run --help", "--version", "recipes"])
+def test_help_without_room_is_one_line(words: str) -> None:
+    line = f"{shlex.join(COMMAND)} {words} >/dev/full"
+    assert_one_line(subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=False), "No space")
+    line = f"{shlex.join(COMMAND)} {words} >&-"
+    closed = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+def test_any_name_of_a_destination_is_printed_on_any_stream(k2_shaped: Path, tmp_path: Path) -> None:
+    out = tmp_path / os.fsdecode(b"[/] [bold]caf\xe9 caf\xc3\xa9")
+    verbs = [["run", k2_shaped, out], ["status", out], ["validate", out, "--json"], ["validate", out]]
+    for words in verbs:
+        done = subprocess.run(
+            [*COMMAND, *words], capture_output=True, check=False, env=os.environ | {"PYTHONIOENCODING": "ascii"}
+        )
+        assert done.returncode == 0, done.stderr
+        if "--json" in words:
+            assert json.loads(done.stdout)["folder"] == str(out)
+    assert b"[/] [bold]caf\\udce9 caf\\xe9" in done.stdout
+
+
+LONG = "n" * 300
+LONG_NAMES = [
+    ["inspect", LONG],
+    ["run", "SOURCE", LONG],
+    ["run", "SOURCE", LONG, "--dry-run"],
+    ["run", "SOURCE", "out", "--recipe", LONG],
+    ["status", LONG],
+    ["validate", LONG],
+    ["validate", "SOURCE", "--source", LONG],
+    ["report", LONG],
+    ["publish", LONG, "--repo", "me/out", "--yes"],
+]
+
+
+@pytest.mark.parametrize("words", LONG_NAMES, ids=lambda words: " ".join(words)[:40])
+def test_a_name_too_long_for_any_file_is_one_line(words: list[str], k2_shaped: Path, call: Call) -> None:
+    done = call(*(str(k2_shaped) if word == "SOURCE" else word for word in words))
+    assert_one_line(done, "ame too long")
