@@ -26,6 +26,7 @@ from k2convert.errors import HubError, missing_module
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub
 from k2convert.hub.preflight import Target
+from k2convert.hub.request_errors import redacted
 from k2convert.hub.xet import bound_memory
 from k2convert.job.estimate import estimate
 from k2convert.job.execute import Outcome, execute
@@ -181,7 +182,7 @@ def print_notices(target: Target) -> None:
 
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     """Print where a result was published, and how to serve it."""
-    console.print_line(f"{hub.endpoint}/{destination.repo} at commit {commit}")
+    console.print_line(f"{redacted(hub.endpoint)}/{destination.repo} at commit {commit}")
     print_serve(str(destination.repo), folder=destination.folder)
 
 

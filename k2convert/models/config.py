@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
+from k2convert.checkpoint.layouts import QUANTIZATION_KEYS
 from k2convert.errors import PlanError, quoted
 from k2convert.models.names import Architecture
 
@@ -55,10 +56,11 @@ def tensor_parallel_size(config: Mapping[str, Any]) -> int:
 
 
 def find_quantization_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return (place, quantization_config), the top level first; None if there is no quantization_config."""
+    """Return (place, quantization_config), the top level first; None if there is none under either of its names."""
     for place, holder in (("config.json", config), ("config.json text_config", config.get("text_config"))):
         if isinstance(holder, Mapping):
-            found = cast(Mapping[str, Any], holder).get("quantization_config")
-            if isinstance(found, dict):
-                return place, cast(dict[str, Any], found)
+            for key in QUANTIZATION_KEYS:
+                found = cast(Mapping[str, Any], holder).get(key)
+                if isinstance(found, dict):
+                    return place, cast(dict[str, Any], found)
     return None

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from k2convert.checkpoint.files import mapping_or_empty
+from k2convert.checkpoint.layouts import QUANTIZATION_KEYS
 from k2convert.choices import GROUP_SIZE
 from k2convert.errors import PlanError, quoted, shortened
 from k2convert.models.config import text_config
@@ -38,11 +39,11 @@ def check_int4_config(config: Mapping[str, Any], *, family: Family, where: str) 
 
 def _statements(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Yield (place, stated fields, known fields) for every part that describes the weights."""
-    holders: dict[str, Mapping[str, Any]] = {"quantization_config": config}
+    stated = {key: config.get(key) for key in QUANTIZATION_KEYS}
     if (inner := text_config(config)) is not config:
-        holders["text_config.quantization_config"] = inner
-    for place, holder in holders.items():
-        quantization = mapping_or_empty(holder.get("quantization_config"))
+        stated |= {f"text_config.{key}": inner.get(key) for key in QUANTIZATION_KEYS}
+    for place, value in stated.items():
+        quantization = mapping_or_empty(value)
         yield place, quantization, _KNOWN_CONFIG
         for name, group in mapping_or_empty(quantization.get("config_groups")).items():
             weights = mapping_or_empty(mapping_or_empty(group).get("weights"))

@@ -246,6 +246,15 @@ def test_another_scheme_in_text_config_is_refused(k25: Path, tmp_path: Path, des
     )
 
 
+def test_another_scheme_under_the_older_name_is_refused(source: Path, dest: Path, refuse: Refuse) -> None:
+    def rename(config: dict[str, Any]) -> None:
+        state(config, "num_bits", 8)
+        config["compression_config"] = config.pop("quantization_config")
+
+    edit_json(source / "config.json", rename)
+    assert "compression_config.config_groups.group_0.weights.num_bits" in refuse(source=source, dest=dest)
+
+
 def test_config_that_says_nothing_of_the_scheme_is_taken(source: Path, dest: Path) -> None:
     edit_json(source / "config.json", lambda config: config.pop("quantization_config"))
     with pytest.raises(SystemExit) as ended:

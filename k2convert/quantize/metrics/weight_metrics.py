@@ -130,7 +130,7 @@ def check_metrics(record: Mapping[str, Any] | None, *, where: str) -> None:
             # `value >= 0` is false for NaN.
             is_right = (type(value) in (int, float) and value >= 0) or (value is None and _OPTIONAL[name])
         if not is_right:
-            raise ValueError(f"{where}: metrics: {name} is {quoted(value)}")
+            raise ValueError(f"{where}: metrics: {name} is {quoted(record[name])}")
 
 
 def _is_histogram(value: dict[str, Any]) -> bool:
