@@ -75,9 +75,8 @@ def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
     planted(monkeypatch, plant)
     done = hub_cli(*JOB)
     assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
-    assert len(lines) == 1
-    assert f"{SHARD}: does not match its recorded hash. Delete it and rerun" in lines[0]
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert f"{SHARD}: does not match its recorded hash. Delete it and rerun" in error
     assert_nothing_on_main(tiny_on_hub)
 
 

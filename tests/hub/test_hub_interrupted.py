@@ -150,7 +150,7 @@ def test_an_interrupt_leaves_at_once_and_the_same_command_continues(
         assert process.wait(timeout=30) == 130
         assert time.monotonic() - start < 15
         assert process.stderr is not None
-        assert "the same command resumes" in process.stderr.read()
+        assert "The same command resumes" in process.stderr.read()
     tiny_on_hub.traffic.bytes_per_second = None
     assert hub_cli(*JOB).returncode == 0
     assert_published(tiny_on_hub, local_result)

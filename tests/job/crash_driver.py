@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from k2convert.checkpoint.names import CONFIG_NAME
+from k2convert.checkpoint.names import COMMAND_NAME, CONFIG_NAME, WORK_FOLDER
 from k2convert.cli.app import main
 
 SHIM = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -62,7 +62,10 @@ def problems_after_crash(destination: Path, whole: dict[str, bytes]) -> list[str
     """What no crash may leave: a file under its final name that is not whole, or a config before the shards."""
     found = contents(destination)
     final = {name: data for name, data in found.items() if not name.endswith(".tmp")}
+    command = final.pop(f"{WORK_FOLDER}/{COMMAND_NAME}", None)  # removed when the job is done
     wrong = [f"{name} is half-written" for name, data in final.items() if whole.get(name) != data]
+    if command is not None and "words" not in json.loads(command):
+        wrong.append(f"{COMMAND_NAME} is half-written")
     shards = {name for name in whole if name.endswith(".safetensors")}
     if CONFIG_NAME in final and not shards <= final.keys():
         wrong.append("config.json is there before the shards")
