@@ -209,13 +209,23 @@ def publish(
             callback=not_address,
         ),
     ] = None,
+    source: SourceOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Validate a converted checkpoint and publish it on the Hub, in one commit on main."""
     from k2convert.cli.publish import publish
 
-    publish(destination, repo=repo, private=not public, yes=yes, base_model=base_model, as_json=as_json, quiet=quiet)
+    publish(
+        destination,
+        repo=repo,
+        source=source,
+        private=not public,
+        yes=yes,
+        base_model=base_model,
+        as_json=as_json,
+        quiet=quiet,
+    )
 
 
 @app.command()

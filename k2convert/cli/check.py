@@ -16,7 +16,7 @@ from k2convert.cli.validation_view import show_validation
 from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy, require_extra
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.hub.source import read_headers
-from k2convert.job.places import Source, open_result, open_source
+from k2convert.job.places import open_result, open_source
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
@@ -125,28 +125,29 @@ class _Opened:
 def _open(destination: str, source: str | None) -> Generator[_Opened]:
     """Open a result and, if given, its source; either may be hf://owner/name[@revision]."""
     hub = Hub(notify=console.print_event)
-    with open_result(destination, hub=hub) as result, _open_source(source, hub=hub) as origin:
-        shards = Shards()
-        if origin is not None and origin.remote is not None:
-            shards = replace(shards, source=RemoteShards(hub, origin.remote, origin.checkpoint.folder))
+    with open_result(destination, hub=hub) as result, open_origin(source, hub=hub) as (origin, shards):
         if result.remote is not None:
             headers = read_headers(hub, result.remote, folder=result.folder)
             shards = replace(shards, result=RemoteShards(hub, result.remote, result.folder, headers))
-        yield _Opened(result.folder, None if origin is None else origin.checkpoint, shards)
+        yield _Opened(result.folder, origin, shards)
 
 
 @contextmanager
-def _open_source(text: str | None, *, hub: Hub) -> Generator[Source | None]:
-    """Open the source. A name without hf:// is a folder here, so that a mistyped one is not looked up on the Hub."""
+def open_origin(text: str | None, *, hub: Hub) -> Generator[tuple[Checkpoint | None, Shards]]:
+    """Open the source, and say where its shards are.
+
+    A name without hf:// is a folder here, so that a mistyped one is not looked up on the Hub.
+    """
     if text is None:
-        yield None
+        yield None, Shards()
     elif text.startswith(SCHEME):
         with open_source(text, hub=hub) as source:
-            yield source
+            assert source.remote is not None
+            yield source.checkpoint, Shards(source=RemoteShards(hub, source.remote, source.checkpoint.folder))
     else:
         with remedy(SOURCE_REMEDY):
             checkpoint = open_checkpoint(Path(text))
-        yield Source(checkpoint)
+        yield checkpoint, Shards()
 
 
 def _named(found: ValidationReport, destination: str) -> ValidationReport:

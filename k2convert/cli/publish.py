@@ -4,7 +4,9 @@ from pathlib import Path
 
 import typer
 
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
+from k2convert.cli.check import open_origin
 from k2convert.cli.progress import Display
 from k2convert.cli.run import confirm, print_notices, show_commit
 from k2convert.hub.branch import Branch, branch_name
@@ -20,12 +22,24 @@ from k2convert.job.publish import (
 )
 from k2convert.records.events import Extent
 from k2convert.records.publication import Published, check_shards_are_here, find_published, has_left, record_published
+from k2convert.validate.remote import Shards
 
 
 def publish(
-    folder: Path, *, repo: str, private: bool, yes: bool, base_model: str | None, as_json: bool, quiet: bool
+    folder: Path,
+    *,
+    repo: str,
+    source: str | None,
+    private: bool,
+    yes: bool,
+    base_model: str | None,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
-    """Validate a finished folder and publish it, unless main has it already."""
+    """Validate a finished folder and publish it, unless main has it already.
+
+    Without `source`, the rules that compare with it are skipped.
+    """
     name = repo_without_revision(_parse_repo(repo))
     if has_left(folder):
         _show_left(folder, name, as_json=as_json)
@@ -49,8 +63,9 @@ def publish(
     else:
         others = ", ".join(map(str, publication.others))
         console.print_note(f"publishes {len(ledger.shards)} shards and these files: {others}")
-        confirm(target, total_bytes=ledger.num_bytes, yes=yes, ask=typer.confirm)
-        commit = _publish(publication, quiet=quiet)
+        with open_origin(source, hub=hub) as (origin, shards):
+            confirm(target, total_bytes=ledger.num_bytes, yes=yes, ask=typer.confirm)
+            commit = _publish(publication, source=origin, shards=shards, quiet=quiet)
     record_published(folder, Published(target.repo, commit))
     if as_json:
         console.print_json({"repo": target.repo, "commit": commit, "private": target.private})
@@ -71,10 +86,10 @@ def _show_left(folder: Path, repo: str, *, as_json: bool) -> None:
     console.print_next(console.command("k2convert", "validate", f"{SCHEME}{repo}"))
 
 
-def _publish(publication: Publication, *, quiet: bool) -> str:
+def _publish(publication: Publication, *, source: Checkpoint | None, shards: Shards, quiet: bool) -> str:
     total_bytes = publication.ledger.num_bytes
     with Display("validate", Extent({"check": (total_bytes, 0)}), quiet=quiet) as events:
-        validation, hashes = validate_publication(publication, events=events)
+        validation, hashes = validate_publication(publication, source=source, shards=shards, events=events)
     console.print_note(validation.contract.summary)
     with Display("publish", Extent({"upload": (total_bytes, 0)}), quiet=quiet) as events:
         return publish_folder(publication, validation, hashes, events=events)

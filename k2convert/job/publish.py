@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Event
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_json_file, walk_folder
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, REPORT_PICTURE_NAME
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.sidecars import list_sidecars
@@ -33,6 +34,7 @@ from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.report import write_report
+from k2convert.validate.remote import LOCAL, Shards
 from k2convert.validate.results import ValidationReport, validation_document
 from k2convert.validate.streamed import validate_streamed
 from k2convert.validate.validation import validate_checkpoint
@@ -199,11 +201,16 @@ def published_files(folder: Path, shards: set[str]) -> list[Path]:
     ]
 
 
-def validate_publication(publication: Publication, *, events: Events = SILENT) -> tuple[ValidationReport, ShardHashes]:
-    """Validate the folder and hash its shards in the same pass; raises UnservableError if a rule fails."""
+def validate_publication(
+    publication: Publication, *, source: Checkpoint | None = None, shards: Shards = LOCAL, events: Events = SILENT
+) -> tuple[ValidationReport, ShardHashes]:
+    """Validate the folder and hash its shards in the same pass; raises UnservableError if a rule fails.
+
+    Without the `source`, the rules that compare with it are skipped. `shards` says where the source's shards are.
+    """
     folder, hashes = publication.folder, ShardHashes()
     with remedy("Run the conversion again: it replaces what is damaged."):
-        validation = validate_checkpoint(folder=folder, source=None, events=events, visitor=hashes)
+        validation = validate_checkpoint(folder=folder, source=source, events=events, visitor=hashes, shards=shards)
     if not validation.passed:
         raise UnservableError(
             f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why.", validation

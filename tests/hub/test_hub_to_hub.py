@@ -103,6 +103,16 @@ def test_publish_sends_a_finished_folder_and_keeps_it(server: LoopbackHub, hub_c
     assert all((local_result / name).exists() for name in SHARDS)
 
 
+@pytest.mark.parametrize("where", ["folder", "Hub"])
+def test_publish_with_the_source_checks_all_rules(
+    server: LoopbackHub, tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, tiny: Path, where: str
+) -> None:
+    source = tiny if where == "folder" else "hf://moon/tiny"
+    done = hub_cli("publish", local_result, "--repo", "me/out", "--source", source, "--yes")
+    assert done.returncode == 0, done.stderr
+    assert_published(server, local_result)
+
+
 def test_publishing_what_is_published_says_so_at_once(server: LoopbackHub, hub_cli: HubCli, local_result: Path) -> None:
     first = hub_cli("publish", local_result, "--repo", "me/out", "--yes", "--json")
     server.traffic.requests.clear()
