@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from in_process import run
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +19,14 @@ def small(k2_shaped: Path, checkpoints: Path) -> Path:
         shutil.copy2(path, folder)
     (folder / "extra").mkdir()
     (folder / "extra" / "notes.txt").write_text("a sidecar in a subfolder")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished conversion of `small`, shared by the tests of a module: copy it before you change it."""
+    folder = tmp_path_factory.mktemp("finished") / "result"
+    assert run("run", small, folder, "--json") == 0
     return folder
 
 

@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from in_process import run
 
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.writer import ShardWriter
-from k2convert.cli.app import main
 from k2convert.errors import DestinationError
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
@@ -35,20 +35,6 @@ FILES = [
     f".k2convert/shards/{SHARD}.json.tmp",
     f".k2convert/uploads/{SHARD}.json.tmp",
 ]
-
-
-def run(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-@pytest.fixture(scope="module")
-def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished") / "result"
-    assert run("run", small, folder, "--json") == 0
-    return folder
 
 
 def plant(path: Path, target: Path) -> None:

@@ -7,27 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from k2convert.cli.app import main
+from in_process import run
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
 
 SHARD = "model-00002-of-000003.safetensors"
 OTHER = "model-00001-of-000003.safetensors"
-
-
-def run(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-@pytest.fixture(scope="module")
-def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished") / "result"
-    assert run("run", small, folder, "--json") == 0
-    return folder
 
 
 @pytest.fixture
