@@ -23,7 +23,7 @@ from torch import Tensor
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import MissingDependencyError
 from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.int4 import SourceWeight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.int4_error import measure_error
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -55,7 +55,13 @@ class ReferenceQuantizer:
         return float(self.qtensor.get_weights_scaling_factor_2(torch.tensor([magnitude.amax])))
 
     def quantize(
-        self, source: SourceWeight, *, name: str, magnitude: Magnitude, global_scale: float
+        self,
+        source: SourceWeight,
+        *,
+        name: str,
+        magnitude: Magnitude,
+        global_scale: float,
+        importance: NDArray[np.uint8] | None = None,  # noqa: ARG002
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
         """Quantize one weight with the libraries, and measure it with our metrics."""
         if magnitude.amax == 0.0:
@@ -69,6 +75,9 @@ class ReferenceQuantizer:
         """Return the bf16 [N, K] weight as compressed-tensors dequantizes it; a BF16 source unchanged."""
         if isinstance(source, Bf16Weight):
             return bf16_tensor(source.bits)
+        if source.column_exponents is not None:
+            # The library knows no columns. Their powers of two are exact in either order.
+            return bf16_tensor(dequantize_int4(source).bits)
         state = {
             "weight_packed": torch.from_numpy(source.packed).contiguous().view(torch.int32),  # pyright: ignore[reportUnknownMemberType]
             "weight_scale": bf16_tensor(source.scale_bits),

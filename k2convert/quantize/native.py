@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from k2convert.choices import Rule
 from k2convert.errors import MissingDependencyError, require_extra
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.kernels import bf16, cpu
+from k2convert.quantize.kernels import bf16, columns, cpu
 from k2convert.quantize.metrics.int4_error import finish_metrics, measure_error
 from k2convert.quantize.metrics.pair_counts import PairCounts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -26,7 +29,8 @@ CPU: Final = "cpu"
 class NativeQuantizer:
     """A rule on one device ("cpu", "cuda:0"); holds no state, so threads may share it.
 
-    On a CUDA device, INT4 weights are converted there. BF16 weights are always converted on the CPU.
+    On a CUDA device, INT4 weights are converted there, but not by `plain` if their columns have exponents. All other
+    weights are converted on the CPU.
     """
 
     rule: Rule
@@ -34,22 +38,39 @@ class NativeQuantizer:
 
     def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
         """Measure one weight; FormatError if a value is not usable."""
-        return cpu.measure_int4(source, name=name) if isinstance(source, Int4Weight) else measure(source, name=name)
+        if isinstance(source, Bf16Weight):
+            return measure(source, name=name)
+        if source.column_exponents is not None:
+            return columns.measure_columns(source, name=name)
+        return cpu.measure_int4(source, name=name)
 
     def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
         """Choose the global scale of a set of tensors from their merged magnitude."""
         return RULES[self.rule].global_scale(magnitude, is_int4=is_int4)
 
     def quantize(
-        self, source: SourceWeight, *, name: str, magnitude: Magnitude, global_scale: float
+        self,
+        source: SourceWeight,
+        *,
+        name: str,
+        magnitude: Magnitude,
+        global_scale: float,
+        importance: NDArray[np.uint8] | None = None,
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
         """Quantize and measure one weight."""
         seed = zlib.crc32(name.encode())
+        if not RULES[self.rule].uses_importance:
+            importance = None
+        is_bf16 = isinstance(source, Bf16Weight)
         if self.rule not in cpu.KERNELS:
-            return self._by_definition(source, magnitude, global_scale, seed)
-        if isinstance(source, Bf16Weight):
-            result = bf16.quantize_bf16(source, rule=self.rule, global_scale=global_scale)
-            return result, bf16.measure_bf16_error(source, result, magnitude=magnitude, sample_seed=seed)
+            return self._by_definition(source, magnitude, global_scale, seed, importance)
+        if not is_bf16 and (source.column_exponents is not None or importance is not None):
+            return self._convert_columns(source, magnitude, global_scale, seed, importance)
+        if is_bf16:
+            result = bf16.quantize_bf16(source, rule=self.rule, global_scale=global_scale, importance=importance)
+            return result, bf16.measure_bf16_error(
+                source, result, magnitude=magnitude, sample_seed=seed, importance=importance
+            )
         result, counts = self._convert_int4(source, global_scale)
         metrics = finish_metrics(
             counts,
@@ -62,14 +83,61 @@ class NativeQuantizer:
         return result, metrics
 
     def _by_definition(
-        self, source: SourceWeight, magnitude: Magnitude, global_scale: float, seed: int
+        self,
+        source: SourceWeight,
+        magnitude: Magnitude,
+        global_scale: float,
+        seed: int,
+        importance: NDArray[np.uint8] | None,
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
         arithmetic = RULES[self.rule]
-        if isinstance(source, Int4Weight):
+        if importance is not None and arithmetic.quantize_weighted is not None:
+            result = arithmetic.quantize_weighted(source, global_scale, importance)
+        elif isinstance(source, Int4Weight):
             result = arithmetic.quantize_int4(source, global_scale)
         else:
             result = arithmetic.quantize_bf16(source, global_scale)
-        return result, measure_error(source, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
+        metrics = measure_error(
+            source, result, rule=self.rule, magnitude=magnitude, sample_seed=seed, importance=importance
+        )
+        return result, metrics
+
+    def _convert_columns(
+        self,
+        source: Int4Weight,
+        magnitude: Magnitude,
+        global_scale: float,
+        seed: int,
+        importance: NDArray[np.uint8] | None,
+    ) -> tuple[Nvfp4Weight, WeightMetrics]:
+        result, counts = self._count_columns(source, global_scale, importance)
+        if source.column_exponents is None:
+            sampled = cpu.sample_int4_error(source, result, rule=self.rule, magnitude=magnitude, sample_seed=seed)
+        else:
+            sampled = columns.sample_columns(
+                source, result, rule=self.rule, magnitude=magnitude, sample_seed=seed, importance=importance
+            )
+        metrics = finish_metrics(
+            counts,
+            rule=self.rule,
+            global_scale=global_scale,
+            magnitude=magnitude,
+            sampled=sampled,
+            figures=columns.figures_of_columns(counts, rule=self.rule, global_scale=global_scale),
+        )
+        return result, metrics
+
+    def _count_columns(
+        self, source: Int4Weight, global_scale: float, importance: NDArray[np.uint8] | None
+    ) -> tuple[Nvfp4Weight, PairCounts]:
+        if self.device != CPU:
+            from k2convert.quantize.kernels import cuda_columns
+
+            if self.rule in cuda_columns.RULES_WITH_KERNEL:
+                return cuda_columns.convert_columns(
+                    source, rule=self.rule, global_scale=global_scale, importance=importance, device=self.device
+                )
+        return columns.convert_columns(source, rule=self.rule, global_scale=global_scale, importance=importance)
 
     def _convert_int4(self, source: Int4Weight, global_scale: float) -> tuple[Nvfp4Weight, PairCounts]:
         if self.device == CPU:

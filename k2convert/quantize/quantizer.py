@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from k2convert.choices import QuantizerKind, Rule
 from k2convert.errors import RecipeError
 from k2convert.quantize.formats.int4 import SourceWeight
@@ -30,9 +33,18 @@ class Quantizer(Protocol):
         ...
 
     def quantize(
-        self, source: SourceWeight, *, name: str, magnitude: Magnitude, global_scale: float
+        self,
+        source: SourceWeight,
+        *,
+        name: str,
+        magnitude: Magnitude,
+        global_scale: float,
+        importance: NDArray[np.uint8] | None = None,
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
-        """Quantize and measure one weight. `magnitude` is that of the whole set."""
+        """Quantize and measure one weight. `magnitude` is that of the whole set.
+
+        `importance` uint8 [K], 1..255, is for rules that use it; others ignore it.
+        """
         ...
 
 

@@ -89,7 +89,7 @@ def test_the_tiny_checkpoint_has_its_known_error_under_both_rules(optimal: Conve
 def test_the_definition_gives_the_same_bytes_and_figures(
     rule: Rule, optimal: Converted, plain: Converted, projections: dict[str, Int4Weight]
 ) -> None:
-    converted = {"optimal": optimal, "plain": plain}[rule]
+    converted = {"feedback": optimal, "weighted": optimal, "optimal": optimal, "plain": plain}[rule]
     for name, weight in projections.items():
         result, metrics = converted[name]
         defined = RULES[rule].quantize_int4(weight, result.global_scale)

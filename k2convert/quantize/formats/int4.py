@@ -3,6 +3,9 @@
     weight_packed  int32 [N, K/8]    element j of a word in bits 4j..4j+3, code = q + 8
     weight_scale   bf16  [N, K/32]   s; the weight is q * s
 
+A weight may have its columns divided by powers of two, as norm scaling does (formats/columns.py): column j is then
+q * s * 2**-a_j, with a_j in -4..4. Nothing is repacked: the exponents are kept next to codes and scales.
+
 Read as little-endian bytes, byte k of a row holds column 2k in its low nibble and 2k + 1 in its high one. Authority:
 compressed_tensors.compressors.pack_quantized.helpers.pack_to_int32 with num_bits=4 (0.19.0).
 """
@@ -15,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import GROUP_SIZE
+from k2convert.choices import GROUP_SIZE, MAX_COLUMN_EXPONENT
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits, bf16_values, describe
 from k2convert.quantize.formats.blocks import row_chunks
@@ -34,11 +37,14 @@ MINUS_ZERO_BITS: Final = 0x8000
 class Int4Weight:
     """An INT4 projection: `packed` uint8 [N, K/2] (bytes of weight_packed), `scale_bits` uint16 [N, K/32] (BF16 bits).
 
-    FormatError if dtypes or shapes do not fit.
+    `column_exponents` is int8 [K] in -4..4, column j is divided by 2**a_j; None if every exponent is zero.
+    `columns.divide_columns` sets it, and makes sure that every s * 2**-a_j is an exact BF16 number.
+    FormatError if dtypes, shapes or exponents do not fit.
     """
 
     packed: NDArray[np.uint8]
     scale_bits: NDArray[np.uint16]
+    column_exponents: NDArray[np.int8] | None = None
 
     def __post_init__(self) -> None:
         if self.packed.dtype != np.uint8 or self.packed.ndim != 2:
@@ -53,6 +59,10 @@ class Int4Weight:
                 f"INT4 codes [{rows}, {columns}] need scales [{rows}, {columns}/{GROUP_SIZE}], "
                 f"not {list(self.scale_bits.shape)}"
             )
+        if self.column_exponents is not None:
+            check_column_exponents(self.column_exponents, columns)
+            if not self.column_exponents.any():
+                object.__setattr__(self, "column_exponents", None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,7 +76,14 @@ class Int4Weight:
 
     def rows(self, start: int, stop: int) -> Int4Weight:
         """A view of some rows."""
-        return Int4Weight(packed=self.packed[start:stop], scale_bits=self.scale_bits[start:stop])
+        return Int4Weight(self.packed[start:stop], self.scale_bits[start:stop], self.column_exponents)
+
+    def element_scales(self) -> NDArray[np.float32]:
+        """Return s * 2**-a_j of every element, float32 [N, K], exact."""
+        scales_NK = self.scales.repeat(GROUP_SIZE, axis=1)
+        if self.column_exponents is None:
+            return scales_NK
+        return np.ldexp(scales_NK, -self.column_exponents.astype(np.int32))
 
 
 SourceWeight = Int4Weight | Bf16Weight
@@ -81,17 +98,27 @@ def unpack_int4(packed: NDArray[np.uint8]) -> NDArray[np.int8]:
 def dequantize_int4(weight: Int4Weight) -> Bf16Weight:
     """Return q * s rounded to BF16 [N, K], which is compressed-tensors' arithmetic: one BF16 multiply, ties to even.
 
-    The product is exact in float32: q has 4 significant bits, s has 8.
+    The product is exact in float32: q has 4 significant bits, s (divided by a power of two or not) has 8.
     """
     rows, columns = weight.shape
     bits = np.empty((rows, columns), dtype=np.uint16)
     for start, stop in row_chunks(rows, columns):
         chunk = weight.rows(start, stop)
-        codes_NGE = unpack_int4(chunk.packed).reshape(stop - start, -1, GROUP_SIZE)
         with np.errstate(over="ignore"):
-            products_NGE = codes_NGE.astype(np.float32) * chunk.scales[:, :, None]
-        bits[start:stop] = bf16_bits(products_NGE).reshape(stop - start, columns)
+            products_NK = unpack_int4(chunk.packed).astype(np.float32) * chunk.element_scales()
+        bits[start:stop] = bf16_bits(products_NK)
     return Bf16Weight(bits)
+
+
+def check_column_exponents(exponents: NDArray[np.int8], columns: int) -> None:
+    """Refuse exponents that are not int8 [K] in -4..4 (FormatError)."""
+    if exponents.dtype != np.int8 or exponents.shape != (columns,):
+        raise FormatError(f"column exponents must be int8 [{columns}], not {describe(exponents)}")
+    if columns and (exponents.min() < -MAX_COLUMN_EXPONENT or exponents.max() > MAX_COLUMN_EXPONENT):
+        raise FormatError(
+            f"column exponents must be in {-MAX_COLUMN_EXPONENT}..{MAX_COLUMN_EXPONENT}, "
+            f"not {int(exponents.min())}..{int(exponents.max())}"
+        )
 
 
 def check_int4_scales(scale_bits: NDArray[np.uint16], *, name: str) -> None:

@@ -43,6 +43,28 @@ def convert_plain(
 ) -> _Counted:
     """Convert groups with an FP32 global scale."""
 
+def convert_columns(
+    packed: NDArray[np.uint8],
+    scale_bits: NDArray[np.uint16],
+    exponents: NDArray[np.int8] | None,
+    importance: NDArray[np.uint8] | None,
+    is_plain: bool,
+    exponent: int,
+    global_scale: float,
+    tables: SearchTables,
+    out: NDArray[np.uint8],
+    scale_bytes: NDArray[np.uint8],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int, int, NDArray[np.int64]]:
+    """Convert whole rows of columns that differ, with g = 2**exponent, or FP32 under `plain`.
+
+    As the others, and the summed importance by pair and |q|, [P, 9], at the end.
+    """
+
+def magnitude_of_columns(
+    packed: NDArray[np.uint8], scale_bits: NDArray[np.uint16], exponents: NDArray[np.int8]
+) -> tuple[float, float]:
+    """Return (largest |s * 2**-a|, largest |bf16(q * s * 2**-a)|) of whole rows with usable scales."""
+
 def measure(packed: NDArray[np.uint8], scale_bits: NDArray[np.uint16]) -> tuple[int, float, bool]:
     """Return (largest scale as BF16 bits, largest |bf16(q * s)|, whether every scale is usable)."""
 
@@ -74,6 +96,26 @@ def quantize_plain_bf16(
 ) -> None:
     """The same under `plain`; the global scale is FP32."""
 
+def quantize_weighted_bf16(
+    source: NDArray[np.uint16],
+    global_scale: float,
+    factors: NDArray[np.float64],
+    packed: NDArray[np.uint8],
+    scale_bytes: NDArray[np.uint8],
+) -> None:
+    """As quantize_optimal_bf16, with a factor for each column of a row."""
+
+def weigh_rows_bf16(
+    source: NDArray[np.uint16],
+    packed: NDArray[np.uint8],
+    scale_bytes: NDArray[np.uint8],
+    global_scale: float,
+    importance: NDArray[np.uint8],
+    energies: NDArray[np.float64],
+    errors: NDArray[np.float64],
+) -> None:
+    """Write the sums of importance * w**2 and importance * (w - w')**2 of each row."""
+
 def measure_rows_bf16(
     source: NDArray[np.uint16],
     packed: NDArray[np.uint8],
@@ -95,6 +137,11 @@ def block_errors_bf16(
 
 def block_bounds_bf16(source: NDArray[np.uint16], bounds: NDArray[np.float64]) -> None:
     """Write the bound of each block (see metrics/bf16_error.py)."""
+
+def bounds_of_columns(
+    packed: NDArray[np.uint8], scales: NDArray[np.float32], exponents: NDArray[np.int8], bounds: NDArray[np.float64]
+) -> None:
+    """Write the bound of each INT4 block with exponents, a scale for each block."""
 
 def measure_decoded_int4(
     source: NDArray[np.uint8],
@@ -119,6 +166,64 @@ def measure_decoded_bf16(
     counts: NDArray[np.int64],
 ) -> None:
     """The same for BF16 bits; the largest error stays zero."""
+
+def measure_columns_int4(
+    source: NDArray[np.uint8],
+    scales: NDArray[np.float64],
+    packed: NDArray[np.uint8],
+    block_scales: NDArray[np.uint8],
+    block_values: NDArray[np.float64],
+    powers: NDArray[np.float64],
+    inverses: NDArray[np.float64],
+    shares: NDArray[np.float64],
+    sums: NDArray[np.float64],
+    counts: NDArray[np.int64],
+) -> None:
+    """The same for weights q * s * 2**-a: `powers` 2**-a [K] and `inverses` 2**a [K].
+
+    `sums` [N * 5] get the energy and the error weighted by the `shares` [K] too.
+    """
+
+def measure_columns_bf16(
+    source: NDArray[np.uint16],
+    packed: NDArray[np.uint8],
+    block_scales: NDArray[np.uint8],
+    block_values: NDArray[np.float64],
+    shares: NDArray[np.float64],
+    sums: NDArray[np.float64],
+    counts: NDArray[np.int64],
+) -> None:
+    """The same for BF16 bits; the largest error stays zero."""
+
+def round_with_feedback(
+    target: NDArray[np.float32],
+    form: NDArray[np.float32],
+    factor: NDArray[np.float32],
+    block_factors: NDArray[np.float32],
+    sweeps: int,
+    threads: int,
+    packed: NDArray[np.uint8],
+    scale_bytes: NDArray[np.uint8],
+) -> None:
+    """Round rows [N * K] in units of the global scale: H and U [K * K], U of the diagonal blocks [K/16 * 16 * 16]."""
+
+def measure_codes(
+    source: NDArray[np.uint8],
+    scales: NDArray[np.float64],
+    packed: NDArray[np.uint8],
+    block_scales: NDArray[np.uint8],
+    block_values: NDArray[np.float64],
+    powers: NDArray[np.float64] | None,
+    inverses: NDArray[np.float64] | None,
+    importance: NDArray[np.float64] | None,
+    sums: NDArray[np.float64],
+) -> tuple[int, int, int, int, int, int, float, float]:
+    """Write energy, error, and both times the importance to sums [N * 4]; return the other figures of the codes.
+
+    Columns as in measure_columns_int4; `scales` has one number for each group or for each block. Returned are the
+    counts of non-zero weights, unchanged ones and unchanged blocks, recoverable codes, those with |q| of 5 or 7, those
+    of -8, the largest error in steps and the least scale of a weight that is not zero (infinite without one).
+    """
 
 def instructions() -> str:
     """The instructions that convert and decode INT4 weights: "avx2" if the CPU has it, else "portable"."""

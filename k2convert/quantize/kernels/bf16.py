@@ -18,14 +18,26 @@ from k2convert.quantize.metrics.bf16_error import finish_bf16_metrics
 from k2convert.quantize.metrics.sampled_error import SampledError
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import RULES, check_rule_scale
+from k2convert.quantize.rules.column_search import check_importance
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.quantize.rules.plain import plain_global_scale
+from k2convert.quantize.rules.weighted_bf16 import importance_factors
 
 
-def quantize_bf16(weight: Bf16Weight, *, rule: Rule, global_scale: float) -> Nvfp4Weight:
-    """Quantize a BF16 weight by a rule of `cpu.KERNELS`."""
+def quantize_bf16(
+    weight: Bf16Weight, *, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None = None
+) -> Nvfp4Weight:
+    """Quantize a BF16 weight by a rule of `cpu.KERNELS`; `importance` uint8 [K] is for a rule that uses it."""
     check_rule_scale(rule, global_scale)
-    kernels = KERNELS[rule]
+    kernels, by_importance = KERNELS[rule], RULES[rule].quantize_weighted
+    if importance is not None and by_importance is not None:
+        if global_scale > kernels.largest_scale or not weight.bits.size:
+            return by_importance(weight, global_scale, importance)
+        check_importance(importance, weight.shape[1])
+        result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
+        factors, targets = importance_factors(importance), (flat(result.packed), flat(result.block_scales))
+        _cpu.quantize_weighted_bf16(flat(weight.bits), global_scale, factors, *targets)
+        return result
     if global_scale > kernels.largest_scale:
         return RULES[rule].quantize_bf16(weight, global_scale)
     result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
@@ -34,7 +46,12 @@ def quantize_bf16(weight: Bf16Weight, *, rule: Rule, global_scale: float) -> Nvf
 
 
 def measure_bf16_error(
-    source: Bf16Weight, result: Nvfp4Weight, *, magnitude: Magnitude, sample_seed: int
+    source: Bf16Weight,
+    result: Nvfp4Weight,
+    *,
+    magnitude: Magnitude,
+    sample_seed: int,
+    importance: NDArray[np.uint8] | None = None,
 ) -> WeightMetrics:
     """Measure `result` against its source as `metrics.bf16_error` does, for any rule."""
     rows, _ = result.shape
@@ -43,6 +60,13 @@ def measure_bf16_error(
     num_nonzero, equal_nonzero, equal_blocks = _cpu.measure_rows_bf16(
         bits, packed, scale_bytes, result.global_scale, energies, errors
     )
+    weighted: tuple[list[float], list[float]] | None = None
+    if importance is not None:
+        weighted_energies, weighted_errors = np.zeros(rows), np.zeros(rows)
+        _cpu.weigh_rows_bf16(
+            bits, packed, scale_bytes, result.global_scale, flat(importance), weighted_energies, weighted_errors
+        )
+        weighted = weighted_energies.tolist(), weighted_errors.tolist()
     return finish_bf16_metrics(
         energies=energies.tolist(),
         errors=errors.tolist(),
@@ -51,6 +75,8 @@ def measure_bf16_error(
         equal_blocks=equal_blocks,
         scale_bytes=scale_bytes,
         sampled=_sample_error(bits, packed, scale_bytes, result.global_scale, magnitude, sample_seed),
+        weighted_energies=weighted and weighted[0],
+        weighted_errors=weighted and weighted[1],
     )
 
 

@@ -63,6 +63,9 @@ def _convert_optimal(
 KERNELS: Final[dict[Rule, CpuKernels]] = {
     # Above 2**118 the steps of `optimal` exceed FP32; no weight leads to such a global scale.
     "optimal": CpuKernels(_convert_optimal, _cpu.quantize_optimal_bf16, largest_scale=2.0**118, is_plain=False),
+    # Columns of equal importance; kernels/columns.py has the others.
+    "weighted": CpuKernels(_convert_optimal, _cpu.quantize_optimal_bf16, largest_scale=2.0**118, is_plain=False),
+    "feedback": CpuKernels(_convert_optimal, _cpu.quantize_optimal_bf16, largest_scale=2.0**118, is_plain=False),
     "plain": CpuKernels(_cpu.convert_plain, _cpu.quantize_plain_bf16, largest_scale=np.inf, is_plain=True),
 }
 """The rules that have kernels on the CPU."""

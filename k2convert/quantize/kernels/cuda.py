@@ -66,7 +66,7 @@ class DeviceNvfp4:
 
 def upload(weight: Int4Weight, device: str) -> DeviceInt4:
     """Copy an INT4 weight to a device."""
-    return DeviceInt4(_tensor(weight.packed).to(device), _tensor(weight.scale_bits.view(np.int16)).to(device))
+    return DeviceInt4(to_tensor(weight.packed).to(device), to_tensor(weight.scale_bits.view(np.int16)).to(device))
 
 
 def convert_int4(weight: Int4Weight, *, rule: Rule, global_scale: float, device: str) -> tuple[Nvfp4Weight, PairCounts]:
@@ -87,10 +87,10 @@ def convert_on_device(weight: DeviceInt4, *, rule: Rule, global_scale: float) ->
     block_scales = torch.empty(rows, 2 * row_bytes // BLOCK_SIZE, dtype=torch.uint8, device=device)
     result = DeviceNvfp4(packed, block_scales)
     bits = weight.scale_bits.contiguous().flatten()
-    slot_bits = _distinct(bits)
+    slot_bits = distinct_bits(bits)
     num_blocks, num_slots = block_scales.numel(), slot_bits.numel()
     if num_blocks == 0:
-        return result, merge_counts([_no_counts()])
+        return result, merge_counts([no_counts()])
     tables = KERNELS[rule].tables(slot_bits.cpu().numpy().astype(np.uint16), global_scale)
     if tables is None:
         return None
@@ -102,12 +102,12 @@ def convert_on_device(weight: DeviceInt4, *, rule: Rule, global_scale: float) ->
     totals = torch.zeros(2, dtype=torch.int64, device=device)
     source = weight.packed.contiguous().view(torch.int64)
     buffers = (source, bits, packed.view(torch.int64), block_scales, counters, totals, slot_of)
-    on_device = (*(_tensor(table).to(device) for table in tables), *KERNELS[rule].constants(device))
+    on_device = (*(to_tensor(table).to(device) for table in tables), *KERNELS[rule].constants(device))
     KERNELS[rule].kernel[(num_programs,)](*buffers, *on_device, num_blocks, num_slots, replicas, TILE=TILE)
     return result, _take_counts(counters, slot_bits, totals)
 
 
-def _distinct(bits: Tensor) -> Tensor:
+def distinct_bits(bits: Tensor) -> Tensor:
     """Return the distinct BF16 patterns among int16 bits, ascending, int64."""
     occurs = torch.zeros(1 << 16, dtype=torch.bool, device=bits.device)
     occurs[bits.to(torch.int64) & 0xFFFF] = True
@@ -133,12 +133,12 @@ def _plain_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[N
     return (
         np.array(LARGEST_OF_SET, dtype=np.uint8),
         bytes_Sk.astype(np.int32).reshape(-1),
-        np.where(scales_S1 > 0, _pack_codes(nibbles & np.uint8(7)), np.int32(UNSIGNED)).reshape(-1),
+        np.where(scales_S1 > 0, packed_codes(nibbles & np.uint8(7)), np.int32(UNSIGNED)).reshape(-1),
         inexact.astype(np.int32),
     )
 
 
-def _pack_codes(codes: NDArray[np.uint8]) -> NDArray[np.int32]:
+def packed_codes(codes: NDArray[np.uint8]) -> NDArray[np.int32]:
     """Pack the codes of |q| = 1..8, uint8 [.., 8], into int32 [..]."""
     return (codes.astype(np.int64) << (4 * np.arange(NUM_MAGNITUDES - 1))).sum(axis=-1).astype(np.int32)
 
@@ -164,9 +164,9 @@ def _search_tensors(device: torch.device) -> tuple[Tensor, ...]:
         np.array(WINDOW_STARTS, dtype=np.int32),
         tables.errors,
         tables.scale_bytes,
-        _pack_codes(tables.codes[:, :, 1:]),
+        packed_codes(tables.codes[:, :, 1:]),
     )
-    return tuple(_tensor(array).to(device) for array in arrays)
+    return tuple(to_tensor(array).to(device) for array in arrays)
 
 
 def _no_tensors(device: torch.device) -> tuple[Tensor, ...]:  # noqa: ARG001
@@ -184,6 +184,8 @@ class CudaKernel:
 
 KERNELS: Final[dict[Rule, CudaKernel]] = {
     "optimal": CudaKernel(_kernels.optimal_kernel, _optimal_tables, _search_tensors),
+    # Columns of equal importance; kernels/cuda_columns.py has the others.
+    "weighted": CudaKernel(_kernels.optimal_kernel, _optimal_tables, _search_tensors),
     "plain": CudaKernel(_kernels.plain_kernel, _plain_tables, _no_tensors),
 }
 """The rules that have a kernel on CUDA devices."""
@@ -211,10 +213,12 @@ def _take_counts(counters: Tensor, slot_bits: Tensor, totals: Tensor) -> PairCou
     return merge_counts([part])
 
 
-def _no_counts() -> PairCounts:
+def no_counts() -> PairCounts:
+    """Return the counts of a weight without blocks."""
     empty = np.zeros(0, dtype=np.int64)
     return PairCounts(empty, empty, np.zeros((0, NUM_MAGNITUDES), dtype=np.int64), 0, 0)
 
 
-def _tensor(array: NDArray[Any]) -> Tensor:
+def to_tensor(array: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor over the same memory."""
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]

@@ -168,7 +168,7 @@ def _count(counters, pairs, small, large, valid):
 
 
 @triton.jit
-def _load_blocks(packed, scale_bits, slot_of, block, valid):
+def load_blocks(packed, scale_bits, slot_of, block, valid):
     """Return the two 32-bit words of every block, and the slot of its source scale."""
     words = tl.load(packed + block, mask=valid, other=0)
     bits = tl.load(scale_bits + block // 2, mask=valid, other=0).to(tl.int32) & 0xFFFF
@@ -184,7 +184,7 @@ def plain_kernel(
     program = tl.program_id(0)
     block = program * TILE + tl.arange(0, TILE)
     valid = block < num_blocks
-    low, high, slot = _load_blocks(packed, scale_bits, slot_of, block, valid)
+    low, high, slot = load_blocks(packed, scale_bits, slot_of, block, valid)
     small, large = _histogram(low, high)
     members = _members(small, large)
     row = slot * 9 + tl.load(largest_of + members).to(tl.int32)
@@ -207,7 +207,7 @@ def optimal_kernel(
     program = tl.program_id(0)
     block = program * TILE + tl.arange(0, TILE)
     valid = block < num_blocks
-    low, high, slot = _load_blocks(packed, scale_bits, slot_of, block, valid)
+    low, high, slot = load_blocks(packed, scale_bits, slot_of, block, valid)
     small, large = _histogram(low, high)
     members = _members(small, large)
     mantissa = tl.load(mantissas + slot)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import chain
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,38 +16,44 @@ from numpy.typing import NDArray
 from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
 from k2convert.quantize.formats.blocks import row_chunks, sampled_blocks
-from k2convert.quantize.formats.e2m1 import (
-    DOUBLED_VALUES,
-    QUADRUPLED_MIDPOINTS,
-    decode_e2m1,
-    nearest_code,
-    unpack_nibbles,
-)
+from k2convert.quantize.formats.e2m1 import decode_e2m1, unpack_nibbles
 from k2convert.quantize.formats.e4m3 import decode_e4m3
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantize.metrics.block_bound import BOUND_BLOCKS, bf16_block_bounds
 from k2convert.quantize.metrics.sampled_error import SampledError
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.quantize.rules.column_search import MAX_IMPORTANCE
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.quantize.rules.optimal_bf16 import sum_in_order
 from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain_blocks
 
-BOUND_BLOCKS: Final = 1 << 14
-"""Blocks bounded at once (2 MB a temporary)."""
-
 
 def measure_bf16_error(
-    source: Bf16Weight, result: Nvfp4Weight, *, magnitude: Magnitude, sample_seed: int
+    source: Bf16Weight,
+    result: Nvfp4Weight,
+    *,
+    magnitude: Magnitude,
+    sample_seed: int,
+    importance: NDArray[np.uint8] | None = None,
 ) -> WeightMetrics:
-    """Measure `result` against the BF16 weight that it was converted from; figures about INT4 codes are None."""
+    """Measure `result` against the BF16 weight that it was converted from; figures about INT4 codes are None.
+
+    Weighted terms are the square times the importance, added in the same order, and divided by 255 at the end.
+    """
     rows, columns = result.shape
     energies: list[NDArray[np.float64]] = []
     errors: list[NDArray[np.float64]] = []
+    weighted: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
     num_nonzero = equal_nonzero = equal_blocks = 0
     for start, stop in row_chunks(rows, columns):
         wanted = _by_element(bf16_values(source.bits[start:stop]).astype(np.float64))
         difference = wanted - _by_element(dequantize_nvfp4(result.rows(start, stop)))
         energies.append(sum_in_order(sum_in_order(wanted * wanted)))
         errors.append(sum_in_order(sum_in_order(difference * difference)))
+        if importance is not None:
+            factors_EB1 = importance.reshape(-1, BLOCK_SIZE).T.astype(np.float64)[:, :, None]
+            terms = (wanted * wanted * factors_EB1, difference * difference * factors_EB1)
+            weighted.append((sum_in_order(sum_in_order(terms[0])), sum_in_order(sum_in_order(terms[1]))))
         num_nonzero += int(np.count_nonzero(wanted))
         equal_nonzero += int(((wanted != 0) & (difference == 0)).sum())
         equal_blocks += int((difference == 0).all(axis=0).sum())
@@ -60,6 +65,8 @@ def measure_bf16_error(
         equal_blocks=equal_blocks,
         scale_bytes=result.block_scales.reshape(-1),
         sampled=sample_bf16_error(source, result, magnitude=magnitude, sample_seed=sample_seed),
+        weighted_energies=None if importance is None else chain.from_iterable(energy for energy, _ in weighted),
+        weighted_errors=None if importance is None else chain.from_iterable(error for _, error in weighted),
     )
 
 
@@ -72,8 +79,13 @@ def finish_bf16_metrics(
     equal_blocks: int,
     scale_bytes: NDArray[np.uint8],
     sampled: SampledError,
+    weighted_energies: Iterable[float] | None = None,
+    weighted_errors: Iterable[float] | None = None,
 ) -> WeightMetrics:
-    """Put a BF16 weight's figures together: sums of squares by row, counts of weights and blocks, all block scales."""
+    """Put a BF16 weight's figures together: sums of squares by row, counts of weights and blocks, all block scales.
+
+    The weighted sums by row are not yet divided by 255.
+    """
     histogram = np.bincount(scale_bytes, minlength=1)
     used = tuple((byte, int(count)) for byte, count in enumerate(histogram) if count)
     return WeightMetrics(
@@ -98,6 +110,8 @@ def finish_bf16_metrics(
         sampled_error_achieved=sampled.achieved,
         sampled_error_plain=sampled.plain,
         sampled_error_bound=sampled.bound,
+        weighted_energy=None if weighted_energies is None else math.fsum(weighted_energies) / MAX_IMPORTANCE,
+        weighted_error=None if weighted_errors is None else math.fsum(weighted_errors) / MAX_IMPORTANCE,
     )
 
 
@@ -121,25 +135,6 @@ def sample_bf16_error(
         plain=_squared_error(blocks_ME, plain_nibbles_ME, plain_bytes_M, plain_scale),
         bound=math.fsum(chain.from_iterable(bounds)),
     )
-
-
-def bf16_block_bounds(blocks_ME: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the least squared error a real-valued scale can have, float64 [M], for blocks of BF16 values [M, 16].
-
-    As in block_bound.py; the breakpoints are |w| / m for the sixteen weights of the block and the seven midpoints m.
-    """
-    weights_EM = np.ascontiguousarray(np.abs(blocks_ME).astype(np.float64).T)
-    midpoints = np.array(QUADRUPLED_MIDPOINTS) / 4
-    breakpoints = np.sort((weights_EM[:, None, :] / midpoints[:, None]).reshape(-1, weights_EM.shape[1]), axis=0)
-    steps = np.concatenate((breakpoints[:1] / 2, (breakpoints[1:] + breakpoints[:-1]) / 2))
-    doubled = np.array(DOUBLED_VALUES, dtype=np.float64)
-    explained_M = np.zeros(weights_EM.shape[1])
-    for step_M in steps:
-        # A step of zero can only come from zeros; any other step gives a real assignment, so 1.0 does.
-        values_EM = doubled[nearest_code(weights_EM, np.where(step_M > 0, step_M, 1.0))]
-        inner_M, norm_M = sum_in_order(weights_EM * values_EM), sum_in_order(values_EM * values_EM)
-        explained_M = np.maximum(explained_M, inner_M * inner_M / norm_M.clip(min=1.0))
-    return (sum_in_order(weights_EM * weights_EM) - explained_M).clip(min=0.0)
 
 
 def _squared_error(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from k2convert.choices import Rule
 from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight, SourceWeight
@@ -20,6 +21,7 @@ from k2convert.quantize.metrics.pair_counts import PairCounts, count_pairs, pair
 from k2convert.quantize.metrics.sampled_error import SampledError, sample_error
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import RULES
+from k2convert.quantize.rules.column_search import MAX_IMPORTANCE
 from k2convert.quantize.rules.magnitude import Magnitude
 
 MAX_SCALE_SPREAD: Final = 2.0**13
@@ -35,18 +37,28 @@ class PairFigures:
     equal_nonzero: int
     recoverable_codes: int
     max_error_steps: float
+    weighted_energy: float | None = None
+    weighted_error: float | None = None
 
 
 def measure_error(
-    source: SourceWeight, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
+    source: SourceWeight,
+    result: Nvfp4Weight,
+    *,
+    rule: Rule,
+    magnitude: Magnitude,
+    sample_seed: int,
+    importance: NDArray[np.uint8] | None = None,
 ) -> WeightMetrics:
     """Measure `result`, which must be the result of `rule` for `source`, against the exact q * s or the BF16 weight.
+
+    `importance` is that of the columns, uint8 [K], if the rule was given one.
 
     `magnitude` is that of all tensors that share the global scale; `sample_seed` is the CRC-32 of the tensor's name.
     """
     if not isinstance(source, Int4Weight):
-        return measure_bf16_error(source, result, magnitude=magnitude, sample_seed=sample_seed)
-    counts = count_pairs(source, result, rule=rule)
+        return measure_bf16_error(source, result, magnitude=magnitude, sample_seed=sample_seed, importance=importance)
+    counts = count_pairs(source, result, rule=rule, importance=importance)
     sampled = sample_error(source, result, rule=rule, magnitude=magnitude, sample_seed=sample_seed)
     return finish_metrics(counts, rule=rule, global_scale=result.global_scale, magnitude=magnitude, sampled=sampled)
 
@@ -93,6 +105,8 @@ def finish_metrics(
         sampled_error_achieved=sampled.achieved,
         sampled_error_plain=sampled.plain,
         sampled_error_bound=sampled.bound,
+        weighted_energy=figures.weighted_energy,
+        weighted_error=figures.weighted_error,
     )
 
 
@@ -105,6 +119,8 @@ def pair_figures(counts: PairCounts, *, rule: Rule, global_scale: float) -> Pair
         steps_Pk = np.where(scales_P[:, None] > 0, written_Pk / scales_P[:, None], 0.0)
         error_steps_Pk = np.where(scales_P[:, None] > 0, np.abs(wanted_Pk - written_Pk) / scales_P[:, None], 0.0)
     nonzero_Pk = wanted_Pk != 0
+    importance_Pk = counts.importance_sums
+    has_importance = importance_Pk is not None
     return PairFigures(
         energy=sum_by_pair(n_Pk * (wanted_Pk * wanted_Pk)),
         squared_error=sum_by_pair(n_Pk * (wanted_Pk - written_Pk) ** 2),
@@ -112,4 +128,8 @@ def pair_figures(counts: PairCounts, *, rule: Rule, global_scale: float) -> Pair
         equal_nonzero=int(n_Pk[nonzero_Pk & (wanted_Pk == written_Pk)].sum()),
         recoverable_codes=int(n_Pk[np.rint(steps_Pk) == np.arange(NUM_MAGNITUDES)].sum()),
         max_error_steps=float(error_steps_Pk[n_Pk > 0].max(initial=0.0)),
+        weighted_energy=sum_by_pair(importance_Pk * wanted_Pk**2) / MAX_IMPORTANCE if has_importance else None,
+        weighted_error=(
+            sum_by_pair(importance_Pk * (wanted_Pk - written_Pk) ** 2) / MAX_IMPORTANCE if has_importance else None
+        ),
     )

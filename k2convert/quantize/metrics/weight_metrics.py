@@ -11,11 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from k2convert.errors import quoted
 
 T = TypeVar("T", int, float)
+
+WEIGHTED: Final = ("weighted_energy", "weighted_error")
+"""The fields that a record has only if columns had an importance: both or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class WeightMetrics:
     """Figures of one converted tensor, or of several together.
 
     A field is None if it has no meaning for the source or rule: figures about INT4 codes for a BF16 source,
-    blocks_outside_normal for a rule that does not count them, and the extreme scales of a tensor without elements.
+    blocks_outside_normal for a rule that does not count them, and the extreme scales of a tensor without elements. The
+    two weighted sums are left out of a record if they are None.
     """
 
     num_weights: int
@@ -60,6 +64,10 @@ class WeightMetrics:
     """Squared error of the `plain` rule on the sampled blocks."""
     sampled_error_bound: float
     """No choice of scales, even real-valued, gives less squared error on the sampled blocks."""
+    weighted_energy: float | None = None
+    """Sum of importance / 255 * w**2, if the rule was given the importance of columns."""
+    weighted_error: float | None = None
+    """Sum of importance / 255 * (w - w')**2, likewise."""
 
     @property
     def relative_mse(self) -> float:
@@ -70,6 +78,13 @@ class WeightMetrics:
     def sqnr_db(self) -> float:
         """Signal-to-quantization-noise ratio, 10 log10(energy / squared_error); infinite if nothing changed."""
         return decibels(self.energy, self.squared_error)
+
+    @property
+    def weighted_sqnr_db(self) -> float | None:
+        """The SQNR of the weighted sums; None if there are none."""
+        if self.weighted_energy is None or self.weighted_error is None:
+            return None
+        return decibels(self.weighted_energy, self.weighted_error)
 
     @property
     def achieved_to_plain(self) -> float:
@@ -99,15 +114,18 @@ class WeightMetrics:
     def to_dict(self) -> dict[str, object]:
         """Return the stored fields, ready for JSON; `from_dict` restores an equal object."""
         record: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in WEIGHTED:
+            if record[name] is None:
+                del record[name]
         record["scale_histogram"] = {str(byte): count for byte, count in self.scale_histogram}
         return record
 
     @classmethod
     def from_dict(cls, record: Mapping[str, object]) -> WeightMetrics:
         """Rebuild metrics from `to_dict`; ValueError if a field is missing or unknown."""
-        names = {field.name for field in fields(cls)}
-        if set(record) != names:
-            raise ValueError(f"not a metrics record: {sorted(names ^ set(record))} are missing or unknown")
+        odd = _odd_names(record)
+        if odd:
+            raise ValueError(f"not a metrics record: {odd} are missing or unknown")
         values = dict(record)
         histogram = cast(Mapping[str, int], values["scale_histogram"])
         values["scale_histogram"] = tuple((int(byte), count) for byte, count in histogram.items())
@@ -117,18 +135,26 @@ class WeightMetrics:
 _OPTIONAL = {field.name: "None" in str(field.type) for field in fields(WeightMetrics)}
 
 
+def _odd_names(record: Mapping[str, object]) -> list[str]:
+    """Return the names that are missing from a record or unknown, sorted."""
+    names = _OPTIONAL.keys() if any(name in record for name in WEIGHTED) else _OPTIONAL.keys() - set(WEIGHTED)
+    return sorted(record.keys() ^ names)
+
+
 def check_metrics(record: Mapping[str, Any] | None, *, where: str) -> None:
     """Check that a record is None or has the form of `WeightMetrics.to_dict()`; ValueError naming a field."""
     if record is None:
         return
-    if record.keys() != _OPTIONAL.keys():
-        raise ValueError(f"{where}: metrics: {quoted(sorted(record.keys() ^ _OPTIONAL.keys()))} missing or unknown")
+    odd = _odd_names(record)
+    if odd:
+        raise ValueError(f"{where}: metrics: {quoted(odd)} missing or unknown")
     for name, value in record.items():
         if name == "scale_histogram":
             is_right = isinstance(value, dict) and _is_histogram(cast(dict[str, Any], value))
         else:
             # `value >= 0` is false for NaN.
-            is_right = (type(value) in (int, float) and value >= 0) or (value is None and _OPTIONAL[name])
+            may_be_none = _OPTIONAL[name] and name not in WEIGHTED
+            is_right = (type(value) in (int, float) and value >= 0) or (value is None and may_be_none)
         if not is_right:
             raise ValueError(f"{where}: metrics: {name} is {quoted(record[name])}")
 
@@ -172,6 +198,8 @@ def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
         sampled_error_achieved=math.fsum(part.sampled_error_achieved for part in metrics),
         sampled_error_plain=math.fsum(part.sampled_error_plain for part in metrics),
         sampled_error_bound=math.fsum(part.sampled_error_bound for part in metrics),
+        weighted_energy=_optional(math.fsum, (part.weighted_energy for part in metrics)),
+        weighted_error=_optional(math.fsum, (part.weighted_error for part in metrics)),
     )
 
 

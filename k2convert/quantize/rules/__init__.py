@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from k2convert.choices import Rule
 from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.quantize.rules.optimal import (
@@ -25,6 +25,7 @@ from k2convert.quantize.rules.optimal import (
 )
 from k2convert.quantize.rules.optimal_bf16 import quantize_optimal_bf16
 from k2convert.quantize.rules.plain import plain_codes, plain_global_scale, quantize_plain
+from k2convert.quantize.rules.weighted import quantize_weighted
 
 
 class GlobalScale(Protocol):
@@ -37,6 +38,10 @@ class GlobalScale(Protocol):
 class RuleArithmetic:
     """What defines a rule.
 
+    quantize_int4 takes weights with column exponents too. quantize_weighted quantizes an INT4 or BF16 weight with the
+    importance uint8 [K] of its columns, 1..255; None if the rule knows no importance. Without one, a rule that knows it
+    counts every column the same, which is quantize_int4 and quantize_bf16.
+
     pair_codes takes source scales float64 [P], E4M3 bytes uint8 [P] and the global scale, and returns the E2M1 code
     0..7 that each |q| = 0..8 gets, uint8 [P, 9]. A rule's codes must depend on nothing else, because all INT4 metrics
     are computed from counts by pair (see metrics/pair_counts.py).
@@ -48,12 +53,22 @@ class RuleArithmetic:
     quantize_int4: Callable[[Int4Weight, float], Nvfp4Weight]
     quantize_bf16: Callable[[Bf16Weight, float], Nvfp4Weight]
     pair_codes: Callable[[NDArray[np.float64], NDArray[np.uint8], float], NDArray[np.uint8]]
-    count_outside_normal: Callable[[Int4Weight, float], int] | None = None
-    """Counts blocks that a scale outside the normal range would serve strictly better; None if that has no meaning."""
+    quantize_weighted: Callable[[SourceWeight, float, NDArray[np.uint8]], Nvfp4Weight] | None = None
+    count_outside_normal: Callable[[Int4Weight, float, NDArray[np.uint8] | None], int] | None = None
+    """Counts blocks that a scale outside the normal range would serve strictly better, by importance if there is one;
+    None if that has no meaning."""
     has_power_of_two_scale: bool = False
     """Whether the global scale is always a power of two."""
+    needs_walk: bool = False
+    """Whether the codes of routed experts come from a walk through the layers of the model. One tensor is not enough to
+    make them again, so they are measured; the fields above are for all other weights."""
     is_modelopt: bool = False
     """Whether ModelOpt's max calibration writes the same bytes, so that the reference quantizer offers the rule."""
+
+    @property
+    def uses_importance(self) -> bool:
+        """Whether the rule knows the importance of columns, which comes from a statistics file."""
+        return self.quantize_weighted is not None
 
 
 def _plain_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG001
@@ -69,6 +84,29 @@ RULES: Final[dict[Rule, RuleArithmetic]] = {
         pair_codes=optimal_codes,
         count_outside_normal=count_outside_normal,
         has_power_of_two_scale=True,
+    ),
+    "weighted": RuleArithmetic(
+        summary="Every block gets the E4M3 scale with the least squared error on the inputs that were measured; "
+        "the global scale is a power of two.",
+        global_scale=optimal_global_scale,
+        quantize_int4=quantize_optimal,
+        quantize_bf16=quantize_optimal_bf16,
+        quantize_weighted=quantize_weighted,
+        pair_codes=optimal_codes,
+        count_outside_normal=count_outside_normal,
+        has_power_of_two_scale=True,
+    ),
+    "feedback": RuleArithmetic(
+        summary="Codes and scales of the experts are chosen layer by layer, so that each one makes up for the errors "
+        "before it on the inputs that were measured; the global scale is a power of two.",
+        global_scale=optimal_global_scale,
+        quantize_int4=quantize_optimal,
+        quantize_bf16=quantize_optimal_bf16,
+        quantize_weighted=quantize_weighted,
+        pair_codes=optimal_codes,
+        count_outside_normal=count_outside_normal,
+        has_power_of_two_scale=True,
+        needs_walk=True,
     ),
     "plain": RuleArithmetic(
         summary="Every block gets its largest weight over 6 as scale, the bytes of ModelOpt's max calibration.",

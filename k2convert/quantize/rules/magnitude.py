@@ -21,7 +21,10 @@ _MAGNITUDE_BITS = 0x7FFF
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """`scale_max`: the largest INT4 scale (BF16 sources: the same as amax); `amax`: max |w| after BF16 rounding."""
+    """`scale_max`: the largest INT4 scale (BF16 sources: the same as amax); `amax`: max |w| after BF16 rounding.
+
+    With column exponents, `scale_max` is the largest s * 2**-a of a column, and the weight is q * s * 2**-a.
+    """
 
     scale_max: float
     amax: float
@@ -36,6 +39,8 @@ def measure(weight: SourceWeight, *, name: str = "weight") -> Magnitude:
     if isinstance(weight, Bf16Weight):
         return _measure_bf16(weight, name=name)
     check_int4_scales(weight.scale_bits, name=name)
+    if weight.column_exponents is not None:
+        return _measure_columns(weight)
     return Magnitude(scale_max=float(np.abs(weight.scales).max(initial=0.0)), amax=_int4_amax(weight))
 
 
@@ -46,6 +51,16 @@ def _measure_bf16(weight: Bf16Weight, *, name: str) -> Magnitude:
         raise FormatError(f"{name}: the weight holds NaN or infinity; the source is damaged")
     amax = float(bf16_values(largest))
     return Magnitude(scale_max=amax, amax=amax)
+
+
+def _measure_columns(weight: Int4Weight) -> Magnitude:
+    scale_max = amax = 0.0
+    for start, stop in row_chunks(*weight.shape):
+        chunk = weight.rows(start, stop)
+        scales_NK = np.abs(chunk.element_scales())
+        scale_max = max(scale_max, float(scales_NK.max(initial=0.0)))
+        amax = max(amax, float(round_to_bf16(np.abs(unpack_int4(chunk.packed)) * scales_NK).max(initial=0.0)))
+    return Magnitude(scale_max=scale_max, amax=amax)
 
 
 def _int4_amax(weight: Int4Weight) -> float:

@@ -8,6 +8,8 @@ Ties go to the larger scale; a block of zeros gets b = 1.0 and codes 0; codes ar
 code, and never -0. Because s, b and g are an integer times a power of two, the error is an integer (scale_tables.py)
 and the result does not depend on order, device or thread count. It is a product of the block's histogram of |q| with
 a table: sums below 2**53 in float64, hence exact.
+
+Weights with column exponents go through rules/column_search.py.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from k2convert.quantize.formats.e4m3 import MAX_EXPONENT, MIN_EXPONENT, ONE_BYTE
 from k2convert.quantize.formats.histograms import block_histograms, unpack_histograms
 from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
+from k2convert.quantize.rules.column_search import count_columns_outside_normal, quantize_columns
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.quantize.rules.scale_tables import (
     HIGHEST_OFFSET,
@@ -77,6 +80,8 @@ def global_exponent(global_scale: float) -> int:
 def quantize_optimal(weight: Int4Weight, global_scale: float) -> Nvfp4Weight:
     """Quantize an INT4 weight to the nearest NVFP4 weight that g = 2**k allows, in bounded memory."""
     exponent = global_exponent(global_scale)
+    if weight.column_exponents is not None:
+        return quantize_columns(weight, exponent, None)
     rows, columns = weight.shape
     tables = candidate_tables()
     words_M = block_histograms(weight.packed)
@@ -117,15 +122,20 @@ def best_candidates(
     return best_M
 
 
-def count_outside_normal(weight: Int4Weight, global_scale: float) -> int:
+def count_outside_normal(weight: Int4Weight, global_scale: float, importance: NDArray[np.uint8] | None = None) -> int:
     """Count blocks that an E4M3 mantissa with an exponent beyond the normal range would serve strictly better.
+
+    With an importance, "better" is the weighted error.
 
     Only a few scales can have such blocks, so almost every tensor is done after one look at its scales. Steps below
     t = 1/12 never help, and from t = 16/7 on halving the step costs nothing (every code is at most 3, and 2v exists):
     a block is safe if the smallest normal scale has j <= 0 and the first one beyond 448 has t >= 16/7. With the
     rule's own g that leaves scales some 2**8 below the largest.
     """
-    mantissas_M, offsets_M = split_scales(weight.scales, global_exponent(global_scale))
+    exponent = global_exponent(global_scale)
+    if weight.column_exponents is not None or importance is not None:
+        return count_columns_outside_normal(weight, exponent, importance)
+    mantissas_M, offsets_M = split_scales(weight.scales, exponent)
     # The first scale beyond 448 is 15 * 2**5, hence t = 15 * 2**(5 + kg - es) / ms; doubled once more for 2**-1.
     doubled_beyond_M = 15 << (offsets_M + MAX_EXPONENT + 1)
     suspect_M = (offsets_M + MIN_EXPONENT > 0) | (7 * doubled_beyond_M < 2 * 16 * mantissas_M)

@@ -17,6 +17,7 @@ Blocks whose winner is in that last octave, or for which no scale next above ama
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -44,12 +45,19 @@ NUM_WINDOW_SCALES: Final = 25
 def quantize_optimal_bf16(weight: Bf16Weight, global_scale: float) -> Nvfp4Weight:
     """Quantize a BF16 weight with the best scale of every block for g = 2**k, in bounded memory."""
     global_exponent(global_scale)
+    return quantize_bf16_blocks(weight, global_scale, lambda blocks_ME: best_scale_bytes(blocks_ME, global_scale))
+
+
+def quantize_bf16_blocks(
+    weight: Bf16Weight, global_scale: float, choose: Callable[[NDArray[np.float64]], NDArray[np.uint8]]
+) -> Nvfp4Weight:
+    """Quantize a BF16 weight; `choose` returns E4M3 bytes uint8 [M] for the blocks float64 [M, 16] of whole rows."""
     rows, columns = weight.shape
     packed = np.empty((rows, columns // 2), dtype=np.uint8)
     block_scales = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
     for start, stop in row_chunks(rows, columns):
         blocks_ME = bf16_values(weight.bits[start:stop]).astype(np.float64).reshape(-1, BLOCK_SIZE)
-        scale_bytes_M = best_scale_bytes(blocks_ME, global_scale)
+        scale_bytes_M = choose(blocks_ME)
         codes_ME = nearest_code(np.abs(blocks_ME), (decode_e4m3(scale_bytes_M) * global_scale)[:, None])
         nibbles_ME = codes_ME | np.uint8(SIGN_BIT) * ((codes_ME > 0) & (blocks_ME < 0))
         packed[start:stop] = pack_nibbles(nibbles_ME.reshape(stop - start, columns))
@@ -65,12 +73,12 @@ def best_scale_bytes(blocks_ME: NDArray[np.float64], global_scale: float) -> NDA
     steps = decode_e4m3(all_bytes) * global_scale
     found = np.searchsorted(steps, amax_M / 14)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     first_M = np.minimum(np.asarray(found, dtype=np.int64), len(steps) - 1)
-    best_M = _search(weights_EM, steps, first_M, NUM_WINDOW_SCALES)
+    best_M = search_scales(weights_EM, steps, first_M, NUM_WINDOW_SCALES)
     in_last_octave = 2 * amax_M < 7 * steps[best_M]
     out_of_reach = (amax_M > 4 * E4M3_MAX * global_scale) | (amax_M < 4 * SMALLEST_NORMAL * global_scale)
     unsure = np.flatnonzero((in_last_octave | out_of_reach) & (amax_M > 0))
     if unsure.size:
-        best_M[unsure] = _search(weights_EM[:, unsure], steps, np.zeros_like(unsure), len(steps))
+        best_M[unsure] = search_scales(weights_EM[:, unsure], steps, np.zeros_like(unsure), len(steps))
     return np.where(amax_M == 0, np.uint8(ONE_BYTE), all_bytes[best_M])
 
 
@@ -82,17 +90,25 @@ def sum_in_order(terms_EM: NDArray[np.float64]) -> NDArray[np.float64]:
     return total
 
 
-def _search(
-    weights_EM: NDArray[np.float64], steps: NDArray[np.float64], first_M: NDArray[np.int64], num_scales: int
+def search_scales(
+    weights_EM: NDArray[np.float64],
+    steps: NDArray[np.float64],
+    first_M: NDArray[np.int64],
+    num_scales: int,
+    factors_EM: NDArray[np.float64] | None = None,
 ) -> NDArray[np.int64]:
-    """Return the index into `steps` of the best of `num_scales` scales from `first_M` on; int64 [M]."""
+    """Return the index into `steps` of the best of `num_scales` scales from `first_M` on; int64 [M].
+
+    Terms are multiplied by `factors_EM`, if there are any.
+    """
     best_M = first_M.copy()
     least_M = np.full(weights_EM.shape[1], np.inf)
     for index in range(num_scales):
         candidate_M = (first_M + index).clip(max=len(steps) - 1)
         step_M = steps[candidate_M]
         difference_EM = weights_EM - _nearest_value(weights_EM, step_M) * step_M
-        error_M = sum_in_order(difference_EM * difference_EM)
+        terms_EM = difference_EM * difference_EM
+        error_M = sum_in_order(terms_EM if factors_EM is None else terms_EM * factors_EM)
         # Scales come in ascending order, so a tie goes to the larger one.
         better = error_M <= least_M
         least_M = np.where(better, error_M, least_M)

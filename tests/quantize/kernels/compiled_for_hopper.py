@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from k2convert.quantize.kernels import cuda, cuda_kernel
+from k2convert.quantize.kernels import cuda, cuda_columns_kernel, cuda_kernel
 
 SHARED = ["*i64", "*i16", "*i64", "*u8", "*i64", "*i64", "*i32"]
 SIZES = ["i32", "i32", "i32"]
@@ -16,6 +16,9 @@ SIGNATURES = {
     cuda_kernel.plain_kernel: [*SHARED, "*u8", "*i32", "*i32", "*i32", *SIZES],
     cuda_kernel.optimal_kernel: [
         *SHARED, "*i32", "*i32", "*i32", "*i32", "*fp32", "*u8", "*i32", "*fp64", "*u8", "*i32", *SIZES
+    ],
+    cuda_columns_kernel.columns_kernel: [
+        *SHARED, *["*i32"] * 6, "*fp64", "*i64", "*i32", "*fp64", "*u8", "*i32", *SIZES, "i32"
     ],
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from int4_makers import MAKERS
 
 pytest.importorskip("triton")
 
+TASKS = ("trained-minus-eight", "zeros", "wide-spread", "scales", "replicas", "columns")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
@@ -30,19 +31,19 @@ def run(script: str, *arguments: str, **environment: str) -> str:
     return finished.stdout
 
 
-@pytest.mark.parametrize("task", ["trained-minus-eight", "zeros", "wide-spread", "scales", "replicas"])
+@pytest.mark.parametrize("task", TASKS)
 def test_interpreted_kernels_equal_formats(task: str) -> None:
     assert run("interpreted.py", task) == "equal\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", sorted(set(MAKERS) - {"trained-minus-eight", "zeros", "wide-spread"}))
+@pytest.mark.parametrize("task", sorted({*MAKERS, *(f"columns-{maker}" for maker in MAKERS)} - set(TASKS)))
 def test_interpreted_kernels_equal_formats_on_every_corner(task: str) -> None:
     assert run("interpreted.py", task) == "equal\n"
 
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     printed = run("compiled_for_hopper.py", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").split()
-    assert printed[0::3] == ["plain_kernel", "optimal_kernel"]
+    assert printed[0::3] == ["plain_kernel", "optimal_kernel", "columns_kernel"]
     # 16 weights in some 300 instructions: what keeps `plain` within reach of the memory's speed.
     assert int(printed[1]) < 400

@@ -10,13 +10,6 @@ namespace k2 {
 
 namespace {
 
-// Twice the value of an E2M1 nibble: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives.
-inline int8_t doubled_value(uint8_t nibble) {
-    const int code = nibble & 7;
-    const int value = code + (code >= 5) + (code >= 6) + 3 * (code >= 7);
-    return static_cast<int8_t>(nibble & 8 ? -value : value);
-}
-
 inline double sum_of(const double (&lanes)[4]) { return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]); }
 
 }  // namespace

@@ -1,0 +1,52 @@
+"""On a real device a layer of the streamed pass is the CPU's within TF32, and its router is the CPU's in FP32."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.forward.decoder import DecoderLayer, embed
+from k2convert.forward.router import Routing, read_router
+from k2convert.forward.weights import WeightReader
+
+pytest.importorskip("transformers")
+
+
+class Blocks:
+    """An observer that keeps the MLP's input and its routing."""
+
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+        self.x, self.routing = x_TK.cpu(), routing
+
+    def expert(
+        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
+    ) -> None:
+        assert inner_tI.device == output_tK.device == tokens_t.device
+
+    def output(self, h_TK: Tensor) -> None:
+        assert h_TK.is_cuda
+
+
+@pytest.mark.parametrize("devices", [("cuda",), ("cuda", "cuda")])
+def test_layers_are_those_of_the_cpu(tiny: Path, devices: tuple[str, ...]) -> None:
+    ids = torch.randint(0, 2048, (4, 128), generator=torch.Generator().manual_seed(1))
+    with closing(WeightReader(open_checkpoint(tiny))) as reader:
+        hidden = embed(reader, ids)
+        for layer in range(4):
+            seen = Blocks()
+            expected = DecoderLayer(reader, layer).run(hidden)
+            found = DecoderLayer(reader, layer, devices, workers=3).run(hidden, seen)
+            assert found.device == hidden.device
+            # A token near a tie of the router may choose another expert for TF32's noise in the attention.
+            close = torch.nn.functional.cosine_similarity(found, expected, dim=-1) > 0.9999
+            assert float(close.float().mean()) > 0.99
+            if seen.routing is not None:
+                routing = read_router(reader, f"model.layers.{layer}.mlp")(seen.x)
+                same = seen.routing.experts.cpu().sort().values == routing.experts.sort().values
+                assert float(same.float().mean()) > 0.999, "only exact ties may differ: the router does not use TF32"
+            hidden = expected

@@ -1,0 +1,45 @@
+"""The pass on real devices: the statistics of the CPU within TF32's noise, and the same bytes every time."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from k2convert.calibrate.accumulate import LayerAccumulator
+from k2convert.calibrate.layer_statistics import LayerStatistics
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.forward.decoder import DecoderLayer, embed
+from k2convert.forward.weights import WeightReader
+
+pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+
+
+def statistics(folder: Path, devices: tuple[str, ...], *, workers: int) -> list[LayerStatistics]:
+    ids = torch.randint(0, 2048, (4, 64), generator=torch.Generator().manual_seed(1))
+    found: list[LayerStatistics] = []
+    with closing(WeightReader(open_checkpoint(folder))) as reader:
+        hidden = embed(reader, ids)
+        for number in range(2):
+            accumulator = LayerAccumulator(reader, number, seed=3)
+            hidden = DecoderLayer(reader, number, devices, workers).run(hidden, accumulator)
+            found.append(accumulator.finish())
+    return found
+
+
+def test_statistics_are_those_of_the_cpu(tiny: Path) -> None:
+    devices = tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+    for here, there in zip(statistics(tiny, ("cpu",), workers=2), statistics(tiny, devices, workers=4), strict=True):
+        assert np.abs(here.tokens - there.tokens).sum() <= 0.02 * here.tokens.sum()
+        for name in ("gate_up_mean_square", "gate_up_amax"):
+            np.testing.assert_allclose(getattr(there, name), getattr(here, name), rtol=0.05)
+
+
+def test_bytes_do_not_depend_on_workers(tiny: Path) -> None:
+    once, again = (statistics(tiny, ("cuda:0",), workers=workers) for workers in (1, 4))
+    for one, other in zip(once, again, strict=True):
+        for name in ("gate_up_mean_square", "down_mean_square", "saliency", "tokens", "norm_exponents"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
