@@ -215,12 +215,12 @@ def write_error(path: Path, error: OSError) -> OSError:
     """Return the error to raise when writing `path` failed."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(
-            f"{path}: the disk is full. Finished shards are kept: free space and run the same command again."
+            f"{path}: the disk is full. Finished work is kept: free space and run the same command again."
         )
     if isinstance(error, K2ConvertError):
         return error
     return DestinationWriteError(
-        f"{path}: writing failed ({error.strerror}). Finished shards are kept: check permissions, limits and the disk, "
+        f"{path}: writing failed ({error.strerror}). Finished work is kept: check permissions, limits and the disk, "
         "or start again in a folder on a different disk."
     )
 

@@ -9,6 +9,11 @@ SHARD_SUFFIX: Final = ".safetensors"
 HF_QUANT_CONFIG_NAME: Final = "hf_quant_config.json"
 CARD_NAME: Final = "README.md"
 
+TOKENIZER_NAME: Final = "tokenizer.json"
+TIKTOKEN_NAME: Final = "tiktoken.model"
+TOKENIZER_CONFIG_NAME: Final = "tokenizer_config.json"
+CHAT_TEMPLATE_NAME: Final = "chat_template.jinja"
+
 LEDGER_NAME: Final = "k2convert.json"
 REPORT_PAGE_NAME: Final = "report.html"
 REPORT_TEXT_NAME: Final = "report.md"
@@ -24,3 +29,10 @@ RECORDS_FOLDER: Final = "shards"
 UPLOADS_FOLDER: Final = "uploads"
 DOWNLOADS_FOLDER: Final = "download"
 SOURCE_COPY_FOLDER: Final = "source"
+
+WALK_NAME: Final = "calibration"
+"""With WORK_SUFFIX, the folder in which a conversion with feedback keeps its layers."""
+
+WORK_SUFFIX: Final = ".work"
+"""What a statistics file's name and this make is the work folder of its pass; the name below is in it."""
+CALIBRATION_JOB_NAME: Final = "calibration.json"

@@ -75,7 +75,7 @@ class ShardReader:
                 raise MemoryError from error
             raise SourceReadError(
                 f"{self._locate(tensor.shard)}: tensor {tensor.name}: reading failed ({error.strerror}). "
-                "Check the disk and run the same command again: finished shards are kept."
+                "Check the disk and run the same command again: finished work is kept."
             ) from error
         # Unaligned tensors are copied to an aligned buffer.
         return data if begin % DTYPE_BYTES[tensor.dtype] == 0 else data.copy()

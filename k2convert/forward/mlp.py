@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from k2convert.forward.activations import quantize_activations
-from k2convert.forward.weights import LinearLayer
+from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -23,18 +23,28 @@ class Mlp:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Map f32 [T, hidden] to f32 [T, hidden]."""
-        return self._run(x_TK, 0)
+        return self.outer(self.inner(x_TK))
 
     def on_both_inputs(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs on FP32 inputs and on quantized ones; each weight is decoded once."""
         tokens = x_TK.shape[0]
-        outputs = self._run(torch.cat([x_TK, x_TK]), tokens)
+        outputs = self.outer(self.inner(torch.cat([x_TK, x_TK]), tokens), tokens)
         return outputs[:tokens], outputs[tokens:]
 
-    def _run(self, x_TK: Tensor, first: int) -> Tensor:
-        """Quantize the inputs of the tokens from `first` on."""
-        hidden = torch.nn.functional.silu(_linear(x_TK, self.gate, first)) * _linear(x_TK, self.up, first)
-        return _linear(hidden, self.down, first)
+    def inner(self, x_TK: Tensor, first: int = 0) -> Tensor:
+        """Return the input f32 [T, I] of down. Inputs of the tokens from `first` on are quantized."""
+        gate = torch.nn.functional.silu(_linear(x_TK, self.gate, first), inplace=True)
+        return gate.mul_(_linear(x_TK, self.up, first))
+
+    def outer(self, inner_TI: Tensor, first: int = 0) -> Tensor:
+        """Return down's output f32 [T, hidden]. Inputs of the tokens from `first` on are quantized."""
+        return _linear(inner_TI, self.down, first)
+
+
+def read_mlp(reader: WeightReader, stem: str, *, device: str = "cpu") -> Mlp:
+    """Read the MLP `stem` (a module name without its last part) of an INT4 source; CheckpointError if unusable."""
+    exact = (LinearLayer(exact_weight(reader.read_source(f"{stem}.{name}"))) for name in PROJECTIONS)
+    return Mlp(*(layer.to(device) for layer in exact))
 
 
 def _linear(x_TK: Tensor, layer: LinearLayer, first: int) -> Tensor:

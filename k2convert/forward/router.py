@@ -7,6 +7,7 @@ a wrong weight reaches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,15 @@ class Routing:
     experts: Tensor
     weights: Tensor
     scores: Tensor
+
+    @staticmethod
+    def concatenate(parts: Sequence[Routing]) -> Routing:
+        """Join the routings of neighboring tokens."""
+        return Routing(
+            torch.cat([part.experts for part in parts]),
+            torch.cat([part.weights for part in parts]),
+            torch.cat([part.scores for part in parts]),
+        )
 
     def tokens_of(self, expert: int) -> tuple[Tensor, Tensor]:
         """Return the tokens (int64 [t]) that chose an expert, and the weights (f32 [t]) they give it."""
@@ -92,7 +102,21 @@ def route(hidden_TK: Tensor, weight_EK: Tensor, bias_E: Tensor, config: RouterCo
     return Routing(experts=experts, weights=weights * config.scaling_factor, scores=scores_TE)
 
 
-def route_block(source: WeightReader, stem: str, hidden_TK: Tensor, config: RouterConfig) -> Routing:
-    """Route hidden states f32 [T, hidden] by the router of the block `stem` (`...layers.N.mlp`)."""
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The router of one block: weight f32 [E, K] and e_score_correction_bias f32 [E]."""
+
+    weight: Tensor
+    bias: Tensor
+    config: RouterConfig
+
+    def __call__(self, hidden_TK: Tensor) -> Routing:
+        """Route hidden states f32 [T, K]."""
+        return route(hidden_TK, self.weight, self.bias, self.config)
+
+
+def read_router(source: WeightReader, stem: str, *, device: str = "cpu") -> Router:
+    """Read the router of the block `stem` (`...layers.N.mlp`); CheckpointError if it is not Kimi K2's."""
+    config = read_router_config(source.checkpoint.config, where=str(source.checkpoint.folder))
     weight, bias = source.read(f"{stem}.gate.weight"), source.read(f"{stem}.gate.e_score_correction_bias")
-    return route(hidden_TK, weight, bias, config)
+    return Router(weight.float().to(device), bias.float().to(device), config)

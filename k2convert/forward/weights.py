@@ -11,6 +11,7 @@ formats shows as a wrong layer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.errors import CheckpointError
+from k2convert.forward.matmul import multiply
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE
 from k2convert.quantize.formats.int4 import Int4Weight
 
@@ -29,8 +31,8 @@ _DTYPES: Final = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.flo
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-CHUNK_ROWS: Final = 64
-"""Rows decoded at once: 1.8 MB at K2's size, which the allocator keeps. A whole weight is 59 MB of new pages."""
+CHUNK_WEIGHTS: Final = 1 << 19
+"""Weights decoded at once on a CPU: 2 MB in FP32, which the cache holds and the allocator keeps."""
 
 
 def _pairs(values: list[float]) -> Tensor:
@@ -67,11 +69,19 @@ class DenseWeight:
 
     def linear(self, x_TK: Tensor) -> Tensor:
         """Return x W^T in f32 [T, N]."""
-        return torch.nn.functional.linear(x_TK, self.values.float())
+        return _linear(self, x_TK) if self.values.dtype != torch.float32 else multiply(x_TK, self.values)
 
     def decode(self) -> Tensor:
         """Return the weight as f32 [N, K]."""
         return self.values.float()
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return some rows of the weight as f32 [stop - start, K]."""
+        return self.values[start:stop].float()
+
+    def to(self, device: str) -> DenseWeight:
+        """Return the weight on a device."""
+        return DenseWeight(self.values.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +99,7 @@ class CodedWeight:
 
     def linear(self, x_TK: Tensor) -> Tensor:
         """Return x W^T in f32 [T, N], decoding a few rows of the weight at a time."""
-        rows = self.shape[0]
-        result = torch.empty(x_TK.shape[0], rows)
-        for start in range(0, rows, CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, rows)
-            result[:, start:stop] = torch.nn.functional.linear(x_TK, self.rows(start, stop))
-        return result
+        return _linear(self, x_TK)
 
     def decode(self) -> Tensor:
         """Return the weight as f32 [N, K]."""
@@ -107,6 +112,23 @@ class CodedWeight:
         values.view(*steps.shape, -1).mul_(steps.unsqueeze(-1))
         return values.view(stop - start, self.shape[1])
 
+    def to(self, device: str) -> CodedWeight:
+        """Return the weight on a device, still packed."""
+        return CodedWeight(self.packed.to(device), self.pairs.to(device), self.steps.to(device))
+
+
+def _linear(weight: DenseWeight | CodedWeight, x_TK: Tensor) -> Tensor:
+    """Return x W^T in f32 [T, N]; a CPU decodes a few rows at a time, a GPU all of them."""
+    rows, columns = weight.shape
+    if x_TK.device.type != "cpu":
+        return multiply(x_TK, weight.decode())
+    result = torch.empty(x_TK.shape[0], rows)
+    step = max(CHUNK_WEIGHTS // columns // 16 * 16, 16)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        result[:, start:stop] = multiply(x_TK, weight.rows(start, stop))
+    return result
+
 
 @dataclass(frozen=True, slots=True)
 class LinearLayer:
@@ -114,6 +136,10 @@ class LinearLayer:
 
     weight: DenseWeight | CodedWeight
     input_scale: float | None = None
+
+    def to(self, device: str) -> LinearLayer:
+        """Return the layer with its weight on a device."""
+        return LinearLayer(self.weight.to(device), self.input_scale)
 
 
 class WeightReader:
@@ -153,6 +179,23 @@ class WeightReader:
         dtype = _DTYPES[info.dtype]
         buffer = self._shards.read(info, end=math.prod(shape) * dtype.itemsize)
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        """Return some rows of a floating-point matrix, [len(rows), columns]; reads only these."""
+        info = self.info(name)
+        if info.dtype not in _DTYPES or len(info.shape) != 2:
+            raise CheckpointError(f"{info.shard}: {name} is {info.dtype} {list(info.shape)}, not a matrix of numbers.")
+        dtype, columns = _DTYPES[info.dtype], info.shape[1]
+        width = columns * dtype.itemsize
+        result = torch.empty(len(rows), columns, dtype=dtype)
+        for place, row in enumerate(rows):
+            values = self._shards.read(info, begin=row * width, end=(row + 1) * width)
+            result[place] = torch.frombuffer(values, dtype=dtype)
+        return result
+
+    def has_layer(self, module: str) -> bool:
+        """Whether the checkpoint has a linear layer of that name, INT4 or not."""
+        return self.has(f"{module}.{WEIGHT_PACKED}") or self.has(f"{module}.{WEIGHT}")
 
     def read_source(self, module: str) -> Int4Weight | Tensor:
         """Return a layer's weight as the INT4 source stores it: INT4, or bf16 [N, K]."""

@@ -5,6 +5,7 @@
     kimi         the Kimi K2 family
     int4_config  whether config.json states the INT4 scheme that is converted
     projections  the linear layers to convert
+    norm_scaling the tensors that norm scaling changes
     weights      one projection's bytes as arrays
 
 A family is one file and its rows in FAMILIES. Nothing outside this wing asks which family a checkpoint has.
@@ -116,3 +117,11 @@ def locate_module(module: str) -> ModulePlace | None:
         if (place := family.classify(module)) is not None:
             return place
     return None
+
+
+def vocabulary_size(checkpoint: Checkpoint) -> int:
+    """Return how many tokens the embedding has; raises PlanError if there is none."""
+    name = f"{detect_family(checkpoint).prefix}embed_tokens.weight"
+    if name not in checkpoint.tensors:
+        raise PlanError(f"{checkpoint.folder}: has no {name}, so no text can be read. Use the whole checkpoint.")
+    return checkpoint.tensors[name].shape[0]

@@ -47,6 +47,12 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     )
 
 
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens the model was made for at most, None if the config does not say."""
+    value = text_config(config).get("max_position_embeddings")
+    return value if isinstance(value, int) and value > 0 else None
+
+
 def tensor_parallel_size(config: Mapping[str, Any]) -> int:
     """Return the largest usual number of GPUs at which every engine's kernels take the experts without padding."""
     width = text_config(config).get("moe_intermediate_size")

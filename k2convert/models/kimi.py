@@ -97,6 +97,7 @@ def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision:
         layer=prefix + "layers.{layer}",
         router=prefix + "layers.{layer}.mlp.gate",
         experts=prefix + "layers.{layer}.mlp.experts",
+        mlp_norm=prefix + "layers.{layer}.post_attention_layernorm",
         classify=partial(_classify, prefix),
         expected_name=partial(_expected_name, prefix),
         read_architecture=read_architecture,

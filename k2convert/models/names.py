@@ -105,6 +105,7 @@ class Family:
     recipe               the shipped recipe to use if none is named
     prefix               of the language model's tensors
     layer, router, experts   names of a layer, its router and its experts; `{layer}` is the number
+    mlp_norm             the norm before a layer's MLP; `{layer}` is the number
     router_parameters    every router has these, one row an expert
     refused_prefixes     tensor-name prefixes that no engine loads, with the reason
     usual_num_experts    of the unpruned models
@@ -124,6 +125,7 @@ class Family:
     layer: str
     router: str
     experts: str
+    mlp_norm: str
     classify: Callable[[str], ModulePlace | None]
     expected_name: Callable[[str], str]
     read_architecture: Callable[[Mapping[str, Any], str], Architecture]

@@ -14,7 +14,7 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.forward.hidden_states import draw_hidden_states
 from k2convert.forward.mlp import PROJECTIONS, Mlp
-from k2convert.forward.router import read_router_config, route, route_block
+from k2convert.forward.router import read_router, read_router_config, route
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight
 
 deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -71,7 +71,7 @@ def test_moe_block_equals_transformers(tiny: Path, layer: int) -> None:
         hidden = draw_hidden_states(norm, config=checkpoint.config, layer=layer, tokens=64, seed=1)
         mlps = [exact_mlp(reader, f"{stem}.experts.{expert}") for expert in range(16)]
         shared = exact_mlp(reader, f"{stem}.shared_experts")
-        routing = route_block(reader, stem, hidden, read_router_config(checkpoint.config, where="test"))
+        routing = read_router(reader, stem)(hidden)
         ours = shared(hidden)
         for expert, mlp in enumerate(mlps):
             tokens, weights = routing.tokens_of(expert)

@@ -57,6 +57,7 @@ TOY = Family(
     layer="toy.blocks.{layer}",
     router="toy.blocks.{layer}.ffn.gate",
     experts="toy.blocks.{layer}.ffn.experts",
+    mlp_norm="toy.blocks.{layer}.post_attention_layernorm",
     classify=_classify,
     expected_name=lambda name: name,
     read_architecture=read_architecture,

@@ -1,0 +1,231 @@
+"""The model's forward pass, one decoder layer at a time, straight from the checkpoint.
+
+A layer is run on a chunk of whole windows: attention window by window, then the MLP expert by expert. A weight stays
+packed until its tokens are computed, and only experts that a token chose are read, so memory does not grow with the
+number of experts. A dense MLP is read once and kept. Windows, and pieces of an expert's tokens, are what workers take,
+and outputs are added in the order of the experts: the same bytes with any number of workers. Everything is FP32; on
+CUDA devices matrix products use TF32, but the router does not.
+
+An observer sees the inside of the MLP: calibration takes its statistics there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from k2convert.errors import CalibrationError, CheckpointError, quoted
+from k2convert.forward.attention import Attention
+from k2convert.forward.mlp import PROJECTIONS, Mlp, read_mlp
+from k2convert.forward.router import Router, Routing, read_router
+from k2convert.forward.weights import WeightReader
+from k2convert.forward.workers import run_in_order
+from k2convert.models import detect_family
+from k2convert.models.config import text_config
+
+PIECE_TOKENS: Final = 2048
+DENSE_PIECE_TOKENS: Final = 1024
+CUDA_PIECE_TOKENS: Final = 32768
+"""The most tokens of one MLP computed at once."""
+
+
+class BlockObserver(Protocol):
+    """Sees what happens in a layer's MLP. All calls come from the thread that called `run`, in a fixed order:
+    `block`, `expert` by expert number (only experts that a token chose), then the shared experts, `output`.
+
+    Tensors are on the layer's first device and may be kept, but not changed.
+    """
+
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+        """The input f32 [T, K] of the MLP: the output of post_attention_layernorm. No routing: a dense MLP."""
+        ...
+
+    def expert(
+        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
+    ) -> None:
+        """One MLP on the tokens int64 [t] of x: the input f32 [t, I] of down_proj, and its output f32 [t, K].
+
+        `weights_t` f32 [t] is what the router gives the output, which is not multiplied by it yet. None is the shared
+        experts, which have no weights; a dense MLP is expert 0, without weights. An MLP with many tokens is reported
+        in several calls, one after the other.
+        """
+        ...
+
+    def output(self, h_TK: Tensor) -> None:
+        """The hidden states f32 [T, K] after the layer, residual included."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some tokens int64 [t] of the MLP `module`, with the router's weights f32 [t]; `place` numbers the device."""
+
+    module: str
+    expert: int | None
+    tokens: Tensor
+    weights: Tensor | None
+    place: int
+
+
+_Tokens = tuple[str, int | None, Tensor, Tensor | None]
+"""An MLP by its module, the number of its expert, its tokens int64 [t], and the router's weights f32 [t]."""
+
+
+def embed(reader: WeightReader, ids: Tensor) -> Tensor:
+    """Return the embeddings f32 [W, T, K] of token ids int64 [W, T]; reads only their rows.
+
+    CalibrationError if an id is outside the vocabulary.
+    """
+    name = f"{detect_family(reader.checkpoint).prefix}embed_tokens.weight"
+    vocabulary = reader.info(name).shape[0]
+    rows = [int(row) for row in np.unique(ids.numpy())]
+    if rows and not 0 <= (wrong := rows[0] if rows[0] < 0 else rows[-1]) < vocabulary:
+        raise CalibrationError(
+            f"token id {wrong} is outside the vocabulary of {vocabulary:,} tokens. "
+            "Use token ids of this model's own tokenizer."
+        )
+    return reader.read_rows(name, rows).float()[torch.searchsorted(torch.tensor(rows), ids)]
+
+
+class DecoderLayer:
+    """One layer of the model; holds its attention, its norms and its router."""
+
+    def __init__(self, reader: WeightReader, layer: int, devices: tuple[str, ...] = ("cpu",), workers: int = 1) -> None:
+        """Read all of layer number `layer` but its MLPs; CheckpointError if it cannot be computed.
+
+        Windows and experts are dealt out to `devices`; the first one holds what is whole.
+        """
+        checkpoint = reader.checkpoint
+        family = detect_family(checkpoint)
+        architecture = family.read_architecture(checkpoint.config, str(checkpoint.folder))
+        if (activation := text_config(checkpoint.config).get("hidden_act", "silu")) != "silu":
+            raise CheckpointError(
+                f"{checkpoint.folder}: config.json: hidden_act is {quoted(activation)}, not 'silu'. "
+                "This is not Kimi K2's MLP."
+            )
+        stem = family.layer.format(layer=layer)
+        self._reader = reader
+        self._devices = devices
+        self._workers = workers
+        self._piece_tokens = PIECE_TOKENS if devices[0] == "cpu" else CUDA_PIECE_TOKENS
+        self._mlp = f"{stem}.mlp"
+        self._attentions = [Attention(reader, stem, device=device) for device in devices]
+        is_moe = layer in architecture.moe_layers
+        if not is_moe and devices[0] == "cpu":
+            self._piece_tokens = DENSE_PIECE_TOKENS
+        self._router: Router | None = read_router(reader, self._mlp, device=devices[0]) if is_moe else None
+        self._dense: list[Mlp] = []
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all tokens take one MLP, so that windows do not share anything but its weights."""
+        return self._router is None
+
+    @torch.no_grad()
+    def run(self, hidden: Tensor, observer: BlockObserver | None = None) -> Tensor:
+        """Map the hidden states f32 [W, T, K] of a chunk of whole windows to those after the layer."""
+        result, x, routing = self.attend(hidden)
+        if observer is not None:
+            observer.block(x, routing)
+        if self.is_dense and not self._dense:
+            self._dense = [read_mlp(self._reader, self._mlp, device=device) for device in self._devices]
+        total = torch.zeros_like(x)
+        pieces = list(self._pieces(x.shape[0], routing))
+        inputs = [x.to(device) for device in self._devices]
+        results = run_in_order(lambda piece: self._compute(piece, inputs), pieces, workers=self._workers)
+        with allowing_tf32(self._devices), closing(results):
+            for piece, (inner, output) in zip(pieces, results, strict=True):
+                if observer is not None:
+                    observer.expert(piece.expert, piece.tokens, piece.weights, inner, output)
+                weighted = output if piece.weights is None else output * piece.weights[:, None]
+                total.index_add_(0, piece.tokens, weighted)
+        result.add_(total)
+        del total
+        if observer is not None:
+            observer.output(result)
+        return result.view(hidden.shape).to(hidden.device)
+
+    @torch.no_grad()
+    def mlp_input(self, hidden: Tensor) -> Tensor:
+        """Return the input f32 [T, K] of the MLP for hidden states f32 [W, T, K]; computes no MLP."""
+        return self.attend(hidden)[1]
+
+    def attend(self, hidden: Tensor) -> tuple[Tensor, Tensor, Routing | None]:
+        """Return what a chunk f32 [W, T, K] is before the MLP: hidden states, MLP's input f32 [T, K], and routing."""
+        after = torch.empty_like(hidden, device=self._devices[0])
+        x, windows = torch.empty_like(after), range(hidden.shape[0])
+
+        def attend(window: int) -> None:
+            attention = self._attentions[window % len(self._attentions)]
+            after[window], x[window] = attention(hidden[window])
+
+        with allowing_tf32(self._devices):
+            for _ in run_in_order(attend, windows, workers=self._workers):
+                pass
+        routing: Routing | None = None
+        if (router := self._router) is not None:
+            parts = run_in_order(lambda window: router(x[window]), windows, workers=self._workers)
+            routing = Routing.concatenate(list(parts))
+        return after.flatten(0, 1), x.flatten(0, 1), routing
+
+    @torch.no_grad()
+    def shared_output(self, x_TK: Tensor) -> Tensor:
+        """Return what the shared experts give for the input f32 [T, K] of the MLP; zeros if there are none."""
+        total = torch.zeros_like(x_TK)
+        pieces = list(self._cut(self._shared(x_TK.shape[0])))
+        inputs = [x_TK.to(device) for device in self._devices]
+        results = run_in_order(lambda piece: self._compute(piece, inputs), pieces, workers=self._workers)
+        with allowing_tf32(self._devices), closing(results):
+            for piece, (_, output) in zip(pieces, results, strict=True):
+                total.index_add_(0, piece.tokens, output)
+        return total
+
+    def _pieces(self, num_tokens: int, routing: Routing | None) -> Iterator[_Piece]:
+        if routing is None:
+            return self._cut([(self._mlp, 0, self._all(num_tokens), None)])
+        experts = range(routing.scores.shape[1])
+        mlps: list[_Tokens] = [(f"{self._mlp}.experts.{e}", e, *routing.tokens_of(e)) for e in experts]
+        return self._cut(mlps + self._shared(num_tokens))
+
+    def _shared(self, num_tokens: int) -> list[_Tokens]:
+        shared = f"{self._mlp}.shared_experts"
+        has_shared = not self.is_dense and self._reader.has_layer(f"{shared}.{PROJECTIONS[0]}")
+        return [(shared, None, self._all(num_tokens), None)] if has_shared else []
+
+    def _all(self, num_tokens: int) -> Tensor:
+        return torch.arange(num_tokens, device=self._devices[0])
+
+    def _cut(self, mlps: list[_Tokens]) -> Iterator[_Piece]:
+        """Yield the pieces of MLPs, dealt out to the devices."""
+        number = 0
+        for module, expert, tokens, weights in mlps:
+            for start in range(0, tokens.shape[0], self._piece_tokens):
+                piece = slice(start, start + self._piece_tokens)
+                place = number % len(self._devices)
+                yield _Piece(module, expert, tokens[piece], None if weights is None else weights[piece], place)
+                number += 1
+
+    def _compute(self, piece: _Piece, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the input f32 [t, I] of down and the output f32 [t, K], on the first device."""
+        device, x, home = self._devices[piece.place], inputs[piece.place], self._devices[0]
+        mlp = self._dense[piece.place] if self._dense else read_mlp(self._reader, piece.module, device=device)
+        inner = mlp.inner(x[piece.tokens.to(device)])
+        return inner.to(home), mlp.outer(inner).to(home)
+
+
+@contextmanager
+def allowing_tf32(devices: tuple[str, ...]) -> Generator[None]:
+    """Allow TF32 in matrix products on CUDA devices, which is a setting of the process."""
+    precision = torch.get_float32_matmul_precision()
+    if devices[0] != "cpu":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)

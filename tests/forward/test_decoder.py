@@ -1,0 +1,285 @@
+"""The streamed pass is transformers' own network: hidden states after every layer, and routing exactly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import CalibrationError, K2ConvertError
+from k2convert.forward.decoder import DENSE_PIECE_TOKENS, DecoderLayer, embed
+from k2convert.forward.router import Routing
+from k2convert.forward.weights import WeightReader
+from k2convert.models.config import text_config
+from scripts.fixture_maker.folder import read_small, write_small
+from scripts.fixture_maker.inventory import SMALL_SHAPE
+from scripts.fixture_maker.shaped import make_k2_shaped
+
+pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+
+YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+class Seen:
+    """An observer that keeps everything."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
+        self.routings: list[Routing | None] = []
+        self.experts: list[tuple[int | None, Tensor, Tensor | None, Tensor, Tensor]] = []
+        self.outputs: list[Tensor] = []
+
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+        self.inputs.append(x_TK.clone())
+        self.routings.append(routing)
+
+    def expert(
+        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
+    ) -> None:
+        self.experts.append((expert, tokens_t, weights_t, inner_tI, output_tK))
+
+    def output(self, h_TK: Tensor) -> None:
+        self.outputs.append(h_TK.clone())
+
+
+def token_ids(folder: Path, *, windows: int, length: int) -> Tensor:
+    vocabulary = open_checkpoint(folder).config["vocab_size"]
+    return torch.randint(0, vocabulary, (windows, length), generator=torch.Generator().manual_seed(1))
+
+
+def streamed(
+    folder: Path, ids: Tensor, *, workers: int = 1, devices: tuple[str, ...] = ("cpu",)
+) -> tuple[list[Tensor], list[Seen]]:
+    """The hidden states before the first and after every layer, and what an observer of each layer saw."""
+    checkpoint = open_checkpoint(folder)
+    with closing(WeightReader(checkpoint)) as reader:
+        states, seen = [embed(reader, ids)], []
+        for layer in range(text_config(checkpoint.config)["num_hidden_layers"]):
+            seen.append(Seen())
+            states.append(DecoderLayer(reader, layer, devices, workers).run(states[-1], seen[-1]))
+    return states, seen
+
+
+def same(states: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(state, other) for state, other in zip(states, others, strict=True))
+
+
+def read(folder: Path, name: str) -> Tensor:
+    with closing(WeightReader(open_checkpoint(folder))) as reader:
+        return reader.read(name)
+
+
+def with_config(source: Path, folder: Path, **changes: Any) -> Path:
+    """The checkpoint with other fields in config.json."""
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def with_grouped_queries(source: Path, folder: Path) -> Path:
+    """The first two layers of the tiny checkpoint with random grouped-query attention: biases, norms of q and k."""
+    generator = torch.Generator().manual_seed(0)
+    checkpoint = read_small(source)
+    tensors = {name: value for name, value in checkpoint.tensors().items() if "self_attn" not in name}
+    tensors = {
+        name: value for name, value in tensors.items() if not name.startswith(("model.layers.2", "model.layers.3"))
+    }
+    for layer in range(2):
+        stem = f"model.layers.{layer}.self_attn"
+        for name, rows in (("q", 128), ("k", 64), ("v", 64)):
+            weight = torch.randn(rows, 256, generator=generator) / 16
+            tensors[f"{stem}.{name}_proj.weight"] = weight.bfloat16()
+            tensors[f"{stem}.{name}_proj.bias"] = torch.randn(rows, generator=generator).bfloat16()
+        tensors[f"{stem}.o_proj.weight"] = (torch.randn(256, 128, generator=generator) / 11).bfloat16()
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{stem}.{name}.weight"] = (1 + torch.randn(32, generator=generator) / 8).bfloat16()
+    mla = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rope_theta")
+    checkpoint.config = {key: value for key, value in checkpoint.config.items() if key not in (*mla, "rope_scaling")}
+    checkpoint.config |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32, "attention_bias": True}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    checkpoint.config |= {"use_qk_norm": True, "rope_parameters": rope}
+    checkpoint.shards = {"model-00001-of-000001.safetensors": tensors}
+    write_small(checkpoint, folder)
+    return folder
+
+
+def peak_memory(folder: Path, *, experts: int) -> int:
+    """Peak memory in bytes of a process that runs one MoE layer of small experts."""
+    make_k2_shaped(folder, shape=replace(SMALL_SHAPE, experts=experts, dense_layers=0))
+    code = (
+        "import resource, sys, torch; from pathlib import Path\n"
+        "from k2convert.checkpoint.index import open_checkpoint\n"
+        "from k2convert.forward.decoder import DecoderLayer, embed\n"
+        "from k2convert.forward.weights import WeightReader\n"
+        "reader = WeightReader(open_checkpoint(Path(sys.argv[1])))\n"
+        "ids = torch.arange(1024).view(2, 512) % 64\n"
+        "DecoderLayer(reader, 0, workers=2).run(embed(reader, ids))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+def transformers_states(folder: Path, ids: Tensor) -> tuple[list[Tensor], dict[int, tuple[Tensor, Tensor]]]:
+    """The same states of the built network, and (experts, weights) [T, k] of every MoE layer."""
+    from scripts.evaluation.models import build_model, source_mlps
+
+    model = build_model(folder)
+    model.install(source_mlps(folder))
+    network: Any = model.network
+    states: list[Tensor] = []
+    routings: dict[int, tuple[Tensor, Tensor]] = {}
+    for number, layer in enumerate(network.model.layers):
+        layer.register_forward_pre_hook(lambda _m, args: states.append(args[0]))
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.gate.register_forward_hook(
+                lambda _m, _a, output, number=number: routings.update({number: (output[2], output[1])})
+            )
+    network.model.norm.register_forward_pre_hook(lambda _m, args: states.append(args[0]))
+    with torch.inference_mode():
+        model.logits(ids)
+    return states, routings
+
+
+def assert_equals_transformers(folder: Path, ids: Tensor) -> None:
+    """Hidden states within float noise, routing exactly. A tie of the router may have any order."""
+    ours, seen = streamed(folder, ids)
+    theirs, routings = transformers_states(folder, ids)
+    assert torch.equal(ours[0], theirs[0])
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, other, rtol=1e-4, atol=2e-6 * float(other.abs().max()))
+    for layer, (experts, weights) in routings.items():
+        routing = seen[layer].routings[0]
+        assert routing is not None
+        order, their_order = routing.experts.argsort(dim=-1), experts.argsort(dim=-1)
+        assert torch.equal(routing.experts.gather(1, order), experts.gather(1, their_order))
+        assert torch.allclose(routing.weights.gather(1, order), weights.gather(1, their_order), rtol=1e-4)
+
+
+def test_hidden_states_after_every_layer_are_those_of_transformers(tiny: Path) -> None:
+    assert_equals_transformers(tiny, token_ids(tiny, windows=3, length=96))
+
+
+def test_grouped_query_attention_is_that_of_transformers(tiny: Path, tmp_path: Path) -> None:
+    folder = with_grouped_queries(tiny, tmp_path / "gqa")
+    assert_equals_transformers(folder, token_ids(folder, windows=2, length=48))
+
+
+def test_yarn_is_that_of_transformers(tiny: Path, tmp_path: Path) -> None:
+    folder = with_config(tiny, tmp_path / "yarn", rope_scaling=YARN)
+    ids = token_ids(folder, windows=2, length=48)
+    assert_equals_transformers(folder, ids)
+    assert not torch.equal(streamed(folder, ids)[0][1], streamed(tiny, ids)[0][1]), "yarn changes the attention"
+
+
+def test_the_wrapped_model_gives_the_same_bytes(tiny: Path, k25: Path) -> None:
+    ids = token_ids(tiny, windows=2, length=32)
+    assert same(streamed(tiny, ids)[0], streamed(k25, ids)[0])
+
+
+def test_bytes_do_not_depend_on_workers_or_on_how_work_is_dealt_out(tiny: Path) -> None:
+    ids = token_ids(tiny, windows=5, length=64)
+    once = streamed(tiny, ids)[0]
+    assert same(once, streamed(tiny, ids, workers=3)[0])
+    assert same(once, streamed(tiny, ids, workers=2, devices=("cpu", "cpu"))[0])
+
+
+def test_an_observer_sees_what_the_layer_adds(tiny: Path) -> None:
+    ids = token_ids(tiny, windows=2, length=64)
+    states, observers = streamed(tiny, ids)
+    for layer, seen in enumerate(observers):
+        order = [call[0] for call in seen.experts]
+        assert order == ([0] if layer == 0 else [*sorted(e for e in order if e is not None), None])
+        added = torch.zeros_like(seen.inputs[0])
+        for _, tokens, weights, inner, output in seen.experts:
+            assert inner.shape == (tokens.numel(), 768 if layer == 0 else 128)
+            added.index_add_(0, tokens, output if weights is None else output * weights[:, None])
+        (after,) = seen.outputs
+        assert torch.equal(after.view(states[0].shape), states[layer + 1])
+        # The norm of what attention left is the MLP's input, so it follows from what the observer saw.
+        norm = read(tiny, f"model.layers.{layer}.post_attention_layernorm.weight").float()
+        before = after - added
+        normed = before * torch.rsqrt(before.square().mean(dim=-1, keepdim=True) + 1e-5) * norm
+        assert torch.allclose(normed, seen.inputs[0], rtol=1e-4, atol=1e-5)
+
+
+def test_many_tokens_of_one_mlp_are_computed_in_pieces(tiny: Path) -> None:
+    ids = token_ids(tiny, windows=DENSE_PIECE_TOKENS // 512 + 1, length=512)
+    with closing(WeightReader(open_checkpoint(tiny))) as reader:
+        seen = Seen()
+        DecoderLayer(reader, 0).run(embed(reader, ids), seen)
+    assert [call[1].numel() for call in seen.experts] == [DENSE_PIECE_TOKENS, 512]
+    assert torch.equal(torch.cat([call[1] for call in seen.experts]), torch.arange(ids.numel()))
+
+
+def test_a_dense_mlp_is_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = WeightReader.read_source
+    monkeypatch.setattr(
+        WeightReader, "read_source", lambda reader, module: (read.append(module), original(reader, module))[1]
+    )
+    ids = token_ids(tiny, windows=DENSE_PIECE_TOKENS // 512 + 1, length=512)
+    with closing(WeightReader(open_checkpoint(tiny))) as reader:
+        layer, hidden = DecoderLayer(reader, 0, workers=2), embed(reader, ids)
+        for windows in hidden.split(2):
+            layer.run(windows)
+    assert read == [f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(tiny: Path) -> None:
+    with closing(WeightReader(open_checkpoint(tiny))) as reader:
+        for wrong in (-1, 2048):
+            with pytest.raises(CalibrationError, match=f"token id {wrong} is outside the vocabulary of 2,048 tokens"):
+                embed(reader, torch.tensor([[0, wrong, 5]]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"num_attention_heads": 8}, r"has shape \[.*\], but config.json makes it"),
+        ({"q_lora_rank": None}, r"has no self_attn\.q_"),
+        ({"rope_scaling": {"type": "unheard of"}}, "transformers cannot build the attention"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
+        ({"kv_lora_rank": -3}, "transformers cannot build the attention"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(
+    tiny: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    folder = with_config(tiny, tmp_path / "odd", **change)
+    with closing(WeightReader(open_checkpoint(folder))) as reader, pytest.raises(K2ConvertError, match=message):
+        DecoderLayer(reader, 1)
+
+
+@pytest.mark.slow
+def test_hidden_states_of_smollm2_are_those_of_transformers(tmp_path: Path) -> None:
+    from scripts.evaluation.smollm2 import make_smollm2
+
+    folder = make_smollm2(tmp_path)
+    assert_equals_transformers(folder, token_ids(folder, windows=4, length=256))
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_experts(tmp_path: Path) -> None:
+    few, many = (peak_memory(tmp_path / str(experts), experts=experts) for experts in (8, 512))
+    assert many < few + 32e6, "512 experts are 113 MB"
