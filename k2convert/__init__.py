@@ -12,6 +12,7 @@ The package from the ground up. A wing imports itself and what is above it in th
     forward     one forward pass of a layer
     plan        recipe, plan, exclude list, inspection
     records     fingerprint, journal, ledger, events
+    calibrate   statistics of activations, what a conversion takes from them, and conversion with feedback
     validate    the servable contract, weight error, reference layers
     report      the report as page, Markdown and picture
     job         what a run does, in order

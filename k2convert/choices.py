@@ -2,8 +2,10 @@
 
 from typing import Final, Literal
 
-Rule = Literal["optimal", "plain"]
-"""How block scales are chosen: the best E4M3 scale of every block, or the block maximum over 6."""
+Rule = Literal["feedback", "weighted", "optimal", "plain"]
+"""How block scales are chosen: together with the codes, layer by layer, so that each layer makes up for the ones before
+it; the best E4M3 scale of every block, by the importance of its columns or by squared error alone; or the block maximum
+over 6."""
 
 Layout = Literal["modelopt", "compressed-tensors"]
 """Tensor names and configs of an NVFP4 checkpoint."""
@@ -31,3 +33,6 @@ GROUP_SIZE: Final = 32
 
 BLOCK_SIZE: Final = 16
 """Input columns that share one NVFP4 block scale."""
+
+MAX_COLUMN_EXPONENT: Final = 4
+"""Norm scaling multiplies and divides columns by powers of two from 2**-4 to 2**4."""

@@ -12,10 +12,11 @@ from importlib.util import find_spec
 from reprlib import Repr
 from typing import Final, Literal
 
-Extra = Literal["torch", "reference"]
+Extra = Literal["torch", "calibrate", "reference"]
 
 _EXTRAS: Final[dict[Extra, tuple[str, ...]]] = {
     "torch": ("torch",),
+    "calibrate": ("torch", "transformers", "tokenizers", "tiktoken"),
     "reference": ("torch", "compressed_tensors", "modelopt"),
 }
 """The modules that each extra of the package brings."""
@@ -58,6 +59,10 @@ class RecipeError(K2ConvertError, ValueError):
 
 class PlanError(K2ConvertError, ValueError):
     """Source and recipe do not fit together: a tensor is unclaimed, missing or matches nothing."""
+
+
+class CalibrationError(K2ConvertError, ValueError):
+    """A text, a statistics file or a value of the forward pass that calibration cannot use."""
 
 
 class DestinationError(K2ConvertError, ValueError):

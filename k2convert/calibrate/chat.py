@@ -1,0 +1,119 @@
+"""Conversations to text: the chat template of a source folder, rendered by chat_process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, cast
+
+from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, check_plain_file, mapping_or_empty, read_json_file
+from k2convert.checkpoint.names import CHAT_TEMPLATE_NAME, TOKENIZER_CONFIG_NAME
+from k2convert.errors import CalibrationError, cut, remedy
+
+MAX_SECONDS: Final = 10.0
+"""Processor time for a conversation. Kimi's template needs a few milliseconds."""
+
+_NAMED_TOKENS: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_REMEDY: Final = 'Use lines with "text", or a checkpoint with a working chat template.'
+
+
+class ChatTemplate:
+    """The chat template of a folder. The process that renders starts with the first conversation; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def render(self, messages: list[Any], tools: list[Any] | None) -> str:
+        """Return a conversation as the model sees it, as transformers' apply_chat_template does.
+
+        Raises CalibrationError if there is no template, or it fails or takes too long.
+        """
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        chat = {"messages": messages, "tools": tools, "add_generation_prompt": False}
+        try:
+            process.stdin.write(json.dumps(chat) + "\n")
+            process.stdin.flush()
+            reply = process.stdout.readline()
+        except BrokenPipeError:
+            reply = ""
+        if not reply:
+            raise CalibrationError(f"the chat template {_how_it_ended(process.wait())}. {_REMEDY}")
+        answer: dict[str, str] = json.loads(reply)
+        if "error" in answer:
+            raise CalibrationError(f"the chat template failed ({cut(answer['error'], 200)}). {_REMEDY}")
+        return answer["text"]
+
+    def _start(self) -> subprocess.Popen[str]:
+        templates, variables = read_templates(self._folder)
+        program = Path(__file__).with_name("chat_process.py")
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({"templates": templates, "variables": variables, "seconds": MAX_SECONDS}) + "\n")
+        return process
+
+
+def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return a folder's chat templates by name and the named special tokens they may use; raises CalibrationError.
+
+    chat_template.jinja comes before tokenizer_config.json's chat_template, which is one template or a list of named
+    ones: `tool_use` is for conversations with tools, `default` for all others.
+    """
+    config_path = folder / TOKENIZER_CONFIG_NAME
+    with remedy(_REMEDY):
+        config = read_json_file(config_path) if config_path.exists() else {}
+    found = _read_jinja(folder / CHAT_TEMPLATE_NAME) or config.get("chat_template")
+    entries = cast(list[Any], found) if isinstance(found, list) else [{"name": "default", "template": found}]
+    named = {entry.get("name"): entry.get("template") for entry in map(mapping_or_empty, entries)}
+    templates = {str(name): template for name, template in named.items() if isinstance(template, str)}
+    if "default" not in templates:
+        raise CalibrationError(
+            f"{folder}: has no chat template, neither {CHAT_TEMPLATE_NAME} nor a chat_template in "
+            f'{TOKENIZER_CONFIG_NAME}. Use lines with "text" instead of "messages".'
+        )
+    variables = {key: _content(config.get(key)) for key in _NAMED_TOKENS}
+    return templates, {key: value for key, value in variables.items() if value}
+
+
+def _content(token: object) -> str:
+    """A named token is a string, or an object with a content."""
+    value = mapping_or_empty(token).get("content", token)
+    return value if isinstance(value, str) else ""
+
+
+def _read_jinja(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    with remedy(_REMEDY):
+        check_plain_file(path)
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_SMALL_FILE_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"{path}: cannot be read ({error}). {_REMEDY}") from None
+
+
+def _how_it_ended(code: int) -> str:
+    if -code == signal.SIGPROF:
+        return f"did not finish in {MAX_SECONDS:g} seconds"
+    return f"ended its process (code {code})"

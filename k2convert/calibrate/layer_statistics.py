@@ -1,0 +1,128 @@
+"""What calibration knows of one decoder layer. Each array is one tensor of a statistics file.
+
+    K hidden columns, E routed experts, I their width, S the width of the shared experts
+
+    gate_up.mean_square       f32 [K]     of the MLP's input, over all tokens of the layer
+    gate_up.amax              f32 [1]     its largest magnitude
+    down.mean_square          f32 [E, I]  of each expert's inner activations times the router's weight p, over the
+                                          tokens routed to it; 0 without tokens
+    down.amax                 f32 [E]     the largest magnitude of the inner activations, without p
+    shared_down.mean_square   f32 [S]     of the shared experts' inner activations; only if there are shared experts
+    shared_down.amax          f32 [1]
+    tokens                    i64 [E]     routed to each expert
+    saliency                  f32 [E]     mean of p * ||f(x)|| over the routed tokens, f the expert (REAP); 0 without
+    norm_exponents            i8 [K]      a of norm scaling, -4..4: the norm's weight times 2^a, its consumers over 2^a
+
+Mean squares are weighted: a token's weight is 1 / ||h||^2 of the layer's output h, with mean 1 over all tokens of the
+layer. Saliency, as REAP defines it, is not. A dense MLP is one expert that gets every token with p = 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from k2convert.choices import BLOCK_SIZE
+from k2convert.errors import CalibrationError
+
+MAX_EXPONENT: Final = 4
+"""Norm exponents are in -4..4."""
+
+TENSORS: Final[dict[str, tuple[str, type[np.generic], int]]] = {
+    "tokens": ("tokens", np.int64, 1),
+    "gate_up_mean_square": ("gate_up.mean_square", np.float32, 1),
+    "gate_up_amax": ("gate_up.amax", np.float32, 1),
+    "down_mean_square": ("down.mean_square", np.float32, 2),
+    "down_amax": ("down.amax", np.float32, 1),
+    "shared_down_mean_square": ("shared_down.mean_square", np.float32, 1),
+    "shared_down_amax": ("shared_down.amax", np.float32, 1),
+    "saliency": ("saliency", np.float32, 1),
+    "norm_exponents": ("norm_exponents", np.int8, 1),
+}
+"""Field -> (name in the file, dtype, rank), in the order of the file."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStatistics:
+    """The statistics of one layer. CalibrationError if an array is not what the table above says.
+
+    `norm_digest` is the blake3 of the bytes of the source's post_attention_layernorm.weight.
+    """
+
+    layer: int
+    norm_digest: str
+    gate_up_mean_square: NDArray[np.float32]
+    gate_up_amax: NDArray[np.float32]
+    down_mean_square: NDArray[np.float32]
+    down_amax: NDArray[np.float32]
+    tokens: NDArray[np.int64]
+    saliency: NDArray[np.float32]
+    norm_exponents: NDArray[np.int8]
+    shared_down_mean_square: NDArray[np.float32] | None = None
+    shared_down_amax: NDArray[np.float32] | None = None
+
+    def __post_init__(self) -> None:
+        if problem := _problem(self):
+            raise CalibrationError(f"layer {self.layer}: {problem}")
+
+    @property
+    def num_experts(self) -> int:
+        """E; 1 for a dense MLP."""
+        return self.tokens.size
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the MLP is dense: one expert, no shared ones."""
+        return self.num_experts == 1 and self.shared_down_mean_square is None
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays by their names in the file (without the layer), in the order of the file."""
+        found = {name: getattr(self, field) for field, (name, _, _) in TENSORS.items()}
+        return {name: array for name, array in found.items() if array is not None}
+
+
+def _problem(layer: LayerStatistics) -> str | None:
+    """Return what is wrong with the arrays of a layer, or None."""
+    for field, (name, dtype, rank) in TENSORS.items():
+        array: NDArray[Any] | None = getattr(layer, field)
+        if array is None:
+            continue
+        if array.dtype != dtype or array.ndim != rank:
+            return f"{name} is {array.dtype} {list(array.shape)}"
+        if not np.isfinite(array).all():
+            return f"{name} holds NaN or infinity"
+        if field != "norm_exponents" and (array < 0).any():
+            return f"{name} holds negative numbers"
+    if (np.abs(layer.norm_exponents.astype(np.int16)) > MAX_EXPONENT).any():
+        return f"norm_exponents has values outside -{MAX_EXPONENT}..{MAX_EXPONENT}"
+    return _shape_problem(layer)
+
+
+def _shape_problem(layer: LayerStatistics) -> str | None:
+    experts, width = layer.down_mean_square.shape
+    shared, shared_amax = layer.shared_down_mean_square, layer.shared_down_amax
+    if (shared is None) != (shared_amax is None):
+        return "has one of shared_down.mean_square and shared_down.amax"
+    columns = {"gate_up.mean_square": layer.gate_up_mean_square.size, "down.mean_square": width}
+    if shared is not None:
+        columns["shared_down.mean_square"] = shared.size
+    for name, size in columns.items():
+        if size == 0 or size % BLOCK_SIZE:
+            return f"{name} has {size} columns, which is not a multiple of {BLOCK_SIZE}"
+    sizes = {
+        "norm_exponents": (layer.norm_exponents.size, layer.gate_up_mean_square.size),
+        "gate_up.amax": (layer.gate_up_amax.size, 1),
+        "down.amax": (layer.down_amax.size, experts),
+        "tokens": (layer.tokens.size, experts),
+        "saliency": (layer.saliency.size, experts),
+        "shared_down.amax": (1 if shared_amax is None else shared_amax.size, 1),
+    }
+    for name, (size, expected) in sizes.items():
+        if size != expected:
+            return f"{name} has {size} values, expected {expected}"
+    if layer.is_dense and layer.norm_exponents.any():
+        return "is dense, but norm_exponents are not zero"
+    return "has no experts" if experts == 0 else None

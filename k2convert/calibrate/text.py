@@ -1,0 +1,144 @@
+"""Texts to windows of token ids, drawn by a seed, in bounded memory.
+
+The texts are .txt (UTF-8), or .jsonl with "text" or "messages" in each line; a document a line. Token ids made
+elsewhere are .npy (integers, [tokens] or [windows, tokens]) or .jsonl (a list of ids, or an object with "input_ids").
+
+How windows are drawn. Texts of up to 4 MiB together are read whole. Larger ones are cut into sections of 64 KiB, and
+the seed puts the sections in an order; they are read in this order until they give four times the tokens asked for, so
+a text of any size takes the same memory and time, apart from its digest. What was read is put back in the order of the
+texts, one document after the other, and cut into windows; the seed draws as many as were asked for. Windows never
+overlap, and their order is that of the texts. The order of a seed is that of BLAKE3 digests: the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from k2convert.calibrate.chat import ChatTemplate
+from k2convert.calibrate.documents import Ids, LineFile, PlainFile, Source, TokenArray, ids_of_line, text_of_line
+from k2convert.calibrate.tokenizers import open_tokenizer
+from k2convert.checkpoint.files import pieces
+from k2convert.errors import CalibrationError
+
+WHOLE_BYTES: Final = 4 << 20
+SECTION_BYTES: Final = 64 << 10
+READ_PER_TOKEN: Final = 4
+"""Tokens that are read of a large text for each one asked for, so that the windows come from many places."""
+
+LINES: Final = ".jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """`ids` i64 [windows, tokens of each]; name and BLAKE3 of each text; what the user should know."""
+
+    ids: NDArray[np.int64]
+    texts: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def read_windows(
+    files: Sequence[Path], *, tokenizer: Path | None, vocab_size: int, tokens: int, window: int, seed: int
+) -> Windows:
+    """Draw `tokens // window` windows from texts, or from token ids if `tokenizer` is None.
+
+    `tokenizer` is the checkpoint folder with its files. A text with fewer tokens than asked for gives what it has; with
+    fewer than one window, one shorter window. The same bytes and options give the same windows on every machine.
+    Raises CalibrationError if a file cannot be used, holds an id outside [0, vocab_size), or nothing holds a token.
+    """
+    for path in files:
+        _check_file(path, (".txt", LINES) if tokenizer else (".npy", LINES))
+    with ExitStack() as stack:
+        if tokenizer is None:
+            sources = [_ids_source(path) for path in files]
+        else:
+            model, template = open_tokenizer(tokenizer), stack.enter_context(ChatTemplate(tokenizer))
+            of_line = partial(text_of_line, tokenizer=model, template=template)
+            is_lines = [path.suffix.lower() == LINES for path in files]
+            sources = [
+                LineFile(path, of_line) if lines else PlainFile(path, model)
+                for path, lines in zip(files, is_lines, strict=True)
+            ]
+        stream = _read(sources, vocab_size=vocab_size, enough=READ_PER_TOKEN * max(tokens, window), seed=seed)
+    length = min(window, tokens, stream.size)
+    if length == 0:
+        raise CalibrationError(f"{', '.join(map(str, files))}: no token in it. Pass a text that is not empty.")
+    wanted, available = tokens // length, stream.size // length
+    chosen = sorted(_shuffled(available, seed)[:wanted])
+    ids = stream[: available * length].reshape(available, length)[chosen].astype(np.int64)
+    return Windows(ids, tuple((path.name, _digest(path)) for path in files), _notes(ids, tokens=tokens, window=window))
+
+
+def _notes(ids: NDArray[np.int64], *, tokens: int, window: int) -> tuple[str, ...]:
+    count, length = ids.shape
+    if count * length >= tokens - tokens % min(window, tokens):
+        return ()
+    return (
+        f"The text gives {count} {'window' if count == 1 else 'windows'} of {length:,} tokens, {count * length:,} in "
+        f"all; {tokens:,} were asked for.",
+    )
+
+
+def _check_file(path: Path, suffixes: tuple[str, ...]) -> None:
+    if not path.exists():
+        raise CalibrationError(f"{path}: there is no such file.")
+    if not path.is_file():
+        raise CalibrationError(f"{path}: is a folder or a device, not a file.")
+    if path.suffix.lower() not in suffixes:
+        raise CalibrationError(f"{path}: its name does not end in {' or '.join(suffixes)}, so its form is unknown.")
+
+
+def _ids_source(path: Path) -> Source:
+    return LineFile(path, ids_of_line) if path.suffix.lower() == LINES else TokenArray(path)
+
+
+def _read(sources: Sequence[Source], *, vocab_size: int, enough: int, seed: int) -> NDArray[np.int32]:
+    """Return the ids of all sources, or of enough sections of them, in the order of the sources."""
+    sizes = [source.path.stat().st_size for source in sources]
+    is_small = sum(sizes) <= WHOLE_BYTES
+    sections = [
+        (source, start, min(start + step, size))
+        for source, size in zip(sources, sizes, strict=True)
+        for step in (size if is_small else SECTION_BYTES,)
+        for start in range(0, size, step or 1)
+    ]
+    found: dict[int, NDArray[np.int32]] = {}
+    count = 0
+    for index in _shuffled(len(sections), seed):
+        source, start, stop = sections[index]
+        found[index] = _checked(source.read(start, stop), source.path, vocab_size)
+        count += found[index].size
+        if count >= enough and not is_small:
+            break
+    return np.concatenate([np.zeros(0, dtype=np.int32), *(found[index] for index in sorted(found))])
+
+
+def _checked(ids: Ids, path: Path, vocab_size: int) -> NDArray[np.int32]:
+    for extreme in (ids.min(), ids.max()) if ids.size else ():
+        if not 0 <= int(extreme) < vocab_size:
+            raise CalibrationError(
+                f"{path}: holds the token id {int(extreme)}, but the model's vocabulary is [0, {vocab_size}). "
+                "Use the tokenizer of the same checkpoint."
+            )
+    return ids.astype(np.int32)
+
+
+def _shuffled(count: int, seed: int) -> list[int]:
+    """Return range(count) in the order of a seed."""
+    return sorted(range(count), key=lambda index: blake3(f"{seed}/{index}".encode()).digest())
+
+
+def _digest(path: Path) -> str:
+    digest = blake3()
+    for piece in pieces(path):
+        digest.update(piece)
+    return digest.hexdigest()

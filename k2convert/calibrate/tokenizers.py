@@ -1,0 +1,225 @@
+"""The tokenizer of a source folder, without running the folder's code.
+
+tokenizer.json is read by tokenizers. Kimi's checkpoints have tiktoken.model instead, and a Python file that says how it
+is to be used; what that file does is written here: its pattern, its special tokens, its limits on one call.
+
+A text is encoded as plain text: the name of a special token in it (`<|im_end|>`) becomes ordinary tokens. A rendered
+chat is encoded with its special tokens, as transformers does. No token is added at the beginning or end.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, check_plain_file, mapping_or_empty, read_json_file
+from k2convert.checkpoint.names import TIKTOKEN_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
+from k2convert.errors import CalibrationError, SourceReadError, cut, quoted, remedy, require_extra
+
+if TYPE_CHECKING:
+    import tiktoken
+    import tokenizers
+
+KIMI_PATTERN: Final = "|".join(
+    (
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+"""How Kimi's tokenization_kimi.py cuts a text before the byte pairs are merged, character by character."""
+
+NUM_SPECIAL_TOKENS: Final = 256
+"""The ids after the last rank are special tokens in Kimi's tokenizer, named by the config or reserved."""
+
+MAX_CALL_CHARS: Final = 400_000
+MAX_RUN_CHARS: Final = 25_000
+"""Kimi's tokenizer cuts a longer text, and a longer run of (non-)whitespace, because tiktoken would overflow there."""
+
+PIECE_CHARS: Final = 2 << 20
+"""tokenizers needs 160 bytes of memory a character, so it gets a longer text in pieces that end with a line."""
+
+_PANIC: Final = "PanicException"  # of tokenizers and tiktoken, whose code is Rust; it is no Exception
+
+_BAD_FILE: Final = "Download the checkpoint's tokenizer files again, or pass token ids instead of text (--token-ids)."
+
+
+class Tokenizer(Protocol):
+    """Text to token ids."""
+
+    def encode(self, text: str, *, special: bool = False) -> NDArray[np.int64]:
+        """Return the ids i64 [tokens] of a text. `special`: names of special tokens become these tokens."""
+        ...
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """Open the tokenizer of a checkpoint folder.
+
+    Raises CalibrationError if there is none or it cannot be used, MissingDependencyError without its library.
+    """
+    require_extra("calibrate", purpose="text to calibrate on")
+    if (folder / TOKENIZER_NAME).exists():
+        return _JsonTokenizer(folder / TOKENIZER_NAME)
+    if (folder / TIKTOKEN_NAME).exists():
+        return _KimiTokenizer(folder / TIKTOKEN_NAME, _special_tokens(folder / TOKENIZER_CONFIG_NAME))
+    raise CalibrationError(f"{folder}: has neither {TOKENIZER_NAME} nor {TIKTOKEN_NAME}. {_BAD_FILE}")
+
+
+class _JsonTokenizer:
+    """tokenizer.json, by tokenizers."""
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        self._path = path
+        text = _read_small_file(path)
+        with _in_one_line(path):
+            self._tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(text)
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+
+    def encode(self, text: str, *, special: bool = False) -> NDArray[np.int64]:
+        with _in_one_line(self._path):
+            self._tokenizer.encode_special_tokens = not special
+            found = [
+                self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids  # pyright: ignore[reportUnknownMemberType]
+                for piece in _line_pieces(text)
+            ]
+        return np.concatenate([np.array(ids, dtype=np.int64) for ids in found])
+
+
+class _KimiTokenizer:
+    """tiktoken.model and the special tokens of tokenizer_config.json, by tiktoken, as tokenization_kimi.py does."""
+
+    def __init__(self, path: Path, names: dict[int, str]) -> None:
+        import tiktoken
+
+        self._path = path
+        ranks = _read_ranks(path)
+        ids = range(len(ranks), len(ranks) + NUM_SPECIAL_TOKENS)
+        special = {names.get(i, f"<|reserved_token_{i}|>"): i for i in ids} | {name: i for i, name in names.items()}
+        below = [name for name, i in special.items() if i < len(ranks)]
+        if below or len(special) < len({*ids, *names}):
+            raise CalibrationError(
+                f"{path.with_name(TOKENIZER_CONFIG_NAME)}: its special tokens do not fit {path.name}, which has "
+                f"{len(ranks):,} tokens ({quoted(below[0]) if below else 'a name is given twice'}). {_BAD_FILE}"
+            )
+        with _in_one_line(path):
+            self._encoding: tiktoken.Encoding = tiktoken.Encoding(
+                path.name, pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens=special
+            )
+
+    def encode(self, text: str, *, special: bool = False) -> NDArray[np.int64]:
+        allowed = self._encoding.special_tokens_set if special else set[str]()
+        with _in_one_line(self._path):
+            found = [
+                self._encoding.encode_to_numpy(piece, allowed_special=allowed, disallowed_special=())
+                for start in range(0, len(text), MAX_CALL_CHARS)
+                for piece in _short_runs(text[start : start + MAX_CALL_CHARS])
+            ]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *found]).astype(np.int64)
+
+
+def _line_pieces(text: str) -> Iterator[str]:
+    """Yield a text in pieces of at most PIECE_CHARS, which end with a line where there is one."""
+    start = 0
+    while len(text) - start > PIECE_CHARS:
+        stop = text.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def _short_runs(text: str) -> Iterator[str]:
+    """Yield a text in pieces without a run of more than MAX_RUN_CHARS characters that are all, or all not, spaces."""
+    start = run = 0
+    is_space = False
+    for i, character in enumerate(text):
+        if character.isspace() is is_space:
+            run += 1
+        else:
+            is_space, run = not is_space, 1
+        if run > MAX_RUN_CHARS:
+            yield text[start:i]
+            start, run = i, 1
+    yield text[start:]
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Read tiktoken.model: a line a token, its bytes in base64 and its rank; ranks are 0, 1, 2, ..."""
+    ranks: dict[bytes, int] = {}
+    lines = _read_small_file(path).splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise CalibrationError(
+                f"{path}: line {number} is not a token in base64 and its rank. {_BAD_FILE}"
+            ) from None
+    complete = set(ranks.values()) == set(range(len(ranks))) and all(bytes([i]) in ranks for i in range(256))
+    if not complete or len(ranks) < len([line for line in lines if line]):
+        raise CalibrationError(
+            f"{path}: is not a whole tiktoken file: a rank or one of the 256 bytes is missing, or a token is there "
+            f"twice. {_BAD_FILE}"
+        )
+    return ranks
+
+
+def _special_tokens(path: Path) -> dict[int, str]:
+    """Return id -> name of tokenizer_config.json's added_tokens_decoder."""
+    with remedy(_BAD_FILE):
+        added = mapping_or_empty(read_json_file(path).get("added_tokens_decoder"))
+    names: dict[int, str] = {}
+    for key, entry in added.items():
+        name = mapping_or_empty(entry).get("content")
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and isinstance(name, str) and name):
+            raise CalibrationError(
+                f"{path}: added_tokens_decoder has the entry {quoted(key)}: {quoted(entry)}, expected a token id and "
+                f"an object with its content. {_BAD_FILE}"
+            )
+        names[int(key)] = name
+    return names
+
+
+def _read_small_file(path: Path) -> bytes:
+    with remedy(_BAD_FILE):
+        check_plain_file(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_SMALL_FILE_BYTES + 1)
+    except OSError as error:
+        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+    if len(raw) > MAX_SMALL_FILE_BYTES:
+        raise CalibrationError(
+            f"{path}: larger than {MAX_SMALL_FILE_BYTES:,} bytes, which no tokenizer is. {_BAD_FILE}"
+        )
+    return raw
+
+
+@contextmanager
+def _in_one_line(path: Path) -> Generator[None]:
+    """Turn what a tokenizer's library raises, a panic too, into a CalibrationError that names the file."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
+        what = cut(str(cast(Any, error)) or type(error).__name__, 200)
+        raise CalibrationError(f"{path}: the tokenizer failed ({what}). {_BAD_FILE}") from None

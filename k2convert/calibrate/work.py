@@ -1,0 +1,193 @@
+"""The work folder of a pass, NAME.work next to the statistics file NAME: what an interrupted pass goes on from.
+
+    NAME.work/.k2convert/calibration.json   what the pass depends on, field by field; written before the first layer
+    NAME.work/.k2convert/lock               held by the running process (records/lock.py)
+    NAME.work/.k2convert/download           shards of the Hub that the current layer needs
+    NAME.work/layer-000.safetensors         the statistics of layer 0: the only claim that the layer is done
+    NAME.work/hidden-001.safetensors        the hidden states that layer 1 takes, f32 [windows, tokens, hidden]
+
+A layer's hidden states are complete before its statistics are written, and those that it took are removed after that.
+The states of a dropped window are NaN.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from k2convert.checkpoint.files import dump_json, list_folder, read_json_file, write_atomically, writing
+from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file, remove_folder
+from k2convert.checkpoint.header import encode_header, read_header
+from k2convert.checkpoint.names import (
+    CALIBRATION_JOB_NAME,
+    DOWNLOADS_FOLDER,
+    SHARD_SUFFIX,
+    WORK_FOLDER,
+    WORK_SUFFIX,
+)
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
+from k2convert.errors import CheckpointError, DestinationError, ResumeError, remedy
+from k2convert.records.events import SILENT, Events, Keep
+from k2convert.records.journal import describe_changes
+from k2convert.records.lock import lock_destination
+from k2convert.records.source_identity import Identities, changed_shards
+
+HIDDEN_STATES: Final = "hidden_states"
+
+HiddenStates = NDArray[np.float32]
+"""Hidden states of some windows, f32 [windows, tokens, hidden]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassJob:
+    """What a pass is. `identity` has every field that its statistics depend on; a resumed pass must have the same.
+
+    `chunk` is how many windows are computed at one time. The first run decides it, since sums depend on it.
+    `source` is the identity of every source shard (records/source_identity.py).
+    """
+
+    identity: dict[str, Any]
+    chunk: int
+    source: Identities
+
+
+class WorkFolder:
+    """The work folder of one statistics file."""
+
+    def __init__(self, statistics: Path) -> None:
+        self.statistics = statistics
+        self.folder = statistics.with_name(statistics.name + WORK_SUFFIX)
+        self.downloads = self.folder / WORK_FOLDER / DOWNLOADS_FOLDER
+        self._job_path = self.folder / WORK_FOLDER / CALIBRATION_JOB_NAME
+
+    @contextmanager
+    def locked(self, *, events: Events = SILENT) -> Generator[Keep]:
+        """Create the folder and lock it for this process; raises LockedError while another process has it."""
+        if self.folder.is_dir() and not (self.folder / WORK_FOLDER).is_dir() and list_folder(self.folder):
+            raise DestinationError(
+                f"{self.folder}: is not empty, and its files are not from k2convert. Remove it, or choose a different "
+                "name for the statistics."
+            )
+        make_folder(self.folder / WORK_FOLDER, root=self.statistics.parent)
+        with lock_destination(self.folder, events=events) as keep:
+            yield keep
+
+    def job(self) -> PassJob | None:
+        """Return the pass begun here, or None; raises CheckpointError if its description is damaged or a link."""
+        check_no_link(self._job_path)
+        if not self._job_path.exists():
+            return None
+        with remedy(f"Delete {self.folder} to start over."):
+            document = read_json_file(self._job_path)
+        try:
+            identity, chunk, source = (document[key] for key in ("identity", "chunk", "source"))
+            if not (isinstance(identity, dict) and isinstance(source, dict) and type(chunk) is int and chunk > 0):
+                raise ValueError
+        except (KeyError, ValueError):
+            raise CheckpointError(
+                f"{self._job_path}: not a description of this version. Delete {self.folder} to start over."
+            ) from None
+        return PassJob(identity, chunk, source)  # type: ignore[arg-type]
+
+    def begin(self, job: PassJob) -> PassJob:
+        """Begin a pass, or resume it: returns the job with the chunk of its first run. Raises ResumeError."""
+        found = self.job()
+        if found is None:
+            write_atomically(self._job_path, dump_json(asdict(job)), root=self.folder)
+            return job
+        if changes := describe_changes(found.identity, job.identity):
+            raise ResumeError(
+                f"{self.folder}: holds a different pass: {changes}. Repeat it with the same options, choose a "
+                "different name for the statistics, or delete this folder to start over."
+            )
+        if changed := changed_shards(found.source, job.source):
+            raise ResumeError(
+                f"{changed[0]}: this source shard changed since the pass in {self.folder} was begun. Restore it with "
+                "its time of modification, or delete this folder to start over."
+            )
+        return replace(job, chunk=found.chunk)
+
+    def layer_path(self, layer: int) -> Path:
+        """Return the file of a layer's statistics."""
+        return self.folder / f"layer-{layer:03}{SHARD_SUFFIX}"
+
+    def hidden_path(self, layer: int) -> Path:
+        """Return the file of the hidden states that a layer takes."""
+        return self.folder / f"hidden-{layer:03}{SHARD_SUFFIX}"
+
+    def num_finished(self) -> int:
+        """Return how many layers are done. They are the first ones."""
+        layer = 0
+        while self.layer_path(layer).is_file():
+            layer += 1
+        return layer
+
+    def sweep(self, first: int) -> None:
+        """Remove the hidden states that no layer from `first` on takes."""
+        for layer in range(first):
+            self.remove_file(self.hidden_path(layer))
+
+    def remove(self) -> None:
+        """Remove the folder: the pass is done. What it is for is removed last."""
+        for layer in range(self.num_finished()):
+            self.remove_file(self.layer_path(layer))
+        remove_folder(self.folder, root=self.folder.parent)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file of the folder, if it is there."""
+        with writing(path), opened_folder(self.folder) as folder:
+            remove_file(path, folder)
+
+    def writing_hidden(
+        self, layer: int, shape: tuple[int, int, int]
+    ) -> AbstractContextManager[Callable[[HiddenStates], None]]:
+        """Yield a function that appends windows to a layer's hidden states; the file appears at the end of the block.
+
+        Raises DiskFullError, DestinationWriteError.
+        """
+        return writing_states(self.hidden_path(layer), shape)
+
+    def reading_hidden(
+        self, layer: int, shape: tuple[int, int, int]
+    ) -> AbstractContextManager[Callable[[int, int], HiddenStates]]:
+        """Yield a function that reads windows [first, stop) of a layer's hidden states; raises CheckpointError."""
+        return self.reading_states(self.hidden_path(layer), shape)
+
+    @contextmanager
+    def reading_states(self, path: Path, shape: tuple[int, int, int]) -> Generator[Callable[[int, int], HiddenStates]]:
+        """Yield a function that reads windows [first, stop) of the hidden states in a file; raises CheckpointError."""
+        if not path.exists():
+            raise CheckpointError(f"{path}: missing. Delete {self.folder} to start over.")
+        with remedy(f"Delete {self.folder} to start over."):
+            header = read_header(path)
+        info = header.tensors.get(HIDDEN_STATES)
+        if info is None or info.shape != shape:
+            raise CheckpointError(f"{path}: not the hidden states of this pass. Delete {self.folder} to start over.")
+        window_bytes = prod(shape[1:]) * 4
+        with ShardReader(lambda _: path) as reader:
+
+            def read(first: int, stop: int) -> HiddenStates:
+                data = reader.read(info, begin=first * window_bytes, end=stop * window_bytes)
+                return data.view(np.float32).reshape(stop - first, *shape[1:])
+
+            yield read
+
+
+@contextmanager
+def writing_states(path: Path, shape: tuple[int, int, int]) -> Generator[Callable[[HiddenStates], None]]:
+    """Yield a function that appends windows to a file of hidden states, which appears at the end of the block.
+
+    Raises DiskFullError, DestinationWriteError.
+    """
+    num_bytes = prod(shape) * 4
+    header = encode_header([(HIDDEN_STATES, "F32", shape, num_bytes)], metadata={}, alignment=ALIGNMENT)
+    with ShardWriter(path, len(header) + num_bytes) as writer:
+        writer.write(header)
+        yield lambda states: writer.write(np.ascontiguousarray(states).reshape(-1).view(np.uint8).data)
+        writer.commit()

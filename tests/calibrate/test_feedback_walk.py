@@ -1,0 +1,238 @@
+"""The walk of rule `feedback`: both streams, the codes of every layer, few and odd tokens, stopping and going on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from k2convert.calibrate.columns import Calibration
+from k2convert.calibrate.feedback_walk import FeedbackWalk, walk_with_feedback
+from k2convert.calibrate.feedback_work import CodesFolder, FeedbackWork, LayerFiles
+from k2convert.calibrate.statistics import LayerStatistics, StatisticsHeader, write_statistics
+from k2convert.calibrate.text import read_windows
+from k2convert.calibrate.walk import Walk, walk_layers
+from k2convert.calibrate.work import WorkFolder
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.forward.decoder import DecoderLayer, embed
+from k2convert.forward.mlp import Mlp
+from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, nvfp4_weight
+from k2convert.job.layer_shards import local_layers
+from k2convert.models import detect_family
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.rules.optimal import optimal_global_scale, quantize_optimal
+from k2convert.records.events import SILENT
+
+Ids = NDArray[np.int64]
+KINDS = ("gate", "up", "down")
+
+
+def windows_of(source: Path, *, tokens: int, window: int) -> Ids:
+    text = Path(__file__).resolve().parents[1] / "data" / "k2-tiny" / "calibration.txt"
+    return read_windows([text], tokenizer=source, vocab_size=2048, tokens=tokens, window=window, seed=0).ids
+
+
+def planned(source: Path, ids: Ids, *, workers: int = 1, chunk: int = 3, num_layers: int | None = None) -> Walk:
+    checkpoint = open_checkpoint(source)
+    architecture = detect_family(checkpoint).read_architecture(checkpoint.config, str(source))
+    return Walk(
+        ids=ids,
+        num_layers=num_layers or architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        seed=0,
+        chunk=chunk,
+        devices=("cpu",),
+        workers=workers,
+        around=partial(local_layers, checkpoint),
+    )
+
+
+def nothing() -> None:
+    """The walk need not stop."""
+
+
+def walked(
+    work: FeedbackWork, walk: Walk, *, norm_scaling: bool = True, check_stop: Callable[[], None] = nothing
+) -> FeedbackWork:
+    """Do what is left of a walk; the hidden states that a layer takes are kept as `NAME.kept`."""
+    work.folder.mkdir(parents=True, exist_ok=True)
+    shape = walk.ids.shape
+    header = StatisticsHeader("0" * 64, (), walk.ids.size, shape[1], shape[0], 0, 0, {})
+
+    def save(layer: LayerStatistics, dropped: int) -> None:
+        for path in (work.hidden_path(layer.layer + 1), work.converted_path(layer.layer + 1)):
+            if path.exists():
+                shutil.copy(path, path.with_suffix(".kept"))
+        write_statistics(work.layer_path(layer.layer), [layer], header)
+
+    feedback = FeedbackWalk(walk, norm_scaling=norm_scaling, check_stop=check_stop)
+    walk_with_feedback(feedback, work, save=save, events=SILENT)
+    return work
+
+
+def files_of(work: FeedbackWork) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(work.folder.iterdir()) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def tiny_ids(tiny: Path) -> Ids:
+    return windows_of(tiny, tokens=1024, window=128)
+
+
+@pytest.fixture(scope="module")
+def tiny_walk(tiny: Path, tiny_ids: Ids, tmp_path_factory: pytest.TempPathFactory) -> FeedbackWork:
+    """A whole walk through the trained checkpoint: about 250 tokens an expert."""
+    return walked(FeedbackWork(tmp_path_factory.mktemp("walk")), planned(tiny, tiny_ids))
+
+
+def states(work: FeedbackWork, path: Path, walk: Walk) -> torch.Tensor:
+    with work.reading_states(path.with_suffix(".kept"), walk.shape) as read:
+        return torch.as_tensor(read(0, walk.shape[0]).copy())
+
+
+def decoded(weight: Nvfp4Weight) -> LinearLayer:
+    packed, scales = torch.as_tensor(weight.packed), torch.as_tensor(weight.block_scales)
+    return LinearLayer(nvfp4_weight(packed, scales, weight.global_scale))
+
+
+def test_the_statistics_are_those_of_a_pass(tiny: Path, tiny_ids: Ids, tiny_walk: FeedbackWork, tmp_path: Path) -> None:
+    walk, work = planned(tiny, tiny_ids), WorkFolder(tmp_path / "pass")
+    work.folder.mkdir()
+    header = StatisticsHeader("0" * 64, (), walk.ids.size, walk.ids.shape[1], walk.ids.shape[0], 0, 0, {})
+
+    def save(layer: LayerStatistics, dropped: int) -> None:
+        write_statistics(work.layer_path(layer.layer), [layer], header)
+
+    walk_layers(walk, work, save=save, events=SILENT)
+    for layer in range(walk.num_layers):
+        assert tiny_walk.layer_path(layer).read_bytes() == work.layer_path(layer).read_bytes()
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_the_second_stream_is_what_the_converted_layer_gives(
+    tiny: Path, tiny_ids: Ids, tiny_walk: FeedbackWork, layer: int
+) -> None:
+    """The walk keeps what is lacking and updates it; here the converted layer is computed from its codes."""
+    walk, work = planned(tiny, tiny_ids), tiny_walk
+    exponents = Calibration(LayerFiles(work), weighted=True, norm_scaling=True).exponents(layer)
+    factors = np.ones(walk.hidden_size) if exponents is None else np.ldexp(1.0, exponents.astype(np.int32))
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, CodesFolder(work) as codes:
+        decoder = DecoderLayer(reader, layer)
+        after, x, routing = decoder.attend(states(work, work.converted_path(layer), walk))
+        assert routing is not None
+        result = after + decoder.shared_output(x)
+        scaled = x * torch.as_tensor(factors.astype(np.float32))
+        for expert in range(routing.scores.shape[1]):
+            tokens, p = routing.tokens_of(expert)
+            found = [codes.read(f"model.layers.{layer}.mlp.experts.{expert}.{k}_proj") for k in KINDS]
+            assert found[0].global_scale == found[1].global_scale
+            mlp = Mlp(*map(decoded, found))
+            result[tokens] += mlp(scaled[tokens]) * p[:, None]
+    expected = states(work, work.converted_path(layer + 1), walk).flatten(0, 1)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_each_layer_gives_more_of_the_int4_layer_than_rule_optimal(tiny_walk: FeedbackWork) -> None:
+    for layer in (1, 2, 3):
+        found = tiny_walk.read_feedback(layer)
+        assert found is not None
+        assert found.feedback_error < found.optimal_error
+        assert (found.inherited_error == 0) == (layer == 1), "only the first MoE layer has nothing before it"
+    assert tiny_walk.read_feedback(0) is None
+
+
+def test_the_streams_begin_equal_and_part(tiny: Path, tiny_ids: Ids, tiny_walk: FeedbackWork) -> None:
+    walk = planned(tiny, tiny_ids)
+    first = [states(tiny_walk, path(1), walk) for path in (tiny_walk.hidden_path, tiny_walk.converted_path)]
+    torch.testing.assert_close(*first, rtol=0, atol=0)
+    second = [states(tiny_walk, path(2), walk) for path in (tiny_walk.hidden_path, tiny_walk.converted_path)]
+    error = float((second[0] - second[1]).square().sum() / second[0].square().sum())
+    assert 0 < error < 0.01
+
+
+def test_the_number_of_workers_changes_no_byte(cut: Path, tmp_path: Path) -> None:
+    ids = windows_of(cut, tokens=512, window=64)
+    found = [
+        files_of(walked(FeedbackWork(tmp_path / str(workers)), planned(cut, ids, workers=workers)))
+        for workers in (1, 3)
+    ]
+    assert found[0] == found[1]
+    assert "codes-001.safetensors" in found[0]
+
+
+class Stop(Exception):  # noqa: N818 - the test's own
+    """The walk was asked to stop."""
+
+
+@pytest.mark.parametrize("call", [2, 7])
+def test_a_stopped_walk_goes_on_to_the_same_bytes(cut: Path, tmp_path: Path, call: int) -> None:
+    ids = windows_of(cut, tokens=512, window=64)
+    whole = files_of(walked(FeedbackWork(tmp_path / "whole"), planned(cut, ids)))
+    calls = 0
+
+    def stop_at() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise Stop
+
+    work = FeedbackWork(tmp_path / "stopped")
+    with pytest.raises(Stop):
+        walked(work, planned(cut, ids), check_stop=stop_at)
+    assert work.num_finished() < 2
+    assert files_of(walked(work, planned(cut, ids))) == whole
+
+
+@pytest.mark.parametrize("case", ["few", "one token", "repeated"])
+def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path, case: str) -> None:
+    """Tokens that say little about the weights: on other tokens the layer is close to rule `optimal`, or better."""
+    text = windows_of(tiny, tokens=1024, window=64)
+    ids = {"few": text[:1], "one token": text[:1, :1], "repeated": np.full((8, 64), text[0, 7])}[case]
+    work = walked(FeedbackWork(tmp_path / "few"), planned(tiny, ids, num_layers=2), norm_scaling=False)
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, CodesFolder(work) as codes:
+        hidden = DecoderLayer(reader, 0).run(embed(reader, torch.as_tensor(text[8:])))
+        after, x, routing = DecoderLayer(reader, 1).attend(hidden)
+        assert routing is not None
+        errors = [0.0, 0.0]
+        for expert in range(16):
+            sources = [reader.read_source(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
+            found = [codes.read(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
+            optimal = [by_optimal(source, codes.global_scale) for source, codes in zip(sources, found, strict=True)]
+            tokens, p = routing.tokens_of(expert)
+            expected = Mlp(*(LinearLayer(exact_weight(source)) for source in sources))(x[tokens])
+            for place, weights in enumerate((found, optimal)):
+                lost = (Mlp(*map(decoded, weights))(x[tokens]) - expected) * p[:, None]
+                errors[place] += float((lost.square().sum(dim=1) / after[tokens].square().sum(dim=1)).sum())
+    assert errors[0] < 1.03 * errors[1]
+
+
+def by_optimal(source: Int4Weight | torch.Tensor, global_scale: float) -> Nvfp4Weight:
+    assert isinstance(source, Int4Weight)
+    return quantize_optimal(source, global_scale)
+
+
+def test_beginning_again_forgets_every_layer(cut: Path, tmp_path: Path) -> None:
+    ids = windows_of(cut, tokens=256, window=64)
+    work = walked(FeedbackWork(tmp_path / "work"), planned(cut, ids))
+    before = files_of(work)
+    work.drop_codes(1)
+    work.begin_again()
+    assert work.num_finished() == 0
+    assert files_of(walked(work, planned(cut, ids))) == before
+
+
+def test_global_scales_are_those_of_rule_optimal(tiny_walk: FeedbackWork, tiny: Path) -> None:
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, CodesFolder(tiny_walk) as codes:
+        module = "model.layers.3.mlp.experts.5.down_proj"
+        source = reader.read_source(module)
+        assert not isinstance(source, torch.Tensor)
+        assert codes.read(module).global_scale == optimal_global_scale(measure(source, name=module), is_int4=True)
