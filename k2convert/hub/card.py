@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from k2convert.checkpoint.names import LEDGER_NAME
+from k2convert.hub.card_calibration import CardCalibration, calibration_lines, feedback_paragraphs
 from k2convert.hub.source_card import SourceCard, front_matter
 from k2convert.models.config import tensor_parallel_size
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -68,6 +69,8 @@ class CardFacts:
     """Whether the scale of each tensor is a power of two; otherwise it is any FP32 value."""
     checked: str
     """A sentence that says which rules were checked before publishing."""
+    calibration: CardCalibration | None = None
+    """What the result was calibrated with; None without calibration data."""
 
     @property
     def is_w4a4(self) -> bool:
@@ -128,18 +131,31 @@ def _conversion(facts: CardFacts) -> str:
     tensor_scale = "one power-of-two scale" if facts.has_power_of_two_scale else "one FP32 scale"
     lines = [
         f"- To NVFP4 (E2M1 codes, one E4M3 scale for every 16 weights, {tensor_scale} for each tensor): {facts.roles}",
-        f"- Kept byte for byte: {', '.join(facts.kept)}",
+        _kept(facts),
         f"- Rule: `{recipe['rule']}`: {facts.rule_summary}",
     ]
     if facts.is_w4a4:
+        unused = "" if facts.calibration is not None else "; no calibration data were used"
         lines.append(
             f"- Activation scales: constant, {inputs.get('gate_up', 1.0):g} for gate and up, "
-            f"{inputs.get('down', 1.0):g} for down; no calibration data were used"
+            f"{inputs.get('down', 1.0):g} for down{unused}"
         )
+    lines += calibration_lines(facts.calibration)
     if recipe.get("kv_cache"):
         lines.append("- KV cache: declared FP8, scale 1.0")
     lines.append(f"- Tensor names and config: {_ENGINE_NAMES[recipe['layout']]}")
-    return "## What was converted\n\n" + "\n".join(lines)
+    return "\n\n".join(["## What was converted", "\n".join(lines), *feedback_paragraphs(facts.calibration)])
+
+
+def _kept(facts: CardFacts) -> str:
+    """Return the line about what was not converted."""
+    kept = ", ".join(facts.kept)
+    if facts.calibration is None or not facts.calibration.has_norm_scaling:
+        return f"- Kept byte for byte: {kept}"
+    return (
+        f"- Kept in their formats: {kept}. They are byte for byte the source's, except for the powers of two of norm "
+        "scaling in router and shared experts"
+    )
 
 
 def _error(facts: CardFacts) -> str:
@@ -157,6 +173,13 @@ def _error(facts: CardFacts) -> str:
         if facts.is_w4a4
         else ""
     )
+    is_feedback = facts.calibration is not None and facts.calibration.feedback is not None
+    outputs = (
+        " Rule `feedback` keeps the outputs of layers, so its weights are further from the source than those of rule "
+        "`optimal`."
+        if is_feedback
+        else ""
+    )
     comparison = _comparison(facts.totals.get("total"))
     return f"""
 ## What it lost
@@ -168,7 +191,7 @@ Error of the stored weights against the exact values of the source:
 {comparison}`plain` dequantizes to BF16 and takes each block's scale from its largest weight.
 
 **This is not lossless.** INT4 has sixteen evenly spaced levels. E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
-It has no 5 and no 7, so blocks with these codes change. The figures above are of weights only.{activations}
+It has no 5 and no 7, so blocks with these codes change. The figures above are of weights only.{activations}{outputs}
 """
 
 

@@ -35,8 +35,8 @@ _WRITE_BYTES = 1 << 20
 Arrived = Callable[[int, bool], None]
 
 
-def _ignore(num_bytes: int, is_new: bool) -> None:
-    pass
+def ignore_arrival(num_bytes: int, is_new: bool) -> None:
+    """Count nothing: the default of `arrived`."""
 
 
 def download_shard(
@@ -46,7 +46,7 @@ def download_shard(
     *,
     target: Path,
     stop: threading.Event,
-    arrived: Arrived = _ignore,
+    arrived: Arrived = ignore_arrival,
 ) -> None:
     """Fetch `shard` to `target`, continuing an earlier attempt; the file appears only if its sha256 is right.
 
@@ -98,7 +98,7 @@ def download_ranges(
     partial = open_partial(target, file, segment_bytes=range_segment_bytes(file.num_bytes))
     try:
         partial.keep_only(ranges)
-        with _fetching(hub, partial, file_url(hub, source, shard), _ignore) as check:
+        with _fetching(hub, partial, file_url(hub, source, shard), ignore_arrival) as check:
             while not partial.is_complete():
                 check()
                 partial.wait(0.2)

@@ -6,7 +6,7 @@ output bytes are known shard by shard and tensor by tensor before the first byte
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +17,9 @@ from k2convert.errors import PlanError
 from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.int4_config import check_int4_config
 from k2convert.models.names import WEIGHT, Architecture, Family, TensorName
+from k2convert.models.norm_scaling import ColumnScaling, column_scaling
 from k2convert.models.projections import (
+    SOURCE_REMEDY,
     Projection,
     check_expert_shapes,
     check_experts,
@@ -29,6 +31,7 @@ from k2convert.plan.excludes import exclude_list
 from k2convert.plan.recipe import Recipe
 
 BF16_SHARD_BYTES: Final = 5_000_000_000
+SCALABLE_DTYPES: Final = ("BF16", "F32")  # of copied tensors: norms, routers, shared experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,11 @@ class ConvertStep:
 
 @dataclass(frozen=True, slots=True)
 class CopyStep:
-    """One tensor copied byte for byte."""
+    """One tensor copied byte for byte, or with exactly scaled columns."""
 
     tensor: TensorInfo
     outputs: tuple[OutputTensor, ...]
+    scaling: ColumnScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class Claim:
     family: Family
     architecture: Architecture
     projections: dict[str, Projection]
+    names: Mapping[str, TensorName]
 
 
 def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str, TensorName] | None = None) -> Claim:
@@ -142,13 +147,17 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
     check_roles_match(roles, projections, source)
     check_experts(source, names, architecture, family)
     check_expert_shapes(projections, architecture)
-    return Claim(family, architecture, projections)
+    return Claim(family, architecture, projections, names)
 
 
-def plan_conversion(*, source: Checkpoint, recipe: Recipe) -> Plan:
-    """Decide the whole job from headers; raises PlanError for anything unclaimed, missing or contradictory."""
+def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collection[int] = ()) -> Plan:
+    """Decide the whole job from headers; raises PlanError for anything unclaimed, missing or contradictory.
+
+    `scaled_layers` are the MoE layers that norm scaling changes.
+    """
     claim = claim_projections(source=source, recipe=recipe)
-    steps = _make_steps(source, claim.projections, recipe)
+    scalings = _find_scalings(source, claim, scaled_layers)
+    steps = _make_steps(source, claim.projections, recipe, scalings)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     excludes: list[str] = []
     if recipe.target == "nvfp4":
@@ -158,8 +167,28 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe) -> Plan:
     return Plan(claim.family.name, recipe, tuple(excludes), tuple(jobs), num_dropped)
 
 
+def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) -> dict[str, ColumnScaling]:
+    """Return the tensors that norm scaling changes and that may be copied; raises PlanError if it cannot be exact."""
+    scalings: dict[str, ColumnScaling] = {}
+    for layer in layers:
+        if (name := f"{claim.family.mlp_norm.format(layer=layer)}.{WEIGHT}") not in source.tensors:
+            raise PlanError(f"{source.folder}: {name}: not in the source. {SOURCE_REMEDY}")
+    for name, parts in claim.names.items():
+        scaling = column_scaling(parts, family=claim.family) if parts.layer in layers else None
+        if scaling is None:
+            continue
+        tensor, columns = source.tensors[name], claim.architecture.hidden_size
+        if tensor.dtype not in SCALABLE_DTYPES or tensor.shape[-1:] != (columns,):
+            raise PlanError(
+                f"{tensor.shard}: {name}: {tensor.dtype} {list(tensor.shape)}; norm scaling needs "
+                f"{' or '.join(SCALABLE_DTYPES)} with {columns} columns. Use --no-norm-scaling."
+            )
+        scalings[name] = scaling
+    return scalings
+
+
 def _make_steps(
-    source: Checkpoint, projections: dict[str, Projection], recipe: Recipe
+    source: Checkpoint, projections: dict[str, Projection], recipe: Recipe, scalings: Mapping[str, ColumnScaling]
 ) -> list[tuple[str, ConvertStep | CopyStep]]:
     """Return (shard, step) in source order. Partners are found across shards."""
     claimed: dict[str, Projection] = {t.name: p for p in projections.values() for t in p.sources}
@@ -173,7 +202,7 @@ def _make_steps(
             projection = claimed.get(tensor.name)
             if projection is None:
                 output = OutputTensor(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes)
-                steps.append((shard, CopyStep(tensor, (output,))))
+                steps.append((shard, CopyStep(tensor, (output,), scalings.get(tensor.name))))
             elif tensor is projection.home and projection.module not in done:
                 group = sharing[projection.sharing_key]
                 members = tuple(p for p in group if p.home.shard == shard)
@@ -222,13 +251,15 @@ def _resharded(steps: list[tuple[str, ConvertStep | CopyStep]]) -> list[ShardJob
 
 
 def action_counts(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return tensors and bytes by action, for the dry run: of the source going in, of the result coming out."""
+    """Return tensors and bytes by action, for the dry run: of the source going in, of the result coming out.
+
+    `scale` is only there if norm scaling changes copied tensors.
+    """
     converts = [s for j in plan.jobs for s in j.steps if isinstance(s, ConvertStep)]
     copies = [s for j in plan.jobs for s in j.steps if isinstance(s, CopyStep)]
     sources = [t for s in converts for p in s.members for t in p.sources]
     outputs = [o for s in converts for o in s.outputs]
-    copied = sum(s.tensor.num_bytes for s in copies)
-    return {
+    counts = {
         "convert": {
             "source_tensors": len(sources),
             "bytes_in": sum(t.num_bytes for t in sources),
@@ -236,5 +267,12 @@ def action_counts(plan: Plan) -> dict[str, dict[str, Any]]:
             "bytes_out": sum(o.num_bytes for o in outputs),
             "projections": sum(len(s.members) for s in converts),
         },
-        "copy": {"source_tensors": len(copies), "bytes_in": copied, "tensors": len(copies), "bytes_out": copied},
+        "copy": _copy_counts([s for s in copies if s.scaling is None]),
     }
+    scaled = [s for s in copies if s.scaling is not None]
+    return counts | {"scale": _copy_counts(scaled)} if scaled else counts
+
+
+def _copy_counts(copies: list[CopyStep]) -> dict[str, Any]:
+    num_bytes = sum(s.tensor.num_bytes for s in copies)
+    return {"source_tensors": len(copies), "bytes_in": num_bytes, "tensors": len(copies), "bytes_out": num_bytes}

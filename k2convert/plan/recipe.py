@@ -67,6 +67,7 @@ class Recipe(BaseModel):
     rule: Rule = "optimal"
     quantizer: QuantizerKind = "native"
     activations: Activations = "w4a4"
+    norm_scaling: bool | None = None
     roles: tuple[RoleName, ...] = ("experts",)
     input_scale: InputScale = InputScale()
     kv_cache: KvCache | None = None
@@ -81,11 +82,18 @@ class Recipe(BaseModel):
         if self.quantizer == "reference" and not RULES[self.rule].is_modelopt:
             known = " or ".join(f"'rule: {rule}'" for rule, arithmetic in RULES.items() if arithmetic.is_modelopt)
             raise ValueError(f"quantizer 'reference' does not support rule {self.rule!r}; add {known}")
+        if self.norm_scaling and self.quantizer == "reference":
+            raise ValueError("quantizer 'reference' does not support norm scaling; remove 'norm_scaling'")
+        if self.norm_scaling and self.target == "bf16":
+            raise ValueError("norm scaling is for NVFP4; remove 'norm_scaling' or 'target: bf16'")
         return self
 
     def document(self) -> dict[str, Any]:
-        """Return the resolved recipe as plain data, with every default."""
-        return self.model_dump(mode="json")
+        """Return the resolved recipe as plain data, with every default; `norm_scaling` only if it is set."""
+        document = self.model_dump(mode="json")
+        if self.norm_scaling is None:
+            del document["norm_scaling"]
+        return document
 
 
 def recipes_folder() -> Path:

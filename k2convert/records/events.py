@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-Phase = Literal["download", "convert", "upload", "check", "layers"]
+Phase = Literal["download", "convert", "upload", "check", "layers", "calibrate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,12 +12,14 @@ class Extent:
     """How much a stage has to do: for every phase the bytes in total and the bytes that an earlier run has done.
 
     `shards` is 0 for a stage that does not count shards. `num_experts` are the experts of all reference layers.
+    The phase `calibrate` counts the tokens of every layer instead of bytes; one layer has `layer_tokens`.
     """
 
     phases: Mapping[Phase, tuple[int, int]]
     shards: int = 0
     finished_shards: int = 0
     num_experts: int = 0
+    layer_tokens: int = 0
 
 
 Keep = Callable[[str], None]
@@ -45,6 +47,9 @@ class Events(Protocol):
     def experts_computed(self, layer: int, done: int, total: int) -> None:
         """Take how many experts of a reference layer are computed."""
 
+    def tokens_computed(self, tokens: int) -> None:
+        """Take how many tokens a layer of a calibration computed since the last call."""
+
 
 class _Silent:
     def note(self, text: str) -> None:
@@ -63,6 +68,9 @@ class _Silent:
         pass
 
     def experts_computed(self, layer: int, done: int, total: int) -> None:
+        pass
+
+    def tokens_computed(self, tokens: int) -> None:
         pass
 
 

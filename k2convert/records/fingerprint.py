@@ -13,19 +13,38 @@ from k2convert.plan.recipe import Recipe
 ARITHMETIC_VERSION: Final = 1  # to be raised when the same input gives different bytes
 
 
-def job_fingerprint(*, source: Checkpoint, recipe: Recipe, revision: str | None) -> dict[str, Any]:
-    """Return the fingerprint field by field, so that a refused resume can name what changed."""
+def source_digest(source: Checkpoint) -> str:
+    """Return the digest of a source's headers: names, headers and sizes of its shards."""
     headers = blake3()
     for shard, header in sorted(source.headers.items()):
         headers.update(f"{shard}\0{header.digest}\0{header.file_bytes}\n".encode())
+    return headers.hexdigest()
+
+
+def job_fingerprint(
+    *,
+    source: Checkpoint,
+    recipe: Recipe,
+    revision: str | None,
+    statistics: str | None = None,
+    walk: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the fingerprint field by field, so that a refused resume can name what changed.
+
+    `statistics` is the digest of the statistics file, if the job uses one. `walk` has what the bytes depend on if the
+    job walks through the layers: text, options, machine.
+    """
     config = blake3(json.dumps(source.config, sort_keys=True).encode())
     identity: dict[str, Any] = {
         "k2convert": __version__,
         "arithmetic": ARITHMETIC_VERSION,
         "source_revision": revision,
-        "source_headers": headers.hexdigest(),
+        "source_headers": source_digest(source),
         "source_config": config.hexdigest(),
     }
+    if statistics is not None:
+        identity["statistics"] = statistics
+    identity |= walk or {}
     return identity | {k: v for k, v in recipe.document().items() if k not in ("name", "family", "budget")}
 
 

@@ -11,7 +11,7 @@ Nothing in these files depends on time, host or path of the run: an interrupted 
 source end in the same bytes.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,6 +96,14 @@ class FoundRecords:
     damaged: tuple[Path, ...]
 
 
+def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Say in words which fields differ, the first five of them; an empty text if none does."""
+    different = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return "; ".join(
+        f"{shortened(key)} was {quoted(old.get(key))}, now {quoted(new.get(key))}" for key in different[:5]
+    )
+
+
 class Journal:
     """The journal of one destination folder."""
 
@@ -125,11 +133,7 @@ class Journal:
         if found is None:
             self.describe(job)
             return []
-        old, new = found.fingerprint, job.fingerprint
-        if different := [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]:
-            changes = "; ".join(
-                f"{shortened(key)} was {quoted(old.get(key))}, now {quoted(new.get(key))}" for key in different[:5]
-            )
+        if changes := describe_changes(found.fingerprint, job.fingerprint):
             raise ResumeError(
                 f"{self.destination}: holds a different job: {changes}. Choose a different folder, or delete this one "
                 "to start over."

@@ -21,6 +21,8 @@ from k2convert.errors import CheckpointError, RecipeError, remedy, shortened
 from k2convert.plan.plan import Plan
 from k2convert.plan.recipe import Recipe, build_recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metrics, total_metrics
+from k2convert.quantize.rules import RULES
+from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.shard_record import ShardRecord
 
@@ -42,7 +44,8 @@ class Ledger:
     """The content of k2convert.json.
 
     `recipe` is the resolved recipe as plain data. `headers` maps source shards to the digests of their headers.
-    `totals` maps roles, and "total", to metrics. A damaged file gives the parts that could be read, and `problems`.
+    `totals` maps roles, and "total", to metrics. `calibration` is None for a result made without statistics. A damaged
+    file gives the parts that could be read, and `problems`.
     """
 
     tool_version: str
@@ -55,6 +58,7 @@ class Ledger:
     versions: dict[str, str]
     shards: dict[str, LedgerShard]
     totals: dict[str, WeightMetrics]
+    calibration: CalibrationRecord | None = None
     problems: tuple[str, ...] = field(default=())
 
     @property
@@ -80,6 +84,7 @@ class Ledger:
             name: {"blake3": shard.blake3, "bytes": shard.num_bytes, "tensors": shard.num_tensors}
             for name, shard in sorted(self.shards.items())
         }
+        calibration = {} if self.calibration is None else {"calibration": self.calibration.to_dict()}
         return dump_json(
             {
                 "k2convert": self.tool_version,
@@ -94,6 +99,7 @@ class Ledger:
                 "versions": self.versions,
                 "shards": shards,
                 "totals": {role: metrics.to_dict() for role, metrics in self.totals.items()},
+                **calibration,
             }
         )
 
@@ -106,10 +112,12 @@ def build_ledger(
     fingerprint: dict[str, Any],
     repo: str | None,
     devices: Sequence[str],
+    calibration: CalibrationRecord | None = None,
 ) -> Ledger:
     """Build the ledger of a finished job.
 
     `repo` is the source's repository on the Hub, if it has one. `devices` are those that converted: "cpu", "cuda:0".
+    `calibration` says which statistics were used, if any were.
     """
     return Ledger(
         tool_version=__version__,
@@ -124,6 +132,7 @@ def build_ledger(
             name: LedgerShard(record.blake3, record.file_bytes, record.num_tensors) for name, record in records.items()
         },
         totals=summarize(records.values()),
+        calibration=calibration,
     )
 
 
@@ -134,6 +143,8 @@ def _versions(recipe: Recipe, devices: Sequence[str]) -> dict[str, str]:
         libraries += ["torch", "compressed-tensors", "nvidia-modelopt"]
     elif any(device != "cpu" for device in devices):
         libraries += ["torch", "triton"]
+    elif RULES[recipe.rule].needs_walk:
+        libraries.append("torch")
     return {"python": platform.python_version(), **{name: version(name) for name in libraries}}
 
 
@@ -189,6 +200,7 @@ def parse_ledger(document: Mapping[str, Any]) -> Ledger:
         versions={name: str(value) for name, value in stated.items()},
         shards=_parse_shards(_object(document, "shards", problems), problems),
         totals=_parse_totals(_object(document, "totals", problems), problems),
+        calibration=_parse_calibration(document, problems),
         problems=tuple(problems),
     )
 
@@ -230,6 +242,16 @@ def _parse_totals(stated: dict[str, Any], problems: list[str]) -> dict[str, Weig
         except (ValueError, TypeError) as error:
             problems.append(str(error))
     return totals
+
+
+def _parse_calibration(document: Mapping[str, Any], problems: list[str]) -> CalibrationRecord | None:
+    if "calibration" not in document:
+        return None
+    try:
+        return CalibrationRecord.from_dict(document["calibration"])
+    except ValueError as error:
+        problems.append(f"calibration: {error}")
+        return None
 
 
 def find_ledger(folder: Path) -> Ledger | None:

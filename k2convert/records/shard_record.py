@@ -42,7 +42,7 @@ class SourceCheck:
         if not all(isinstance(name, str) for name in stated["copied"]):
             raise ValueError("copied is not a list of names")
         for figures in stated["decoded"].values():
-            _check_types(figures, _DECODED_TYPES)
+            _check_types(_NO_WEIGHTS | figures, _DECODED_TYPES)
         return cls(stated["blake3"], tuple(stated["copied"]), stated["decoded"])
 
 
@@ -124,8 +124,12 @@ _DECODED_TYPES: dict[str, tuple[type, ...]] = {
     "energy": (float,),
     "squared_error": (float,),
     "max_error_steps": (float, NoneType),
+    "weighted_energy": (float, NoneType),
+    "weighted_error": (float, NoneType),
     "sampled_blocks": (int,),
 }
+_NO_WEIGHTS: dict[str, Any] = {"weighted_energy": None, "weighted_error": None}
+"""Figures that only weights with importance have."""
 
 
 def _check_types(document: Any, types: dict[str, tuple[type, ...]]) -> dict[str, Any]:

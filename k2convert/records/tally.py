@@ -23,11 +23,17 @@ _SAMPLE_SECONDS: Final = 0.25  # work within this time counts as one sample
 
 @dataclass(slots=True)
 class Meter:
-    """Counts one kind of work in bytes (or experts). `clock` returns seconds; `is_moving` after the first new work."""
+    """Counts one kind of work in bytes (or experts, or tokens of every layer, of which a layer has `unit`).
+
+    `clock` returns seconds; `is_moving` after the first new work. Work that `can_wait` for other work is not stalled
+    when it stops.
+    """
 
     total: int
     done: int = 0
     clock: Callable[[], float] = time.monotonic
+    unit: int = 1
+    can_wait: bool = False
     is_moving: bool = False
     _samples: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
@@ -55,7 +61,7 @@ class Meter:
 
     @property
     def rate(self) -> float | None:
-        """Work a second over the window; 0.0 if the work has stopped, None if not enough was measured."""
+        """Work a second over the window; 0.0 if the work has stopped, None if it waits or not enough was measured."""
         now = self.clock()
         if len(self._samples) < 2:
             return None
@@ -67,7 +73,7 @@ class Meter:
             return None
         gap = (last_at - first_at) / (len(self._samples) - 1)
         if now - last_at > max(WINDOW_SECONDS, _LUMPS * gap):
-            return 0.0
+            return None if self.can_wait else 0.0
         return (last - first) / (now - first_at)
 
     @property
@@ -103,7 +109,14 @@ class Tally:
 
     def _set(self, extent: Extent) -> None:
         self.meters: dict[Phase, Meter] = {
-            phase: Meter(total, done, self._clock) for phase, (total, done) in extent.phases.items()
+            phase: Meter(
+                total,
+                done,
+                self._clock,
+                unit=extent.layer_tokens if phase == "calibrate" else 1,
+                can_wait=phase != "calibrate" and "calibrate" in extent.phases,
+            )
+            for phase, (total, done) in extent.phases.items()
         }
         self.num_shards, self.shards = extent.shards, extent.finished_shards
         if extent.num_experts:
@@ -153,6 +166,12 @@ class Tally:
                 meter.start()
                 meter.add(1)
 
+    def tokens_computed(self, tokens: int) -> None:
+        """Count tokens that a layer of a calibration computed."""
+        with self._lock:
+            if "calibrate" in self.meters:
+                self.meters["calibrate"].add(tokens)
+
     def take_new_shards(self) -> list[str]:
         """Return the shards that were finished since the last call."""
         with self._lock:
@@ -172,9 +191,14 @@ class Tally:
 
     @property
     def seconds_left(self) -> float | None:
-        """The ETA: of the slowest phase of a job, whose phases overlap, or of all phases of a validation, in order."""
+        """The ETA: of the slowest phase of a job, whose phases overlap, or of all phases of a validation, in order.
+
+        Phases that wait for a calibration count when it is done.
+        """
         with self._lock:
-            left = {phase: self._left(phase) for phase in self.meters}
+            walk = self.meters.get("calibrate")
+            is_walking = walk is not None and walk.done < walk.total
+            left = {phase: self._left(phase) for phase, m in self.meters.items() if not (is_walking and m.can_wait)}
         known = [seconds for seconds in left.values() if seconds is not None]
         if len(known) < len(left) or not any(meter.done for meter in self.meters.values()):
             return None
@@ -200,6 +224,7 @@ class Tally:
                     "done": meter.done,
                     "total": meter.total,
                     "rate": None if (r := meter.rate) is None else round(r),
+                    **({"unit": meter.unit} if phase == "calibrate" else {}),
                 }
                 for phase, meter in self.meters.items()
             }
@@ -229,4 +254,5 @@ def parse_summary(text: str) -> dict[str, Any] | None:
 
 
 def _is_phase(phase: Any) -> bool:
-    return type(phase["done"]) is int and type(phase["total"]) is int and isinstance(phase["rate"], int | float | None)
+    counts = (phase["done"], phase["total"], phase.get("unit", 1))
+    return all(type(count) is int for count in counts) and isinstance(phase["rate"], int | float | None)

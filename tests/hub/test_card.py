@@ -14,6 +14,7 @@ from loopback import LoopbackHub
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.hub.card import CardFacts, build_card
+from k2convert.hub.card_calibration import CardCalibration, CardFeedback
 from k2convert.hub.source_card import Licence, SourceCard, read_source_card
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
@@ -172,6 +173,35 @@ def test_a_family_without_options_has_none_in_its_commands(facts: CardFacts) -> 
 def test_the_task_follows_from_vision_if_the_source_states_none(facts: CardFacts, has_vision: bool, task: str) -> None:
     card = build_card(replace(facts, source=SourceCard(), has_vision=has_vision))
     assert front_matter(card)["pipeline_tag"] == task
+
+
+@pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
+def test_rule_feedback_is_explained_in_one_paragraph(facts: CardFacts, activations: str) -> None:
+    found = CardFeedback(
+        layers=60, better_layers=59, error=0.0012345, optimal_error=0.0034567, plain_experts=1_200, experts=23_040
+    )
+    calibration = CardCalibration(("emma.txt",), 131_072, is_weighted=True, has_norm_scaling=True, feedback=found)
+    card = build_card(replace(changed(facts, activations=activations, rule="feedback"), calibration=calibration))
+    assert "- Calibrated on 131,072 tokens of `emma.txt`" in card
+    assert "- Norm scaling: " in card
+    assert "- Importance: " not in card
+    (paragraph,) = (part for part in card.split("\n\n") if part.startswith("**Rule `feedback`**"))
+    assert "\n" not in paragraph
+    assert "the same weights serve W4A16 and W4A4" in paragraph
+    assert "relative squared error of 0.00123 on" in paragraph
+    assert "they would have 0.00346." in paragraph
+    assert "after 59 of 60 MoE layers" in paragraph
+    assert "1,200 of 23,040 experts" in paragraph
+    assert "further from the source than those of rule `optimal`" in card
+    whole = replace(calibration, feedback=replace(found, plain_experts=0))
+    assert "without feedback" not in build_card(replace(facts, calibration=whole))
+
+
+def test_other_rules_are_not_explained_as_feedback(facts: CardFacts) -> None:
+    calibration = CardCalibration(("emma.txt",), 131_072, is_weighted=True, has_norm_scaling=False)
+    card = build_card(replace(facts, calibration=calibration))
+    assert "- Importance: " in card
+    assert "feedback" not in card
 
 
 def test_source_converter_and_size_are_stated(facts: CardFacts) -> None:

@@ -114,3 +114,27 @@ def test_the_summary_for_status_survives_json_and_nothing_else_does() -> None:
     assert parse_summary(kept[-1]) == tally.summary()
     for damaged in ("", "{", "[]", "{}", '{"phases": 3}', kept[-1][:-3], json.dumps({"phases": {"convert": 1}})):
         assert parse_summary(damaged) is None
+
+
+def test_work_that_waits_for_a_calibration_is_not_stalled_and_has_no_say_in_its_eta() -> None:
+    clock = Clock()
+    tally = Tally(Extent({"calibrate": (400, 100), "convert": (1000, 500)}, layer_tokens=100), note=print, clock=clock)
+    tally.begun(Extent({"calibrate": (400, 100), "convert": (1000, 500)}, layer_tokens=100))
+    for _ in range(10):
+        clock.now += 10
+        tally.tokens_computed(10)
+    tally.progress(bytes_in=100)
+    clock.now += 5
+    tally.progress(bytes_in=100)
+    clock.now += 10
+    tally.tokens_computed(10)
+    for _ in range(5):
+        clock.now += 10
+        tally.tokens_computed(10)
+    assert tally.meters["convert"].rate is None, "it waits for the next layer"
+    assert tally.meters["calibrate"].rate == 1
+    assert tally.seconds_left == 140
+    summary = tally.summary()
+    assert summary["phases"]["calibrate"]["unit"] == 100
+    assert parse_summary(json.dumps(summary)) == summary
+    assert parse_summary(json.dumps(summary).replace('"unit": 100', '"unit": null')) is None

@@ -1,0 +1,238 @@
+"""What a result was calibrated with: the part `calibration` of the ledger. A result made without statistics has none.
+
+    {"statistics": DIGEST, "texts": [{"name": .., "blake3": ..}], "tokens": .., "window": .., "windows": ..,
+     "dropped_windows": .., "seed": .., "weighted": true, "norm_scaling": true, "exponents_digest": DIGEST or null,
+     "layers": {"1": {"tokens": [..], "fallback": [..], "exponents": {"-1": 12, "0": 100}}}}
+
+A result of rule `feedback` has `"feedback": true` after `norm_scaling`, and each layer has what the rule did there:
+
+    "feedback": {"ridge": 0.15, "ridge_gain": 0.4, "shrinkage": 0.5, "down_ridges": [null, 1.5],
+                 "down_shrinkages": [null, 0.6], "inherited_error": .., "optimal_error": .., "feedback_error": ..}
+
+This module is the only one that knows its form.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from k2convert.errors import quoted
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackLayer:
+    """What rule `feedback` did in one MoE layer, and what it gained.
+
+    `ridge` is the strength of the ridge with which gate and up were corrected for the errors of earlier layers, None
+    if no correction gained anything. `ridge_gain`, 0 to 1, is the share of those errors that the correction removed,
+    measured on the half of the windows that it was not fitted to. `shrinkage`, 0 to 1, is how far the second moments
+    of the input of gate and up were drawn to their diagonal, None if they were rounded without feedback.
+
+    `down_ridges` and `down_shrinkages` say the same of the down projection of each routed expert.
+
+    The three errors are of the hidden states after the layer: the mean over tokens of |h - h'|^2 / |h|^2, where h is
+    what the INT4 model computes. `inherited_error` has the layer's experts unconverted: it comes from earlier layers.
+    `optimal_error` has them converted by rule `optimal`, `feedback_error` as they were written.
+    """
+
+    ridge: float | None
+    ridge_gain: float
+    shrinkage: float | None
+    down_ridges: tuple[float | None, ...]
+    down_shrinkages: tuple[float | None, ...]
+    inherited_error: float
+    optimal_error: float
+    feedback_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "ridge": _written(self.ridge),
+            "ridge_gain": _written(self.ridge_gain),
+            "shrinkage": _written(self.shrinkage),
+            "down_ridges": [_written(ridge) for ridge in self.down_ridges],
+            "down_shrinkages": [_written(shrinkage) for shrinkage in self.down_shrinkages],
+            **{key: _written(getattr(self, key)) for key in _ERRORS},
+        }
+
+    @classmethod
+    def from_dict(cls, document: Any) -> "FeedbackLayer":
+        """Rebuild from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
+        stated = _object(document, "feedback", keys=_FEEDBACK_KEYS)
+        ridges, shrinkages = _list(stated, "down_ridges"), _list(stated, "down_shrinkages")
+        if len(ridges) != len(shrinkages):
+            raise ValueError(f"down_shrinkages has {len(shrinkages)} experts, but down_ridges has {len(ridges)}")
+        return cls(
+            ridge=_or_none(stated["ridge"], "ridge"),
+            ridge_gain=_real(stated["ridge_gain"], "ridge_gain", most=1.0),
+            shrinkage=_or_none(stated["shrinkage"], "shrinkage", most=1.0),
+            down_ridges=tuple(_or_none(ridge, "down_ridges") for ridge in ridges),
+            down_shrinkages=tuple(_or_none(value, "down_shrinkages", most=1.0) for value in shrinkages),
+            **{key: _real(stated[key], key) for key in _ERRORS},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCalibration:
+    """What the statistics say of one MoE layer.
+
+    `tokens` are the tokens of each routed expert. `fallback` numbers the experts with too few tokens, whose down
+    projection took an importance that is drawn toward an even one. `exponents` maps each exponent of norm scaling to
+    its number of channels, 0 included; it is empty without norm scaling. `feedback` is only there with that rule.
+    """
+
+    tokens: tuple[int, ...]
+    fallback: tuple[int, ...]
+    exponents: dict[int, int]
+    feedback: FeedbackLayer | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "tokens": list(self.tokens),
+            "fallback": list(self.fallback),
+            "exponents": {str(exponent): count for exponent, count in sorted(self.exponents.items())},
+            **({} if self.feedback is None else {"feedback": self.feedback.to_dict()}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRecord:
+    """What a result was calibrated with.
+
+    `statistics` is the digest of the statistics file, `texts` are the names and digests of its texts. `weighted` and
+    `norm_scaling` say what it was used for. `exponents_digest` is None if no channel was scaled. `layers` are the MoE
+    layers. `feedback` says whether the rule was `feedback`; then each layer has its own part of that name.
+    """
+
+    statistics: str
+    texts: tuple[tuple[str, str], ...]
+    tokens: int
+    window: int
+    windows: int
+    dropped_windows: int
+    seed: int
+    weighted: bool
+    norm_scaling: bool
+    exponents_digest: str | None
+    layers: dict[int, LayerCalibration]
+    feedback: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "statistics": self.statistics,
+            "texts": [{"name": name, "blake3": digest} for name, digest in self.texts],
+            **{key: getattr(self, key) for key in _NUMBERS},
+            "weighted": self.weighted,
+            "norm_scaling": self.norm_scaling,
+            **({"feedback": True} if self.feedback else {}),
+            "exponents_digest": self.exponents_digest,
+            "layers": {str(number): layer.to_dict() for number, layer in sorted(self.layers.items())},
+        }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> "CalibrationRecord":
+        """Rebuild a record from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
+        feedback = "feedback" in _object(document, "calibration")
+        stated = _object(document, "calibration", keys=_KEYS | {"feedback"} if feedback else _KEYS)
+        if feedback and stated["feedback"] is not True:
+            raise ValueError(f"feedback is {quoted(stated['feedback'])}")
+        digest, layers = stated["exponents_digest"], _object(stated["layers"], "layers")
+        if digest is not None and not _flag(stated, "norm_scaling"):
+            raise ValueError("exponents_digest without norm_scaling")
+        return cls(
+            statistics=_text(stated, "statistics"),
+            texts=tuple(_named_text(text) for text in _list(stated, "texts")),
+            **{key: _count(stated[key], key) for key in _NUMBERS},
+            weighted=_flag(stated, "weighted"),
+            norm_scaling=_flag(stated, "norm_scaling"),
+            exponents_digest=None if digest is None else _text(stated, "exponents_digest"),
+            layers={_number(number, "layers"): _layer(layer, feedback=feedback) for number, layer in layers.items()},
+            feedback=feedback,
+        )
+
+
+_NUMBERS = ("tokens", "window", "windows", "dropped_windows", "seed")
+_KEYS = frozenset({"statistics", "texts", *_NUMBERS, "weighted", "norm_scaling", "exponents_digest", "layers"})
+_ERRORS = ("inherited_error", "optimal_error", "feedback_error")
+_FEEDBACK_KEYS = frozenset({"ridge", "ridge_gain", "shrinkage", "down_ridges", "down_shrinkages", *_ERRORS})
+
+
+def _layer(document: Any, *, feedback: bool) -> LayerCalibration:
+    keys = {"tokens", "fallback", "exponents", *(["feedback"] if feedback else [])}
+    stated = _object(document, "layers", keys=frozenset(keys))
+    tokens, exponents = _list(stated, "tokens"), _object(stated["exponents"], "exponents")
+    found = FeedbackLayer.from_dict(stated["feedback"]) if feedback else None
+    if found is not None and len(found.down_ridges) != len(tokens):
+        raise ValueError(f"feedback: {len(found.down_ridges)} experts, but tokens has {len(tokens)}")
+    return LayerCalibration(
+        tokens=tuple(_count(count, "tokens") for count in tokens),
+        fallback=tuple(_count(expert, "fallback") for expert in _list(stated, "fallback")),
+        exponents={_number(exponent, "exponents"): _count(n, "exponents") for exponent, n in exponents.items()},
+        feedback=found,
+    )
+
+
+def _named_text(document: Any) -> tuple[str, str]:
+    stated = _object(document, "texts", keys=frozenset({"name", "blake3"}))
+    return _text(stated, "name"), _text(stated, "blake3")
+
+
+def _object(document: Any, name: str, *, keys: frozenset[str] | None = None) -> dict[str, Any]:
+    if not isinstance(document, Mapping):
+        raise ValueError(f"{name} is not an object")
+    stated = cast(dict[str, Any], document)
+    if keys is not None and stated.keys() != keys:
+        raise ValueError(f"{name}: {quoted(sorted(stated.keys() ^ keys))} missing or unknown")
+    return stated
+
+
+def _list(stated: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(stated[name], list):
+        raise ValueError(f"{name} is not a list")
+    return cast(list[Any], stated[name])
+
+
+def _text(stated: dict[str, Any], name: str) -> str:
+    if not isinstance(stated[name], str):
+        raise ValueError(f"{name} is {quoted(stated[name])}")
+    return stated[name]
+
+
+def _flag(stated: dict[str, Any], name: str) -> bool:
+    if not isinstance(stated[name], bool):
+        raise ValueError(f"{name} is {quoted(stated[name])}")
+    return stated[name]
+
+
+def _count(value: Any, name: str) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name}: {quoted(value)} is not a count")
+    return value
+
+
+def _real(value: Any, name: str, *, most: float = math.inf) -> float:
+    """Return a finite number from 0 to `most`."""
+    if type(value) not in (int, float) or not (math.isfinite(value) and 0 <= value <= most):
+        limits = "a finite number, 0 or more" if most == math.inf else f"a number from 0 to {most:g}"
+        raise ValueError(f"{name}: {quoted(value)} is not {limits}")
+    return float(value)
+
+
+def _or_none(value: Any, name: str, *, most: float = math.inf) -> float | None:
+    return None if value is None else _real(value, name, most=most)
+
+
+def _written(value: float | None) -> float | None:
+    """Return a number as Python's float, which JSON writes so that it reads back as itself."""
+    return None if value is None else float(value)
+
+
+def _number(text: str, name: str) -> int:
+    """Return the number that a key means; only the spelling that `to_dict` writes."""
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 7 and text == str(int(text))):
+        raise ValueError(f"{name}: {quoted(text)} is not a number")
+    return int(text)

@@ -1,0 +1,83 @@
+"""`run --calibrate` with the Hub: the shards of a local job, on both sides, in bounded disk."""
+
+import json
+from pathlib import Path
+
+import pytest
+from faults import Fault
+from hub_cli import HubCli, run_here
+from loopback import LoopbackHub
+from test_hub_calibrate import Watched
+
+OPTIONS = ("--tokens", "256", "--window", "64", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def text(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text((tiny / "calibration.txt").read_text()[:4000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def local(short: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("local") / "out"
+    done = run_here("run", short, folder, "--calibrate", text, *OPTIONS)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def source(server: LoopbackHub, short: Path) -> LoopbackHub:
+    """The loopback Hub with the short checkpoint as moon/short."""
+    server.store.add_folder("moon/short", short)
+    return server
+
+
+def test_hub_to_hub_publishes_the_shards_of_a_local_job_in_bounded_disk(
+    source: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, short: Path, text: Path
+) -> None:
+    words = ("run", "hf://moon/short", "hf://me/out", "--calibrate", text, *OPTIONS, "--yes")
+    plan = hub_cli(*words, "--dry-run", "--json")
+    assert plan.returncode == 0, plan.stderr
+    needed = json.loads(plan.stdout)["disk_needed"]
+    with Watched(workplace) as watched:
+        done = hub_cli(*words, "--max-disk", str(needed))
+    assert done.returncode == 0, done.stderr
+    assert 0 < watched.most <= needed + 64 * 4096
+    for path in local.glob("*.safetensors"):
+        assert source.store.read("me/out", path.name) == path.read_bytes()
+        sent = source.traffic.bytes_sent(f"{path.name}$")
+        assert sent <= 2.1 * (short / path.name).stat().st_size, "for the walk, and for the shard"
+    ledgers = [json.loads((local / "k2convert.json").read_text())]
+    ledgers.append(json.loads(source.store.read("me/out", "k2convert.json")))
+    assert ledgers[0]["calibration"] == ledgers[1]["calibration"]
+    again = hub_cli(*words)
+    assert "already holds this result" in again.stderr
+    assert not list(workplace.rglob("calibration.work"))
+
+
+def test_a_job_that_the_hub_ended_goes_on_at_its_layer(
+    source: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, text: Path
+) -> None:
+    words = ("run", "hf://moon/short", "out", "--calibrate", text, *OPTIONS)
+    source.traffic.inject(Fault("GET", r"model-00003-of-000005\.safetensors$", status=403, times=1000))
+    done = hub_cli(*words)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert not (workplace / "out" / "config.json").exists()
+    source.traffic.clear()
+    done = hub_cli(*words)
+    assert done.returncode == 0, done.stderr
+    for path in local.glob("*.safetensors"):
+        assert (workplace / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_too_little_disk_for_the_walk_is_refused_before_a_shard_is_fetched(
+    source: LoopbackHub, hub_cli: HubCli, workplace: Path, text: Path
+) -> None:
+    words = ("run", "hf://moon/short", "hf://me/out", "--calibrate", text, *OPTIONS, "--yes", "--max-disk", "3MB")
+    done = hub_cli(*words, "--quiet")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "bytes of disk at one time" in done.stderr
+    assert source.traffic.bytes_sent(r"model-00003-of-000005\.safetensors$") < 100_000

@@ -1,0 +1,163 @@
+"""The ledger's part `calibration`: read back as it was written, and refused by field when it is damaged."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.job.prepare import choose_recipe
+from k2convert.plan.plan import plan_conversion
+from k2convert.records.calibration import CalibrationRecord, FeedbackLayer, LayerCalibration
+from k2convert.records.fingerprint import job_fingerprint, source_digest
+from k2convert.records.ledger import build_ledger, parse_ledger
+
+RECORD = CalibrationRecord(
+    statistics="a" * 64,
+    texts=(("emma.txt", "b" * 64),),
+    tokens=131_072,
+    window=2048,
+    windows=64,
+    dropped_windows=1,
+    seed=0,
+    weighted=True,
+    norm_scaling=True,
+    exponents_digest="c" * 64,
+    layers={
+        1: LayerCalibration(tokens=(70, 3), fallback=(1,), exponents={-1: 12, 0: 52}),
+        10: LayerCalibration(tokens=(64, 64), fallback=(), exponents={0: 64}),
+    },
+)
+
+FEEDBACK_LAYER = FeedbackLayer(
+    ridge=0.15,
+    ridge_gain=0.4,
+    shrinkage=0.5,
+    down_ridges=(None, 1.5),
+    down_shrinkages=(0.6, None),
+    inherited_error=0.001,
+    optimal_error=0.1 + 0.2,
+    feedback_error=0.0025,
+)
+EMPTY_LAYER = FeedbackLayer(None, 0.0, None, (None, None), (None, None), 0.0, 0.0, 0.0)
+FEEDBACK_RECORD = replace(
+    RECORD,
+    feedback=True,
+    layers={
+        1: replace(RECORD.layers[1], feedback=FEEDBACK_LAYER),
+        10: replace(RECORD.layers[10], feedback=EMPTY_LAYER),
+    },
+)
+
+
+@pytest.mark.parametrize("record", [RECORD, FEEDBACK_RECORD], ids=["weighted", "feedback"])
+def test_a_ledger_with_a_calibration_reads_back_as_its_own_bytes(tiny: Path, record: CalibrationRecord) -> None:
+    source = open_checkpoint(tiny)
+    plan = plan_conversion(source=source, recipe=choose_recipe(source, None, {}))
+    fingerprint = job_fingerprint(source=source, recipe=plan.recipe, revision=None, statistics=RECORD.statistics)
+    assert fingerprint["statistics"] == RECORD.statistics
+    assert fingerprint["source_headers"] == source_digest(source)
+    ledger = build_ledger(
+        plan=plan, source=source, records={}, fingerprint=fingerprint, repo=None, devices=["cpu"], calibration=record
+    )
+    read = parse_ledger(json.loads(ledger.to_bytes()))
+    assert read.problems == ()
+    assert read.calibration == record
+    assert read.to_bytes() == ledger.to_bytes()
+    assert b'"calibration"' not in replace(ledger, calibration=None).to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("statistics", 5),
+        ("texts", [{"name": "x"}]),
+        ("tokens", -1),
+        ("seed", True),
+        ("weighted", "yes"),
+        ("norm_scaling", False),
+        ("layers", {"01": {"tokens": [], "fallback": [], "exponents": {}}}),
+        ("layers", {"1": {"tokens": [1], "fallback": []}}),
+        ("exponents", {"1": {"tokens": [1], "fallback": [], "exponents": {"x": 1}}}),
+        ("unknown", 1),
+    ],
+)
+def test_a_damaged_field_is_named(field: str, value: object) -> None:
+    document: dict[str, Any] = RECORD.to_dict() | {"layers" if field == "exponents" else field: value}
+    with pytest.raises(ValueError, match=field):
+        CalibrationRecord.from_dict(document)
+    assert any(problem.startswith("calibration: ") for problem in parse_ledger({"calibration": document}).problems)
+
+
+def test_a_record_without_feedback_is_written_as_before() -> None:
+    assert list(RECORD.to_dict()) == [
+        *("statistics", "texts", "tokens", "window", "windows", "dropped_windows", "seed"),
+        *("weighted", "norm_scaling", "exponents_digest", "layers"),
+    ]
+    assert RECORD.to_dict()["layers"]["1"] == {"tokens": [70, 3], "fallback": [1], "exponents": {"-1": 12, "0": 52}}
+    assert not CalibrationRecord.from_dict(RECORD.to_dict()).feedback
+
+
+def test_numbers_of_numpy_are_written_as_plain_numbers() -> None:
+    layer = replace(FEEDBACK_LAYER, ridge=np.float32(0.5), down_ridges=(np.float64(2), None), ridge_gain=1)
+    assert json.loads(json.dumps(layer.to_dict())) == layer.to_dict()
+    assert FeedbackLayer.from_dict(layer.to_dict()) == replace(layer, ridge=0.5, down_ridges=(2.0, None))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ridge", "0.5"),
+        ("ridge", -1.0),
+        ("ridge_gain", None),
+        ("ridge_gain", 1.5),
+        ("shrinkage", True),
+        ("shrinkage", 2),
+        ("down_ridges", None),
+        ("down_ridges", [0.5, math.inf]),
+        ("down_shrinkages", [0.5]),
+        ("down_shrinkages", [0.5, "x"]),
+        ("inherited_error", None),
+        ("optimal_error", math.nan),
+        ("feedback_error", -0.5),
+        ("unknown", 1),
+    ],
+)
+def test_a_damaged_field_of_feedback_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        FeedbackLayer.from_dict(FEEDBACK_LAYER.to_dict() | {field: value})
+
+
+@pytest.mark.parametrize("field", FEEDBACK_LAYER.to_dict())
+def test_a_missing_field_of_feedback_is_named(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        FeedbackLayer.from_dict({key: value for key, value in FEEDBACK_LAYER.to_dict().items() if key != field})
+
+
+@pytest.mark.parametrize("document", [None, [], "feedback"])
+def test_feedback_that_is_no_object_is_named(document: object) -> None:
+    with pytest.raises(ValueError, match="feedback is not an object"):
+        FeedbackLayer.from_dict(document)
+
+
+def test_all_layers_have_feedback_or_none() -> None:
+    document = FEEDBACK_RECORD.to_dict()
+    for damaged in (
+        document | {"feedback": False},
+        document | {"feedback": 1},
+        {key: value for key, value in document.items() if key != "feedback"},
+        RECORD.to_dict() | {"feedback": True},
+    ):
+        with pytest.raises(ValueError, match="feedback"):
+            CalibrationRecord.from_dict(damaged)
+
+
+def test_feedback_has_the_experts_of_its_layer() -> None:
+    document = FEEDBACK_RECORD.to_dict()
+    document["layers"]["1"]["tokens"].append(9)
+    with pytest.raises(ValueError, match="feedback: 2 experts, but tokens has 3"):
+        CalibrationRecord.from_dict(document)
