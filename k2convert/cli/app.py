@@ -13,16 +13,17 @@ from typing import Annotated, NoReturn
 import typer
 
 from k2convert import __version__
+from k2convert.cli.calibrate_options import CalibrateOptions
 from k2convert.cli.failures import explain
 from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrupted
 from k2convert.cli.options import (
     DestinationArgument,
     FolderArgument,
+    InspectedArgument,
     JsonOption,
     PublicOption,
     QuietOption,
     RunOptions,
-    SourceArgument,
     SourceOption,
     YesOption,
     existing_place,
@@ -56,8 +57,11 @@ def _root(
 
 
 @app.command()
-def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
-    """Say what a checkpoint is, from its headers."""
+def inspect(source: InspectedArgument, as_json: JsonOption = False) -> None:
+    """Say what a checkpoint is, from its headers, or what a statistics file says."""
+    if Path(source).is_file():
+        _inspect_statistics(Path(source), as_json=as_json)
+        return
     from k2convert.checkpoint.names import LEDGER_NAME
     from k2convert.cli import console
     from k2convert.cli.views import show_inspection
@@ -78,6 +82,19 @@ def inspect(source: SourceArgument, as_json: JsonOption = False) -> None:
         console.print_next(console.command("k2convert", "validate", source))
 
 
+def _inspect_statistics(path: Path, *, as_json: bool) -> None:
+    from k2convert.calibrate.statistics import open_statistics
+    from k2convert.cli import console
+    from k2convert.cli.statistics_view import show_statistics, statistics_document
+
+    found = open_statistics(path)
+    if as_json:
+        console.print_json(statistics_document(found))
+        return
+    show_statistics(found)
+    console.print_next(console.command("k2convert", "run", "SOURCE", "DEST", "--statistics", path))
+
+
 @app.command()
 @takes(RunOptions)
 def run(options: RunOptions) -> None:
@@ -88,9 +105,19 @@ def run(options: RunOptions) -> None:
 
 
 @app.command()
+@takes(CalibrateOptions)
+def calibrate(options: CalibrateOptions) -> None:
+    """Run SOURCE over text, layer by layer, and write STATISTICS for `run --statistics`. Running it again resumes."""
+    from k2convert.cli.calibrate import calibrate
+
+    calibrate(options)
+
+
+@app.command()
 def status(destination: DestinationArgument, as_json: JsonOption = False) -> None:
     """Say how far a conversion is, and where it was published."""
     from k2convert.cli import console
+    from k2convert.cli.feedback import walk_state
     from k2convert.cli.published import published_document, show_published, show_repository
     from k2convert.cli.views import show_status, status_document
     from k2convert.hub.client import SCHEME
@@ -101,10 +128,14 @@ def status(destination: DestinationArgument, as_json: JsonOption = False) -> Non
         return
     folder = Path(destination)
     state = Journal(folder).state()
+    walk = walk_state(folder)
     if as_json:
-        console.print_json(status_document(state) | published_document(folder))
+        document = status_document(state) | ({} if walk is None else {"calibration": walk})
+        console.print_json(document | published_document(folder))
         return
     show_status(folder, state)
+    if walk is not None and state.progress is None:
+        console.print_line(f"calibrate: {walk['finished_layers']} of {walk['layers']} layers are done")
     if show_published(folder):
         return
     if state.is_complete:
@@ -130,8 +161,18 @@ def validate(
     hidden_states: Annotated[
         Path | None, typer.Option(help="Captured hidden states (safetensors) for --layers [default: synthetic].")
     ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text for --layers (.txt, .jsonl): the source's layers below are computed on it.", metavar="FILE"
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to compute layers on.")] = 256,
     reference: Annotated[bool, typer.Option("--reference", help="Decode with the quantization libraries too.")] = False,
+    statistics: Annotated[
+        Path | None,
+        typer.Option(help="Statistics file of the conversion, to make weighted results again. Needs --source."),
+    ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
@@ -143,10 +184,16 @@ def validate(
     quiet: QuietOption = False,
 ) -> None:
     """Check a converted checkpoint: servable contract, weight error, MoE layers. Exit code 3 if it fails."""
-    if source is None and (layers or against or reference):
-        raise typer.BadParameter("--layers, --against and --reference need --source")
+    if source is None and (layers or against or reference or statistics):
+        raise typer.BadParameter("--layers, --against, --reference and --statistics need --source")
     if layers and against and any(str(text).startswith("hf://") for text in (destination, source)):
         raise typer.BadParameter("with hf://, --layers reads only these layers: leave out --against")
+    if text and (layers is None or hidden_states is not None):
+        raise typer.BadParameter(
+            "--text gives --layers its hidden states: pass --layers, and leave out --hidden-states"
+        )
+    if text and any(str(place).startswith("hf://") for place in (destination, source)):
+        raise typer.BadParameter("--text computes all layers below, so both checkpoints must be folders, not hf://")
     from k2convert.cli import check
 
     check.validate(
@@ -154,8 +201,10 @@ def validate(
         source=source,
         layers=_parse_layers(layers),
         hidden_states=hidden_states,
+        text=tuple(text or ()),
         tokens=tokens,
         reference=reference,
+        statistics=statistics,
         against=against,
         as_json=as_json,
         quiet=quiet,

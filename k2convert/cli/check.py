@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from k2convert.calibrate.statistics import open_statistics
+from k2convert.calibrate.text import Windows, read_windows
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
@@ -17,6 +19,8 @@ from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertE
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.hub.source import read_headers
 from k2convert.job.places import open_result, open_source
+from k2convert.models import vocabulary_size
+from k2convert.models.config import max_positions
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from k2convert.validate.layers.cost import LayersCost
 
 _MAX_NUMBERS: Final = 8  # layers that are listed one by one
+TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
 _VALIDATION_REMEDY: Final = "Write it again: `k2convert validate DEST --json > FILE`."
 
 
@@ -42,21 +47,29 @@ def validate(
     source: str | None,
     layers: tuple[int, ...] | None,
     hidden_states: Path | None,
+    text: tuple[Path, ...],
     tokens: int,
     reference: bool,
+    statistics: Path | None,
     against: Path | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Validate and show the findings; raises InvalidCheckpointError if the validation fails.
 
-    `layers` are the reference layers to compute: empty means all, None means none.
+    `layers` are the reference layers to compute: empty means all, None means none. Their hidden states are those of a
+    file or of `text`, if one is given.
     """
     if reference:
         require_extra("reference", purpose="--reference")
+    if text:
+        require_extra("calibrate", purpose="--text")
     request = None if layers is None else LayersRequest(layers, hidden_states, tokens)
+    calibrated = None if statistics is None else open_statistics(statistics)
     with _open(destination, source) as opened:
         _check_operands(opened.source, layers=layers, hidden_states=hidden_states, against=against)
+        if request is not None and opened.source is not None and text:
+            request = replace(request, hidden_states=_read_text(text, opened.source, tokens=tokens))
         if opened.shards.result is None:
             check_shards_are_here(opened.folder)
         total = opened.bytes_to_read(layers) + (folder_bytes(against) if against is not None else 0)
@@ -73,8 +86,24 @@ def validate(
                 layers=request,
                 events=events,
                 shards=opened.shards,
+                statistics=calibrated,
             )
         _show_found(_named(found, destination), opened.folder, as_json=as_json)
+
+
+def _read_text(files: tuple[Path, ...], source: Checkpoint, *, tokens: int) -> Windows:
+    """Read the text for --layers with the source's tokenizer, and say what it has less than asked for."""
+    found = read_windows(
+        files,
+        tokenizer=source.folder,
+        vocab_size=vocabulary_size(source),
+        tokens=tokens,
+        window=min(TEXT_WINDOW, max_positions(source.config) or TEXT_WINDOW),
+        seed=0,
+    )
+    for note in found.notes:
+        console.print_note(note)
+    return found
 
 
 def _display(opened: "_Opened", request: LayersRequest | None, total: int, *, quiet: bool) -> Display:
@@ -164,12 +193,14 @@ def _say_layers_cost(opened: "_Opened", request: LayersRequest, *, quiet: bool) 
     try:
         with Waiting("measures one expert", quiet=quiet):
             converted = None if opened.shards.is_remote else open_checkpoint(opened.folder)
-            cost = layers_cost(source=opened.source, converted=converted, layers=request.layers)
+            is_text = isinstance(request.hidden_states, Windows)
+            cost = layers_cost(source=opened.source, converted=converted, layers=request.layers, is_text=is_text)
     except K2ConvertError:  # the validation says what is wrong
         return None
     numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
+    below = f" (and {cost.num_below} layers below, for the hidden states of the text)" if cost.num_below else ""
     text = (
-        f"--layers {numbers}: computes {cost.num_experts:,} experts on {request.tokens:,} tokens and reads "
+        f"--layers {numbers}{below}: computes {cost.num_experts:,} experts on {request.tokens:,} tokens and reads "
         f"{console.format_bytes(cost.num_bytes)}"
     )
     if cost.seconds is not None:

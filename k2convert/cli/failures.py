@@ -6,7 +6,7 @@ from typing import Final
 
 from k2convert.errors import cut, shortened
 
-_AGAIN: Final = "then run the same command again: finished shards are kept."
+_AGAIN: Final = "then run the same command again: finished work is kept."
 _NO_MEMORY: Final = (
     f"not enough memory. Close other programs, raise the limit (`ulimit -v`), or use a larger machine, {_AGAIN}"
 )

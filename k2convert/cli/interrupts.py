@@ -54,7 +54,7 @@ def report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def say_interrupted(state: str = "finished shards are kept; the same command resumes", command: str = "") -> int:
+def say_interrupted(state: str = "finished work is kept; the same command resumes", command: str = "") -> int:
     """Tell the person watching what is done, and the command that resumes it; returns the exit code."""
     release_interrupts()
     from contextlib import suppress

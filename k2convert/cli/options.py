@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, cast, get_type_hints
 
 import typer
 
@@ -13,6 +13,9 @@ from k2convert.choices import Activations, Device, KvCache, Layout, QuantizerKin
 from k2convert.errors import PlanError
 
 T = TypeVar("T")
+
+TOKENS: Final = 131_072
+WINDOW: Final = 2048
 
 
 def existing_place(value: Any) -> Any:
@@ -76,6 +79,15 @@ SourceArgument = Annotated[
         show_default=False,
     ),
 ]
+InspectedArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Folder of a checkpoint, hf://owner/name[@revision], or a statistics file of `calibrate`.",
+        callback=existing_place,
+        show_default=False,
+    ),
+]
 DestinationArgument = Annotated[
     str,
     typer.Argument(
@@ -103,6 +115,10 @@ SourceOption = Annotated[
 ]
 PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Publish without asking.")]
+MaxDiskOption = Annotated[
+    str | None,
+    typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].", callback=_size),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +128,42 @@ class RunOptions:
     source: SourceArgument
     destination: ResultArgument
     recipe: Annotated[str | None, typer.Option(help="Recipe: a file, or a shipped name. Default: by family.")] = None
-    rule: Annotated[Rule | None, typer.Option(help="How block scales are chosen.")] = None
+    rule: Annotated[
+        Rule | None,
+        typer.Option(
+            help="How weights are rounded [default: by recipe; weighted with --statistics, feedback with --calibrate]."
+        ),
+    ] = None
     layout: Annotated[Layout | None, typer.Option(help="Tensor names and config of the result.")] = None
     activations: Annotated[Activations | None, typer.Option(help="4-bit activations, or weight-only.")] = None
     quantizer: Annotated[
         QuantizerKind | None, typer.Option(help="Own arithmetic, or compressed-tensors followed by ModelOpt.")
+    ] = None
+    statistics: Annotated[
+        Path | None,
+        typer.Option(help="Statistics file of `calibrate`, for rule weighted and norm scaling."),
+    ] = None
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text for rule feedback: .txt or .jsonl. May be repeated.", show_default=False),
+    ] = None
+    token_ids: Annotated[
+        list[Path] | None,
+        typer.Option(help="Token ids instead of text: .npy or .jsonl. May be repeated.", show_default=False),
+    ] = None
+    tokens: Annotated[int | None, typer.Option(min=1, help=f"Tokens of the text to use [default: {TOKENS}].")] = None
+    window: Annotated[int | None, typer.Option(min=1, help=f"Tokens seen together [default: {WINDOW}].")] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Decides which windows are used [default: 0].")] = None
+    save_statistics: Annotated[
+        Path | None,
+        typer.Option(help="Write the statistics that --calibrate collects, as `calibrate` does.", show_default=False),
+    ] = None
+    norm_scaling: Annotated[
+        bool | None,
+        typer.Option(
+            "--norm-scaling/--no-norm-scaling",
+            help="Exact scaling of channels by statistics or text [default: on for w4a4, and for text].",
+        ),
     ] = None
     to: Annotated[Target | None, typer.Option(help="NVFP4, or only the dequantized BF16 copy.")] = None
     kv_cache: Annotated[KvCache | None, typer.Option(help="Declare an FP8 KV cache in the config.")] = None
@@ -130,10 +177,7 @@ class RunOptions:
     ] = None
     workers: Annotated[int | None, typer.Option(min=1, help="Shards at a time [default: by cores and devices].")] = None
     device: Annotated[Device, typer.Option(help="Where to convert.")] = "auto"
-    max_disk: Annotated[
-        str | None,
-        typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].", callback=_size),
-    ] = None
+    max_disk: MaxDiskOption = None
     work_dir: Annotated[
         Path | None,
         typer.Option(
@@ -141,7 +185,9 @@ class RunOptions:
         ),
     ] = None
     public: PublicOption = False
-    yes: YesOption = False
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Publish without asking; calibrate for more than 12 hours too.")
+    ] = False
     verify: Annotated[
         bool, typer.Option("--verify", help="Hash every finished shard once more, and make damaged ones again.")
     ] = False
@@ -184,7 +230,12 @@ def command_words(options: RunOptions) -> tuple[str, ...]:
         if value == field.default or field.name == "dry_run":
             continue
         name = {"as_json": "json"}.get(field.name, field.name).replace("_", "-")
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        flags = {True: f"--{name}", False: f"--no-{name}"}
+        if isinstance(value, bool):
+            words.append(flags[value])
+        else:
+            given = cast(list[Path], value) if isinstance(value, list) else [value]
+            words += [word for one in given for word in (f"--{name}", str(one))]
     return tuple(words)
 
 
@@ -196,6 +247,10 @@ def recipe_overrides(options: RunOptions) -> dict[str, Any]:
         "--layout": options.layout,
         "--activations": options.activations,
         "--quantizer": options.quantizer,
+        "--statistics": options.statistics,
+        "--calibrate": options.calibrate,
+        "--token-ids": options.token_ids,
+        "--norm-scaling": options.norm_scaling,
         "--kv-cache": options.kv_cache,
         "--input-scale and --down-input-scale": scales,
     }
@@ -203,20 +258,50 @@ def recipe_overrides(options: RunOptions) -> dict[str, Any]:
     if options.to == "bf16" and given:
         raise typer.BadParameter(f"--to bf16 only dequantizes the weights: leave out {', '.join(given)}")
     check_kv_cache(options.layout, options.kv_cache)
-    rule = options.rule
+    rule = _check_text(options) if has_text(options) else options.rule
     if options.quantizer == "reference":  # it has only one rule
         if rule not in (None, "plain"):
             raise typer.BadParameter(f"--quantizer reference only works with --rule plain, not with --rule {rule}")
+        if options.statistics is not None or options.norm_scaling:
+            raise typer.BadParameter("--quantizer reference uses no statistics: leave out --statistics, --norm-scaling")
         rule = "plain"
+    if options.norm_scaling and options.statistics is None and not has_text(options):
+        raise typer.BadParameter("--norm-scaling needs --statistics FILE; `k2convert calibrate` makes one")
+    if rule is None and options.statistics is not None:
+        rule = "weighted"
     return {
         "rule": rule,
         "layout": options.layout,
         "activations": options.activations,
         "quantizer": options.quantizer,
+        "norm_scaling": options.norm_scaling,
         "target": options.to,
         "kv_cache": options.kv_cache,
         "input_scale": scales,
     }
+
+
+def has_text(options: RunOptions) -> bool:
+    """Return whether a run calibrates while it converts; raises BadParameter for options that are only for that."""
+    if options.calibrate is not None or options.token_ids is not None:
+        return True
+    for name in ("tokens", "window", "seed", "save_statistics"):
+        if getattr(options, name) is not None:
+            raise typer.BadParameter(f"--{name.replace('_', '-')} only applies with --calibrate FILE")
+    return False
+
+
+def _check_text(options: RunOptions) -> Rule:
+    """Return the rule that converts with a text; raises BadParameter for options that it does not go with."""
+    if options.calibrate is not None and options.token_ids is not None:
+        raise typer.BadParameter("pass --calibrate FILE or --token-ids FILE, not both")
+    if options.rule not in (None, "feedback"):
+        raise typer.BadParameter(f"--calibrate converts by rule feedback: leave out --rule {options.rule}")
+    if options.statistics is not None:
+        raise typer.BadParameter("--calibrate makes its own statistics: leave out --statistics")
+    if options.quantizer == "reference":
+        raise typer.BadParameter("--calibrate converts by rule feedback: leave out --quantizer reference")
+    return "feedback"
 
 
 def check_kv_cache(layout: Layout | None, kv_cache: KvCache | None) -> None:

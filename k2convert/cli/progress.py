@@ -136,6 +136,8 @@ def _percent(meter: Meter) -> str:
 def _done_text(phase: str, meter: Meter) -> str:
     if phase == "layers":
         return f"{meter.done:,} of {meter.total:,} experts"
+    if phase == "calibrate":
+        return f"{meter.done // meter.unit} of {meter.total // meter.unit} layers"
     done, total = format_bytes(min(meter.done, meter.total)).split(" "), format_bytes(meter.total).split(" ")
     return f"{done[0] if done[1] == total[1] else ' '.join(done)} of {' '.join(total)}"
 
@@ -146,6 +148,8 @@ def _rate_text(phase: str, meter: Meter) -> str:
         return ""
     if rate == 0:
         return "stalled"
+    if phase == "calibrate":
+        return f"{rate:,.0f} tokens/s a layer"
     return f"{rate:.1f} experts/s" if phase == "layers" else format_rate(rate)
 
 

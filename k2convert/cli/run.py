@@ -8,8 +8,17 @@ from pathlib import Path
 
 import typer
 
+from k2convert.calibrate.statistics import open_statistics
 from k2convert.cli import console
-from k2convert.cli.options import RunOptions, check_kv_cache, command_words, parse_size, recipe_overrides
+from k2convert.cli.feedback import (
+    check_walk_time,
+    estimate_walk,
+    read_calibration_text,
+    show_outputs,
+    walk_document,
+    walk_line,
+)
+from k2convert.cli.options import RunOptions, check_kv_cache, command_words, has_text, parse_size, recipe_overrides
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.serving import print_serve
 from k2convert.cli.validation_view import contract_counts, show_validation
@@ -22,7 +31,7 @@ from k2convert.cli.views import (
     show_run,
     verification_line,
 )
-from k2convert.errors import HubError, missing_module
+from k2convert.errors import HubError, missing_module, require_extra
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub
 from k2convert.hub.preflight import Target
@@ -30,6 +39,7 @@ from k2convert.hub.request_errors import redacted
 from k2convert.hub.xet import bound_memory
 from k2convert.job.estimate import estimate
 from k2convert.job.execute import Outcome, execute
+from k2convert.job.feedback_plan import FeedbackPlan
 from k2convert.job.machine import has_driver
 from k2convert.job.places import Destination, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
@@ -50,6 +60,9 @@ def run(options: RunOptions) -> None:
         raise typer.BadParameter("--public and --work-dir only apply to a destination on the Hub: hf://owner/name")
     if destination.repo is not None:
         bound_memory()
+    if has_text(options):
+        require_extra("calibrate", purpose="--calibrate")
+    statistics = None if options.statistics is None else open_statistics(options.statistics)
     hub = Hub(notify=console.print_event)
     pinned = Journal(destination.folder).pinned_revision()
     with (
@@ -64,6 +77,8 @@ def run(options: RunOptions) -> None:
             source=source,
             destination=destination,
             recipe=recipe,
+            statistics=statistics,
+            text=read_calibration_text(options, source) if has_text(options) else None,
             device=options.device,
             workers=options.workers,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
@@ -89,12 +104,22 @@ def run(options: RunOptions) -> None:
 def _show_plan(job: Job, options: RunOptions) -> None:
     with Waiting("measures the disk and the kernels", quiet=options.quiet):
         estimated = estimate(job)
+    seconds = None if job.feedback is None else estimate_walk(job, job.feedback, options)
     if options.as_json:
-        console.print_json(plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)})
+        document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
+        if job.feedback is not None:
+            document["calibration"] = walk_document(job, job.feedback) | {"seconds": round(seconds or 0, 1)}
+        console.print_json(document)
     else:
         show_plan(job, source=options.source)
+        if job.feedback is not None:
+            console.print_line(walk_line(job.feedback))
         show_estimate(job, estimated)
+        if seconds is not None:
+            time_text = console.format_seconds(seconds)
+            console.print_line(f"time of the calibration: about {time_text}, an estimate from one expert here")
     check_room(job)
+    check_walk_time(seconds or 0, options)
     if not options.as_json:
         console.print_next(console.own_command(without="--dry-run"))
 
@@ -133,6 +158,8 @@ def _do(job: Job, options: RunOptions) -> None:
     job = replace(job, command=command)
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
     display = Display("transfer" if job.uses_hub else "convert", extent, quiet=options.quiet)
+    if job.feedback is not None:
+        display.tally.expected_seconds["calibrate"] = _start_walk(job, job.feedback, options)
     start = time.monotonic()
     try:
         with display as events:
@@ -150,6 +177,17 @@ def _do(job: Job, options: RunOptions) -> None:
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
 
 
+def _start_walk(job: Job, plan: FeedbackPlan, options: RunOptions) -> float:
+    """Say how long the rest of the walk takes, and return the seconds; raises CalibrationError if it is too long."""
+    check_room(job)
+    seconds = estimate_walk(job, plan, options)
+    check_walk_time(seconds, options)
+    if seconds and not options.quiet:
+        time_text = f"about {console.format_seconds(seconds)} (an estimate from one expert on this machine)"
+        console.print_event(f"{walk_line(plan)}: {time_text}")
+    return seconds
+
+
 def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: float) -> None:
     totals = summarize(outcome.records.values())
     if options.as_json:
@@ -165,12 +203,15 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
         console.print_json(document)
         return
     show_run(job, totals, seconds)
+    show_outputs(outcome.calibrated)
     if outcome.commit is not None:
         if outcome.validation is not None:
             console.print_line(outcome.validation.contract.summary)
         show_commit(job.hub, job.destination, outcome.commit)
     elif job.plan.recipe.target == "nvfp4":
         given = () if job.uses_hub else ("--source", options.source)
+        if given and options.statistics is not None:
+            given += ("--statistics", str(options.statistics))
         console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
 
 

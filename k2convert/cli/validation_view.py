@@ -44,30 +44,43 @@ def _note(text: str) -> str:
     return f" ({text})" if text else ""
 
 
-def _error_row(label: str, error: DecodedError) -> tuple[str, ...]:
-    sqnr = error.sqnr_db
-    shown = "zero" if sqnr is None else f"{sqnr:.2f} dB" if math.isfinite(sqnr) else "exact" if sqnr > 0 else "broken"
+def _error_row(label: str, error: DecodedError, is_weighted: bool) -> tuple[str, ...]:
+    weighted = (_decibels(error.weighted_sqnr_db),) if is_weighted else ()
     equal = f"{100 * error.equal_nonzero / error.num_nonzero:.2f} %" if error.num_nonzero else ""
     steps = "" if error.max_error_steps is None else f"{error.max_error_steps:.2f}"
-    return label, f"{error.num_weights:,}", shown, f"{error.relative_mse:.5f}", steps, equal
+    shown = _decibels(error.sqnr_db)
+    return label, f"{error.num_weights:,}", shown, f"{error.relative_mse:.5f}", steps, equal, *weighted
+
+
+def _decibels(sqnr: float | None) -> str:
+    return "zero" if sqnr is None else f"{sqnr:.2f} dB" if math.isfinite(sqnr) else "exact" if sqnr > 0 else "broken"
 
 
 _ERROR_COLUMNS = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged")
+_WEIGHTED_COLUMNS = ("weighted SQNR",)
 
 
 def _show_weights(title: str, weights: WeightsReport) -> None:
-    rows = [_error_row(role, error) for role, error in weights.totals().items()]
-    rows += [_error_row("worst", error) for _, error in weights.worst(1)]
-    print_table(title, _ERROR_COLUMNS, rows)
+    totals = weights.totals()
+    is_weighted = any(error.weighted_error is not None for error in totals.values())
+    rows = [_error_row(role, error, is_weighted) for role, error in totals.items()]
+    rows += [_error_row("worst", error, is_weighted) for _, error in weights.worst(1)]
+    print_table(title, (*_ERROR_COLUMNS, *(_WEIGHTED_COLUMNS if is_weighted else ())), rows)
     for module, _ in weights.worst(1):
         print_line(f"worst: {module}")
     rule = weights.rule
     if rule.skip_reason:
         print_line(f"rule: skipped ({rule.skip_reason})")
-    else:
+    elif rule.tensors > rule.measured:
         print_line(
-            f"rule {rule.rule}: {rule.tensors:,} tensors made again from the source, all {rule.blocks:,} blocks by the "
-            f"kernels and {rule.sampled_blocks:,} by the reference arithmetic; {len(rule.mismatches):,} tensors differ"
+            f"rule {rule.rule}: {rule.tensors - rule.measured:,} tensors made again from the source, all "
+            f"{rule.blocks:,} blocks by the kernels and {rule.sampled_blocks:,} by the reference arithmetic; "
+            f"{len(rule.mismatches):,} tensors differ"
+        )
+    if rule.measured:
+        print_line(
+            f"rule {rule.rule}: {rule.measured:,} tensors measured against the source, not made again, because their "
+            "codes come from a walk through the layers; their global scales were made again"
         )
     for module, problem in list(rule.mismatches.items())[:MAX_OFFENDERS]:
         print_line(f"rule {rule.rule}: {module}: {problem}")

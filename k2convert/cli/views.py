@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from k2convert.calibrate.columns import MIN_TOKENS
 from k2convert.cli.console import format_bytes, format_rate, format_seconds, print_line, print_table
 from k2convert.hub.branch import branch_name
 from k2convert.job.estimate import Estimate
@@ -50,7 +51,44 @@ def plan_document(job: Job, *, source: str) -> dict[str, Any]:
             for shard in plan.jobs
         ],
     }
+    document |= calibration_document(job)
     return document | _hub_document(job) if job.uses_hub else document
+
+
+def calibration_document(job: Job) -> dict[str, Any]:
+    """Return what a job takes from its statistics as plain data; empty without statistics."""
+    found = job.calibrated
+    if found is None or job.calibration is None:
+        return {}
+    return {
+        "calibration": {
+            "file": str(job.calibration.statistics.path),
+            "statistics": found.statistics,
+            "texts": [name for name, _ in found.texts],
+            "tokens": found.tokens,
+            "weighted": found.weighted,
+            "norm_scaling": found.norm_scaling,
+            "fallback_experts": sum(len(layer.fallback) for layer in found.layers.values()),
+            "scaled_channels": sum(
+                count for layer in found.layers.values() for exponent, count in layer.exponents.items() if exponent
+            ),
+            "scaled_layers": sum(any(layer.exponents.keys() - {0}) for layer in found.layers.values()),
+        }
+    }
+
+
+def _show_calibration(job: Job) -> None:
+    for found in calibration_document(job).values():
+        texts = f"{len(found['texts'])} text{'s' if len(found['texts']) != 1 else ''}, {found['tokens']:,} tokens"
+        print_line(f"statistics: {found['file']}: {texts}")
+        if num_few := found["fallback_experts"]:
+            print_line(f"{num_few:,} experts have fewer than {MIN_TOKENS} tokens: importance drawn toward an even one")
+        if found["norm_scaling"]:
+            layers = f"{found['scaled_layers']} layer{'s' if found['scaled_layers'] != 1 else ''}"
+            print_line(
+                f"norm scaling: {found['scaled_channels']:,} channels of {layers}; the tensors under scale change by "
+                "exact powers of two"
+            )
 
 
 def _hub_document(job: Job) -> dict[str, Any]:
@@ -99,6 +137,7 @@ def show_plan(job: Job, *, source: str) -> None:
     ]
     print_table("tensors", ("action", "source tensors", "in", "result tensors", "out"), rows)
     print_line("convert includes the tensors under drop: weight_shape becomes the result's shape")
+    _show_calibration(job)
     if job.uses_hub:
         _show_hub(job)
     print_line(f"disk: needs {format_bytes(job.limits.disk_needed)}, free {format_bytes(job.limits.disk_free)}")
@@ -163,6 +202,7 @@ def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) 
         "seconds": round(seconds, 3),
         "tensor_bytes_out": job.plan.data_bytes,
         "totals": {role: metrics_document(metrics) for role, metrics in totals.items()},
+        **calibration_document(job),
     }
 
 
@@ -235,6 +275,9 @@ def _show_progress(progress: Mapping[str, Any], age: float) -> None:
     """Print what the running process last said about its phases."""
     for name, phase in progress["phases"].items():
         done, total, rate = phase["done"], phase["total"], phase["rate"]
+        if unit := phase.get("unit"):
+            print_line(f"{name}: layer {min(done // unit + 1, total // unit)} of {total // unit}")
+            continue
         speed = f", {format_rate(rate)}" if rate and done < total else ""
         print_line(f"{name}: {format_bytes(min(done, total))} of {format_bytes(total)}{speed}")
     if age > STALE_SECONDS:

@@ -55,6 +55,7 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
         fingerprint=job.description.fingerprint,
         repo=job.source.repo,
         devices=job.limits.devices,
+        calibration=job.calibrated,
     )
     yield Path(LEDGER_NAME), encode_ledger(job.destination.folder / LEDGER_NAME, ledger)
     if recipe.target == "nvfp4" and recipe.layout == MODELOPT:

@@ -24,6 +24,7 @@ from k2convert.job.room import existing_parent
 from k2convert.plan.plan import ConvertStep, ShardJob
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.quantizer import create_quantizer
+from k2convert.quantize.rules import RULES
 
 MEASURE_SECONDS: Final = 0.4  # for each of reading, writing and converting
 MAX_FREE_SHARE: Final = 0.05  # of the free disk, for the file that is written
@@ -198,13 +199,15 @@ def _convert_rate(job: Job) -> float | None:
     rows, columns = _BLOCK
     packed = np.arange(rows * columns // 2, dtype=np.uint32).astype(np.uint8).reshape(rows, -1)
     scales = np.full((rows, columns // GROUP_SIZE), _SCALE_BITS, dtype=np.uint16)
-    weight = Int4Weight(packed=packed, scale_bits=scales)
+    exponents = (np.arange(columns) % 3 - 1).astype(np.int8) if recipe.norm_scaling else None
+    weight = Int4Weight(packed=packed, scale_bits=scales, column_exponents=exponents)
     quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule, device="cpu")
+    importance = (np.arange(columns) % 255 + 1).astype(np.uint8) if RULES[recipe.rule].uses_importance else None
 
     def convert() -> int:
         magnitude = quantizer.measure(weight, name="measured")
         scale = quantizer.global_scale(magnitude, is_int4=True)
-        quantizer.quantize(weight, name="measured", magnitude=magnitude, global_scale=scale)
+        quantizer.quantize(weight, name="measured", magnitude=magnitude, global_scale=scale, importance=importance)
         return packed.nbytes + scales.nbytes
 
     cores = os.cpu_count() or 1

@@ -24,7 +24,9 @@ from k2convert.errors import DestinationError, DestinationWriteError
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.job import machine
 from k2convert.job.assemble import assemble, is_complete
+from k2convert.job.calibration import check_norms
 from k2convert.job.downloads import fetch_shard, keep_small_files, remove_file, sweep_downloads
+from k2convert.job.feedback import LayerWalk, OpenWalk, finish_walk, open_walk, walking
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, check_room
 from k2convert.job.publish import publish_result
@@ -32,6 +34,7 @@ from k2convert.job.room import Item
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.job.uploads import Uploads
 from k2convert.job.verify import shards_to_hash, verify_shards
+from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import forget_command, keep_command
 from k2convert.records.events import SILENT, Events, Extent, Phase
 from k2convert.records.journal import Journal
@@ -41,11 +44,15 @@ from k2convert.validate.results import ValidationReport
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished job left: every shard's record; main's commit and the findings if the result went to the Hub."""
+    """What a finished job left: every shard's record; main's commit and the findings if the result went to the Hub.
+
+    `calibrated` is what the ledger says of the calibration, None without one.
+    """
 
     records: dict[str, ShardRecord]
     commit: str | None
     validation: ValidationReport | None = None
+    calibrated: CalibrationRecord | None = None
 
 
 def execute(job: Job, *, events: Events = SILENT) -> Outcome:
@@ -77,19 +84,24 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
             events.note(f"the source was moved: {len(expected)} finished shards are made again, to compare them")
             items = [item for item in job.items if item in items or item.name in expected]
             to_upload = [item for item in to_upload if item.name not in expected]
-        events.begun(_extent(job, items, to_upload, expected), keep=keep)
-        _run_pipeline(job, journal, uploads, records, items, to_upload, events, expected=expected)
+        walk = open_walk(job, items, events)
+        events.begun(_extent(job, items, to_upload, expected, walk), keep=keep)
+        _run_pipeline(job, journal, uploads, records, items, to_upload, events, expected=expected, opened=walk)
         if moved:
             journal.describe(job.description)
         remove_folder(job.downloads, root=folder)
+        if walk is not None:
+            job = finish_walk(job, walk)
         names = assemble(job, records)
+        if walk is not None:
+            walk.plan.work.remove()
         if uploads is None or job.target is None:
             forget_command(folder)
-            return Outcome(records, None)
+            return Outcome(records, None, calibrated=job.calibrated)
         machine.release_buffers()
         commit, validation = publish_result(job, job.target, uploads, names)
         forget_command(folder)
-        return Outcome(records, commit, validation)
+        return Outcome(records, commit, validation, job.calibrated)
 
 
 def _check_work_folder(folder: Path) -> None:
@@ -124,7 +136,9 @@ def _say_resumed(job: Job, items: Sequence[Item], to_upload: Sequence[Item]) -> 
     return f"{job.destination}: {word}: {done} of {len(job.items)} shards done{rest}"
 
 
-def _extent(job: Job, items: Sequence[Item], to_upload: Sequence[Item], expected: Mapping[str, str]) -> Extent:
+def _extent(
+    job: Job, items: Sequence[Item], to_upload: Sequence[Item], expected: Mapping[str, str], walk: OpenWalk | None
+) -> Extent:
     """Return how much is to be done, and how much of it an earlier run did."""
     to_convert = {item.name for item in items}
     phases: dict[Phase, tuple[int, int]] = {}
@@ -132,12 +146,15 @@ def _extent(job: Job, items: Sequence[Item], to_upload: Sequence[Item], expected
         needed = {source for item in items for source in item.sources}
         total = sum(job.limits.source_bytes.values())
         phases["download"] = (total, total - sum(job.limits.source_bytes[source] for source in needed))
+    if walk is not None:
+        phases |= walk.phases(phases)
     converted = sum(shard.bytes_in for shard in job.plan.jobs if shard.name not in to_convert)
     phases["convert"] = (job.bytes_in, converted)
     if job.target is not None:
         total = sum(item.output_bytes for item in job.items)
         phases["upload"] = (total, total - sum(item.output_bytes for item in (*items, *to_upload)))
-    return Extent(phases, len(job.items), len(job.items) - len(items) + len(expected))
+    layer_tokens = 0 if walk is None else walk.plan.num_tokens
+    return Extent(phases, len(job.items), len(job.items) - len(items) + len(expected), layer_tokens=layer_tokens)
 
 
 def _made_again(items: Sequence[Item], records: Mapping[str, ShardRecord], moved: Sequence[str]) -> dict[str, str]:
@@ -157,34 +174,26 @@ def _run_pipeline(
     events: Events,
     *,
     expected: Mapping[str, str],
+    opened: OpenWalk | None,
 ) -> None:
     """Fetch, convert and upload the shards that are not finished; fills `records`.
 
-    `expected` has the hashes of finished shards that are made again, and must be the same.
+    `expected` has the hashes of finished shards that are made again, and must be the same. `opened` is the walk that
+    the shards wait for, if the job has one.
     """
     remote, limits, stop = job.source.remote, job.limits, Event()
     sweep_downloads(job, items, to_upload)
     devices: SimpleQueue[str] = SimpleQueue()
     for worker in range(limits.workers):
         devices.put(limits.devices[worker % len(limits.devices)])
-    with machine.open_threads(limits.workers) as threads:
-
-        def convert(item: Item, is_shrinking: bool) -> None:
-            device = devices.get()
-            try:
-                task = _shard_task(job, item.name, device=device, is_shrinking=is_shrinking)
-                task = replace(task, expected_blake3=expected.get(item.name))
-                record = convert_shard(task, threads=threads, events=events, stop=stop)
-            finally:
-                devices.put(device)
-            journal.record(record)
-            records[item.name] = record
-            if item.name not in expected:
-                events.shard_finished(item.name)
-
+    with (
+        machine.open_threads(limits.workers) as threads,
+        walking(job, opened, items, stop=stop, events=events) as walk,
+    ):
+        workers = _Workers(job, journal, records, expected, events, stop, threads, devices, walk)
         stages = Stages(
             fetch=None if remote is None else partial(fetch_shard, job, remote, stop=stop, events=events),
-            convert=convert,
+            convert=workers.convert,
             drop_source=lambda shard: remove_file(job.downloads / shard),
             drop_output=lambda shard: remove_file(job.destination.folder / shard),
             uploads=uploads,
@@ -199,6 +208,43 @@ def _run_pipeline(
             stop=stop,
             to_upload=to_upload,
         ).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Workers:
+    """What the workers of one run share. `devices` has a device for each; `walk` is what shards wait for, if any."""
+
+    job: Job
+    journal: Journal
+    records: dict[str, ShardRecord]
+    expected: Mapping[str, str]
+    events: Events
+    stop: Event
+    threads: machine.Threads
+    devices: SimpleQueue[str]
+    walk: LayerWalk | None
+
+    def convert(self, item: Item, is_shrinking: bool) -> None:
+        """Convert a shard and record it."""
+        job, calibration = self.job, self.job.calibration
+        if self.walk is not None:
+            self.walk.wait_for(item.name)
+            calibration = self.walk.calibration
+        device = self.devices.get()
+        try:
+            if job.source.remote is not None and calibration is not None:
+                check_norms(calibration, job.source.checkpoint, folder=job.downloads, shards=item.sources)
+            task = _shard_task(job, item.name, device=device, is_shrinking=is_shrinking)
+            task = replace(task, expected_blake3=self.expected.get(item.name), calibration=calibration)
+            record = convert_shard(task, threads=self.threads, events=self.events, stop=self.stop)
+        finally:
+            self.devices.put(device)
+        self.journal.record(record)
+        self.records[item.name] = record
+        if self.walk is not None:
+            self.walk.recorded(item.name)
+        if item.name not in self.expected:
+            self.events.shard_finished(item.name)
 
 
 def _remaining(

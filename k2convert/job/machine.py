@@ -4,7 +4,7 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from typing import Final
 from k2convert.buffers import BUFFERS
 from k2convert.choices import Device
 from k2convert.errors import PlanError, missing_module, require_extra
+from k2convert.quantize.kernels import _cpu
 
 CORES_PER_WORKER: Final = 8  # the writer of one shard keeps up with about this many converting threads
 MAX_WORKERS: Final = 8
@@ -78,6 +79,15 @@ def choose_devices(device: Device) -> tuple[str, ...]:
     if device == "cuda":
         raise PlanError("--device cuda: torch sees no CUDA device. Use --device cpu, or install a CUDA build of torch.")
     return ("cpu",)
+
+
+def device_name(devices: Sequence[str]) -> str:
+    """Return what computes, as a fingerprint has it: bytes of floating-point sums depend on it."""
+    if tuple(devices) == ("cpu",):
+        return f"cpu, {_cpu.instructions()}"
+    import torch
+
+    return f"cuda, {torch.cuda.get_device_name(devices[0])}"
 
 
 def has_driver() -> bool:

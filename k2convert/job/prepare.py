@@ -1,66 +1,50 @@
 """Plan a job: what to convert, where to, and how it uses the machine and the disk. Writes nothing."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from k2convert.calibrate.columns import Calibration
+from k2convert.calibrate.statistics import Statistics
 from k2convert.checkpoint.files import parse_json_object
-from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
-from k2convert.checkpoint.holes import can_punch_holes
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
 from k2convert.checkpoint.sidecars import list_sidecars
-from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError, DiskFullError, PlanError, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.hub.preflight import Target, check_target, other_weights_error, read_published
 from k2convert.hub.source_card import SourceCard, accepted_card
+from k2convert.job.calibration import (
+    calibration_record,
+    check_norms,
+    check_widths,
+    choose_calibration,
+    scaled_layers,
+    settle_recipe,
+)
+from k2convert.job.feedback_plan import (
+    CalibrationText,
+    FeedbackPlan,
+    plan_feedback,
+    read_architecture,
+)
+from k2convert.job.limits import Limits, output_items, plan_limits
 from k2convert.job.links import refuse_links
 from k2convert.job.machine import choose_devices, choose_workers
 from k2convert.job.places import Destination, Source, check_destination
-from k2convert.job.room import DiskPlan, Item, existing_parent, plan_disk, used_bytes
+from k2convert.job.room import Item
 from k2convert.models import detect_family
 from k2convert.plan.plan import Plan, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe
+from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
 from k2convert.records.fingerprint import job_fingerprint
 from k2convert.records.journal import JobDescription, Journal
-from k2convert.records.ledger import parse_ledger
+from k2convert.records.ledger import find_ledger, parse_ledger
 from k2convert.records.shard_record import ShardRecord
 from k2convert.records.source_identity import Identities, hub_identity, local_identity
-
-RECORD_BYTES: Final = 2048  # journal and upload record of one projection
-SHARD_RECORD_BYTES: Final = 8192
-HUB_FREE_SHARE: Final = 0.9  # of the free disk, for a job with the Hub, unless --max-disk says otherwise
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How a job uses the machine.
-
-    `disk_allowed` is what it may use at one time, `disk_small` what everything but the shards takes, `disk_free` what
-    was free at the start. `source_bytes` are the sizes of the source shards to fetch.
-    """
-
-    devices: tuple[str, ...]
-    workers: int
-    source_bytes: Mapping[str, int]
-    disk: DiskPlan
-    disk_allowed: int
-    disk_small: int
-    disk_free: int
-
-    @property
-    def disk_needed(self) -> int:
-        return self.disk.needed_bytes + self.disk_small
-
-    @property
-    def room(self) -> int:
-        """Bytes that shards may take."""
-        return self.disk_allowed - self.disk_small
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +53,8 @@ class Job:
 
     `target` is set if the result goes to the Hub, `card` is what the Hub accepts of the source's model card,
     `finished` are the shards that an earlier run left in the destination folder. `command` is what the user typed.
+    `calibration` has the statistics, for a recipe that uses them, and `calibrated` what the ledger says of them.
+    `feedback` is the walk of rule feedback; `calibrated` is then None until the walk is done.
     """
 
     source: Source
@@ -82,6 +68,9 @@ class Job:
     limits: Limits
     finished: dict[str, ShardRecord]
     command: JobCommand | None = None
+    calibration: Calibration | None = None
+    calibrated: CalibrationRecord | None = None
+    feedback: FeedbackPlan | None = None
 
     @property
     def uses_hub(self) -> bool:
@@ -99,7 +88,7 @@ class Job:
     @property
     def items(self) -> tuple[Item, ...]:
         """The output shards with their exact sizes."""
-        return output_items(self.plan)
+        return output_items(self.plan, self.feedback)
 
     @property
     def bytes_in(self) -> int:
@@ -120,24 +109,34 @@ def prepare(
     source: Source,
     destination: Destination,
     recipe: Recipe,
+    statistics: Statistics | None = None,
+    text: CalibrationText | None = None,
     device: Device = "auto",
     workers: int | None = None,
     max_disk: int | None = None,
     private: bool = True,
     hub: Hub | None = None,
 ) -> Job:
-    """Plan a job and check its destination; raises PlanError, DestinationError, HubError, DiskFullError."""
+    """Plan a job and check its destination; raises PlanError, DestinationError, HubError, DiskFullError.
+
+    `statistics` are for rules and norm scaling, `text` is for rule feedback; RecipeError, CalibrationError if they do
+    not fit.
+    """
     hub = hub or Hub()
     checkpoint, folder = source.checkpoint, destination.folder
     check_destination(folder, source=checkpoint.folder if source.remote is None else None)
-    plan = plan_conversion(source=checkpoint, recipe=recipe)
+    recipe = settle_recipe(recipe, has_statistics=statistics is not None, has_text=text is not None)
+    calibration = None if statistics is None else choose_calibration(statistics, recipe=recipe, source=checkpoint)
+    plan = _plan(source, recipe, calibration, has_text=text is not None)
     refuse_links(folder, shards=[shard.name for shard in plan.jobs], sidecars=list_sidecars(checkpoint.folder))
-    description = JobDescription(
-        fingerprint=job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision),
-        recipe=recipe.document(),
-        shards={shard.name: shard.data_bytes for shard in plan.jobs},
-        source=_source_identities(source),
-    )
+    devices, walk = choose_devices(device), None
+    description = _describe(plan, source, statistics, walk=None if text is None else text.identity(devices))
+    calibrated: CalibrationRecord | None = None
+    if statistics is not None and calibration is not None:
+        calibrated = calibration_record(statistics, calibration, read_architecture(checkpoint))
+    if text is not None:
+        walk = plan_feedback(text, source=source, destination=folder, plan=plan, job=description, hub=hub)
+        calibrated = _kept_calibration(folder, description)
     finished = Journal(folder).finished(description.digest)
     target, card, published = None, SourceCard(), False
     if destination.repo is not None:
@@ -146,7 +145,6 @@ def prepare(
         published = is_published(hub, target, description.fingerprint)
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
         require_extra("reference", purpose="the reference quantizer")
-    devices = choose_devices(device)
     num_pending = sum(shard.name not in finished for shard in plan.jobs)
     chosen = min(choose_workers(workers, num_devices=len(devices)), max(num_pending, 1))
     return Job(
@@ -158,12 +156,61 @@ def prepare(
         is_published=published,
         plan=plan,
         description=description,
-        limits=_plan_limits(plan, source, destination, devices=devices, workers=chosen, max_disk=max_disk),
+        limits=plan_limits(plan, source, destination, devices=devices, workers=chosen, max_disk=max_disk, walk=walk),
         finished=finished,
+        calibration=calibration,
+        calibrated=calibrated,
+        feedback=walk,
     )
 
 
-def _source_identities(source: Source) -> Identities:
+def _plan(source: Source, recipe: Recipe, calibration: Calibration | None, *, has_text: bool) -> Plan:
+    """Plan the conversion, with statistics if there are any; raises PlanError, CalibrationError.
+
+    With a text, which channels of a layer are scaled is known when the walk has done it: any may be.
+    """
+    checkpoint = source.checkpoint
+    if calibration is None:
+        is_scaled = has_text and recipe.norm_scaling
+        layers = read_architecture(checkpoint).moe_layers if is_scaled else ()
+        return plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
+    layers = scaled_layers(calibration, read_architecture(checkpoint))
+    plan = plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
+    check_widths(calibration, plan)
+    if source.remote is None:
+        check_norms(calibration, checkpoint, folder=checkpoint.folder)
+    return plan
+
+
+def _describe(
+    plan: Plan, source: Source, statistics: Statistics | None, *, walk: Mapping[str, Any] | None
+) -> JobDescription:
+    """Return what the journal keeps of a job. `walk` is what the bytes depend on if it walks through the layers."""
+    return JobDescription(
+        fingerprint=job_fingerprint(
+            source=source.checkpoint,
+            recipe=plan.recipe,
+            revision=source.revision,
+            statistics=None if statistics is None else statistics.digest,
+            walk=walk,
+        ),
+        recipe=plan.recipe.document(),
+        shards={shard.name: shard.data_bytes for shard in plan.jobs},
+        source=source_identities(source),
+    )
+
+
+def _kept_calibration(folder: Path, description: JobDescription) -> CalibrationRecord | None:
+    """Return what the ledger of a finished run of this job says of its calibration; None without one."""
+    try:
+        ledger = find_ledger(folder)
+    except CheckpointError:
+        return None
+    return ledger.calibration if ledger is not None and ledger.fingerprint == description.fingerprint else None
+
+
+def source_identities(source: Source) -> Identities:
+    """Return which file each source shard is; see records/source_identity.py."""
     checkpoint, remote = source.checkpoint, source.remote
     if remote is None:
         return {shard: local_identity(checkpoint.path(shard)) for shard in checkpoint.headers}
@@ -193,58 +240,6 @@ def is_published(hub: Hub, target: Target, fingerprint: Mapping[str, Any]) -> bo
         raise other_weights_error(target)
     sizes = {name: file.num_bytes for name, file in target.files.items()}
     return bool(ledger.shards) and all(sizes.get(name) == shard.num_bytes for name, shard in ledger.shards.items())
-
-
-def output_headers(plan: Plan) -> dict[str, ShardHeader]:
-    """Return the headers of the output shards as they will be written."""
-    headers: dict[str, ShardHeader] = {}
-    for job in plan.jobs:
-        outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in job.outputs]
-        raw = encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
-        headers[job.name] = parse_header(raw, shard=job.name, file_bytes=len(raw) + job.data_bytes)
-    return headers
-
-
-def output_items(plan: Plan) -> tuple[Item, ...]:
-    """Return the output shards with their exact sizes."""
-    sizes = output_headers(plan)
-    return tuple(Item(j.name, tuple(j.source_shards), sizes[j.name].file_bytes) for j in plan.jobs)
-
-
-def _plan_limits(
-    plan: Plan,
-    source: Source,
-    destination: Destination,
-    *,
-    devices: tuple[str, ...],
-    workers: int,
-    max_disk: int | None,
-) -> Limits:
-    folder, remote, goes_to_hub = source.checkpoint.folder, source.remote, destination.repo is not None
-    items = output_items(plan)
-    source_bytes = {name: remote.shard(name).num_bytes for name in source.checkpoint.headers} if remote else {}
-    existing = existing_parent(destination.folder)
-    free = shutil.disk_usage(existing).free
-    available = free + used_bytes(destination.folder)
-    share = HUB_FREE_SHARE if remote is not None or goes_to_hub else 1.0
-    allowed = int(available * share) if max_disk is None else max_disk
-    if allowed > available:
-        raise DiskFullError(
-            f"--max-disk is {allowed:,} bytes, but {destination.folder} has only {available:,} free. "
-            "Name less, or free some space."
-        )
-    small = sum((folder / p).stat().st_size for p in list_sidecars(folder))
-    small += sum(p.stat().st_size for p in folder.glob("*.json"))
-    copies = (0 if goes_to_hub else 1) + (remote is not None)  # shards have left the disk when a Hub job copies these
-    small_bytes = RECORD_BYTES * len(plan.projections) + small * copies + len(items) * SHARD_RECORD_BYTES
-    disk = plan_disk(
-        items,
-        source_bytes=source_bytes,
-        room=allowed - small_bytes,
-        outputs_leave=goes_to_hub,
-        can_shrink=remote is not None and can_punch_holes(existing),
-    )
-    return Limits(devices, workers, source_bytes, disk, allowed, small_bytes, free)
 
 
 def check_room(job: Job) -> None:

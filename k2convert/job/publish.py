@@ -18,22 +18,26 @@ from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.errors import CheckpointError, HubError, InvalidCheckpointError, MissingDependencyError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
 from k2convert.hub.card import ROLE_NAMES, CardFacts, build_card
+from k2convert.hub.card_calibration import CardCalibration, CardFeedback
 from k2convert.hub.client import Hub, RepoRef, check_endpoint
 from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
+from k2convert.job.limits import output_headers
 from k2convert.job.machine import release_buffers
 from k2convert.job.pipeline import Pipeline, Stages
-from k2convert.job.prepare import Job, is_published, output_headers
+from k2convert.job.prepare import Job, is_published
 from k2convert.job.room import DiskPlan, Item
 from k2convert.job.uploads import ShardHashes, Uploads
 from k2convert.models import find_family
 from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
 from k2convert.quantize.rules import RULES
+from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.report import write_report
+from k2convert.report.feedback import feedback_totals
 from k2convert.validate.remote import LOCAL, Shards
 from k2convert.validate.results import ValidationReport, validation_document
 from k2convert.validate.streamed import validate_streamed
@@ -121,8 +125,36 @@ def card_files(
         rule_summary=rule.summary,
         has_power_of_two_scale=rule.has_power_of_two_scale,
         checked=validation.contract.summary,
+        calibration=_card_calibration(ledger),
     )
     return files | {CARD_NAME: build_card(facts).encode()}
+
+
+def _card_calibration(ledger: Ledger) -> CardCalibration | None:
+    found = ledger.calibration
+    if found is None:
+        return None
+    return CardCalibration(
+        texts=tuple(name for name, _ in found.texts),
+        tokens=found.tokens,
+        is_weighted=found.weighted,
+        has_norm_scaling=found.exponents_digest is not None,
+        feedback=_card_feedback(found),
+    )
+
+
+def _card_feedback(record: CalibrationRecord) -> CardFeedback | None:
+    found = feedback_totals(record)
+    if found is None:
+        return None
+    return CardFeedback(
+        layers=found.layers,
+        better_layers=found.better_layers,
+        error=found.error,
+        optimal_error=found.optimal_error,
+        plain_experts=found.plain_experts,
+        experts=found.experts,
+    )
 
 
 def _kept_parts(family: ModelCardFacts, roles: Sequence[str]) -> tuple[str, ...]:

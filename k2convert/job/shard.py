@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from k2convert.calibrate.columns import Calibration
 from k2convert.checkpoint.header import TensorInfo, encode_header
 from k2convert.checkpoint.holes import ShrinkingFile
 from k2convert.checkpoint.layouts import LAYOUTS
@@ -25,12 +26,22 @@ from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.errors import FormatError, ResumeError, remedy
 from k2convert.job.machine import Threads, open_threads
+from k2convert.job.scaling import (
+    divided_weight,
+    projection_codes,
+    projection_exponents,
+    projection_importance,
+    row_bytes,
+    scaled_copy,
+)
 from k2convert.models.projections import SOURCE_REMEDY, Projection
 from k2convert.models.weights import load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.kernels.codes import measure_codes
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.records.events import SILENT, Events
 from k2convert.records.shard_record import ProjectionRecord, ShardRecord
@@ -50,7 +61,8 @@ class ShardTask:
 
     `source_folder` holds the source shards, `header_digests` are those of the shards that are read. `inflight_bytes`
     bounds the bytes in memory. With `is_shrinking` the source shards are freed while they are read. With `for_upload`
-    the shard's sha256 is computed too, and every byte is compared with the source.
+    the shard's sha256 is computed too, and every byte is compared with the source. `calibration` has the statistics,
+    for a recipe that uses them.
     """
 
     shard: ShardJob
@@ -64,6 +76,7 @@ class ShardTask:
     is_shrinking: bool = False
     for_upload: bool = False
     expected_blake3: str | None = None
+    calibration: Calibration | None = None
 
 
 def convert_shard(
@@ -83,7 +96,8 @@ def convert_shard(
             threads = stack.enter_context(open_threads(1))
         reader = stack.enter_context(ShardReader(lambda name: task.source_folder / name, shrinking=shrinking))
         stack.enter_context(remedy(SOURCE_REMEDY))
-        recipe = task.recipe
+        recipe, codes = task.recipe, task.calibration and task.calibration.codes
+        assert codes is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
         quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule, device=task.device)
         return _Conversion(task, quantizer, reader, threads, events, stop or Event()).run()
 
@@ -98,6 +112,7 @@ def _open_check(task: ShardTask, header: bytes, *, file_bytes: int) -> ShardChec
         recipe=task.recipe,
         source_folder=task.source_folder,
         source_digests=task.header_digests,
+        calibration=task.calibration,
     )
 
 
@@ -216,11 +231,12 @@ class _Conversion:
                 size = step.tensor.num_bytes
                 if size == 0 and not self.task.for_upload:
                     continue  # nothing to read or to write; for an upload it is checked like every other tensor
-                for begin in range(0, max(size, 1), COPY_BYTES):
-                    end = min(begin + COPY_BYTES, size)
+                part = COPY_BYTES if step.scaling is None else _whole_rows(step.tensor)
+                for begin in range(0, max(size, 1), part):
+                    end = min(begin + part, size)
                     reads = ((step.tensor, begin, end),)
                     tensors = 1 if end == size else 0
-                    call = partial(_copy_step, step)
+                    call = partial(self._copy_step, step)
                     yield _Piece(step, position + begin, end - begin, end - begin, tensors, reads, call)
             else:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
@@ -233,10 +249,10 @@ class _Conversion:
     def _convert_step(self, step: ConvertStep, loaded: _Loaded) -> _Result:
         if self.task.recipe.target == "bf16":
             return [_dequantize(load_projection(loaded, p)) for p in step.members], []
-        sources = [(p, load_projection(loaded, p)) for p in step.members]
+        sources = [(p, self._load_scaled(loaded, p)) for p in step.members]
         magnitudes = [self.quantizer.measure(source, name=p.where) for p, source in sources]
         for partner in step.partners:
-            magnitudes.append(self.quantizer.measure(load_projection(loaded, partner), name=partner.where))
+            magnitudes.append(self.quantizer.measure(self._load_scaled(loaded, partner), name=partner.where))
         shared = magnitudes[0]
         for magnitude in magnitudes[1:]:
             shared = shared.merge(magnitude)
@@ -248,17 +264,35 @@ class _Conversion:
             records.append(record)
         return buffers, records
 
+    def _load_scaled(self, loaded: _Loaded, projection: Projection) -> SourceWeight:
+        """Load a projection, with the columns that norm scaling divides."""
+        weight = load_projection(loaded, projection)
+        exponents = projection_exponents(projection, self.task.calibration)
+        return weight if exponents is None else divided_weight(weight, projection, exponents)
+
+    def _copy_step(self, step: CopyStep, loaded: _Loaded) -> _Result:
+        data, scaling, calibration = loaded.read(step.tensor), step.scaling, self.task.calibration
+        if scaling is None or calibration is None:
+            return [data], []
+        exponents = calibration.exponents(scaling.layer)
+        return [data if exponents is None else scaled_copy(data, step.tensor, scaling, exponents)], []
+
     def _quantize(
         self, projection: Projection, source: SourceWeight, shared: Magnitude
     ) -> tuple[list[Bytes], ProjectionRecord]:
         global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Weight))
-        result, metrics = self.quantizer.quantize(
-            source, name=projection.module, magnitude=shared, global_scale=global_scale
-        )
+        name, importance = projection.module, projection_importance(projection, self.task.calibration)
+        result = projection_codes(projection, self.task.calibration, shape=source.shape, global_scale=global_scale)
+        if result is not None:
+            metrics = measure_codes(source, result, name=name, magnitude=shared, importance=importance)
+        else:
+            result, metrics = self.quantizer.quantize(
+                source, name=name, magnitude=shared, global_scale=global_scale, importance=importance
+            )
         buffers = [result.packed.reshape(-1), result.block_scales.reshape(-1)]
         scalars = scalar_bytes(self.task.recipe, projection, global_scale)
         buffers += [np.frombuffer(raw, dtype=np.uint8) for raw in scalars]
-        return buffers, ProjectionRecord(projection.module, projection.role, global_scale, metrics.to_dict())
+        return buffers, ProjectionRecord(name, projection.role, global_scale, metrics.to_dict())
 
 
 def _convert(piece: _Piece, loading: Future[_Loaded], check: ShardCheck | None) -> _Result:
@@ -281,8 +315,9 @@ def _check(
         check.check_copy(tensor, begin, data, position=position)
 
 
-def _copy_step(step: CopyStep, loaded: _Loaded) -> _Result:
-    return [loaded.read(step.tensor)], []
+def _whole_rows(tensor: TensorInfo) -> int:
+    """Return the bytes of the rows that are copied at a time."""
+    return max(COPY_BYTES // row_bytes(tensor), 1) * row_bytes(tensor)
 
 
 def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) -> list[bytes]:

@@ -3,6 +3,7 @@
 A change on purpose raises records.fingerprint.ARITHMETIC_VERSION, so that no unfinished job mixes both, and then these.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,25 @@ HASHES = {
     ("plain", "compressed-tensors", "w4a16"): "d1b767a9b136351183a676a23c5ee725",
 }
 
+LEDGERS = {
+    ("optimal", "modelopt", "w4a4"): "5f08facaa96648ba3edd6819982293d5",
+    ("optimal", "modelopt", "w4a16"): "750be4ab57586a422815599347cafde0",
+    ("optimal", "compressed-tensors", "w4a4"): "364f98d34da2e677b5cc6a560a5ee33f",
+    ("optimal", "compressed-tensors", "w4a16"): "2c1e789b32e38130c229aecf8150530e",
+    ("plain", "modelopt", "w4a4"): "9fd4dc27ad1a8df85d7d8adbd12986ec",
+    ("plain", "modelopt", "w4a16"): "a9199b8c9b993ae08b68a6f83a884468",
+    ("plain", "compressed-tensors", "w4a4"): "fda6828b1de9d117c12d4738ffffd0c4",
+    ("plain", "compressed-tensors", "w4a16"): "9be7347f09fdd8e05b797bf30c9c8de3",
+}
+"""Digests of the ledgers, fingerprints included, without versions and the values of figures."""
+
+
+def ledger_digest(path: Path) -> str:
+    ledger = json.loads(path.read_text())
+    del ledger["versions"], ledger["k2convert"], ledger["fingerprint"]["k2convert"]
+    ledger["totals"] = {role: sorted(figures) for role, figures in ledger["totals"].items()}
+    return blake3(json.dumps(ledger).encode()).hexdigest()[:32]
+
 
 @pytest.mark.parametrize(("rule", "layout", "activations"), HASHES)
 def test_shards_have_the_bytes_of_version_0_1(
@@ -37,3 +57,4 @@ def test_shards_have_the_bytes_of_version_0_1(
     for shard in sorted((tmp_path / "out").glob("*.safetensors")):
         digest.update(shard.read_bytes())
     assert digest.hexdigest()[:32] == HASHES[rule, layout, activations]
+    assert ledger_digest(tmp_path / "out" / "k2convert.json") == LEDGERS[rule, layout, activations]

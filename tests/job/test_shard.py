@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from statistics_makers import random_statistics
 
+from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job import execute
 from k2convert.job.places import Destination, Source
@@ -25,13 +27,24 @@ sys.stdout.buffer.write(pickle.dumps(convert_shard(task)))
 
 def plan(source: Path, destination: Path, **overrides: Any) -> Job:
     checkpoint = open_checkpoint(source)
-    recipe = choose_recipe(checkpoint, None, overrides)
-    return prepare(source=Source(checkpoint), destination=Destination(destination), recipe=recipe, device="cpu")
+    statistics = None
+    if overrides.get("rule") == "weighted":
+        statistics = open_statistics(random_statistics(destination.with_name("statistics"), source))
+    return prepare(
+        source=Source(checkpoint),
+        destination=Destination(destination),
+        recipe=choose_recipe(checkpoint, None, overrides),
+        statistics=statistics,
+        device="cpu",
+    )
 
 
-@pytest.mark.parametrize("overrides", [{}, {"rule": "plain", "layout": "compressed-tensors"}, {"target": "bf16"}])
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"rule": "plain", "layout": "compressed-tensors"}, {"target": "bf16"}, {"rule": "weighted"}],
+)
 def test_a_task_is_pickled_and_converted_in_another_process(
-    split: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any]
+    split: Path, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any]
 ) -> None:
     tasks: list[ShardTask] = []
 
@@ -40,7 +53,7 @@ def test_a_task_is_pickled_and_converted_in_another_process(
         return convert_shard(task, **options)
 
     monkeypatch.setattr(execute, "convert_shard", remember)
-    whole = execute.execute(plan(split, tmp_path / "whole", **overrides))
+    whole = execute.execute(plan(cut if overrides == {"rule": "weighted"} else split, tmp_path / "whole", **overrides))
     assert len(tasks) == len(whole.records) > 1 or overrides == {"target": "bf16"}
     (tmp_path / "apart").mkdir()
     for task in tasks:

@@ -1,0 +1,169 @@
+"""`calibrate`: plan a pass over the layers, say what it takes, and do it."""
+
+import os
+from typing import Any
+
+import typer
+
+from k2convert.calibrate.statistics import StatisticsHeader
+from k2convert.calibrate.work import WorkFolder
+from k2convert.cli import console
+from k2convert.cli.calibrate_options import CalibrateOptions
+from k2convert.cli.options import parse_size
+from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.texts import check_time, read_texts
+from k2convert.errors import require_extra
+from k2convert.hub.client import Hub
+from k2convert.job.layer_pass import (
+    CalibrationJob,
+    check_calibration_room,
+    execute_calibration,
+    prepare_calibration,
+)
+from k2convert.job.machine import choose_devices
+from k2convert.job.places import open_source
+from k2convert.job.statistics_file import check_statistics_path
+
+
+def calibrate(options: CalibrateOptions) -> None:
+    """Plan a pass, then show it (--dry-run) or do it."""
+    if (options.text is None) == (options.token_ids is None):
+        raise typer.BadParameter("pass --text FILE or --token-ids FILE, one of them")
+    require_extra("calibrate", purpose="calibrate")
+    from k2convert.calibrate.cost import chunk_windows
+
+    statistics = options.statistics
+    check_statistics_path(statistics, source=None)
+    hub = Hub(notify=console.print_event)
+    begun = WorkFolder(statistics).job()
+    pinned: Any = None if begun is None else begun.identity.get("source_revision")
+    with (
+        Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
+        open_source(options.source, hub=hub, pinned=pinned) as source,
+    ):
+        if source.remote is None and options.max_disk is not None:
+            raise typer.BadParameter("--max-disk only applies to hf:// sources")
+        windows = read_texts(
+            source,
+            text=options.text,
+            token_ids=options.token_ids,
+            tokens=options.tokens,
+            window=options.window,
+            seed=options.seed,
+        )
+        devices = choose_devices(options.device)
+        job = prepare_calibration(
+            source=source,
+            statistics=statistics,
+            windows=windows,
+            tokens=options.tokens,
+            window=options.window,
+            seed=options.seed,
+            devices=devices,
+            workers=len(os.sched_getaffinity(0)),
+            chunk=chunk_windows(source.checkpoint, window=windows.ids.shape[1], devices=devices),
+            hub=hub,
+            max_disk=None if options.max_disk is None else parse_size(options.max_disk),
+        )
+        waiting.end()
+        for note in windows.notes:
+            console.print_note(f"note: {note}")
+        finished = job.finished_header()
+        if finished is not None:
+            if not options.dry_run:
+                job.remove_leftovers()
+            console.print_note(f"{statistics}: already complete")
+            _show_result(job, finished, options)
+            return
+        seconds = _estimate(job, options)
+        if options.dry_run:
+            _show_plan(job, options, seconds)
+        else:
+            _do(job, options, seconds)
+
+
+def _estimate(job: CalibrationJob, options: CalibrateOptions) -> float:
+    """Return about how many seconds the rest of the pass takes."""
+    from k2convert.calibrate.cost import PassSize, pass_seconds
+
+    size = PassSize(
+        num_windows=job.header.windows,
+        window=job.header.window,
+        chunk=job.job.chunk,
+        devices=job.devices,
+        parallel=job.parallel,
+        num_layers=job.num_layers - job.num_finished,
+    )
+    with Waiting("measures one expert", quiet=options.quiet):
+        return pass_seconds(job.source.checkpoint, size)
+
+
+def _show_plan(job: CalibrationJob, options: CalibrateOptions, seconds: float) -> None:
+    if options.as_json:
+        console.print_json(_document(job) | {"seconds": round(seconds, 1), "disk_needed": job.disk_needed})
+    else:
+        console.print_line(_plan_line(job))
+        console.print_line(
+            f"disk: needs {console.format_bytes(job.disk_needed)} at one time, "
+            f"may use {console.format_bytes(job.disk_allowed)}"
+        )
+        console.print_line(
+            f"time: about {console.format_seconds(seconds)}, an estimate from one expert on this machine"
+        )
+    check_calibration_room(job)
+    check_time(seconds, source=options.source, yes=options.yes)
+    if not options.as_json:
+        console.print_next(console.own_command(without="--dry-run"))
+
+
+def _plan_line(job: CalibrationJob) -> str:
+    names = ", ".join(name for name, _ in job.header.texts)
+    return (
+        f"{job.num_layers} layers on {job.header.tokens:,} tokens of {names}, in {job.header.windows:,} windows of "
+        f"{job.header.window:,}"
+    )
+
+
+def _document(job: CalibrationJob) -> dict[str, Any]:
+    """Return what a calibration is, as plain data."""
+    return {
+        "statistics": str(job.work.statistics),
+        "layers": job.num_layers,
+        "finished_layers": job.num_finished,
+        "tokens": job.header.tokens,
+        "window": job.header.window,
+        "windows": job.header.windows,
+        "seed": job.header.seed,
+        "texts": [{"name": name, "blake3": digest} for name, digest in job.header.texts],
+        "devices": list(job.devices),
+    }
+
+
+def _do(job: CalibrationJob, options: CalibrateOptions, seconds: float) -> None:
+    check_calibration_room(job)
+    check_time(seconds, source=options.source, yes=options.yes)
+    if not options.quiet:
+        time_text = f"about {console.format_seconds(seconds)} (an estimate from one expert on this machine)"
+        console.print_event(f"{_plan_line(job)}: {time_text}")
+    display = Display("calibrate", job.extent(job.num_finished), quiet=options.quiet)
+    display.tally.expected_seconds["calibrate"] = seconds
+    try:
+        with display as events:
+            header = execute_calibration(job, events=events)
+    except BaseException as error:
+        error.add_note(f"{job.work.num_finished()} of {job.num_layers} layers are done. The same command resumes")
+        error.add_note(console.own_command(without="--dry-run"))  # both are shown after an interrupt
+        raise
+    _show_result(job, header, options)
+
+
+def _show_result(job: CalibrationJob, header: StatisticsHeader, options: CalibrateOptions) -> None:
+    path = job.work.statistics
+    if options.as_json:
+        document = _document(job) | {"finished_layers": job.num_layers, "dropped_windows": header.dropped}
+        console.print_json(document | {"bytes": path.stat().st_size})
+        return
+    dropped = f", {header.dropped:,} windows dropped" if header.dropped else ""
+    size = console.format_bytes(path.stat().st_size)
+    console.print_line(f"{path}: {size}, {job.num_layers} layers, {header.tokens:,} tokens{dropped}")
+    console.print_next(console.command("k2convert", "run", options.source, "DEST", "--statistics", path))

@@ -1,0 +1,116 @@
+"""`run --calibrate`: read its text, say what its walk through the layers takes, and refuse what would take too long."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from k2convert.calibrate.feedback_work import FeedbackWork
+from k2convert.cli import console
+from k2convert.cli.options import TOKENS, WINDOW, RunOptions
+from k2convert.cli.progress import Waiting
+from k2convert.cli.texts import check_time, read_texts
+from k2convert.job.feedback_plan import CalibrationText, FeedbackPlan
+from k2convert.job.machine import choose_devices
+from k2convert.job.places import Source
+from k2convert.job.prepare import Job
+from k2convert.records.calibration import CalibrationRecord
+
+
+def read_calibration_text(options: RunOptions, source: Source) -> CalibrationText:
+    """Read the text of a run; raises CalibrationError."""
+    from k2convert.calibrate.cost import chunk_windows
+
+    tokens, window, seed = options.tokens or TOKENS, options.window or WINDOW, options.seed or 0
+    windows = read_texts(
+        source, text=options.calibrate, token_ids=options.token_ids, tokens=tokens, window=window, seed=seed
+    )
+    for note in windows.notes:
+        console.print_note(f"note: {note}")
+    devices = choose_devices(options.device)
+    return CalibrationText(
+        windows=windows,
+        tokens=tokens,
+        window=window,
+        seed=seed,
+        chunk=chunk_windows(source.checkpoint, window=windows.ids.shape[1], devices=devices),
+        threads=len(os.sched_getaffinity(0)),
+        saved=options.save_statistics,
+    )
+
+
+def layers_left(job: Job, plan: FeedbackPlan) -> int:
+    """Return how many layers the walk has to do, as far as that is known before it starts."""
+    if job.calibrated is not None and len(job.finished) == len(job.plan.jobs):
+        return 0
+    return plan.num_layers - plan.num_finished
+
+
+def estimate_walk(job: Job, plan: FeedbackPlan, options: RunOptions) -> float:
+    """Return about how many seconds the rest of the walk takes."""
+    from k2convert.calibrate.cost import PassSize, walk_seconds
+
+    if (num_layers := layers_left(job, plan)) == 0:
+        return 0.0
+    size = PassSize(
+        num_windows=plan.header.windows,
+        window=plan.header.window,
+        chunk=plan.text.chunk,
+        devices=job.limits.devices,
+        parallel=plan.text.threads if job.limits.devices == ("cpu",) else 1,
+        num_layers=num_layers,
+    )
+    with Waiting("measures one expert", quiet=options.quiet):
+        return walk_seconds(job.source.checkpoint, size)
+
+
+def check_walk_time(seconds: float, options: RunOptions) -> None:
+    """Refuse a walk of more than half a day, unless the user agreed; raises CalibrationError."""
+    check_time(seconds, source=options.source, yes=options.yes)
+
+
+def walk_line(plan: FeedbackPlan) -> str:
+    """Return what is walked over, in a line."""
+    header, names = plan.header, ", ".join(name for name, _ in plan.header.texts)
+    return (
+        f"calibrates while it converts: {plan.num_layers} layers on {header.tokens:,} tokens of {names}, in "
+        f"{header.windows:,} windows of {header.window:,}"
+    )
+
+
+def walk_document(job: Job, plan: FeedbackPlan) -> dict[str, Any]:
+    """Return what is walked over, as plain data."""
+    header = plan.header
+    return {
+        "texts": [name for name, _ in header.texts],
+        "tokens": header.tokens,
+        "window": header.window,
+        "windows": header.windows,
+        "seed": header.seed,
+        "layers": plan.num_layers,
+        "finished_layers": plan.num_layers - layers_left(job, plan),
+        "norm_scaling": bool(job.plan.recipe.norm_scaling),
+        "statistics": None if plan.text.saved is None else str(plan.text.saved),
+    }
+
+
+def show_outputs(found: CalibrationRecord | None) -> None:
+    """Print the error of the layers' outputs, if they were converted with feedback."""
+    decided = {number: layer.feedback for number, layer in found.layers.items() if layer.feedback} if found else {}
+    if not decided:
+        return
+    worst = max(decided, key=lambda number: decided[number].feedback_error)
+    last = decided[worst]
+    console.print_line(
+        f"outputs of the layers, on the text: squared error at most {last.feedback_error:.5f} of the INT4 model's "
+        f"(layer {worst}; {last.optimal_error:.5f} with that layer by rule optimal)"
+    )
+    console.print_line("rule feedback keeps outputs, so its error of weights is larger than that of rule optimal")
+
+
+def walk_state(destination: Path) -> dict[str, Any] | None:
+    """Return how far the walk of an unfinished job is, as plain data; None if there is none."""
+    work = FeedbackWork(destination)
+    begun = work.job()
+    if begun is None:
+        return None
+    return {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}

@@ -1,0 +1,96 @@
+"""How a statistics file is shown: a table for people, plain data for --json."""
+
+from typing import Any
+
+import numpy as np
+
+from k2convert.calibrate.columns import Calibration
+from k2convert.calibrate.layer_statistics import LayerStatistics
+from k2convert.calibrate.statistics import Statistics
+from k2convert.cli.console import print_line, print_table
+from k2convert.errors import shortened
+
+
+def statistics_document(statistics: Statistics) -> dict[str, Any]:
+    """Return a statistics file as plain data, without its mean squares; CalibrationError for unusable values."""
+    used = Calibration(statistics, weighted=True, norm_scaling=True)
+    return {
+        "file": str(statistics.path),
+        "digest": statistics.digest,
+        "source_headers": statistics.source_headers,
+        "texts": [{"name": name, "blake3": digest} for name, digest in statistics.texts],
+        "tokens": statistics.tokens,
+        "window": statistics.window,
+        "windows": statistics.windows,
+        "dropped_windows": statistics.dropped,
+        "seed": statistics.seed,
+        "versions": statistics.versions,
+        "exponents_digest": used.exponents_digest(),
+        "layers": {str(n): _layer_document(statistics.layer(n), used.fallback_experts(n)) for n in statistics.layers},
+    }
+
+
+def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[str, Any]:
+    exponents, counts = np.unique(layer.norm_exponents, return_counts=True)
+    shared = layer.shared_down_amax
+    return {
+        "dense": layer.is_dense,
+        "tokens": layer.tokens.tolist(),
+        "fallback": list(fallback),
+        "exponents": {str(e): count for e, count in zip(exponents.tolist(), counts.tolist(), strict=True)},
+        "gate_up_amax": float(layer.gate_up_amax[0]),
+        "down_amax": layer.down_amax.tolist(),
+        "shared_down_amax": None if shared is None else float(shared[0]),
+        "saliency": layer.saliency.tolist(),
+    }
+
+
+def show_statistics(statistics: Statistics) -> None:
+    """Print a statistics file."""
+    document = statistics_document(statistics)
+    print_line(
+        f"{document['file']}: statistics of {document['tokens']:,} tokens in windows of {document['window']:,}, "
+        f"seed {document['seed']}"
+    )
+    for text in document["texts"]:
+        print_line(f"text: {shortened(text['name'])} (blake3 {text['blake3'][:16]})")
+    if document["dropped_windows"]:
+        print_line(
+            f"{document['dropped_windows']:,} of {document['windows']:,} windows were dropped: their hidden states are "
+            "not finite"
+        )
+    print_line(f"of the source with headers {document['source_headers'][:16]}; blake3 {document['digest'][:16]}")
+    versions = (f"{shortened(name)} {shortened(version)}" for name, version in document["versions"].items())
+    print_line(f"made with {', '.join(versions)}")
+    rows = [_row(number, layer) for number, layer in document["layers"].items()]
+    columns = (
+        "layer",
+        "experts",
+        "tokens: least",
+        "median",
+        "most",
+        "too few",
+        "scaled channels",
+        "max |x|",
+        "max |z|",
+    )
+    print_table(f"{len(rows)} layers", columns, rows)
+    if any(layer["fallback"] for layer in document["layers"].values()):
+        print_line("experts with too few tokens have an importance in down_proj that is drawn toward an even one")
+
+
+def _row(number: str, layer: dict[str, Any]) -> tuple[str, ...]:
+    tokens: list[int] = layer["tokens"]
+    scaled = sum(count for exponent, count in layer["exponents"].items() if exponent != "0")
+    largest = max(*layer["down_amax"], layer["shared_down_amax"] or 0.0)
+    return (
+        number,
+        "dense" if layer["dense"] else f"{len(tokens):,}",
+        f"{min(tokens):,}",
+        f"{int(np.median(tokens)):,}",
+        f"{max(tokens):,}",
+        f"{len(layer['fallback']):,}",
+        f"{scaled:,}",
+        f"{layer['gate_up_amax']:.3g}",
+        f"{largest:.3g}",
+    )

@@ -1,0 +1,42 @@
+"""What `calibrate` and `run --calibrate` share: reading the text, and refusing what would take too long."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from k2convert.calibrate.text import Windows, read_windows
+from k2convert.errors import CalibrationError
+from k2convert.job.places import Source
+from k2convert.models import vocabulary_size
+from k2convert.models.config import max_positions
+
+MAX_HOURS: Final = 12
+
+
+def read_texts(
+    source: Source,
+    *,
+    text: Sequence[Path] | None,
+    token_ids: Sequence[Path] | None,
+    tokens: int,
+    window: int,
+    seed: int,
+) -> Windows:
+    """Read the text with the source's tokenizer, or the token ids, in windows that the model's positions allow."""
+    return read_windows(
+        text or token_ids or [],
+        tokenizer=source.checkpoint.folder if text else None,
+        vocab_size=vocabulary_size(source.checkpoint),
+        tokens=tokens,
+        window=min(window, max_positions(source.checkpoint.config) or window),
+        seed=seed,
+    )
+
+
+def check_time(seconds: float, *, source: str, yes: bool) -> None:
+    """Refuse a pass of more than half a day, unless the user agreed; raises CalibrationError."""
+    if seconds > MAX_HOURS * 3600 and not yes:
+        raise CalibrationError(
+            f"{source}: the pass would take about {seconds / 3600:,.0f} hours on this machine, more than "
+            f"{MAX_HOURS}. Use a machine with a GPU, or fewer --tokens, or repeat the command with --yes."
+        )

@@ -1,0 +1,112 @@
+"""How a job uses the machine and the disk, decided from headers before it starts."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
+from k2convert.checkpoint.holes import can_punch_holes
+from k2convert.checkpoint.sidecars import list_sidecars
+from k2convert.checkpoint.writer import ALIGNMENT
+from k2convert.errors import DiskFullError
+from k2convert.job.feedback_plan import FeedbackPlan
+from k2convert.job.places import Destination, Source
+from k2convert.job.room import DiskPlan, Item, existing_parent, plan_disk, used_bytes
+from k2convert.plan.plan import Plan
+
+RECORD_BYTES: Final = 2048  # journal and upload record of one projection
+SHARD_RECORD_BYTES: Final = 8192
+HUB_FREE_SHARE: Final = 0.9  # of the free disk, for a job with the Hub, unless --max-disk says otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How a job uses the machine.
+
+    `disk_allowed` is what it may use at one time, `disk_small` what everything but the shards takes, `disk_free` what
+    was free at the start. `source_bytes` are the sizes of the source shards to fetch. `layer_room`, a part of
+    `disk_small`, is what a walk's fetched layers may take.
+    """
+
+    devices: tuple[str, ...]
+    workers: int
+    source_bytes: Mapping[str, int]
+    disk: DiskPlan
+    disk_allowed: int
+    disk_small: int
+    disk_free: int
+    layer_room: int = 0
+
+    @property
+    def disk_needed(self) -> int:
+        return self.disk.needed_bytes + self.disk_small
+
+    @property
+    def room(self) -> int:
+        """Bytes that shards may take."""
+        return self.disk_allowed - self.disk_small
+
+
+def output_headers(plan: Plan) -> dict[str, ShardHeader]:
+    """Return the headers of the output shards as they will be written."""
+    headers: dict[str, ShardHeader] = {}
+    for job in plan.jobs:
+        outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in job.outputs]
+        raw = encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
+        headers[job.name] = parse_header(raw, shard=job.name, file_bytes=len(raw) + job.data_bytes)
+    return headers
+
+
+def output_items(plan: Plan, walk: FeedbackPlan | None = None) -> tuple[Item, ...]:
+    """Return the output shards with their exact sizes; with a walk, in the order of the last layer of each."""
+    sizes, jobs = output_headers(plan), plan.jobs
+    if walk is not None:
+        jobs = sorted(jobs, key=lambda job: walk.needs[job.name].last)
+    return tuple(Item(j.name, tuple(j.source_shards), sizes[j.name].file_bytes) for j in jobs)
+
+
+def plan_limits(
+    plan: Plan,
+    source: Source,
+    destination: Destination,
+    *,
+    devices: tuple[str, ...],
+    workers: int,
+    max_disk: int | None,
+    walk: FeedbackPlan | None,
+) -> Limits:
+    """Decide how a job uses the machine and the disk; raises DiskFullError for a `max_disk` that is not there."""
+    folder, remote, goes_to_hub = source.checkpoint.folder, source.remote, destination.repo is not None
+    items = output_items(plan, walk)
+    source_bytes = {name: remote.shard(name).num_bytes for name in source.checkpoint.headers} if remote else {}
+    existing = existing_parent(destination.folder)
+    free = shutil.disk_usage(existing).free
+    available = free + used_bytes(destination.folder)
+    share = HUB_FREE_SHARE if remote is not None or goes_to_hub else 1.0
+    allowed = int(available * share) if max_disk is None else max_disk
+    if allowed > available:
+        raise DiskFullError(
+            f"--max-disk is {allowed:,} bytes, but {destination.folder} has only {available:,} free. "
+            "Name less, or free some space."
+        )
+    small = sum((folder / p).stat().st_size for p in list_sidecars(folder))
+    small += sum(p.stat().st_size for p in folder.glob("*.json"))
+    copies = (0 if goes_to_hub else 1) + (remote is not None)  # shards have left the disk when a Hub job copies these
+    small_bytes = RECORD_BYTES * len(plan.projections) + small * copies + len(items) * SHARD_RECORD_BYTES
+    small_bytes += 0 if walk is None else walk.disk_bytes
+
+    def limits(layer_room: int) -> Limits:
+        disk = plan_disk(
+            items,
+            source_bytes=source_bytes,
+            room=allowed - small_bytes - layer_room,
+            outputs_leave=goes_to_hub,
+            can_shrink=remote is not None and can_punch_holes(existing),
+        )
+        return Limits(devices, workers, source_bytes, disk, allowed, small_bytes + layer_room, free, layer_room)
+
+    if walk is None:
+        return limits(0)
+    ample = limits(walk.layer_rooms[0])
+    return ample if ample.disk_needed <= allowed else limits(walk.layer_rooms[-1])

@@ -1,0 +1,98 @@
+"""`inspect` of a statistics file: a table, a document, and one line for what is not usable."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from statistics_makers import HEADER, dense_layer, moe_layer, write_small
+
+from k2convert.calibrate.statistics import open_statistics, write_statistics
+from k2convert.cli.app import main
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """The command installs signal handlers; give pytest its own back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def inspect(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", *map(str, words)])
+    return int(ended.value.code or 0)
+
+
+def test_the_table_says_what_was_read_and_what_each_layer_saw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_small(tmp_path / "small file.safetensors")
+    assert inspect(path) == 0
+    captured = capsys.readouterr()
+    assert "statistics of 8,192 tokens in windows of 2,048, seed 3" in captured.out
+    assert "text: emma.txt (blake3 cdcdcdcdcdcdcdcd)" in captured.out
+    assert r"text: 'notes of\u2028a day.jsonl'" in captured.out, "no separator of a name breaks a line"
+    assert "1 of 4 windows were dropped" in captured.out
+    rows = {line.split()[0]: line.replace("│", " ").split() for line in captured.out.splitlines() if "│" in line}
+    layer = moe_layer(2)
+    scaled = int((layer.norm_exponents != 0).sum())
+    least, *_, most = tokens = sorted(layer.tokens.tolist())
+    median = sum(tokens[1:3]) // 2
+    assert rows["2"][1:7] == ["4", *map(str, (least, median, most, 1, scaled))]
+    assert rows["0"][1] == "dense"
+    assert f"next: k2convert run SOURCE DEST --statistics '{path}'" in captured.err
+
+
+def test_the_document_has_every_experts_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_small(tmp_path / "small")
+    assert inspect(path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["digest"] == open_statistics(path).digest
+    assert found["texts"][1] == {"name": HEADER.texts[1][0], "blake3": "ef" * 32}
+    assert found["dropped_windows"] == 1
+    assert list(found["layers"]) == ["0", "1", "2"]
+    layer = moe_layer(1)
+    assert found["layers"]["1"]["tokens"] == layer.tokens.tolist()
+    assert found["layers"]["1"]["fallback"] == [3]
+    assert found["layers"]["1"]["saliency"] == pytest.approx(layer.saliency.tolist())
+    assert sum(found["layers"]["1"]["exponents"].values()) == 64
+    assert found["layers"]["0"] | {"tokens": [], "gate_up_amax": 0, "down_amax": [], "saliency": []} == {
+        "dense": True, "tokens": [], "fallback": [], "exponents": {"0": 64}, "gate_up_amax": 0, "down_amax": [],
+        "shared_down_amax": None, "saliency": [],
+    }  # fmt: skip
+    assert found["exponents_digest"] is not None
+
+
+def test_a_path_with_a_slash_is_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("owner").mkdir()
+    write_statistics(Path("owner/name"), [dense_layer(), moe_layer()], HEADER)
+    assert inspect(f"owner{os.sep}name") == 0
+    assert "owner/name: statistics" in capsys.readouterr().out
+
+
+def test_unusable_files_end_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
+    content = write_small(tmp_path / "small").read_bytes()
+    (tmp_path / "cut").write_bytes(content[:-9])
+    (tmp_path / "nan").write_bytes(content[:-64] + b"\x40" * 64)  # the exponents of the last layer
+    for path, complaint in (
+        (tmp_path / "cut", "truncated"),
+        (tmp_path / "nan", "layer 2: norm_exponents has values outside -4..4"),
+        (tiny / "config.json", "the header claims"),
+        (tiny / "model-00001-of-000005.safetensors", "not a statistics file"),
+    ):
+        for words in ((path,), (path, "--json")):
+            assert inspect(*words) == 1
+            captured = capsys.readouterr()
+            assert captured.out == ""
+            assert complaint in captured.err
+            assert len(captured.err.splitlines()) == 1

@@ -1,0 +1,126 @@
+"""Norm scaling alone changes no logit: with nothing quantized, the scaled model is the unscaled one, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from statistics_makers import random_statistics
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from k2convert.calibrate.columns import Calibration
+from k2convert.calibrate.statistics import open_statistics
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.job.prepare import choose_recipe
+from k2convert.job.scaling import divided_weight, projection_exponents, scaled_copy
+from k2convert.models.weights import load_projection
+from k2convert.plan.plan import CopyStep, Plan, plan_conversion
+from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
+from scripts.evaluation.measure import encode
+
+LAYERS = (1, 2, 3)
+TYPES: dict[str, tuple[type[np.generic], torch.dtype]] = {
+    "BF16": (np.int16, torch.bfloat16),
+    "F32": (np.float32, torch.float32),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tensor_of(data: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    kind, stored = TYPES[dtype]
+    return torch.from_numpy(data.view(kind).reshape(shape).copy()).view(stored)
+
+
+def unquantized(tiny: Path, plan: Plan, calibration: Calibration | None) -> dict[str, Tensor]:
+    """Every tensor of the result as it is before it is quantized, by the functions of a job."""
+    state: dict[str, Tensor] = {}
+    with ShardReader(lambda name: tiny / name) as reader:
+        for step in (step for shard in plan.jobs for step in shard.steps):
+            if isinstance(step, CopyStep):
+                info: TensorInfo = step.tensor
+                data = reader.read(info)
+                exponents = calibration.exponents(step.scaling.layer) if calibration and step.scaling else None
+                if step.scaling is not None and exponents is not None:
+                    data = scaled_copy(data, info, step.scaling, exponents)
+                state[info.name] = tensor_of(data, info.dtype, info.shape)
+                continue
+            for projection in step.members:
+                weight = load_projection(reader, projection)
+                exponents = projection_exponents(projection, calibration)
+                if exponents is not None:
+                    weight = divided_weight(weight, projection, exponents)
+                weight = dequantize_int4(weight) if isinstance(weight, Int4Weight) else weight
+                state[f"{projection.module}.weight"] = tensor_of(weight.bits, "BF16", weight.shape)
+    return state
+
+
+def fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights with the experts as transformers holds them."""
+    found = {name: tensor for name, tensor in state.items() if ".mlp.experts." not in name}
+    for layer in LAYERS:
+        stem = f"model.layers.{layer}.mlp.experts"
+        experts = [{k: state[f"{stem}.{e}.{k}_proj.weight"] for k in ("gate", "up", "down")} for e in range(16)]
+        found[f"{stem}.gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in experts])
+        found[f"{stem}.down_proj"] = torch.stack([e["down"] for e in experts])
+    return found
+
+
+Forward = Callable[[dict[str, Tensor], torch.dtype], list[Tensor]]
+
+
+@pytest.fixture(scope="module")
+def forward(tiny: Path) -> Forward:
+    """Logits and routing of the tiny checkpoint's own network with given weights, on 256 tokens."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = open_checkpoint(tiny).config
+    known = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type", "architectures")}
+    tokens = encode(tiny, (tiny / "eval.txt").read_text(), tokens=256)
+
+    def run(state: dict[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
+        network = DeepseekV3ForCausalLM(DeepseekV3Config(**known)).to(dtype).eval()
+        network.load_state_dict(fused(state), strict=True)
+        seen: list[Tensor] = []
+        for layer in LAYERS:
+            network.model.layers[layer].mlp.gate.register_forward_hook(lambda *call: seen.extend(call[2]))
+        with torch.inference_mode():
+            logits = network(tokens, use_cache=False).logits
+        return [logits, *seen]
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_and_routing_are_bit_for_bit_equal(
+    dtype: torch.dtype, tiny: Path, tmp_path: Path, forward: Forward
+) -> None:
+    source = open_checkpoint(tiny)
+    statistics = open_statistics(random_statistics(tmp_path / "tiny.stats", tiny))
+    calibration = Calibration(statistics, weighted=False, norm_scaling=True)
+    plan = plan_conversion(source=source, recipe=choose_recipe(source, None, {}), scaled_layers=LAYERS)
+    before, after = unquantized(tiny, plan, None), unquantized(tiny, plan, calibration)
+    scaled = r"model\.layers\.[123]\.(post_attention_layernorm|mlp\.gate|mlp\..*experts\..*(gate|up)_proj)\.weight"
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if re.fullmatch(scaled, name)}
+    for found, expected in zip(forward(after, dtype), forward(before, dtype), strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    one = next(name for name in sorted(changed) if name.endswith("experts.3.up_proj.weight"))
+    after[one][:, 0] *= 2
+    assert not torch.equal(forward(after, dtype)[0], forward(before, dtype)[0])

@@ -1,0 +1,480 @@
+"""`run --statistics`: every tensor is what the reference arithmetic makes of the statistics, in every kind of job."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from in_process import run
+from numpy.typing import NDArray
+from statistics_makers import HEADER, moe_layer, random_statistics
+
+from k2convert.calibrate.columns import digest_of_exponents
+from k2convert.calibrate.layer_statistics import LayerStatistics
+from k2convert.calibrate.statistics import Statistics, StatisticsHeader, open_statistics, write_statistics
+from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.choices import Rule
+from k2convert.job import shard
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.columns import divide_columns
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.rules import RULES
+from k2convert.quantize.rules.magnitude import measure
+from k2convert.records.command import read_command
+from k2convert.records.ledger import read_ledger
+from scripts.fixture_maker import make_k25
+from scripts.fixture_maker.folder import read_small, write_small
+
+pytestmark = pytest.mark.usefixtures("own_handlers")
+
+MLP = "kimi-k2-thinking-nvfp4-mlp"
+Result = dict[str, bytes]
+"""The bytes of every tensor of a result by name."""
+
+
+def raw_tensors(folder: Path) -> Result:
+    found: Result = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        data = path.read_bytes()
+        found |= {name: data[t.begin : t.end] for name, t in read_header(path).tensors.items()}
+    return found
+
+
+def importance(mean_square: NDArray[Any]) -> NDArray[np.uint8]:
+    blocks = mean_square.astype(np.float64).reshape(-1, 16)
+    return np.maximum(1, np.rint(255 * blocks / blocks.max(axis=1, keepdims=True))).astype(np.uint8).reshape(-1)
+
+
+class Expected:
+    """The tensors of a result, computed from the source's bytes and the statistics with the reference arithmetic."""
+
+    def __init__(
+        self, source: Path, statistics: Path, *, rule: Rule = "weighted", is_scaled: bool, prefix: str = "model."
+    ) -> None:
+        self.checkpoint: Checkpoint = open_checkpoint(source)
+        self.raw, self.prefix, self.rule, self.is_scaled = raw_tensors(source), prefix, RULES[rule], is_scaled
+        found = open_statistics(statistics)
+        self.layers = {number: found.layer(number) for number in found.layers}
+
+    def weight(self, module: str) -> SourceWeight:
+        if f"{module}.weight" in self.raw:
+            rows, columns = self.checkpoint.tensors[f"{module}.weight"].shape
+            return Bf16Weight(np.frombuffer(self.raw[f"{module}.weight"], np.uint16).reshape(rows, columns))
+        rows, words = self.checkpoint.tensors[f"{module}.weight_packed"].shape
+        packed = np.frombuffer(self.raw[f"{module}.weight_packed"], np.uint8).reshape(rows, words * 4)
+        return Int4Weight(packed, np.frombuffer(self.raw[f"{module}.weight_scale"], np.uint16).reshape(rows, -1))
+
+    def mlp(self, module: str) -> dict[str, Nvfp4Weight]:
+        """The three projections of an MLP, quantized."""
+        layer = self.layers[int(module.removeprefix(f"{self.prefix}layers.").split(".")[0])]
+        sources = {kind: self.weight(f"{module}.{kind}_proj") for kind in ("gate", "up", "down")}
+        if self.is_scaled and layer.num_experts > 1:
+            for kind in ("gate", "up"):
+                sources[kind] = divide_columns(sources[kind], layer.norm_exponents, name=module)
+        shared = measure(sources["gate"]).merge(measure(sources["up"]))
+        found: dict[str, Nvfp4Weight] = {}
+        for kind, source in sources.items():
+            magnitude = measure(source) if kind == "down" else shared
+            scale = self.rule.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
+            if self.rule.quantize_weighted is not None:
+                found[kind] = self.rule.quantize_weighted(source, scale, self.importance(module, kind, layer))
+            elif isinstance(source, Int4Weight):
+                found[kind] = self.rule.quantize_int4(source, scale)
+            else:
+                found[kind] = self.rule.quantize_bf16(source, scale)
+        return found
+
+    def importance(self, module: str, kind: str, layer: LayerStatistics) -> NDArray[np.uint8]:
+        if kind != "down":
+            exponents = layer.norm_exponents.astype(np.int32) if self.is_scaled else 0
+            return importance(np.ldexp(layer.gate_up_mean_square, 2 * exponents))
+        if module.endswith("shared_experts"):
+            assert layer.shared_down_mean_square is not None
+            return importance(layer.shared_down_mean_square)
+        expert = int(module.rsplit(".", 1)[1]) if ".experts." in module else 0
+        row, tokens = layer.down_mean_square[expert], int(layer.tokens[expert])
+        if layer.num_experts == 1 or tokens >= 64:
+            return importance(row)
+        blocks = row.astype(np.float64).reshape(-1, 16)
+        steadied = (tokens * blocks + 8 * blocks.mean(axis=1, keepdims=True)) / (tokens + 8)
+        return importance(steadied.astype(np.float32).reshape(-1))
+
+    def copied(self, name: str) -> bytes:
+        """A tensor that is not converted: as it is, or with scaled columns."""
+        raw, (layer, _, rest) = self.raw[name], name.removeprefix(f"{self.prefix}layers.").partition(".")
+        signs = {"post_attention_layernorm": 1, "mlp.gate": -1}
+        signs |= {f"mlp.shared_experts.{kind}_proj": -1 for kind in ("gate", "up")}
+        sign = signs.get(rest.removesuffix(".weight"), 0) if rest.endswith(".weight") else 0
+        if not (sign and self.is_scaled and layer.isdecimal()):
+            return raw
+        steps = sign * self.layers[int(layer)].norm_exponents.astype(np.int32)
+        if self.checkpoint.tensors[name].dtype == "F32":
+            return np.ldexp(np.frombuffer(raw, np.float32).reshape(-1, steps.size), steps).tobytes()
+        values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(-1, steps.size)
+        return (np.ldexp(values, steps).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+    def mlps(self, *, roles: str) -> dict[str, dict[str, Nvfp4Weight]]:
+        """The MLPs that a recipe with these roles converts."""
+        modules = {name.rpartition(".")[0].rpartition(".")[0] for name in self.raw if "_proj.weight" in name}
+        found = sorted(module for module in modules if module.startswith(self.prefix) and ".mlp" in module)
+        return {module: self.mlp(module) for module in found if roles == "all" or ".experts." in module}
+
+    def result(self, mlps: dict[str, dict[str, Nvfp4Weight]], *, layout: str, activations: str) -> Result:
+        names = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+        if layout == "compressed-tensors":
+            names = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+        found: Result = {}
+        for name in self.raw:
+            module, _, parameter = name.rpartition(".")
+            mlp, _, kind = module.rpartition(".")
+            if mlp not in mlps or not kind.endswith("_proj"):
+                found[name] = self.copied(name)
+            elif parameter in ("weight", "weight_packed"):
+                weight = mlps[mlp][kind.removesuffix("_proj")]
+                scale = weight.global_scale if layout == "modelopt" else 1 / weight.global_scale
+                scalars = [np.float32(scale).tobytes(), np.float32(1).tobytes()][: 2 if activations == "w4a4" else 1]
+                values = (weight.packed.tobytes(), weight.block_scales.tobytes(), *scalars)
+                found |= {f"{module}.{n}": v for n, v in zip(names, values, strict=False)}
+        return found
+
+
+@pytest.fixture(scope="module")
+def statistics(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_statistics(tmp_path_factory.mktemp("statistics") / "cut.stats", cut)
+
+
+Weights = Callable[[bool], tuple[Expected, dict[str, dict[str, Nvfp4Weight]]]]
+
+
+@pytest.fixture(scope="module")
+def weights(cut: Path, statistics: Path) -> Weights:
+    """What `weighted` makes of every MLP of the small checkpoint, with and without norm scaling; computed once."""
+
+    @cache
+    def compute(is_scaled: bool) -> tuple[Expected, dict[str, dict[str, Nvfp4Weight]]]:
+        maker = Expected(cut, statistics, is_scaled=is_scaled)
+        return maker, maker.mlps(roles="all")
+
+    return compute
+
+
+def assert_equal(found: Result, expected: Result) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if found[name] != expected[name]] == []
+
+
+def unconverted(raw: Result) -> Result:
+    """The tensors that the default recipe copies."""
+    return {name: data for name, data in raw.items() if ".mlp.experts." not in name}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_every_tensor_is_what_the_reference_gives(
+    layout: str, activations: str, cut: Path, statistics: Path, weights: Weights, tmp_path: Path
+) -> None:
+    """Experts, shared experts and the dense layer, partners in different shards; norm scaling is on for w4a4 alone."""
+    maker, mlps = weights(activations == "w4a4")
+    words = ["run", cut, tmp_path / "out", "--recipe", MLP, "--layout", layout, "--activations", activations]
+    assert run(*words, "--statistics", statistics, "--quiet") == 0
+    assert_equal(raw_tensors(tmp_path / "out"), maker.result(mlps, layout=layout, activations=activations))
+
+
+def test_unconverted_shared_experts_are_scaled_and_workers_do_not_matter(
+    cut: Path, statistics: Path, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker, mlps = weights(True)
+    experts = {module: mlp for module, mlp in mlps.items() if ".experts." in module}
+    for workers in (1, 2):
+        words = ["run", cut, tmp_path / str(workers), "--workers", workers, "--statistics", statistics]
+        assert run(*words, "--quiet") == 0
+        monkeypatch.setattr(shard, "COPY_BYTES", 1100)  # the second time tensors are copied in parts: two rows at once
+    assert_equal(raw_tensors(tmp_path / "1"), maker.result(experts, layout="modelopt", activations="w4a4"))
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
+    raw, source = unconverted(raw_tensors(tmp_path / "1")), raw_tensors(cut)
+    changed = sorted(name for name in raw if raw[name] != source[name])
+    stem = "model.layers.1."
+    assert changed == [
+        f"{stem}mlp.gate.weight",
+        f"{stem}mlp.shared_experts.gate_proj.weight",
+        f"{stem}mlp.shared_experts.up_proj.weight",
+        f"{stem}post_attention_layernorm.weight",
+    ]
+
+
+@pytest.mark.parametrize("rule", ["optimal", "plain"])
+def test_norm_scaling_serves_the_rules_without_weights_too(
+    rule: Rule, cut: Path, statistics: Path, tmp_path: Path
+) -> None:
+    maker = Expected(cut, statistics, rule=rule, is_scaled=True)
+    words = ["run", cut, tmp_path / "out", "--rule", rule, "--activations", "w4a16", "--norm-scaling"]
+    assert run(*words, "--statistics", statistics, "--quiet") == 0
+    expected = maker.result(maker.mlps(roles="experts"), layout="modelopt", activations="w4a16")
+    assert_equal(raw_tensors(tmp_path / "out"), expected)
+    calibration = read_ledger(tmp_path / "out").calibration
+    assert calibration is not None
+    assert (calibration.weighted, calibration.norm_scaling) == (False, True)
+    assert all(layer.fallback == () for layer in calibration.layers.values())
+
+
+def test_k25_with_an_fp32_router(cut: Path, tmp_path: Path) -> None:
+    changed = read_small(cut)
+    changed.replace("model.layers.1.mlp.gate.weight", changed.tensors()["model.layers.1.mlp.gate.weight"].float())
+    source = make_k25(tmp_path / "k25", write_small(changed, tmp_path / "fp32"))
+    statistics = random_statistics(tmp_path / "stats", source)
+    assert run("run", source, tmp_path / "out", "--statistics", statistics, "--quiet") == 0
+    maker = Expected(source, statistics, is_scaled=True, prefix="language_model.model.")
+    expected = maker.result(maker.mlps(roles="experts"), layout="modelopt", activations="w4a4")
+    assert_equal(raw_tensors(tmp_path / "out"), expected)
+
+
+def test_ledger_and_fingerprint_name_the_statistics(cut: Path, statistics: Path, tmp_path: Path) -> None:
+    assert run("run", cut, tmp_path / "out", "--statistics", statistics, "--quiet") == 0
+    explicit = ["--rule", "weighted", "--norm-scaling"]  # the same job
+    assert run("run", cut, tmp_path / "out", "--statistics", statistics, *explicit, "--quiet") == 0
+    ledger, found = read_ledger(tmp_path / "out"), open_statistics(statistics)
+    digest = blake3(statistics.read_bytes()).hexdigest()
+    assert ledger.fingerprint["statistics"] == digest
+    assert (ledger.recipe["rule"], ledger.recipe["norm_scaling"]) == ("weighted", True)
+    record, layer = ledger.calibration, found.layer(1)
+    assert record is not None
+    assert (record.statistics, record.texts, record.tokens, record.seed) == (digest, found.texts, 8192, 3)
+    assert (record.window, record.windows, record.dropped_windows) == (2048, 4, 1)
+    assert list(record.layers) == [1], "the MoE layers"
+    assert record.layers[1].tokens == tuple(layer.tokens.tolist())
+    assert record.layers[1].fallback == (2, 3), "fewer than 64 tokens"
+    assert record.layers[1].exponents == {a: int((layer.norm_exponents == a).sum()) for a in range(-4, 5)}
+    assert record.exponents_digest == digest_of_exponents({1: layer.norm_exponents})
+
+
+def test_exponents_of_zero_change_no_copied_byte(cut: Path, statistics: Path, tmp_path: Path) -> None:
+    found = open_statistics(statistics)
+    layers = [found.layer(n) for n in found.layers]
+    zero = [replace(layer, norm_exponents=np.zeros_like(layer.norm_exponents)) for layer in layers]
+    rewrite(found, zero, tmp_path / "zero")
+    for name, extra in (("on", ["--norm-scaling"]), ("off", ["--no-norm-scaling"])):
+        words = ["run", cut, tmp_path / name, "--statistics", tmp_path / "zero", *extra]
+        assert run(*words, "--quiet") == 0
+    on, off = raw_tensors(tmp_path / "on"), raw_tensors(tmp_path / "off")
+    assert_equal(on, off)
+    assert_equal(unconverted(on), unconverted(raw_tensors(cut)))
+
+
+def rewrite(found: Statistics, layers: list[LayerStatistics], path: Path, **changes: Any) -> Path:
+    """Write statistics with other layers, or with other fields of the header."""
+    header = StatisticsHeader(**{field.name: getattr(found, field.name) for field in fields(StatisticsHeader)})
+    write_statistics(path, layers, replace(header, **changes))
+    return path
+
+
+def layers_of(path: Path) -> list[LayerStatistics]:
+    found = open_statistics(path)
+    return [found.layer(number) for number in found.layers]
+
+
+def test_a_dry_run_says_what_is_scaled_and_writes_nothing(
+    cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", cut, tmp_path / "out", "--statistics", statistics, "--dry-run"]
+    assert run(*words) == 0
+    shown = capsys.readouterr()
+    channels = int((open_statistics(statistics).layer(1).norm_exponents != 0).sum())
+    assert f"norm scaling: {channels} channels of 1 layer" in shown.out
+    assert "2 experts have fewer than 64 tokens" in shown.out
+    assert "rule weighted" in shown.out
+    assert run(*words, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["actions"]["scale"]["source_tensors"] == 4
+    assert document["actions"]["copy"]["source_tensors"] == 25
+    assert document["calibration"] == {
+        "file": str(statistics),
+        "statistics": document["fingerprint"]["statistics"],
+        "texts": [name for name, _ in HEADER.texts],
+        "tokens": 8192,
+        "weighted": True,
+        "norm_scaling": True,
+        "fallback_experts": 2,
+        "scaled_layers": 1,
+        "scaled_channels": channels,
+    }
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_next_command_validates_with_the_statistics(
+    cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", cut, tmp_path / "out", "--statistics", statistics) == 0
+    line = f"next: k2convert validate {tmp_path / 'out'} --source {cut} --statistics {statistics}"
+    assert line in capsys.readouterr().err
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: object, code: int = 1) -> str:
+    """Run a command that must fail without writing; returns its error, which is one line."""
+    assert run("run", *words, "--quiet") == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    if code == 2:
+        return " ".join(shown.err.replace("\u2502", " ").split())
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert not Path(str(words[1])).exists(), "nothing is written"
+    return shown.err
+
+
+def other_norm(layers: list[LayerStatistics]) -> list[LayerStatistics]:
+    return [replace(layer, norm_digest="0" * 64) if layer.layer == 1 else layer for layer in layers]
+
+
+def other_experts(layers: list[LayerStatistics]) -> list[LayerStatistics]:
+    dense, _ = layers
+    wrong = moe_layer(1, experts=5, hidden=256, width=128)
+    return [dense, replace(wrong, norm_digest=layers[1].norm_digest)]
+
+
+def other_shared(layers: list[LayerStatistics]) -> list[LayerStatistics]:
+    return [layers[0], replace(layers[1], shared_down_mean_square=np.ones(64, np.float32))]
+
+
+WRONG: dict[str, tuple[Callable[[list[LayerStatistics]], list[LayerStatistics]], str]] = {
+    "a norm": (other_norm, "different source: model-00002-of-000005.safetensors: model.layers.1.post_attention_layern"),
+    "a layer missing": (lambda layers: layers[:1], "has no layer 1"),
+    "experts": (other_experts, "layer 1 is of 5 experts of 256 x 128, but the source has 4 of 256 x 128"),
+    "shared experts": (other_shared, "has 64 columns for model.layers.1.mlp.shared_experts.down_proj, which has 128"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_statistics_that_do_not_fit_are_refused_in_one_line(
+    what: str, cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, message = WRONG[what]
+    wrong = rewrite(open_statistics(statistics), change(layers_of(statistics)), tmp_path / "wrong")
+    error = error_of(capsys, cut, tmp_path / "out", "--recipe", MLP, "--statistics", wrong)
+    assert message in error
+    assert "k2convert calibrate" in error
+
+
+def test_files_that_are_no_statistics_of_this_source_are_refused_in_one_line(
+    cut: Path, tiny: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "different source: the headers" in error_of(capsys, tiny, tmp_path / "out", "--statistics", statistics)
+    assert "no such file" in error_of(capsys, cut, tmp_path / "out", "--statistics", tmp_path / "none")
+    assert "a folder" in error_of(capsys, cut, tmp_path / "out", "--statistics", tmp_path)
+    (tmp_path / "short").write_bytes(statistics.read_bytes()[:-1])
+    assert str(tmp_path / "short") in error_of(capsys, cut, tmp_path / "out", "--statistics", tmp_path / "short")
+
+
+def test_options_and_recipes_that_contradict_statistics_are_refused(
+    cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, given = tmp_path / "out", ("--statistics", statistics)
+    assert "rule weighted needs --statistics FILE" in error_of(capsys, cut, out, "--rule", "weighted")
+    assert "needs --statistics FILE" in error_of(capsys, cut, out, "--norm-scaling", code=2)
+    assert "leave out --statistics" in error_of(capsys, cut, out, "--to", "bf16", *given, code=2)
+    assert "uses no statistics" in error_of(capsys, cut, out, "--quantizer", "reference", *given, code=2)
+    unused = ("--rule", "optimal", "--activations", "w4a16")
+    assert "rule optimal without norm scaling uses no statistics" in error_of(capsys, cut, out, *unused, *given)
+    for name, text, message in (
+        ("weighted", "rule: weighted", "rule weighted needs --statistics FILE"),
+        ("scaled", "norm_scaling: true", "norm scaling needs --statistics FILE"),
+        ("reference", "rule: weighted\nquantizer: reference", "does not support rule 'weighted'"),
+        ("both", "norm_scaling: true\nquantizer: reference\nrule: plain", "does not support norm scaling"),
+        ("bf16", "norm_scaling: true\ntarget: bf16", "norm scaling is for NVFP4"),
+    ):
+        recipe = tmp_path / f"{name}.yaml"
+        recipe.write_text(f"name: {name}\n{text}\n")
+        assert message in error_of(capsys, cut, out, "--recipe", recipe)
+    recipe.write_text("name: copy\ntarget: bf16\n")
+    assert "target bf16 uses no statistics" in error_of(capsys, cut, out, "--recipe", recipe, "--rule", "plain", *given)
+
+
+def test_a_recipe_may_ask_for_weights_and_refuse_norm_scaling(cut: Path, statistics: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("name: own\nrule: weighted\nnorm_scaling: false\n")
+    assert run("run", cut, tmp_path / "out", "--recipe", recipe, "--statistics", statistics, "--quiet") == 0
+    assert read_ledger(tmp_path / "out").recipe["norm_scaling"] is False
+    assert_equal(unconverted(raw_tensors(tmp_path / "out")), unconverted(raw_tensors(cut)))
+
+
+def test_no_norm_scaling_without_statistics_is_the_run_of_always(cut: Path, tmp_path: Path) -> None:
+    assert run("run", cut, tmp_path / "with", "--no-norm-scaling", "--quiet") == 0
+    assert run("run", cut, tmp_path / "without", "--quiet") == 0
+    assert files_of(tmp_path / "with") == files_of(tmp_path / "without")
+    assert b"norm_scaling" not in (tmp_path / "with" / "k2convert.json").read_bytes()
+
+
+HOSTILE = {
+    "model.layers.1.post_attention_layernorm.weight": 2.0**127,
+    "model.layers.1.mlp.gate.weight": 129 * 2.0**-133,  # the last bit is lost if it is halved
+    "model.layers.1.mlp.shared_experts.up_proj.weight": 2.0**127,
+    "model.layers.1.mlp.experts.0.gate_proj.weight_scale": 2.0**-133,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_exponents_that_no_bf16_holds_name_tensor_and_remedy(
+    name: str, cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = read_small(cut)
+    changed.replace(name, changed.tensors()[name].clone().fill_(HOSTILE[name]))
+    source = write_small(changed, tmp_path / "source")
+    statistics = random_statistics(tmp_path / "stats", source)
+    words = ["run", source, tmp_path / "out", "--statistics", statistics, "--quiet"]
+    assert run(*words) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert name.removesuffix(".weight_scale") in shown
+    assert "--no-norm-scaling" in shown
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def killed_run(*words: object) -> None:
+    """Start the command and kill it when it has recorded its first shard."""
+    destination = Path(str(words[2]))
+    command = [sys.executable, "-m", "k2convert", *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(destination.glob(".k2convert/shards/*.json")):
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+
+
+def test_a_killed_run_resumes_with_its_kept_command_to_identical_bytes(
+    cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", cut, tmp_path / "whole", "--statistics", statistics, "--no-norm-scaling", "--quiet"]
+    assert run(*words) == 0
+    words[2] = tmp_path / "out"
+    for _ in range(5):
+        killed_run(*words)
+        if not (tmp_path / "out" / "config.json").exists():
+            break
+        shutil.rmtree(tmp_path / "out")
+    kept = read_command(tmp_path / "out")
+    assert kept is not None
+    assert list(kept.words[4:]) == ["--statistics", str(statistics), "--no-norm-scaling", "--quiet"]
+    other = rewrite(open_statistics(statistics), layers_of(statistics), tmp_path / "other", seed=4)
+    capsys.readouterr()
+    assert run(*(other if word == statistics else word for word in words)) == 1
+    assert "holds a different job: statistics was" in capsys.readouterr().err
+    assert run("run", cut, tmp_path / "out", "--quiet") == 1
+    assert "rule was 'weighted', now 'optimal'; statistics was" in capsys.readouterr().err
+    assert run(*kept.words[1:]) == 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
