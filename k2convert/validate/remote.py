@@ -20,7 +20,7 @@ from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import DiskFullError, MalformedFileError
 from k2convert.hub.client import Hub
-from k2convert.hub.download import download_ranges, download_shard
+from k2convert.hub.download import Arrived, download_ranges, download_shard, ignore_arrival
 from k2convert.hub.source import RemoteRepo
 from k2convert.models import detect_family
 from k2convert.models.names import INT4_PARAMETERS, WEIGHT
@@ -72,15 +72,19 @@ class RemoteShards:
         needed, num_bytes = sum(end - begin for begin, end in ranges), self.repo.shard(shard).num_bytes
         return num_bytes if needed >= WHOLE_SHARE * num_bytes else needed
 
-    def bring(self, ranges: Ranges) -> None:
-        """Fetch what is needed of each shard; raises HubError, DiskFullError."""
+    def bring(self, ranges: Ranges, *, stop: Event | None = None, arrived: Arrived = ignore_arrival) -> None:
+        """Fetch what is needed of each shard; raises HubError, DiskFullError.
+
+        `stop` and `arrived` are download_shard's. Bytes of a part of a shard arrive when all of them are there.
+        """
         for shard, found in ranges.items():
             target, needed = self.folder / shard, self._needed(shard, found)
             self.hub.notify(f"fetching {needed:,} bytes of {self.repo.repo}/{shard}")
             if needed == self.repo.shard(shard).num_bytes:
-                download_shard(self.hub, self.repo, shard, target=target, stop=Event())
+                download_shard(self.hub, self.repo, shard, target=target, stop=stop or Event(), arrived=arrived)
             else:
                 download_ranges(self.hub, self.repo, shard, target=target, ranges=found)
+                arrived(needed, True)
 
     def drop(self, shards: Iterable[str]) -> None:
         """Free the disk of shards. Their names stay in the folder, as a checkpoint's files."""
@@ -140,6 +144,17 @@ class Shards:
         with _on_disk(needs.get(shard, [])):
             yield
             settle()
+
+    @contextmanager
+    def around_tensors(self, of_result: Iterable[TensorInfo], of_source: Iterable[TensorInfo]) -> Generator[None]:
+        """Bring some tensors of result and source, and drop them at the end."""
+        needed: tuple[Ranges, Ranges] = {}, {}
+        for ranges, tensors in zip(needed, (of_result, of_source), strict=True):
+            _add(ranges, tensors)
+        needs = self._remote(*needed)
+        self._check_room([needs])
+        with _on_disk(needs):
+            yield
 
     @contextmanager
     def around_layer(self, part: Subject, layer: int) -> Generator[None]:

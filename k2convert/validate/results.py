@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from k2convert.validate.layers.result import LayersReport
 class RuleReport:
     """Whether the converted tensors are what the recipe's rule makes of the source.
 
-    `rule` is None if they could not be made again, and `skip_reason` says why. `blocks` were made again by the kernels,
+    `rule` is None if they could not be made again, and `skip_reason` says why. `measured` tensors have codes of a walk
+    through the layers, which were measured but not made again. `blocks` were made again by the kernels,
     `sampled_blocks` of them by the reference arithmetic too. `mismatches` maps modules to what differs.
     """
 
     rule: str | None
     skip_reason: str
     tensors: int
+    measured: int
     blocks: int
     sampled_blocks: int
     mismatches: dict[str, str]
@@ -101,7 +103,14 @@ def _add(errors: list[DecodedError]) -> DecodedError:
         energy=math.fsum(e.energy for e in errors),
         squared_error=math.fsum(e.squared_error for e in errors),
         max_error_steps=max(steps) if steps else None,
+        weighted_energy=_sum_of_known(e.weighted_energy for e in errors),
+        weighted_error=_sum_of_known(e.weighted_error for e in errors),
     )
+
+
+def _sum_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) if known else None
 
 
 def merge_contracts(found: Sequence[ContractReport]) -> ContractReport:
@@ -133,6 +142,7 @@ def merge_weights(found: Sequence[WeightsReport]) -> WeightsReport:
             rule=found[0].rule.rule,
             skip_reason=found[0].rule.skip_reason,
             tensors=sum(report.rule.tensors for report in found),
+            measured=sum(report.rule.measured for report in found),
             blocks=sum(report.rule.blocks for report in found),
             sampled_blocks=sum(report.rule.sampled_blocks for report in found),
             mismatches={module: text for report in found for module, text in report.rule.mismatches.items()},
@@ -198,6 +208,8 @@ def _verdict(compared: int, mismatches: Sized) -> Verdict:
 def _error_document(error: DecodedError) -> dict[str, Any]:
     """Return the figures of a tensor or total; ratios that are not finite become None."""
     figures = {"sqnr_db": error.sqnr_db, "relative_mse": error.relative_mse, "squared_error": error.squared_error}
+    if error.weighted_error is not None:
+        figures["weighted_sqnr_db"] = error.weighted_sqnr_db
     return {
         "num_weights": error.num_weights,
         "num_nonzero": error.num_nonzero,

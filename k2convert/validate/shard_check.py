@@ -4,8 +4,10 @@ Every byte is compared before it goes to the file, because the source may be fre
 
     converted    codes and scales are made again by the rule from the source's weights as they were loaded (a sample by
                  the reference arithmetic), and decoded by the independent decoder; the figures must be those that the
-                 conversion recorded
-    copied       the bytes must be those of a second reading, at the place that the source file's own header states
+                 conversion recorded. Codes of a walk through the layers must be those of a second reading; they are
+                 decoded and measured too
+    copied       the bytes must be those of a second reading, at the place that the source file's own header states;
+                 with norm scaling, those bytes times the powers of two of the statistics
     header       it is parsed again, and every tensor must lie where it says
 
 The file's hash must be that of the compared bytes, and only bytes with that hash are uploaded. A second reading of a
@@ -14,24 +16,31 @@ file in the page cache comes from there: it checks the programs, not the disk.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 from typing import Final
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
+from k2convert.calibrate.columns import Calibration
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, parse_header, read_header
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import Rule
-from k2convert.errors import CheckpointError, InvalidCheckpointError, SourceReadError
+from k2convert.errors import CheckpointError, FormatError, InvalidCheckpointError, SourceReadError
+from k2convert.models import FAMILIES, locate_module, parse_tensor_name
+from k2convert.models.names import ModulePlace, TensorName
 from k2convert.models.projections import Projection
 from k2convert.models.weights import TensorSource, load_projection
 from k2convert.plan.plan import ConvertStep
 from k2convert.plan.recipe import Recipe
+from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.shard_record import ProjectionRecord, SourceCheck
+from k2convert.validate.scaling import NO_SCALING, Scaling, over_powers, scaled_bytes
 from k2convert.validate.totals import differing_totals, is_same_error
 from k2convert.validate.weights import CheckedWeight, WrittenWeight, check_weights
 
@@ -57,10 +66,12 @@ class ShardCheck:
         recipe: Recipe,
         source_folder: Path,
         source_digests: Mapping[str, str],
+        calibration: Calibration | None = None,
     ) -> None:
         self._header: ShardHeader = parse_header(header, shard=shard, file_bytes=file_bytes)
         self._names = LAYOUTS[recipe.layout]
         self._rule: Rule | None = recipe.rule if recipe.quantizer == "native" else None
+        self._calibration = calibration
         self._source_folder, self._source_digests = source_folder, source_digests
         self._source_headers: dict[str, ShardHeader] = {}
         self._lock = Lock()  # guards the headers; a dict's single operations need no lock
@@ -82,7 +93,29 @@ class ShardCheck:
                 f"{path}: tensor {tensor.name}: reading failed ({error.strerror}). "
                 "Check the disk and run the same command again: finished shards are kept."
             ) from error
-        self._expected[tensor.name, begin] = blake3(data).digest()
+        self._expected[tensor.name, begin] = blake3(self._scaled(place, begin, data)).digest()
+
+    def _scaled(self, tensor: TensorInfo, begin: int, data: bytes) -> bytes:
+        """Return the bytes that a copy must have: the source's, or those times the powers of two of norm scaling."""
+        family = next((f for f in FAMILIES if f.classify(tensor.name.rpartition(".")[0]) is not None), None)
+        if self._calibration is None or family is None:
+            return data
+        parts = parse_tensor_name(tensor.name, family=family)
+        exponents = self._scaling(parts).of_copy(parts, family=family)
+        if exponents is None:
+            return data
+        try:
+            found = scaled_bytes(np.frombuffer(data, np.uint8), dtype=tensor.dtype, begin=begin, exponents=exponents)
+        except FormatError as error:
+            raise self._error(tensor.name, str(error)) from None
+        return found.tobytes()
+
+    def _scaling(self, place: ModulePlace | TensorName) -> Scaling:
+        """Return the norm scaling of a module's layer, as the statistics state it."""
+        if self._calibration is None or place.layer is None:
+            return NO_SCALING
+        exponents = self._calibration.exponents(place.layer)
+        return NO_SCALING if exponents is None else Scaling({place.layer: exponents})
 
     def check_copy(self, tensor: TensorInfo, begin: int, data: Bytes, *, position: int) -> None:
         """Check bytes of a copied tensor, from its byte `begin` on, that go to `position` in the file."""
@@ -111,17 +144,30 @@ class ShardCheck:
             self._written(projection, record, starts, source)
             for projection, record in zip(step.members, records, strict=True)
         ]
-        partners = [load_projection(source, partner) for partner in step.partners]
+        partners = [self._load(source, partner) for partner in step.partners]
         found = check_weights(weights, partners=partners, names=self._names, rule=self._rule)
         for checked, record in zip(found, records, strict=True):
             self._compare(checked, record)
-            self._decoded[checked.module] = asdict(checked.error) | {"sampled_blocks": checked.sampled_blocks}
+            self._decoded[checked.module] = checked.error.to_dict() | {"sampled_blocks": checked.sampled_blocks}
+
+    def _load(self, source: TensorSource, projection: Projection) -> SourceWeight:
+        """Read a weight of the source, and divide its columns as norm scaling does."""
+        weight, place = load_projection(source, projection), locate_module(projection.module)
+        return weight if place is None else over_powers(weight, self._scaling(place).of_weight(place))
+
+    def _codes(self, projection: Projection) -> Nvfp4Weight | None:
+        """Read the codes of the walk through the layers a second time, if it converted this projection."""
+        return None if self._calibration is None else self._calibration.converted(projection.module)
+
+    def _importance(self, projection: Projection) -> NDArray[np.uint8] | None:
+        place = locate_module(projection.module)
+        return None if self._calibration is None or place is None else self._calibration.importance(place)
 
     def _written(
         self, projection: Projection, record: ProjectionRecord, starts: Mapping[int, Bytes], source: TensorSource
     ) -> WrittenWeight:
         """Find a projection's bytes where the header says they are."""
-        names, parts = self._names, dict[str, Bytes]()
+        names, parts, codes = self._names, dict[str, Bytes](), self._codes(projection)
         for parameter in (names.weight, names.block_scale, names.global_scale):
             place = self._header.tensors.get(f"{projection.module}.{parameter}")
             data = None if place is None else starts.get(place.begin)
@@ -130,11 +176,14 @@ class ShardCheck:
             parts[parameter] = data
         return WrittenWeight(
             projection.module,
-            load_projection(source, projection),
+            self._load(source, projection),
             parts[names.weight],
             parts[names.block_scale],
             parts[names.global_scale].tobytes(),
             record.global_scale,
+            self._importance(projection),
+            is_measured_only=codes is not None,
+            codes=codes,
         )
 
     def _compare(self, checked: CheckedWeight, record: ProjectionRecord) -> None:

@@ -51,7 +51,7 @@ def validate_streamed(
     weights = WeightsReport(
         errors=errors,
         roles={module: recorded[module].role for module in errors},
-        rule=rule_report(*checkable_rule(subject.ledger, subject.recipe), checked),
+        rule=rule_report(*checkable_rule(subject.ledger, subject.recipe, has_statistics=True), checked),
         journal_mismatches=tuple(mismatches),
         journal_compared=compared,
         decoder_mismatches=(),

@@ -68,7 +68,12 @@ def _decoder_figures(error: DecodedError) -> dict[str, Any]:
         "num_nonzero": error.num_nonzero,
         "equal_nonzero": error.equal_nonzero,
         "max_error_steps": error.max_error_steps,
+        **({} if error.weighted_error is None else _weighted_figures(error)),
     }
+
+
+def _weighted_figures(error: DecodedError) -> dict[str, Any]:
+    return {"weighted_energy": error.weighted_energy, "weighted_error": error.weighted_error}
 
 
 def differing_totals(stated: Mapping[str, WeightMetrics], measured: Mapping[str, Figures]) -> Iterator[tuple[str, str]]:
@@ -81,7 +86,7 @@ def differing_totals(stated: Mapping[str, WeightMetrics], measured: Mapping[str,
             continue
         document = stated[role].to_dict()
         for key, value in figures.items():
-            yield from _differences(f"totals.{role}.{key}", document[key], value)
+            yield from _differences(f"totals.{role}.{key}", document.get(key), value)
 
 
 def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, str]]:
@@ -95,10 +100,10 @@ def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, 
 
 def is_same_error(measured: DecodedError, recorded: Mapping[str, Any]) -> bool:
     """Return whether the figures that a conversion recorded are those of the written bytes."""
-    return all(
-        is_same_figure(recorded[key], getattr(measured, key))
-        for key in ("squared_error", "energy", "equal_nonzero", "num_nonzero")
-    )
+    keys = ["squared_error", "energy", "equal_nonzero", "num_nonzero"]
+    if measured.weighted_error is not None:
+        keys += ["weighted_energy", "weighted_error"]
+    return all(is_same_figure(recorded.get(key), getattr(measured, key)) for key in keys)
 
 
 def is_same_figure(stated: float | None, measured: float | None) -> bool:

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from statistics_makers import random_statistics
 
+from k2convert.calibrate.statistics import Statistics, open_statistics
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.writer import ShardWriter
@@ -24,14 +26,22 @@ from k2convert.validate.validation import validate_checkpoint
 SHARD = "model-00003-of-000005.safetensors"
 
 
-def task_for(source: Path, folder: Path, shard: str = SHARD, **overrides: Any) -> ShardTask:
+def task_for(
+    source: Path, folder: Path, shard: str = SHARD, *, statistics: Statistics | None = None, **overrides: Any
+) -> ShardTask:
     checkpoint = open_checkpoint(source)
     recipe = choose_recipe(checkpoint, None, overrides)
-    job = prepare(source=Source(checkpoint), destination=Destination(folder), recipe=recipe, device="cpu")
+    job = prepare(
+        source=Source(checkpoint),
+        destination=Destination(folder),
+        recipe=recipe,
+        statistics=statistics,
+        device="cpu",
+    )
     planned = next(s for s in job.plan.jobs if s.name == shard)
     return ShardTask(
         shard=planned,
-        recipe=recipe,
+        recipe=job.plan.recipe,
         source_folder=source,
         destination=folder,
         device="cpu",
@@ -39,6 +49,7 @@ def task_for(source: Path, folder: Path, shard: str = SHARD, **overrides: Any) -
         header_digests={name: checkpoint.headers[name].digest for name in planned.source_shards},
         inflight_bytes=1 << 26,
         for_upload=True,
+        calibration=job.calibration,
     )
 
 
@@ -82,7 +93,7 @@ def test_the_figures_are_those_of_validating_the_written_folder(tiny: Path, tmp_
     for module, figures in record.checked.decoded.items():
         error = found.errors[module]
         assert figures.pop("sampled_blocks") > 0
-        assert figures == asdict(error)
+        assert figures == error.to_dict()
 
 
 @pytest.mark.parametrize("part", ["packed", "block_scales"])
@@ -111,14 +122,14 @@ def wrong_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = converter._copy_step
+    right = converter._Conversion._copy_step
 
     def flipped(*args: Any) -> Any:
         (data,), records = right(*args)
         data[-1] ^= 1
         return [data], records
 
-    monkeypatch.setattr(converter, "_copy_step", flipped)
+    monkeypatch.setattr(converter._Conversion, "_copy_step", flipped)
 
 
 def wrong_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,3 +185,43 @@ def test_a_local_result_has_no_findings_in_its_record(task: ShardTask) -> None:
     record = convert_shard(replace(task, for_upload=False))
     assert record.checked is None
     assert "checked" not in record.to_dict()
+
+
+CUT_SHARD = "model-00002-of-000005.safetensors"
+ROUTER, GATE = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.0.gate_proj"
+
+
+@pytest.fixture
+def calibrated(cut: Path, tmp_path: Path) -> ShardTask:
+    """A shard of a job with statistics: norm, router and experts."""
+    statistics = open_statistics(random_statistics(tmp_path / "cut.stats", cut))
+    (tmp_path / "out").mkdir()
+    return task_for(cut, tmp_path / "out", CUT_SHARD, statistics=statistics, rule="weighted")
+
+
+def test_a_shard_made_with_statistics_is_compared_with_them(calibrated: ShardTask) -> None:
+    record = convert_shard(calibrated)
+    assert record.checked is not None
+    assert ROUTER in record.checked.copied
+    assert record.checked.decoded[GATE]["weighted_error"] > 0
+    assert ShardRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+
+
+@pytest.mark.parametrize("part", ["copy", "weight", "importance"])
+def test_one_wrong_exponent_or_importance_is_found_before_the_upload(
+    calibrated: ShardTask, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = {"copy": "scaled_copy", "weight": "divided_weight", "importance": "projection_importance"}[part]
+    right = getattr(converter, name)
+
+    def wrong(*args: Any) -> Any:
+        if part == "copy" and args[1].name == ROUTER:
+            return right(*args[:-1], np.roll(args[-1], 1))
+        if part == "weight" and args[1].module == GATE:
+            return right(*args[:-1], np.roll(args[-1], 1))
+        found = right(*args)
+        return np.full_like(found, 255) if part == "importance" and args[0].module == GATE else found
+
+    monkeypatch.setattr(converter, name, wrong)
+    with pytest.raises(InvalidCheckpointError, match=ROUTER if part == "copy" else f"{GATE}.* differ"):
+        convert_shard(calibrated)

@@ -81,27 +81,47 @@ def _recipe_input_scale(subject: Subject, module: Module) -> bytes | None:
 
 
 def check_copies(subject: Subject, scan: ScanResult) -> Findings:
-    """Rule 7: dtype, shape and bytes of everything that was not converted. Missing tensors are reported by rule 8."""
+    """Rule 7: dtype, shape and bytes of everything that was not converted. Missing tensors are reported by rule 8.
+
+    Norm scaling, if the ledger states it, multiplies columns by powers of two. Every other change is an error.
+    """
     found = Findings(7)
+    scaling = subject.scaling
+    if scaling.exponents or _was_compared_scaled(subject, scan):
+        found.title = "every other tensor is the source's, byte for byte or scaled exactly by the norm's powers of two"
     if subject.source is None:
         found.skip("needs --source")
         return found
-    compared = 0
+    compared = scaled = 0
+    for problem in scaling.problems:
+        found.error(problem.name, problem.problem)
+    reported = {problem.name for problem in scaling.problems}
     for name, tensor in subject.tensors.items():
         before = subject.source.tensors.get(name)
         module = subject.modules.get(name.rpartition(".")[0])
         if before is None or (module is not None and module.is_converted):
             continue
         compared += 1
+        scaled += module is not None and subject.scaling_of(module, name.rpartition(".")[2]) is not None
+        if name in reported:
+            continue
         if (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
             was = f"{before.dtype} {list(before.shape)}"
             found.error(name, f"{tensor.dtype} {list(tensor.shape)}, was {was}")
         elif name in scan.different:
             found.error(name, f"{scan.different[name]:,} of {tensor.num_bytes:,} bytes differ")
+        elif name in scan.misscaled:
+            found.error(name, scan.misscaled[name])
         elif scan.compared is not None and name not in scan.compared:
             found.error(name, "was not compared")
-    found.note = f"{compared:,} tensors compared"
+    found.note = f"{compared:,} tensors compared" + (f", {scaled:,} of them scaled" if scaled else "")
     return found
+
+
+def _was_compared_scaled(subject: Subject, scan: ScanResult) -> bool:
+    """Return whether copies were compared while they were written, and the ledger states norm scaling."""
+    stated = None if subject.ledger is None else subject.ledger.calibration
+    return scan.compared is not None and stated is not None and stated.exponents_digest is not None
 
 
 def check_errors(subject: Subject, errors: Mapping[str, TensorError] | None) -> Findings:

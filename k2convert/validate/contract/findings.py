@@ -82,13 +82,17 @@ class RuleResult:
 
 @dataclass(slots=True)
 class Findings:
-    """Collects what one rule finds. All offenders are counted, the first few are kept."""
+    """Collects what one rule finds. All offenders are counted, the first few are kept.
+
+    `title` replaces the rule's own where the ledger allows more than the rule says.
+    """
 
     number: int
     errors: int = 0
     warnings: int = 0
     note: str = ""
     skip_reason: str = ""
+    title: str = ""
     _first_errors: list[Offender] = field(default_factory=list[Offender])
     _first_warnings: list[Offender] = field(default_factory=list[Offender])
 
@@ -110,7 +114,8 @@ class Findings:
 
     def result(self) -> RuleResult:
         """Return the outcome: fail, else warn, else skipped, else pass."""
-        severity, title = RULES[self.number]
+        severity, usual = RULES[self.number]
+        title = self.title or usual
         if self.errors:
             verdict, count, offenders = Verdict.FAIL, self.errors, self._first_errors
         elif self.warnings:

@@ -124,6 +124,11 @@ def check_ledger(subject: Subject, scan: ScanResult, totals: Mapping[str, Figure
         return found
     for problem in ledger.problems:
         found.error(LEDGER_NAME, problem)
+    stated, used = ledger.calibration, ledger.fingerprint.get("statistics")
+    # With rule feedback, the statistics come out of the conversion. They do not identify it.
+    digest = None if stated is None or stated.feedback else stated.statistics
+    if digest != used and not ledger.problems:
+        found.error(f"{LEDGER_NAME}: calibration.statistics", f"is not the fingerprint's digest {quoted(used)}")
     for shard, digest in scan.digests.items():
         stated, size = ledger.shards.get(shard), _file_bytes(subject, scan, shard)
         if stated is None:

@@ -21,6 +21,7 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.records.events import SILENT, Events
 from k2convert.validate.contract.subject import Module, Subject
 from k2convert.validate.contract.tensors import shape_problems
+from k2convert.validate.scaling import SCALED_DTYPES, Exponents, misfit
 
 BATCH_BYTES = 16 << 20
 SUBNORMAL_LAST = 0x07
@@ -59,7 +60,8 @@ class Piece:
 class ScanResult:
     """What the pass found, by the names that tensors should have (see Subject).
 
-    `compared` are the copied tensors that were compared with the source; None if the pass compared all of them.
+    `misscaled` says what is wrong with tensors that norm scaling changes. `compared` are the copied tensors that were
+    compared with the source; None if the pass compared all of them.
     """
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
@@ -69,18 +71,23 @@ class ScanResult:
     zero_blocks_with_codes: dict[str, int] = field(default_factory=dict[str, int])
     scalars: dict[str, bytes] = field(default_factory=dict[str, bytes])
     different: dict[str, int] = field(default_factory=dict[str, int])
+    misscaled: dict[str, str] = field(default_factory=dict[str, str])
     compared: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """One tensor of the folder: the name it should have, its module if converted, its source if copied."""
+    """One tensor of the folder: the name it should have, its module if converted, its source if copied.
+
+    `exponents` are those of the columns by which norm scaling changes a copied tensor; None if it is unchanged.
+    """
 
     name: str
     parameter: str
     module: Module | None
     is_readable: bool
     source: TensorInfo | None
+    exponents: Exponents | None = None
 
 
 def scan_shards(
@@ -143,7 +150,10 @@ def _targets(subject: Subject) -> dict[tuple[str, str], _Target]:
             continue
         before = subject.source.tensors.get(name) if subject.source is not None else None
         same_form = before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
-        targets[tensor.shard, tensor.name] = _Target(name, parameter, None, True, before if same_form else None)
+        module = subject.modules.get(module_name)
+        exponents = None if module is None else subject.scaling_of(module, parameter)
+        found = _Target(name, parameter, None, True, before if same_form else None, exponents)
+        targets[tensor.shard, tensor.name] = found
     return targets
 
 
@@ -233,9 +243,22 @@ class _Scan:
     def _compare(self, target: _Target, piece: Piece, data: Bytes) -> None:
         assert target.source is not None
         before = self.source_reader.read(target.source, begin=piece.begin, end=piece.end)
-        if not same_bytes(before, data):
+        if target.exponents is not None:
+            self._compare_scaled(target, target.exponents, piece, before, data)
+        elif not same_bytes(before, data):
             changed = int(np.count_nonzero(before != data))
             self.result.different[target.name] = self.result.different.get(target.name, 0) + changed
+
+    def _compare_scaled(self, target: _Target, exponents: Exponents, piece: Piece, before: Bytes, data: Bytes) -> None:
+        assert target.source is not None
+        dtype, columns = target.source.dtype, target.source.shape[-1:]
+        if target.name in self.result.misscaled:
+            return
+        if dtype not in SCALED_DTYPES or columns != exponents.shape:
+            problem = f"{dtype} {list(target.source.shape)}, but norm scaling has {exponents.size:,} channels"
+            self.result.misscaled[target.name] = problem
+        elif problem := misfit(before, data, dtype=dtype, begin=piece.begin, exponents=exponents):
+            self.result.misscaled[target.name] = problem
 
     def _check_converted(self, target: _Target, module: Module, data: Bytes) -> None:
         names = self.subject.names

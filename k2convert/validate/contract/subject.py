@@ -21,6 +21,7 @@ from k2convert.models import detect_family, expected_family, parse_tensor_name
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
 from k2convert.plan.recipe import Budget, Recipe
 from k2convert.records.ledger import Ledger, find_ledger
+from k2convert.validate.scaling import NO_SCALING, Exponents, Scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Subject:
     renamed                    name found -> name it should have, if they differ
     unknown                    names that are not part of the family's models
     layout, has_input_scale    as found in the tensors: a config that differs is wrong, not followed
+    scaling                    exact norm scaling, if the ledger states it
     whole                      the subject that this is a part of; None if this is the whole result
     limits                     which part is read
     """
@@ -67,6 +69,7 @@ class Subject:
     ledger: Ledger | None
     ledger_problem: str
     recipe: Recipe | None
+    scaling: Scaling = NO_SCALING
     whole: "Subject | None" = None
     limits: str = ""
 
@@ -84,6 +87,7 @@ class Subject:
             unreadable={},
             tensors={name: tensor for name, tensor in self.tensors.items() if name.startswith(stem)},
             modules={name: module for name, module in self.modules.items() if name.startswith(stem)},
+            scaling=self.scaling.of_layer(layer),
             whole=self,
             limits=f"only layer {layer} was read",
         )
@@ -109,6 +113,10 @@ class Subject:
     def converted(self) -> list[Module]:
         """The modules that are NVFP4, or should be."""
         return [module for module in self.modules.values() if module.is_converted]
+
+    def scaling_of(self, module: Module, parameter: str) -> Exponents | None:
+        """Return e [K]: the columns of a copied tensor must be the source's times 2**e; None if it is unchanged."""
+        return self.scaling.of_copy(replace(module.parts, parameter=parameter), family=self.family)
 
     @property
     def incomplete(self) -> str:

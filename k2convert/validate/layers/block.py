@@ -1,23 +1,23 @@
 """The MoE block of one layer, computed expert by expert for every variant.
 
-One thread a core, each with an expert of its own: an expert sees few tokens, so there is little for several threads to
-share. The outputs are added in the order of the experts, so they do not depend on threads.
+Every core has an expert of its own: an expert sees few tokens, so there is little for several threads to share. The
+outputs are added in the order of the experts, so they do not depend on threads.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.forward.router import Routing
 from k2convert.forward.weights import WeightReader
+from k2convert.forward.workers import run_in_order
 from k2convert.quantize.metrics.weight_metrics import decibels
 from k2convert.validate.layers.result import W4A4_VARIANTS, Variant, VariantError
 from k2convert.validate.layers.versions import MlpOutputs, read_mlp
@@ -60,11 +60,13 @@ def compute_block(
     source: WeightReader,
     converted: WeightReader,
     with_fp4_inputs: bool,
+    exponents: NDArray[np.int8] | None = None,
     progress: Callable[[int, int], None],
 ) -> BlockError:
     """Compute the block `stem` for f32 [T, hidden] from both checkpoints and compare every variant's output.
 
-    `with_fp4_inputs` adds the W4A4 variants; it needs a checkpoint with input scales.
+    `with_fp4_inputs` adds the W4A4 variants; it needs a checkpoint with input scales. The converted weights get channel
+    j of the input times 2**exponents[j], int8 [hidden].
     """
     num_experts = routing.scores.shape[1]
     variants = [variant for variant in Variant if with_fp4_inputs or variant not in W4A4_VARIANTS]
@@ -73,14 +75,16 @@ def compute_block(
         {variant: torch.zeros_like(hidden_TK, dtype=torch.float64) for variant in variants},
         {variant: [] for variant in variants},
     )
-    num_reached = 0
+    num_reached, workers = 0, os.cpu_count() or 1
+    scaled_TK = hidden_TK if exponents is None else torch.ldexp(hidden_TK, torch.as_tensor(exponents.astype(np.int32)))
 
-    def run_mlp(module: str, tokens: Tensor) -> MlpOutputs:
+    def run_mlp(call: tuple[str, Tensor]) -> MlpOutputs:
+        module, tokens = call
         mlp = read_mlp(module, source=source, converted=converted)
-        return mlp.run(hidden_TK[tokens], with_fp4_inputs=with_fp4_inputs)
+        return mlp.run(hidden_TK[tokens], scaled_TK[tokens], with_fp4_inputs=with_fp4_inputs)
 
     experts = [(f"{stem}.experts.{expert}", _probe_tokens(routing, expert)) for expert in range(num_experts)]
-    for expert, (reference, results) in enumerate(_in_threads(run_mlp, experts)):
+    for expert, (reference, results) in enumerate(run_in_order(run_mlp, experts, workers=workers)):
         for variant, result in results.items():
             outputs.expert_sqnr_db[variant].append(sqnr_db(reference, result))
         tokens, weights = routing.tokens_of(expert)
@@ -89,7 +93,7 @@ def compute_block(
             outputs.add(tokens, reference, results, weights)
         progress(expert + 1, num_experts)
     if source.has(f"{stem}.shared_experts.gate_proj.weight"):
-        reference, results = run_mlp(f"{stem}.shared_experts", torch.arange(hidden_TK.shape[0]))
+        reference, results = run_mlp((f"{stem}.shared_experts", torch.arange(hidden_TK.shape[0])))
         outputs.shared_sqnr_db.update({variant: sqnr_db(reference, result) for variant, result in results.items()})
         outputs.add(torch.arange(hidden_TK.shape[0]), reference, results, None)
     errors = tuple(_variant_error(variant, outputs) for variant in variants)
@@ -100,40 +104,6 @@ def _probe_tokens(routing: Routing, expert: int) -> Tensor:
     """Return the tokens that chose an expert, or a few with high scores for it if none did."""
     tokens, _ = routing.tokens_of(expert)
     return tokens if tokens.numel() > 0 else routing.likeliest_tokens(expert, PROBE_TOKENS)
-
-
-def _in_threads(
-    run_mlp: Callable[[str, Tensor], MlpOutputs], calls: Sequence[tuple[str, Tensor]]
-) -> Iterator[MlpOutputs]:
-    """Yield the outputs of the calls in order; one call a core runs at a time, and one more waits to be yielded."""
-    workers = os.cpu_count() or 1
-
-    def run(module: str, tokens: Tensor) -> MlpOutputs:
-        with torch.inference_mode():  # a setting of each thread
-            return run_mlp(module, tokens)
-
-    waiting: deque[Future[MlpOutputs]] = deque()
-    with _one_torch_thread(), ThreadPoolExecutor(workers, thread_name_prefix="experts") as pool:
-        try:
-            for call in calls:
-                waiting.append(pool.submit(run, *call))
-                if len(waiting) > workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
-
-
-@contextmanager
-def _one_torch_thread() -> Generator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _variant_error(variant: Variant, outputs: _Outputs) -> VariantError:

@@ -13,7 +13,7 @@ largest, which is the same number if they are constant.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from k2convert.calibrate.text import Windows
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
-from k2convert.forward.router import read_router_config, route_block
+from k2convert.forward.router import read_router
 from k2convert.forward.weights import WeightReader
-from k2convert.models import detect_family
+from k2convert.models import detect_family, parse_tensor_name
 from k2convert.records.events import SILENT, Events
 from k2convert.validate.layers.block import BlockError, compute_block
 from k2convert.validate.layers.result import LayerBudget, LayerResult, LayersReport, Variant
+from k2convert.validate.layers.text_states import states_of_text
+from k2convert.validate.scaling import NO_SCALING, Scaling, misfit
 
 ROUTER_PARAMETERS = ("weight", "e_score_correction_bias")
 
@@ -47,35 +50,58 @@ def check_layers_exist(source: Checkpoint, layers: Sequence[int]) -> None:
         raise CheckpointError(f"{source.folder}: layer {unknown[0]} has no MoE block. Layers that have: {there}.")
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def check_layers(
     *,
     source: Checkpoint,
     converted: Checkpoint,
     layers: Sequence[int],
-    hidden_states: Path | None = None,
+    hidden_states: Path | Windows | None = None,
     tokens: int = 256,
     seed: int = 0,
     budget: LayerBudget,
+    scaling: Scaling = NO_SCALING,
     events: Events = SILENT,
 ) -> LayersReport:
     """Compute MoE layers from both checkpoints and judge the difference; CheckpointError if one cannot be computed.
 
-    `hidden_states` is a file of captured states (see forward/hidden_states.py); without it they are drawn from `seed`.
+    `hidden_states` is a file of captured states (see forward/hidden_states.py), or the windows of a text, which the
+    source's layers compute in FP32; without it they are drawn from `seed`.
+    `scaling` is the converted checkpoint's norm scaling: its blocks get the states that its norms give.
     """
     check_layers_exist(source, layers)
-    described = f"captured: {hidden_states.name}" if hidden_states else f"synthetic, seed {seed}"
     with closing(WeightReader(source)) as from_source, closing(WeightReader(converted)) as from_converted:
         results: list[LayerResult] = []
-        for layer in layers:
+        if isinstance(hidden_states, Windows):
+            found = states_of_text(from_source, hidden_states.ids, layers, events=events)
+        else:
+            found = _given_states(from_source, layers, hidden_states, tokens=tokens, seed=seed)
+        for layer, states in found:
             stem = detect_family(source).layer.format(layer=layer)
-            norm = from_source.read(f"{stem}.post_attention_layernorm.weight")
-            if hidden_states is not None:
-                states = load_hidden_states(hidden_states, layer=layer, hidden_size=norm.numel(), tokens=tokens)
-            else:
-                states = draw_hidden_states(norm, config=source.config, layer=layer, tokens=tokens, seed=seed)
-            results.append(_check_layer(layer, f"{stem}.mlp", states, from_source, from_converted, budget, events))
-    return LayersReport(described, budget, tuple(results))
+            results.append(
+                _check_layer(layer, f"{stem}.mlp", states, from_source, from_converted, budget, scaling, events)
+            )
+    return LayersReport(_described(hidden_states, seed=seed), budget, tuple(results))
+
+
+def _described(hidden_states: Path | Windows | None, *, seed: int) -> str:
+    if isinstance(hidden_states, Windows):
+        return f"text: {', '.join(name for name, _ in hidden_states.texts)}"
+    return f"synthetic, seed {seed}" if hidden_states is None else f"captured: {hidden_states.name}"
+
+
+def _given_states(
+    source: WeightReader, layers: Sequence[int], captured: Path | None, *, tokens: int, seed: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield every layer with its captured or synthetic states f32 [tokens, hidden]."""
+    config = source.checkpoint.config
+    for layer in layers:
+        stem = detect_family(source.checkpoint).layer.format(layer=layer)
+        norm = source.read(f"{stem}.post_attention_layernorm.weight")
+        if captured is not None:
+            yield layer, load_hidden_states(captured, layer=layer, hidden_size=norm.numel(), tokens=tokens)
+        else:
+            yield layer, draw_hidden_states(norm, config=config, layer=layer, tokens=tokens, seed=seed)
 
 
 def _check_layer(
@@ -85,11 +111,12 @@ def _check_layer(
     source: WeightReader,
     converted: WeightReader,
     budget: LayerBudget,
+    scaling: Scaling,
     events: Events,
 ) -> LayerResult:
-    config = read_router_config(source.checkpoint.config, where=str(source.checkpoint.folder))
-    routing = route_block(source, stem, states, config)
+    routing = read_router(source, stem)(states)
     has_scales = converted.read_converted(f"{stem}.experts.0.down_proj").input_scale is not None
+    exponents = scaling.exponents.get(layer)
     block = compute_block(
         stem,
         states,
@@ -97,9 +124,10 @@ def _check_layer(
         source=source,
         converted=converted,
         with_fp4_inputs=has_scales,
+        exponents=exponents,
         progress=partial(events.experts_computed, layer),
     )
-    unchanged = all(_same_bytes(f"{stem}.gate.{name}", source, converted) for name in ROUTER_PARAMETERS)
+    unchanged = all(_is_same(f"{stem}.gate.{name}", source, converted, scaling) for name in ROUTER_PARAMETERS)
     return LayerResult(
         layer=layer,
         tokens=states.shape[0],
@@ -111,9 +139,17 @@ def _check_layer(
     )
 
 
-def _same_bytes(name: str, source: WeightReader, converted: WeightReader) -> bool:
+def _is_same(name: str, source: WeightReader, converted: WeightReader, scaling: Scaling) -> bool:
+    """Return whether a tensor of the router is the source's, or scaled as the norm asks for."""
     one, other = source.info(name), converted.info(name)
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(source.raw(name), converted.raw(name))
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    family = detect_family(source.checkpoint)
+    exponents = scaling.of_copy(parse_tensor_name(name, family=family), family=family)
+    before, after = source.raw(name), converted.raw(name)
+    if exponents is None:
+        return torch.equal(before, after)
+    return not misfit(before.numpy(), after.numpy(), dtype=one.dtype, begin=0, exponents=exponents)
 
 
 def _failures(block: BlockError, *, budget: LayerBudget, router_unchanged: bool) -> tuple[str, ...]:

@@ -25,12 +25,15 @@ class MlpVersions:
     converted: Mlp
     plain: Mlp
 
-    def run(self, x_TK: Tensor, *, with_fp4_inputs: bool) -> MlpOutputs:
-        """Return the source's output f32 [T, hidden] for f32 [T, hidden], and every variant's."""
+    def run(self, x_TK: Tensor, scaled_TK: Tensor, *, with_fp4_inputs: bool) -> MlpOutputs:
+        """Return the source's output f32 [T, hidden] for f32 [T, hidden], and every variant's.
+
+        `scaled_TK` is the input of the converted weights: the same, or with norm scaling.
+        """
         if not with_fp4_inputs:
-            return self.source(x_TK), {Variant.CONVERTED: self.converted(x_TK), Variant.PLAIN: self.plain(x_TK)}
+            return self.source(x_TK), {Variant.CONVERTED: self.converted(scaled_TK), Variant.PLAIN: self.plain(x_TK)}
         reference, activations_only = self.source.on_both_inputs(x_TK)
-        converted, converted_w4a4 = self.converted.on_both_inputs(x_TK)
+        converted, converted_w4a4 = self.converted.on_both_inputs(scaled_TK)
         plain, plain_w4a4 = self.plain.on_both_inputs(x_TK)
         return reference, {
             Variant.CONVERTED: converted,
