@@ -3,6 +3,8 @@
     collect    journal, ledger and validation -> Report (figures), and what is missing
     checks     the document of a validation, parsed
     content    the words and rows that page and Markdown share; formatting: numbers as text
+    calibration, calibration_charts     what a result was calibrated with, if it was
+    feedback, feedback_charts           what rule feedback did in each layer, if that was the rule
     charts, heat_map, sheet, palette    matplotlib figures -> SVG in the page's colors
     page, markdown, picture             Report -> report.html, report.md, report.png
 

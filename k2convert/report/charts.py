@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from k2convert.report.figures import Report, TensorFigures, scale_value
+from k2convert.report.formatting import power_of_two, short_count
 from k2convert.report.palette import Palette
 from k2convert.report.sheet import FONT_SIZE, Sheet
 
@@ -111,10 +112,10 @@ def draw_block_scales(histogram: Sequence[tuple[int, int]], *, palette: Palette,
     for limit in (float(SMALLEST_NORMAL_LOG2), float(np.log2(LARGEST))):
         axes.axvline(limit, color=palette.warn, linewidth=1.0, linestyle=(0, (4, 3)))
     ticks = list(range(-9, 10, 3))
-    axes.set_xticks(ticks, [_power(t) for t in ticks])
+    axes.set_xticks(ticks, [power_of_two(t) for t in ticks])
     axes.set_ylabel("blocks")
     axes.set_xlabel("block scale (E4M3)")
-    axes.yaxis.set_major_formatter(FuncFormatter(_short_count))
+    axes.yaxis.set_major_formatter(FuncFormatter(short_count))
     axes.minorticks_off()
     low, high = _RANGE_LOG2
     for value, text, align in (
@@ -127,18 +128,5 @@ def draw_block_scales(histogram: Sequence[tuple[int, int]], *, palette: Palette,
     return sheet.figure
 
 
-def _power(exponent: int) -> str:
-    if 0 <= exponent <= 9:
-        return f"{2**exponent}"
-    return "2" + "".join("⁻" if c == "-" else "⁰¹²³⁴⁵⁶⁷⁸⁹"[int(c)] for c in str(exponent))
-
-
 def _whole(value: float, _position: object = None) -> str:
     return f"{value:,.0f}"
-
-
-def _short_count(value: float, _position: object = None) -> str:
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:g} {name}"
-    return f"{value:g}"

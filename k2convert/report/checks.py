@@ -144,15 +144,24 @@ def _summary(contract: Mapping[str, Any]) -> list[str]:
 
 
 def _rule_sentences(rule: Mapping[str, Any]) -> list[str]:
-    """What was made again by the recipe's rule, if the document says so: those of version 0.1 do not."""
+    """What was made again by the rule or measured only, if the document says so: those of version 0.1 do not."""
     if not rule.get("tensors"):
         return []
-    tensors, wrong = int(rule["tensors"]), len(rule["mismatches"])
-    outcome = f"{wrong:,} differ" if wrong else "all are byte for byte the same"
-    return [
-        f"{tensors:,} tensors made again from the source by the rule {rule['rule']}: {outcome}. "
-        f"{int(rule['sampled_blocks']):,} of {int(rule['blocks']):,} blocks were made by the reference arithmetic too."
-    ]
+    measured, wrong = int(rule.get("measured", 0)), len(rule["mismatches"])
+    sentences: list[str] = []
+    if int(rule["tensors"]) > measured:
+        outcome = f"{wrong:,} differ" if wrong else "all are byte for byte the same"
+        sentences.append(
+            f"{int(rule['tensors']) - measured:,} tensors made again from the source by the rule {rule['rule']}: "
+            f"{outcome}. {int(rule['sampled_blocks']):,} of {int(rule['blocks']):,} blocks were made by the reference "
+            "arithmetic too."
+        )
+    if measured:
+        sentences.append(
+            f"{measured:,} tensors measured against the source: the rule {rule['rule']} chooses their codes in a walk "
+            "through the layers, so they were not made again."
+        )
+    return sentences
 
 
 def _weight_sentences(document: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.report.calibration import facts
 from k2convert.report.checks import Checks
 from k2convert.report.figures import Report, TensorFigures, scale_value
 from k2convert.report.formatting import decibels, percent
@@ -45,6 +46,9 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
             f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}",
         )
     ]
+    if total.weighted_sqnr_db is not None:
+        detail = "errors weighted by the inputs that each column had in the calibration"
+        tiles.append(Tile(decibels(total.weighted_sqnr_db), "weighted SQNR", detail))
     if total.sampled_error_plain > 0 and report.rule != "plain":
         tiles.append(
             Tile(f"{total.achieved_to_plain:.3f} {TIMES}", "plain's error", "plain: max calibration, the usual recipe")
@@ -114,7 +118,12 @@ def _count(label: str, value: int | None, of: int | None, meaning: str) -> Count
     return Count(label, f"{value:,}", percent(value, of) if of else "", meaning)
 
 
-ROLE_COLUMNS = ("role", "weights", "SQNR", "relative error", "error / plain", "error / bound", "non-zero changed")
+_ROLE_COLUMNS = ("role", "weights", "SQNR", "relative error", "error / plain", "error / bound", "non-zero changed")
+
+
+def role_columns(report: Report) -> tuple[str, ...]:
+    """Return the columns of `role_rows`."""
+    return (*_ROLE_COLUMNS, *(("weighted SQNR",) if report.total.weighted_error is not None else ()))
 
 
 def role_rows(report: Report) -> list[tuple[str, ...]]:
@@ -132,6 +141,7 @@ def _role_row(role: str, metrics: WeightMetrics) -> tuple[str, ...]:
         f"{metrics.achieved_to_plain:.3f}" if metrics.sampled_error_plain > 0 else "",
         f"{metrics.achieved_to_bound:.3f}" if metrics.sampled_error_bound > 0 else "",
         percent(metrics.num_nonzero - metrics.equal_nonzero, metrics.num_nonzero),
+        *(() if metrics.weighted_error is None else (decibels(metrics.weighted_sqnr_db),)),
     )
 
 
@@ -172,6 +182,7 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
         ("KV cache", recipe.get("kv_cache")),
         ("quantizer", recipe.get("quantizer")),
         ("arithmetic version", report.provenance.fingerprint.get("arithmetic")),
+        *facts(source.calibration),
         *((name, version) for name, version in source.versions.items()),
         ("shards", f"{report.finished_shards} of {report.num_shards}"),
     )
@@ -184,10 +195,20 @@ def caution(report: Report) -> str:
     exact = "the exact INT4 values q * s"
     if total.num_codes != total.num_weights:
         exact += " (the BF16 values for BF16 sources)"
+    calibration = report.provenance.calibration
+    is_scaled = calibration is not None and calibration.exponents_digest is not None
+    if is_scaled:
+        exact += ", divided by the powers of two of norm scaling"
     text = (
         f"These are errors of weights against {exact}. The conversion is not lossless: E2M1 has no 5 and no 7. It "
         "does not save space: INT4 and NVFP4 both take 4.5 bits per weight."
     )
+    if calibration is not None and calibration.feedback:
+        text += (
+            " Rule feedback keeps the outputs of layers, not the weights, so its errors of weights are larger than "
+            "those of rule optimal. See the error after each layer."
+        )
     if report.provenance.recipe.get("activations") == "w4a4":
-        text += " FP4 activations add error at run time, which does not depend on how the weights were converted."
+        text += " FP4 activations add error at run time, which "
+        text += "norm scaling makes smaller." if is_scaled else "does not depend on how the weights were converted."
     return text

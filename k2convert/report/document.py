@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.report.calibration import calibration_document
 from k2convert.report.checks import read_checks
 from k2convert.report.figures import Report, TensorFigures
 
@@ -13,6 +14,7 @@ from k2convert.report.figures import Report, TensorFigures
 def figures_document(report: Report) -> dict[str, Any]:
     """Return totals, worst tensors and contract of a report; figures that are not finite become None."""
     checks = None if report.validation is None else read_checks(report.validation)
+    found = report.provenance.calibration
     return {
         "complete": report.is_complete,
         "rule": report.rule,
@@ -28,6 +30,7 @@ def figures_document(report: Report) -> dict[str, Any]:
             "passed": checks.has_passed,
         },
         "missing": list(report.missing),
+        **({} if found is None else {"calibration": calibration_document(found)}),
     }
 
 
@@ -39,6 +42,8 @@ def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
         "achieved_to_plain": metrics.achieved_to_plain,
         "achieved_to_bound": metrics.achieved_to_bound,
     }
+    if metrics.weighted_sqnr_db is not None:
+        ratios["weighted_sqnr_db"] = metrics.weighted_sqnr_db
     return metrics.to_dict() | {name: finite_or_none(value) for name, value in ratios.items()}
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from k2convert.models import locate_module
 from k2convert.models.names import ModulePlace, Role
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.ledger import TOTAL
 
 PROJECTIONS = ("gate", "up", "down")
@@ -70,7 +71,7 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Source, recipe and versions. `shards` and `source_headers` map names to blake3 digests."""
+    """Source, recipe, calibration and versions. `shards` and `source_headers` map names to blake3 digests."""
 
     family: str | None
     repo: str | None
@@ -80,6 +81,7 @@ class Provenance:
     fingerprint: Mapping[str, Any]
     versions: Mapping[str, Any]
     shards: Mapping[str, str]
+    calibration: CalibrationRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,3 +23,18 @@ def percent(part: int, whole: int) -> str:
         return "> 99.999 %"
     digits = 1 if 1 <= share <= 99 else 3
     return f"{share:.{digits}f} %" if 0 < part < whole else f"{share:.0f} %"
+
+
+def power_of_two(exponent: int) -> str:
+    """Return "8" or "2⁻⁶"."""
+    if 0 <= exponent <= 9:
+        return f"{2**exponent}"
+    return "2" + "".join("⁻" if c == "-" else "⁰¹²³⁴⁵⁶⁷⁸⁹"[int(c)] for c in str(exponent))
+
+
+def short_count(value: float, _position: object = None) -> str:
+    """Return "1.5 M", for the axis of a chart."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:g}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from k2convert.report import content
+from k2convert.report import calibration, content, feedback
 from k2convert.report.checks import LAYER_COLUMNS, Checks
 from k2convert.report.figures import Report
 
@@ -23,7 +23,7 @@ def render_markdown(report: Report, checks: Checks | None, *, page: str, picture
         "SQNR and relative error are over all converted weights. The error is compared on a sample of every tensor's "
         "blocks with plain (max calibration, the usual recipe) and with the bound (no choice of scales, even "
         "real-valued, can do better).",
-        _table(content.ROLE_COLUMNS, content.role_rows(report)),
+        _table(content.role_columns(report), content.role_rows(report)),
     ]
     if picture is not None:
         parts.append(f"![SQNR by tensor, layer and expert]({picture})")
@@ -31,6 +31,12 @@ def render_markdown(report: Report, checks: Checks | None, *, page: str, picture
     parts += [f"> {escape(sentence)}" for sentence in report.missing]
     rows = [(c.label, c.value, c.share, c.meaning) for c in content.counts(report.total)]
     parts += ["### Counts", _table(("", "", "share", ""), rows)]
+    if (found := report.provenance.calibration) is not None:
+        parts += ["### Calibration", *map(escape, calibration.sentences(found))]
+        parts.append(_table(calibration.LAYER_COLUMNS, calibration.layer_rows(found)))
+        if rows := feedback.layer_rows(found):
+            parts += ["### Rule feedback", *map(escape, feedback.sentences(found))]
+            parts.append(_table(feedback.LAYER_COLUMNS, rows))
     if report.worst:
         worst = report.worst[:_NUM_WORST]
         rows = [(t.place or t.module, *row) for t, row in zip(worst, content.worst_rows(worst), strict=True)]

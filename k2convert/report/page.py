@@ -19,9 +19,12 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from k2convert.report import content
+from k2convert.report import calibration as calibration_words
+from k2convert.report import content, feedback
+from k2convert.report.calibration_charts import draw_exponents, draw_tokens
 from k2convert.report.charts import draw_block_scales, draw_distribution, has_distribution
 from k2convert.report.checks import LAYER_COLUMNS, Checks
+from k2convert.report.feedback_charts import draw_layer_errors, draw_shrinkages
 from k2convert.report.figures import HeatMap, Report
 from k2convert.report.heat_map import MAP_ID, color_scale, draw_heat_maps
 from k2convert.report.palette import DARK, LIGHT, THEMED, css_variables
@@ -45,6 +48,7 @@ def render_page(report: Report, checks: Checks | None) -> str:
     template = environment.from_string(_text("page.html.jinja"))
     # The digest is of exactly the text between the script tags. Our script contains no closing tag.
     script = _text("page.js")
+    calibration = report.provenance.calibration
     return template.render(
         name=page_name(report),
         made_on=report.made_on,
@@ -60,7 +64,14 @@ def render_page(report: Report, checks: Checks | None) -> str:
         charts=_charts(report),
         span=_span(report.maps),
         counts=content.counts(report.total),
-        role_columns=content.ROLE_COLUMNS,
+        calibration=calibration,
+        calibration_sentences=calibration_words.sentences(calibration) if calibration else (),
+        calibration_columns=calibration_words.LAYER_COLUMNS,
+        calibration_rows=calibration_words.layer_rows(calibration) if calibration else [],
+        feedback_sentences=feedback.sentences(calibration) if calibration else (),
+        feedback_columns=feedback.LAYER_COLUMNS,
+        feedback_rows=feedback.layer_rows(calibration) if calibration else [],
+        role_columns=content.role_columns(report),
         role_rows=content.role_rows(report),
         worst=list(zip(report.worst, content.worst_rows(report.worst), strict=True)),
         worst_columns=content.WORST_COLUMNS,
@@ -109,12 +120,33 @@ def _charts(report: Report) -> dict[str, Chart | None]:
         if has_distribution(report)
         else None,
     )
+    calibration = report.provenance.calibration
+    tokens = [] if calibration is None else calibration_words.tokens_by_expert(calibration)
+    is_weighted = calibration is not None and calibration.weighted
+    channels = {} if calibration is None else calibration_words.channels_by_exponent(calibration)
+    experts, scaled = (
+        [draw_tokens(tokens, is_weighted=is_weighted, palette=THEMED, is_narrow=n) for n in (False, True)]
+        if tokens
+        else None,
+        [draw_exponents(channels, palette=THEMED, is_narrow=n) for n in (False, True)] if any(channels) else None,
+    )
+    layers = feedback.layers_of(calibration)
+    errors, shrinkages = (
+        [draw(layers, palette=THEMED, is_narrow=n) for n in (False, True)] if layers else None
+        for draw in (draw_layer_errors, draw_shrinkages)
+    )
     scales = [draw_block_scales(report.total.scale_histogram, palette=THEMED, is_narrow=n) for n in (False, True)]
     return {
         "heat_map": _focusable(both("heat-map", "Heat maps of SQNR by layer and expert", *heat)) if heat else None,
         "distribution": both("distribution", "Histogram of SQNR over the tensors", *distribution)
         if distribution
         else None,
+        "tokens": both("tokens", "Histogram of tokens by expert", *experts) if experts else None,
+        "exponents": both("exponents", "Channels by power of two", *scaled) if scaled else None,
+        "layer_errors": both("layer-errors", "Error of the hidden states after each layer", *errors)
+        if errors
+        else None,
+        "shrinkages": both("shrinkages", "Experts of each layer by shrinkage", *shrinkages) if shrinkages else None,
         "block_scales": both("block-scales", "Histogram of block scales", *scales),
     }
 

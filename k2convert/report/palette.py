@@ -20,6 +20,7 @@ class Palette:
     ours: str
     plain: str
     bound: str
+    optimal: str
     warn: str
 
 
@@ -32,6 +33,7 @@ LIGHT = Palette(
     ours="#2563c9",
     plain="#c2571a",
     bound="#18835a",
+    optimal="#7a4fb5",
     warn="#b3261e",
 )
 DARK = Palette(
@@ -43,6 +45,7 @@ DARK = Palette(
     ours="#6ea8ff",
     plain="#f09a5b",
     bound="#4ec795",
+    optimal="#c3a3f2",
     warn="#ff8a80",
 )
 # Colors that nothing else uses. The SVG backend writes them, then they are replaced by variables.
