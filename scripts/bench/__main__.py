@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,12 +18,15 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.validate.validation import validate_checkpoint
 from scripts.bench.measure import Run, describe_machine, evict, run_once, summarize, warm
 from scripts.bench.table import markdown
+from scripts.fixture_maker import make_token_ids
 from scripts.fixture_maker.__main__ import main as make_fixture
 
 PYTHON = sys.executable
 LIMITS = "scripts.bench.limits"
 PEERS = "scripts.bench.peers"
 RULES = ("plain", "optimal")
+FEEDBACK_SIZES = ((8, 2048), (16, 2048), (16, 4096))
+"""Experts and tokens of the runs of rule `feedback`: one step of each."""
 ONE, FOUR = 1, 4  # GB: for one core, and for validation and the disk; large enough to measure, quick to finish
 
 
@@ -172,6 +175,49 @@ def growth(bench: Bench, sizes: Sequence[int]) -> None:
         bench.results[labels[size]] = measured[size]
 
 
+def calibration(bench: Bench, experts: Sequence[int]) -> None:
+    """Time `k2convert calibrate` on a dense and a MoE layer of K2's size, with 512 tokens, by the number of experts."""
+    ids = bench.work / "ids.jsonl"
+    make_token_ids(ids, tokens=512)
+    for count in experts:
+        source = bench.source(f"layer-{count}", "--experts", count, "--dense-layers", 1)
+        command = ["k2convert", "calibrate", source, bench.out / "statistics.safetensors"]
+        options = ["--token-ids", ids, "--tokens", "512", "--window", "512", "--device", bench.device]
+        bench.time(Job(f"calibrate, {count} experts", source, [*command, *options]))
+
+
+def feedback(bench: Bench) -> None:
+    """Time rule `feedback` on a dense and a MoE layer of K2's size, by experts and by tokens, and extrapolate to K2."""
+    ids = bench.work / "feedback-ids.jsonl"
+    make_token_ids(ids, tokens=max(tokens for _, tokens in FEEDBACK_SIZES))
+    jobs: list[Job] = []
+    for experts, tokens in FEEDBACK_SIZES:
+        source = bench.source(f"layer-{experts}", "--experts", experts, "--dense-layers", 1)
+        options = ["--token-ids", ids, "--tokens", str(tokens), "--window", "2048", "--yes"]
+        jobs.append(Job(feedback_label(experts, tokens), source, bench.convert(source, *map(str, options))))
+    bench.time(*jobs)
+    seconds = {size: bench.results[feedback_label(*size)]["seconds"] for size in FEEDBACK_SIZES}
+    bench.results["extrapolated feedback"] = extrapolate(seconds, experts=384, tokens=131_072)
+
+
+def feedback_label(experts: int, tokens: int) -> str:
+    return f"run --calibrate, {experts} experts, {tokens:,} tokens"
+
+
+def extrapolate(seconds: Mapping[tuple[int, int], float], *, experts: int, tokens: int) -> dict[str, float]:
+    """Fit seconds = a + b * experts + c * tokens through the three sizes and return the parts of another size.
+
+    A token goes through eight experts whatever their number, so what it costs does not depend on that number.
+    """
+    (few, low), (many, _), (_, high) = FEEDBACK_SIZES
+    an_expert = (seconds[many, low] - seconds[few, low]) / (many - few)
+    a_token = (seconds[many, high] - seconds[many, low]) / (high - low)
+    rest = seconds[few, low] - few * an_expert - low * a_token
+    total = rest + experts * an_expert + tokens * a_token
+    found = {"experts": experts, "tokens": tokens, "seconds_an_expert": an_expert, "seconds_a_token": a_token}
+    return found | {"other_seconds": rest, "seconds": total}
+
+
 def kernels(bench: Bench) -> None:
     """Time the kernels, in memory."""
     note("kernels")
@@ -187,7 +233,10 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the main shard; K2's shards have 9.8")
     parser.add_argument("--runs", type=int, default=3, help="runs of each command")
     parser.add_argument("--growth", default="1,2,4,8", help="shard sizes in GB for the growth series; empty for none")
-    parser.add_argument("--only", default="kernels,whole,peers,growth", help="parts to run")
+    parser.add_argument("--experts", default="32,384", help="experts of the layers for `--only calibration`")
+    parser.add_argument(
+        "--only", default="kernels,whole,peers,growth", help="parts to run; more: calibration, feedback"
+    )
     parser.add_argument("--work", type=Path, default=Path("bench-work"), help="folder for the shards (about 30 GB)")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -198,6 +247,8 @@ def main() -> None:
         "whole": lambda: whole_command(bench, arguments.gigabytes),
         "peers": lambda: peers(bench, arguments.gigabytes),
         "growth": lambda: growth(bench, sizes),
+        "feedback": lambda: feedback(bench),
+        "calibration": lambda: calibration(bench, [int(count) for count in arguments.experts.split(",")]),
     }
     for name in arguments.only.split(","):
         parts[name]()

@@ -9,13 +9,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from k2convert.choices import Rule
+from k2convert.quantize.formats.columns import divide_columns
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.libraries import bf16_tensor
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
+from k2convert.quantize.rules.weighted import block_importance
 
 ROWS, COLUMNS = 2048, 7168
 NUM_TENSORS = 8
@@ -41,11 +45,11 @@ def make_weights() -> list[Int4Weight]:
     return weights
 
 
-def convert(quantizer: Quantizer, weight: Int4Weight) -> None:
+def convert(quantizer: Quantizer, weight: Int4Weight, importance: NDArray[np.uint8] | None = None) -> None:
     """Convert one projection as the job does: measure, choose the global scale, quantize, take the metrics."""
     magnitude = quantizer.measure(weight, name="bench")
     scale = quantizer.global_scale(magnitude, is_int4=True)
-    quantizer.quantize(weight, name="bench", magnitude=magnitude, global_scale=scale)
+    quantizer.quantize(weight, name="bench", magnitude=magnitude, global_scale=scale, importance=importance)
 
 
 def median_seconds(work: Callable[[], object]) -> float:
@@ -77,6 +81,30 @@ def cpu_figures(weights: list[Int4Weight]) -> Figures:
             for threads, seconds in (("one thread", one), (f"{cores} threads", every)):
                 rate = NUM_WEIGHTS / seconds
                 figures[f"{label}, {threads}"] = {"weights_per_second": rate}
+    return figures | column_figures(weights)
+
+
+def column_figures(weights: list[Int4Weight]) -> Figures:
+    """Time everything that a projection needs, on one thread, if its columns have an importance or exponents."""
+    rng, figures = np.random.default_rng(0), Figures()
+    importance = block_importance((rng.standard_normal(COLUMNS) ** 4).astype(np.float32))
+    exponents = np.where(rng.random(COLUMNS) < 0.7, 0, rng.integers(-2, 3, COLUMNS)).astype(np.int8)
+    # SmolLM2's layers: two thirds of the blocks have no exponent, and one column in four of the others has one.
+    few = np.repeat(rng.random(COLUMNS // 16) < 1 / 3, 16) & (rng.random(COLUMNS) < 1 / 4)
+    usual = np.where(few, rng.choice([-1, 1, 1, 1, 2], COLUMNS), 0).astype(np.int8)
+    scaled = [divide_columns(weight, exponents, name="bench") for weight in weights]
+    usually_scaled = [divide_columns(weight, usual, name="bench") for weight in weights]
+    cases: tuple[tuple[str, Rule, list[Any]], ...] = (
+        ("weighted", "weighted", weights),
+        ("weighted and scaled", "weighted", usually_scaled),
+        ("weighted and scaled in every block", "weighted", scaled),
+        ("optimal, scaled", "optimal", scaled),
+        ("plain, scaled", "plain", scaled),
+    )
+    for label, rule, sources in cases:
+        quantizer = create_quantizer("native", rule=rule, device="cpu")
+        seconds = median_seconds(lambda q=quantizer, s=sources: [convert(q, weight, importance) for weight in s])
+        figures[f"{label}, measured and sampled, one thread"] = {"weights_per_second": NUM_WEIGHTS / seconds}
     return figures
 
 
@@ -84,7 +112,7 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
     """Time both rules with their counts, a copy in device memory, and ModelOpt's sweep over all E4M3 scales."""
     from modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep import nvfp4_fp8_scale_sweep
 
-    from k2convert.quantize.kernels import cuda
+    from k2convert.quantize.kernels import cuda, cuda_columns
 
     device = torch.device("cuda")
     on_device = [cuda.upload(weight, "cuda") for weight in weights]
@@ -92,6 +120,7 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
     target = torch.empty_like(blank)
     bandwidth = 2 * blank.numel() / synchronized(lambda: target.copy_(blank))
     figures: Figures = {"copy": {"bytes_per_second": bandwidth, "of_copy_bandwidth": 1.0}}
+    jobs: list[tuple[cuda.DeviceInt4, float]] = []
     for rule in ("plain", "optimal"):
         quantizer = create_quantizer("native", rule=rule, device="cuda")
         scales = [quantizer.global_scale(quantizer.measure(w, name="w"), is_int4=True) for w in weights]
@@ -105,6 +134,16 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
             _, metrics = quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
             energy, error = energy + metrics.energy, error + metrics.squared_error
         figures[rule]["relative_mse"] = error / energy
+    rng = np.random.default_rng(0)
+    importance = block_importance((rng.standard_normal(COLUMNS) ** 4).astype(np.float32))
+    exponents = np.where(rng.random(COLUMNS) < 0.7, 0, rng.integers(-2, 3, COLUMNS)).astype(np.int8)
+    for label, own in (("weighted", None), ("weighted and scaled", exponents)):
+        columns = cuda_columns.describe_columns(own, importance, columns=COLUMNS, device="cuda")
+        seconds = synchronized(
+            lambda c=columns, j=jobs: [cuda_columns.convert_columns_on_device(w, c, global_scale=g) for w, g in j]
+        )
+        figures[label] = {"weights_per_second": NUM_WEIGHTS / seconds}
+        figures[label]["of_copy_bandwidth"] = NUM_WEIGHTS * BYTES_PER_WEIGHT / seconds / bandwidth
     dense = [bf16_tensor(dequantize_int4(weight).bits).to(device) for weight in weights]
     largest = [weight.abs().amax().float() for weight in dense]
     pairs = list(zip(dense, largest, strict=True))

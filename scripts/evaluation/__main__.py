@@ -1,4 +1,4 @@
-"""Command line: `scripts/eval tiny|smollm2|all|capture`."""
+"""Command line: `scripts/eval tiny|smollm2|all|calibrated|capture`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from scripts.evaluation.austen import emma
+from scripts.evaluation.austen import novel
+from scripts.evaluation.calibrated import CALIBRATED_SUBJECTS, chosen_rows, evaluate_calibrated
 from scripts.evaluation.capture import capture
 from scripts.evaluation.measure import compare, encode
 from scripts.evaluation.models import (
@@ -25,7 +26,7 @@ from scripts.evaluation.models import (
     without_input_scales,
 )
 from scripts.evaluation.smollm2 import make_smollm2
-from scripts.evaluation.table import Evaluation, Row, markdown
+from scripts.evaluation.table import Evaluation, Row, calibrated_markdown, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
@@ -55,7 +56,7 @@ def tiny_subject(work: Path) -> Subject:
 def smollm2_subject(work: Path) -> Subject:
     """SmolLM2-135M as a K2-named mixture of experts, and Emma."""
     source = make_smollm2(work)
-    return Subject("SmolLM2-135M-Instruct as a K2-named MoE", source, "Austen's Emma", emma(work), 8_192, 4)
+    return Subject("SmolLM2-135M-Instruct as a K2-named MoE", source, "Austen's Emma", novel(work, "Emma"), 8_192, 4)
 
 
 SUBJECTS = {"tiny": tiny_subject, "smollm2": smollm2_subject}
@@ -105,6 +106,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", type=Path, metavar="FILE", help="write the figures in full precision")
         command.add_argument("--tokens", type=int, help="number of tokens to read; default: as many as in RESULTS.md")
         _common(command)
+    command = commands.add_parser("calibrated", help="score calibrated conversions on text that did not calibrate them")
+    command.add_argument("subject", choices=sorted(CALIBRATED_SUBJECTS))
+    command.add_argument("--peers", action="store_true", help="calibrate with llm-compressor and ModelOpt too (slow)")
+    command.add_argument("--rows", nargs="+", metavar="PATTERN", help='score only these rows: "feedback*" "ModelOpt*"')
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the figures in full precision")
+    command.add_argument("--tokens", type=int, help="number of tokens to evaluate; default: as many as in RESULTS.md")
+    _common(command)
     command = commands.add_parser("capture", help="write the inputs of the MoE blocks on the same text")
     command.add_argument("subject", choices=sorted(SUBJECTS))
     command.add_argument("out", type=Path, metavar="FILE")
@@ -120,22 +128,37 @@ def _common(command: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     """Print Markdown on stdout and progress on stderr."""
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    options.work = options.work.absolute()
     options.work.mkdir(parents=True, exist_ok=True)
     if options.command == "capture":
         subject = SUBJECTS[options.subject](options.work)
         windows = encode(subject.source, subject.text, tokens=options.tokens)
         print(capture(subject.source, windows, options.out))
         return
+    if options.command == "calibrated":
+        try:
+            rows = chosen_rows(options.rows, with_peers=options.peers)
+        except ValueError as error:
+            parser.error(str(error))
+        subject = CALIBRATED_SUBJECTS[options.subject](options.work)
+        result = evaluate_calibrated(subject, options.work, rows=rows, tokens=options.tokens)
+        print(calibrated_markdown(result), flush=True)
+        _write_json(options.json, result.to_dict())
+        return
     names = list(SUBJECTS) if options.command == "all" else [options.command]
     results: list[Evaluation] = []
     for name in names:
         results.append(evaluate(SUBJECTS[name](options.work), options.work, tokens=options.tokens))
         print(markdown(results[-1]), flush=True)
-    if options.json:
-        document = [result.to_dict() for result in results]
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    _write_json(options.json, [result.to_dict() for result in results])
+
+
+def _write_json(path: Path | None, document: object) -> None:
+    if path:
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

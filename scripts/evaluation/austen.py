@@ -1,4 +1,4 @@
-"""Reads Jane Austen's Emma (public domain) from the Debian package r-cran-janeaustenr.
+"""Reads Jane Austen's novels (public domain) from the Debian package r-cran-janeaustenr.
 
 The package holds the six novels as an R lazy-load database. Each object is a big-endian length, a type byte ("2" bzip2,
 "Z" raw LZMA2, else zlib) and an R serialization in XDR form (R Internals, section 1.8). Only the strings are read. The
@@ -22,12 +22,12 @@ _INTEGERS, _LOGICALS, _REALS, _LIST = 13, 10, 14, 19
 _HAS_ATTRIBUTES, _HAS_TAG = 0x200, 0x400
 
 
-def emma(work: Path) -> str:
-    """Return the text of Emma; the first call downloads the package into `work`."""
-    cached = work / "emma.txt"
+def novel(work: Path, title: str) -> str:
+    """Return the text of a novel ("Emma"); the first call downloads the package into `work`."""
+    cached = work / f"{title.lower()}.txt"
     if not cached.exists():
         database = _database(work / "debian")
-        cached.write_text(paragraphs(_novels(database.read_bytes())["Emma"]), encoding="utf-8")
+        cached.write_text(paragraphs(_novels(database.read_bytes())[title]), encoding="utf-8")
     return cached.read_text(encoding="utf-8")
 
 

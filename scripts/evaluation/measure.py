@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from torch import Tensor
@@ -56,9 +57,48 @@ def compare(
     return sums[""].score(), {name: sums[name].score() for name in variants}
 
 
-def _log_probabilities(model: EvaluatedModel, mlps: Mlps, ids: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The weights of one row: the MLPs, and the norms and routers that norm scaling changed."""
+
+    mlps: Mlps
+    scaled: dict[str, Tensor]
+
+
+@torch.inference_mode()
+def compare_in_turn(
+    model: EvaluatedModel,
+    reference: Mlps,
+    variants: Mapping[tuple[str, str], Callable[[], Variant]],
+    windows: Tensor,
+    *,
+    batch: int,
+    progress: Callable[[tuple[str, str], Score], None],
+) -> tuple[Score, dict[tuple[str, str], Score]]:
+    """Like `compare`, but hold the weights of one variant at a time, and the reference's distributions in a file."""
+    scores: dict[tuple[str, str], Score] = {}
+    shape = len(windows) * (windows.shape[1] - 1), model.vocabulary
+    with NamedTemporaryFile() as file:
+        expected = torch.from_file(file.name, shared=True, size=math.prod(shape)).view(shape)
+        batches = list(zip(windows.split(batch), expected.split(batch * (windows.shape[1] - 1)), strict=True))
+        own = _Sums()
+        for ids, target in batches:
+            target.copy_(_log_probabilities(model, reference, ids))
+            own.add(target, None, ids)
+        for name, load in variants.items():
+            variant, sums = load(), _Sums()
+            for ids, target in batches:
+                sums.add(_log_probabilities(model, variant.mlps, ids, variant.scaled), target, ids)
+            scores[name] = sums.score()
+            progress(name, scores[name])
+    return own.score(), scores
+
+
+def _log_probabilities(
+    model: EvaluatedModel, mlps: Mlps, ids: Tensor, scaled: dict[str, Tensor] | None = None
+) -> Tensor:
     """Return log-probabilities f32 [B * 255, vocabulary] for every token but the first of a window."""
-    model.install(mlps)
+    model.install(mlps, scaled)
     return torch.log_softmax(model.logits(ids)[:, :-1].flatten(0, 1), dim=-1)
 
 

@@ -8,7 +8,7 @@ Everything else is transformers' code in FP32 with the source's BF16 values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ class MlpModule(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         assert self.mlp is not None
-        return self.mlp(hidden_states)
+        return self.mlp(hidden_states.flatten(0, -2)).view_as(hidden_states)
 
 
 class ExpertsModule(nn.Module):
@@ -64,9 +64,17 @@ class EvaluatedModel:
 
     network: nn.Module
     places: dict[str, MlpModule | ExpertsModule]
+    scaled: dict[str, Tensor]
+    """The source's tensors that norm scaling may change: norms and routers of the MoE layers."""
 
-    def install(self, mlps: Mlps) -> None:
-        """Set the MLPs; their tensors are shared, not copied."""
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of token ids."""
+        return int(self.network.config.vocab_size)  # type: ignore[union-attr]
+
+    def install(self, mlps: Mlps, scaled: Mapping[str, Tensor] | None = None) -> None:
+        """Set the MLPs, whose tensors are shared, and the norms and routers; default: the source's."""
+        self.network.load_state_dict(dict(self.scaled) | dict(scaled or {}), strict=False)
         for name, place in self.places.items():
             if isinstance(place, MlpModule):
                 place.mlp = mlps[name]
@@ -94,7 +102,7 @@ def build_model(source: Path) -> EvaluatedModel:
     network = network.to_empty(device="cpu").float().eval()
     _restore_rotary(network)
     _load_rest(network, source)
-    return EvaluatedModel(network, places)
+    return EvaluatedModel(network, places, scaled_tensors(source))
 
 
 def _architecture(config: dict[str, Any]) -> Any:
@@ -121,6 +129,14 @@ def _load_rest(network: Any, source: Path) -> None:
     if network.config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     network.load_state_dict(state, strict=True, assign=True)
+
+
+def scaled_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read what norm scaling changes besides the MLPs, in FP32: norms and routers of the layers that have a router."""
+    with closing(WeightReader(open_checkpoint(folder))) as reader:
+        routers = [name for name in reader.checkpoint.tensors if name.endswith(".mlp.gate.weight")]
+        norms = [name.replace(".mlp.gate.", ".post_attention_layernorm.") for name in routers]
+        return {name: reader.read(name).float() for name in (*routers, *norms)}
 
 
 def source_mlps(source: Path) -> Mlps:

@@ -58,6 +58,59 @@ def markdown(evaluation: Evaluation) -> str:
     return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True, slots=True)
+class CalibratedRow:
+    """One calibrated conversion; `of_optimal` is its mean KL as a share of data-free optimal's in the same mode."""
+
+    weights: str
+    mode: str
+    of_optimal: float
+    score: Score
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedEvaluation:
+    """All calibrated conversions of one model: calibrated on one text and evaluated on another one."""
+
+    model: str
+    calibration: str
+    calibration_tokens: int
+    text: str
+    tokens: int
+    source: Score
+    rows: tuple[CalibratedRow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+
+_CALIBRATED_COLUMNS = ("weights", "mode", "mean KL", "of optimal", "99.9 % KL", "top-1 agreement", "perplexity")
+
+
+def calibrated_markdown(evaluation: CalibratedEvaluation) -> str:
+    """Return a heading line and one table."""
+    lines = [
+        f"**{evaluation.model}**, calibrated on {evaluation.calibration_tokens:,} tokens of {evaluation.calibration}, "
+        f"evaluated on {evaluation.tokens:,} tokens of {evaluation.text} (perplexity of INT4: "
+        f"{evaluation.source.perplexity:.2f}); divergence from the INT4 model in nats.",
+        "",
+        _line(_CALIBRATED_COLUMNS),
+        _line(["---", "---", *["---:"] * (len(_CALIBRATED_COLUMNS) - 2)]),
+    ]
+    for row in evaluation.rows:
+        score = row.score
+        figures = (
+            _figure(score.kl_mean, ".5f"),
+            _figure(row.of_optimal, ".2f"),
+            _figure(score.kl_p999, ".3f"),
+            _figure(score.top1_agreement, ".3f"),
+            _figure(score.perplexity, ".2f"),
+        )
+        lines.append(_line([row.weights, row.mode, *figures]))
+    return "\n".join(lines) + "\n"
+
+
 def _line(cells: tuple[str, ...] | list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 

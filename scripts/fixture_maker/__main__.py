@@ -7,18 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.fixture_maker import edges, headers, layouts, make_k2_shaped
+from scripts.fixture_maker import edges, headers, layouts, make_k2_shaped, make_token_ids
 from scripts.fixture_maker.inventory import K2_SHAPE
-from scripts.fixture_maker.shaped import experts_for
-
-VOCABULARY = 1024
-"""Embedding rows of `k2-shaped`; the real model has 163,840, which would only add size."""
+from scripts.fixture_maker.shaped import VOCABULARY, experts_for
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "tiny": layouts.make_tiny,
     "k25": layouts.make_k25,
     "split": layouts.make_split,
     "reap": layouts.make_reap,
+    "cut": layouts.make_cut,
+    "short": layouts.make_short,
     "i64": layouts.make_i64,
     "minus8": edges.make_minus8,
     "zeros": edges.make_zeros,
@@ -45,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     shaped.add_argument("--dense-layers", type=int, default=1, help="dense layers before the MoE layers, 1 GB each (1)")
     shaped.add_argument("--hidden", type=int, default=K2_SHAPE.hidden)
     shaped.add_argument("--intermediate", type=int, default=K2_SHAPE.moe_intermediate, help="width of an expert")
+    ids = commands.add_parser("token-ids", help=_summary(make_token_ids))
+    ids.add_argument("out", type=Path, metavar="OUT")
+    ids.add_argument("--tokens", type=int, default=512)
     return parser
 
 
@@ -70,8 +72,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one maker and print what it made."""
     options = _parser().parse_args(arguments)
     if options.name == "list":
-        for name, maker in (MAKERS | {"k2-shaped": make_k2_shaped}).items():
+        for name, maker in (MAKERS | {"k2-shaped": make_k2_shaped, "token-ids": make_token_ids}).items():
             print(f"{name:20} {_summary(maker)}")
+        return
+    if options.name == "token-ids":
+        print(f"{make_token_ids(options.out, tokens=options.tokens)}: {options.tokens:,} ids")
         return
     out = _make_shaped(options) if options.name == "k2-shaped" else MAKERS[options.name](options.out)
     files = [path.stat() for path in out.rglob("*") if path.is_file()]

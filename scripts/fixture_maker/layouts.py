@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 
 from scripts.fixture_maker.config import K25_SIDECARS, k25_config, write_sidecars
-from scripts.fixture_maker.folder import random_bf16, read_small, write_small
+from scripts.fixture_maker.folder import SmallCheckpoint, random_bf16, read_small, write_small
 from scripts.fixture_maker.inventory import projector_tensors, vision_tensors
 from scripts.fixture_maker.shards import shard_name
 
 TINY = Path(__file__).resolve().parents[2] / "tests" / "data" / "k2-tiny"
 _VISION = {"hidden": 32, "intermediate": 80, "blocks": 2}
 _NUM_KEPT = 10  # experts that make_reap leaves in a layer
+_NUM_CUT = 4  # and make_cut and make_short
 
 
 def make_tiny(out: Path) -> Path:
@@ -26,9 +27,9 @@ def make_tiny(out: Path) -> Path:
     return out
 
 
-def make_k25(out: Path) -> Path:
-    """Give the tiny checkpoint Kimi-K2.5's names, nested config, vision tower and projector."""
-    checkpoint = read_small(TINY)
+def make_k25(out: Path, source: Path = TINY) -> Path:
+    """Give a checkpoint of the tiny one's form Kimi-K2.5's names, nested config, vision tower and projector."""
+    checkpoint = read_small(source)
     total = len(checkpoint.shards) + 2
     renamed = {}
     for number, members in enumerate(checkpoint.shards.values(), start=1):
@@ -98,6 +99,36 @@ def make_reap(out: Path) -> Path:
         checkpoint.shards[shard] = pruned
     config["n_routed_experts"] = _NUM_KEPT
     return write_small(checkpoint, out)
+
+
+def make_cut(out: Path) -> Path:
+    """Keep the dense layer and one MoE layer of four experts; gate and up of every other expert in different shards."""
+    checkpoint = _first_layers(2)
+    *_, last = checkpoint.shards
+    for name in checkpoint.tensors():
+        if ".up_proj.weight_" in name and int(name.partition(".experts.")[2].partition(".")[0]) % 2 == 0:
+            checkpoint.move(name, last)
+    return write_small(checkpoint, out)
+
+
+def make_short(out: Path) -> Path:
+    """Keep the dense layer and two MoE layers of four experts, each in a shard of its own."""
+    return write_small(_first_layers(3), out)
+
+
+def _first_layers(num_layers: int) -> SmallCheckpoint:
+    """Return the first layers, with four experts."""
+    checkpoint = read_small(TINY)
+    checkpoint.config |= {"num_hidden_layers": num_layers, "n_routed_experts": _NUM_CUT}
+    for shard, members in checkpoint.shards.items():
+        checkpoint.shards[shard] = {
+            name: tensor[:_NUM_CUT].clone() if ".mlp.gate." in name else tensor
+            for name, tensor in members.items()
+            if int(name.partition(".layers.")[2].partition(".")[0] or 0) < num_layers
+            and int(name.partition(".experts.")[2].partition(".")[0] or 0) < _NUM_CUT
+        }
+    checkpoint.shards = {shard: members for shard, members in checkpoint.shards.items() if members}
+    return checkpoint
 
 
 def make_i64(out: Path) -> Path:

@@ -7,6 +7,7 @@ other experts roll its rows and multiply its scales, so all are different and va
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from scripts.fixture_maker.edges import pack
 from scripts.fixture_maker.inventory import GROUP_SIZE, K2Shape, TensorSpec, layer_tensors, outer_tensors
 from scripts.fixture_maker.shards import fresh_folder, shard_name, write_index, write_streamed
 
+VOCABULARY = 1024
+"""Embedding rows that the command line gives `k2-shaped`; the real model has 163,840, which would only add size."""
 _NOISE_NUMBERS = 1 << 22  # 8 MiB of BF16, repeated to fill the tensors that are not INT4
 
 
@@ -101,7 +104,8 @@ class _Values:
 def _rolled(rows: torch.Tensor, draw: int) -> Iterator[memoryview]:
     cut = draw % rows.shape[0]
     yield _as_bytes(rows[cut:])
-    yield _as_bytes(rows[:cut])
+    if cut:
+        yield _as_bytes(rows[:cut])
 
 
 def experts_for(num_bytes: float, shape: K2Shape) -> int:
@@ -142,4 +146,12 @@ def make_k2_shaped(out: Path, *, shape: K2Shape, shards: int | None = None) -> P
     write_index(out, named)
     write_json(out / "config.json", k2_config(shape))
     write_sidecars(out, K2_SIDECARS)
+    return out
+
+
+def make_token_ids(out: Path, *, tokens: int) -> Path:
+    """Write one line of JSON, a list of token ids drawn evenly from `k2-shaped`'s vocabulary: it has no tokenizer."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCABULARY, (tokens,), generator=generator).tolist()
+    out.write_text(json.dumps(ids) + "\n", encoding="utf-8")
     return out

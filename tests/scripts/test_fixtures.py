@@ -251,3 +251,7 @@ def test_command_lists_and_makes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     main(["k2-shaped", str(out), *size])
     assert str(out) in capsys.readouterr().out
     assert tensors_of(out)["model.layers.0.mlp.gate.weight"].shape == (2, 256)
+    main(["token-ids", str(tmp_path / "ids.jsonl"), "--tokens", "300"])
+    ids = json.loads((tmp_path / "ids.jsonl").read_text())
+    assert len(ids) == 300
+    assert 0 <= min(ids) < max(ids) < json.loads((out / "config.json").read_text())["vocab_size"]
