@@ -53,6 +53,18 @@ def reap(checkpoints: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def cut(checkpoints: Path) -> Path:
+    """One dense and one MoE layer of four experts of the tiny checkpoint, with partners in different shards."""
+    return fixtures.make_cut(checkpoints / "cut")
+
+
+@pytest.fixture(scope="session")
+def short(checkpoints: Path) -> Path:
+    """The dense layer and two MoE layers of four experts of the tiny checkpoint, each in a shard of its own."""
+    return fixtures.make_short(checkpoints / "short")
+
+
+@pytest.fixture(scope="session")
 def i64(checkpoints: Path) -> Path:
     """The tiny checkpoint with weight_shape as I64."""
     return fixtures.make_i64(checkpoints / "i64")

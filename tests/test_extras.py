@@ -56,11 +56,13 @@ def test_the_main_commands_need_no_optional_library(converted: Path) -> None:
     [
         (("run", TINY, "OUT", "--device", "cuda"), "torch"),
         (("run", TINY, "OUT", "--quantizer", "reference"), "reference"),
+        (("calibrate", TINY, "OUT", "--text", TINY / "eval.txt"), "calibrate"),
         (("validate", "CONVERTED", "--source", TINY, "--layers", "1"), "torch"),
         (("validate", "CONVERTED", "--source", TINY, "--layers", "all"), "torch"),
+        (("validate", "CONVERTED", "--source", TINY, "--layers", "1", "--text", TINY / "eval.txt"), "calibrate"),
         (("validate", "CONVERTED", "--source", TINY, "--reference"), "reference"),
     ],
-    ids=["device-cuda", "quantizer-reference", "layer", "all-layers", "reference"],
+    ids=["device-cuda", "quantizer-reference", "calibrate", "layer", "all-layers", "text", "reference"],
 )
 def test_a_missing_library_is_one_line_that_names_the_extra(
     words: tuple[str | Path, ...], extra: str, converted: Path, tmp_path: Path
