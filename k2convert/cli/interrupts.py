@@ -12,6 +12,12 @@ _signal = __import__("_signal")  # what `signal` is made of: `signal` itself tak
 
 _NUMBERS = (_signal.SIGTERM, _signal.SIGINT, _signal.SIGALRM)  # SIGALRM is a delayed interrupt
 _RETRY_SECONDS = 0.01
+# Steps in which Python's threads take or give back a lock. An exception between the step and its caller would leave
+# the lock as the caller does not expect it: held for ever, or released twice.
+_LOCK_STEPS = {
+    "threading": ("Condition.__enter__", "Condition.__exit__", "Condition._acquire_restore", "Condition._release_save"),
+    "concurrent.futures._base": ("_AcquireFutures.__enter__", "_AcquireFutures.__exit__"),
+}
 
 
 class Interrupted(BaseException):
@@ -32,13 +38,14 @@ def release_interrupts() -> None:
 
 
 def _interrupt(_number: int, frame: FrameType | None) -> None:
-    """Raise Interrupted, but not during an import: try again 10 ms later.
+    """Raise Interrupted, but not during an import or a step of a lock: try again 10 ms later.
 
     Compiled modules swallow an exception that ends one of their imports, and go on with half a module. A test in
     tests/job/test_resume.py shows it.
     """
-    while frame is not None and frame.f_globals.get("__name__") != "k2convert.cli.app":
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+    while frame is not None and (module := frame.f_globals.get("__name__")) != "k2convert.cli.app":
+        code = frame.f_code
+        if code.co_filename == "<frozen importlib._bootstrap>" or code.co_qualname in _LOCK_STEPS.get(module, ()):
             _signal.setitimer(_signal.ITIMER_REAL, _RETRY_SECONDS)
             return
         frame = frame.f_back

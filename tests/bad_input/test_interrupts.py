@@ -51,3 +51,36 @@ def test_signals_are_caught_before_the_command_line_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "_interrupt"
+
+
+def test_an_interrupt_while_a_condition_takes_its_lock_back_leaves_the_lock_right() -> None:
+    code = """
+import os, signal, threading, time
+from k2convert.cli.interrupts import Interrupted, catch_interrupts
+
+catch_interrupts()
+changed = threading.Condition(threading.Lock())  # as in queue.Queue
+errors = []
+
+def interrupt_the_waiting_thread() -> None:
+    try:
+        with changed:
+            changed.notify()
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+    except RuntimeError as error:
+        errors.append(error)
+
+thread = threading.Thread(target=interrupt_the_waiting_thread)
+try:
+    with changed:
+        thread.start()
+        changed.wait()
+        time.sleep(10)
+except Interrupted:
+    thread.join()
+    print("interrupted", errors, changed.acquire(blocking=False))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("interrupted [] True\n", "")
