@@ -43,7 +43,7 @@ def _interrupt(_number: int, frame: FrameType | None) -> None:
     Compiled modules swallow an exception that ends one of their imports, and go on with half a module. A test in
     tests/job/test_resume.py shows it.
     """
-    while frame is not None and (module := frame.f_globals.get("__name__")) != "k2convert.cli.app":
+    while frame is not None and (module := str(frame.f_globals.get("__name__"))) != "k2convert.cli.app":
         code = frame.f_code
         if code.co_filename == "<frozen importlib._bootstrap>" or code.co_qualname in _LOCK_STEPS.get(module, ()):
             _signal.setitimer(_signal.ITIMER_REAL, _RETRY_SECONDS)
