@@ -11,6 +11,7 @@ The package from the ground up. A wing imports itself and what is above it in th
     hub         everything that talks to the Hub
     forward     one forward pass of a layer
     plan        recipe, plan, exclude list, inspection
+    fit         will it fit, and how to serve it
     records     fingerprint, journal, ledger, events
     calibrate   statistics of activations, what a conversion takes from them, and conversion with feedback
     validate    the servable contract, weight error, reference layers

@@ -25,6 +25,12 @@ RoleName = Literal["experts", "shared_experts", "dense_mlp"]
 KvCache = Literal["fp8"]
 """KV cache types that a config may declare."""
 
+ServedKvCache = Literal["fp8", "bf16"]
+"""KV cache types that an engine may be asked for."""
+
+Engine = Literal["vllm", "sglang", "tensorrt-llm"]
+"""Inference engines that a serve command is for."""
+
 Device = Literal["auto", "cpu", "cuda"]
 """Where weights are converted."""
 

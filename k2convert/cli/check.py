@@ -126,8 +126,10 @@ def _show_found(found: ValidationReport, folder: Path, *, as_json: bool) -> None
         raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")
     if not as_json:
         ref = parse_repo(found.folder) if found.folder.startswith(SCHEME) else None
-        words = ("--revision", ref.revision) if ref is not None and ref.revision is not None else ()
-        print_serve(found.folder if ref is None else ref.repo, *words, folder=folder)
+        if ref is None:
+            print_serve(found.folder, folder=folder)
+        else:
+            print_serve(ref.repo, folder=folder, revision=ref.revision)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,13 @@ from pathlib import Path
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
 from k2convert.cli import console
-from k2convert.models.config import tensor_parallel_size
+from k2convert.fit.serving import serve_command
+from k2convert.job.card import result_deployment
+from k2convert.records.ledger import read_ledger
 
 
-def print_serve(model: str, *words: str, folder: Path) -> None:
-    """Print how to serve a folder or a repository, with more words for it. `folder` has its config.json."""
-    size = tensor_parallel_size(read_json_file(folder / CONFIG_NAME))
-    words += ("--tensor-parallel-size", str(size)) if size > 1 else ()
-    console.print_next(console.command("vllm", "serve", model, "--trust-remote-code", *words))
+def print_serve(model: str, *, folder: Path, revision: str | None = None) -> None:
+    """Print how to serve a folder or a repository. `folder` has the result's config.json and ledger."""
+    config = read_json_file(folder / CONFIG_NAME)
+    deployment = result_deployment(read_ledger(folder), config, model=model, revision=revision)
+    console.print_next(serve_command("vllm", deployment).line)

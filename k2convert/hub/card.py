@@ -12,7 +12,6 @@ from typing import Any, cast
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.hub.card_calibration import CardCalibration, calibration_lines, feedback_paragraphs
 from k2convert.hub.source_card import SourceCard, front_matter
-from k2convert.models.config import tensor_parallel_size
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
 ROLE_NAMES = {
@@ -21,15 +20,20 @@ ROLE_NAMES = {
     "dense_mlp": "dense MLP of the first layers",
     "total": "all converted weights",
 }
-_MARLIN_NOTE = (
-    "SGLang 0.5.23 needs `--moe-runner-backend marlin` here. Without it, SGLang treats this checkpoint as W4A4 and "
-    "rounds activations to 4 bits, with input scales of 1.0."
-)
 _TRANSFORMERS_NOTE = (
     "transformers: use version 4 (tested with 4.57.6) and compressed-tensors 0.13 or later; 0.12 refuses this config. "
     "transformers 5 (tested with 5.23.0) drops the global scale of NVFP4 experts while loading, and answers wrongly."
 )
 _ENGINE_NAMES = {"modelopt": "`modelopt`", "compressed-tensors": "`compressed-tensors` (nvfp4-pack-quantized)"}
+
+
+@dataclass(frozen=True, slots=True)
+class CardCommand:
+    """The command that serves the result with one engine, as lines for a shell, and notes about it."""
+
+    engine: str
+    command: str
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,6 @@ class CardFacts:
     """The resolved recipe."""
     totals: Mapping[str, WeightMetrics]
     """By role, with `total` for all roles."""
-    config: Mapping[str, Any]
     revision: str | None
     """The source's commit on the Hub, or None if the source was a local folder."""
     tool_version: str
@@ -56,10 +59,8 @@ class CardFacts:
     """What to call the source without a base model's name, such as "a Kimi K2 model"."""
     tags: tuple[str, ...]
     """The family's tags on the Hub."""
-    serve_options: str
-    """The family's own options of `vllm serve`."""
-    sglang_options: str
-    """The family's own options of SGLang's server."""
+    serving: tuple[CardCommand, ...]
+    """How to serve it, an engine each."""
     kept: tuple[str, ...]
     """Names of what stayed byte for byte."""
     has_vision: bool
@@ -79,11 +80,6 @@ class CardFacts:
     @property
     def is_modelopt(self) -> bool:
         return self.recipe["layout"] == "modelopt"
-
-    @property
-    def needs_marlin(self) -> bool:
-        """Whether SGLang, left to choose, would quantize the activations of a weight-only checkpoint."""
-        return self.is_modelopt and not self.is_w4a4
 
     @property
     def roles(self) -> str:
@@ -224,32 +220,12 @@ def _decibels(sqnr_db: float | None) -> str:
 
 
 def _serving(facts: CardFacts) -> str:
-    size, repo = tensor_parallel_size(facts.config), facts.repo
-    vllm = f"vllm serve {repo} \\\n    --tensor-parallel-size {size} --trust-remote-code"
-    sglang = f"python3 -m sglang.launch_server --model-path {repo} \\\n    --tp {size} --trust-remote-code"
-    marlin = "--moe-runner-backend marlin" if facts.needs_marlin else ""
-    blocks = [
-        _command("vLLM", vllm, facts.serve_options),
-        _command("SGLang", sglang, " ".join(filter(None, [marlin, facts.sglang_options]))),
-    ]
-    if facts.needs_marlin:
-        blocks.append(_MARLIN_NOTE)
-    if facts.is_modelopt and facts.is_w4a4:
-        trtllm = f"trtllm-serve {repo} --tp_size {size} --trust_remote_code"
-        blocks.append(_command("TensorRT-LLM", trtllm, ""))
-    elif facts.is_w4a4:
-        blocks.append("TensorRT-LLM: only recent releases read this layout; all of them read the `modelopt` layout.")
-    else:
-        blocks.append("TensorRT-LLM: support for weight-only NVFP4 (`W4A16_NVFP4`) depends on the release.")
+    blocks = ["The engines read the quantization from `config.json`, so no option is needed for it."]
+    for serving in facts.serving:
+        blocks += [f"{serving.engine}:\n\n```bash\n{serving.command}\n```", *serving.notes]
     if not facts.is_modelopt:
         blocks.append(_TRANSFORMERS_NOTE)
-    note = "The engines read the quantization from `config.json`, so no option is needed for it."
-    return "\n\n".join(["## Serving", note, *blocks])
-
-
-def _command(engine: str, command: str, options: str) -> str:
-    more = f" \\\n    {options}" if options else ""
-    return f"{engine}:\n\n```bash\n{command}{more}\n```"
+    return "\n\n".join(["## Serving", *blocks])
 
 
 def _hardware(facts: CardFacts) -> str:

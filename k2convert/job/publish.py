@@ -4,42 +4,34 @@ A job with a Hub destination ends here with shards that are on the work branch a
 validated, uploaded to a work branch and committed in the same way.
 """
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_json_file, walk_folder
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, REPORT_PICTURE_NAME
+from k2convert.checkpoint.names import CARD_NAME
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.sidecars import list_sidecars
-from k2convert.errors import CheckpointError, HubError, InvalidCheckpointError, MissingDependencyError, remedy
+from k2convert.errors import CheckpointError, HubError, InvalidCheckpointError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
-from k2convert.hub.card import ROLE_NAMES, CardFacts, build_card
-from k2convert.hub.card_calibration import CardCalibration, CardFeedback
 from k2convert.hub.client import Hub, RepoRef, check_endpoint
 from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
+from k2convert.job.card import card_files
 from k2convert.job.limits import output_headers
 from k2convert.job.machine import release_buffers
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, is_published
 from k2convert.job.room import DiskPlan, Item
 from k2convert.job.uploads import ShardHashes, Uploads
-from k2convert.models import find_family
-from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
-from k2convert.quantize.rules import RULES
-from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
-from k2convert.report import write_report
-from k2convert.report.feedback import feedback_totals
 from k2convert.validate.remote import LOCAL, Shards
-from k2convert.validate.results import ValidationReport, validation_document
+from k2convert.validate.results import ValidationReport
 from k2convert.validate.streamed import validate_streamed
 from k2convert.validate.validation import validate_checkpoint
 
@@ -94,88 +86,6 @@ def _check_small_files(folder: Path, remote: RemoteRepo) -> None:
 
 def _commit_message(repo: str) -> str:
     return f"Add {repo.partition('/')[2]}"
-
-
-def card_files(
-    folder: Path, *, repo: str, base_model: str | None, source: SourceCard, validation: ValidationReport
-) -> dict[str, bytes]:
-    """Return the model card of a finished folder, and the report that it shows, by file name."""
-    files = report_files(folder, name=repo, validation=validation)
-    has_picture = REPORT_PICTURE_NAME in files or (folder / REPORT_PICTURE_NAME).is_file()
-    ledger, config = read_ledger(folder), read_json_file(folder / CONFIG_NAME)
-    family, rule = find_family(str(ledger.family)).card, RULES[ledger.recipe["rule"]]
-    facts = CardFacts(
-        repo=repo,
-        base_model=base_model,
-        recipe=ledger.recipe,
-        totals=ledger.totals,
-        config=config,
-        revision=ledger.revision,
-        tool_version=ledger.tool_version,
-        versions=ledger.versions,
-        tensor_bytes=ledger.num_bytes,
-        source=source,
-        picture=REPORT_PICTURE_NAME if has_picture else None,
-        model_kind=family.model_kind,
-        tags=family.tags,
-        serve_options=family.vllm_options,
-        sglang_options=family.sglang_options,
-        kept=_kept_parts(family, ledger.recipe["roles"]),
-        has_vision=family.has_vision,
-        rule_summary=rule.summary,
-        has_power_of_two_scale=rule.has_power_of_two_scale,
-        checked=validation.contract.summary,
-        calibration=_card_calibration(ledger),
-    )
-    return files | {CARD_NAME: build_card(facts).encode()}
-
-
-def _card_calibration(ledger: Ledger) -> CardCalibration | None:
-    found = ledger.calibration
-    if found is None:
-        return None
-    return CardCalibration(
-        texts=tuple(name for name, _ in found.texts),
-        tokens=found.tokens,
-        is_weighted=found.weighted,
-        has_norm_scaling=found.exponents_digest is not None,
-        feedback=_card_feedback(found),
-    )
-
-
-def _card_feedback(record: CalibrationRecord) -> CardFeedback | None:
-    found = feedback_totals(record)
-    if found is None:
-        return None
-    return CardFeedback(
-        layers=found.layers,
-        better_layers=found.better_layers,
-        error=found.error,
-        optimal_error=found.optimal_error,
-        plain_experts=found.plain_experts,
-        experts=found.experts,
-    )
-
-
-def _kept_parts(family: ModelCardFacts, roles: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of what stays byte for byte."""
-    unconverted = [ROLE_NAMES[role] for role in CONVERTIBLE_ROLES if role not in roles]
-    return (*family.kept, *unconverted, *(("vision tower and projector",) if family.has_vision else ()))
-
-
-def report_files(folder: Path, *, name: str, validation: ValidationReport) -> dict[str, bytes]:
-    """Return the report's files by file name, without those that the folder has already. `name` is the result's.
-
-    Empty if the libraries that draw the report are not installed.
-    """
-    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
-        try:
-            document = validation_document(validation)
-            files = write_report(folder=folder, out=Path(temporary), validation=document, name=name)
-        except MissingDependencyError:
-            return {}
-        made = [path for path in (files.page, files.markdown, files.picture) if path is not None]
-        return {path.name: path.read_bytes() for path in made if not (folder / path.name).exists()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ from k2convert.models.names import Architecture
 
 MAX_COUNT: Final = 100_000  # layers and experts are enumerated, so an absurd count would take all memory
 
-_TENSOR_PARALLEL_SIZES: Final = (8, 4, 2)
-
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the language model's part of config.json: `text_config` of a multimodal model, else the whole."""
@@ -51,14 +49,6 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     """Return how many tokens the model was made for at most, None if the config does not say."""
     value = text_config(config).get("max_position_embeddings")
     return value if isinstance(value, int) and value > 0 else None
-
-
-def tensor_parallel_size(config: Mapping[str, Any]) -> int:
-    """Return the largest usual number of GPUs at which every engine's kernels take the experts without padding."""
-    width = text_config(config).get("moe_intermediate_size")
-    if not isinstance(width, int):
-        return 1
-    return next((size for size in _TENSOR_PARALLEL_SIZES if width and width % (64 * size) == 0), 1)
 
 
 def find_quantization_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:

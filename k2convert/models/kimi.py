@@ -88,6 +88,7 @@ def _is_not_wrapped(config: Mapping[str, Any]) -> bool:
 
 
 def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision: bool, naming: EngineNaming) -> Family:
+    opened = "kimi_k25" if has_vision else "kimi_k2"  # K2.5's chat template opens the reasoning, K2's model does
     return Family(
         name=name,
         title="Kimi K2",
@@ -110,6 +111,7 @@ def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision:
             tags=("kimi-k2",),
             vllm_options="--enable-auto-tool-choice --tool-call-parser kimi_k2 --reasoning-parser kimi_k2",
             sglang_options="--tool-call-parser kimi_k2 --reasoning-parser kimi_k2",
+            tensorrt_llm_options=f"--tool_parser kimi_k2 --reasoning_parser {opened}",
             has_vision=has_vision,
         ),
         router_parameters=(WEIGHT, "e_score_correction_bias"),

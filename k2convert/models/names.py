@@ -85,13 +85,14 @@ class EngineNaming:
 
 @dataclass(frozen=True, slots=True)
 class ModelCardFacts:
-    """What a model card says of a family: its kind, what stays BF16, Hub tags, serve options of vLLM and SGLang."""
+    """What a model card says of a family: its kind, what stays BF16, Hub tags, its own options of each engine."""
 
     model_kind: str
     kept: tuple[str, ...]
     tags: tuple[str, ...] = ()
     vllm_options: str = ""
     sglang_options: str = ""
+    tensorrt_llm_options: str = ""
     has_vision: bool = False
 
 

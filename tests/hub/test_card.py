@@ -1,6 +1,5 @@
 """The model card: metadata that the Hub accepts, figures from the totals, commands that the engines have."""
 
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,30 +12,11 @@ from hub_cli import cli_environment
 from loopback import LoopbackHub
 
 from k2convert.checkpoint.files import read_json_file
-from k2convert.hub.card import CardFacts, build_card
+from k2convert.hub.card import CardCommand, CardFacts, build_card
 from k2convert.hub.card_calibration import CardCalibration, CardFeedback
 from k2convert.hub.source_card import Licence, SourceCard, read_source_card
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
-# As documented for vLLM 0.33, SGLang 0.5.23 and TensorRT-LLM 1.2.
-KNOWN_OPTIONS = {
-    "vllm": {
-        "--tensor-parallel-size",
-        "--trust-remote-code",
-        "--enable-auto-tool-choice",
-        "--tool-call-parser",
-        "--reasoning-parser",
-    },
-    "python3": {
-        "--model-path",
-        "--tp",
-        "--trust-remote-code",
-        "--tool-call-parser",
-        "--reasoning-parser",
-        "--moe-runner-backend",
-    },
-    "trtllm-serve": {"--tp_size", "--trust_remote_code"},
-}
 K2_CARD = """---
 license: other
 license_name: modified-mit
@@ -51,13 +31,11 @@ pipeline_tag: text-generation
 @pytest.fixture
 def facts(local_result: Path) -> CardFacts:
     ledger = read_json_file(local_result / "k2convert.json")
-    parsers = "--tool-call-parser kimi_k2 --reasoning-parser kimi_k2"
     return CardFacts(
         repo="me/Kimi-K2-Thinking-NVFP4",
         base_model="moonshotai/Kimi-K2-Thinking",
         recipe=ledger["recipe"],
         totals={role: WeightMetrics.from_dict(metrics) for role, metrics in ledger["totals"].items()},
-        config=read_json_file(local_result / "config.json"),
         revision="0123abcd",
         tool_version="0.1.0",
         versions={"numpy": "2.3.4"},
@@ -66,8 +44,10 @@ def facts(local_result: Path) -> CardFacts:
         picture="report.png",
         model_kind="a Kimi K2 model",
         tags=("kimi-k2",),
-        serve_options=f"--enable-auto-tool-choice {parsers}",
-        sglang_options=parsers,
+        serving=(
+            CardCommand("vLLM", "vllm serve me/Kimi-K2-Thinking-NVFP4 \\\n    --trust-remote-code", ()),
+            CardCommand("SGLang", "python3 -m sglang.launch_server", ("It needs an option.", "It is new.")),
+        ),
         kept=("attention", "router"),
         has_vision=False,
         rule_summary="the best scale of each block",
@@ -130,28 +110,12 @@ def test_figures_are_those_of_the_totals(facts: CardFacts) -> None:
     assert "![Error of the converted weights](report.png)" in card
 
 
-@pytest.mark.parametrize(
-    ("recipe", "engines"),
-    [
-        ({}, ["vllm", "python3", "trtllm-serve"]),
-        ({"activations": "w4a16"}, ["vllm", "python3"]),
-        ({"layout": "compressed-tensors"}, ["vllm", "python3"]),
-    ],
-)
-def test_commands_name_only_options_that_exist(facts: CardFacts, recipe: dict[str, str], engines: list[str]) -> None:
-    card = build_card(changed(facts, **recipe))
-    blocks = re.findall(r"```bash\n(.*?)```", card, flags=re.DOTALL)
-    assert [block.split()[0] for block in blocks] == engines
-    for block in blocks:
-        assert facts.repo in block
-        assert {word for word in block.split() if word.startswith("--")} <= KNOWN_OPTIONS[block.split()[0]]
-    assert ("trtllm-serve" in card) == ("trtllm-serve" in engines)
-
-
-@pytest.mark.parametrize(("width", "size"), [(2048, 8), (256, 4), (128, 2), (100, 1)])
-def test_tensor_parallel_size_suits_the_experts_width(facts: CardFacts, width: int, size: int) -> None:
-    for config in ({"moe_intermediate_size": width}, {"text_config": {"moe_intermediate_size": width}}):
-        assert f"--tensor-parallel-size {size} " in build_card(replace(facts, config=config))
+def test_every_engine_has_its_command_and_its_notes(facts: CardFacts) -> None:
+    _, _, section = build_card(facts).partition("## Serving\n")
+    section, _, _ = section.partition("\n## ")
+    vllm, sglang = facts.serving
+    assert f"vLLM:\n\n```bash\n{vllm.command}\n```\n\nSGLang:" in section
+    assert f"SGLang:\n\n```bash\n{sglang.command}\n```\n\nIt needs an option.\n\nIt is new.\n" in section
 
 
 def test_the_rule_and_what_was_kept_are_named(facts: CardFacts) -> None:
@@ -162,11 +126,8 @@ def test_the_rule_and_what_was_kept_are_named(facts: CardFacts) -> None:
     assert "one FP32 scale for each tensor" in build_card(replace(facts, has_power_of_two_scale=False))
 
 
-def test_a_family_without_options_has_none_in_its_commands(facts: CardFacts) -> None:
-    card = build_card(replace(facts, serve_options="", sglang_options="", tags=()))
-    assert "--trust-remote-code\n```" in card
-    assert "kimi_k2" not in card
-    assert "kimi-k2" not in front_matter(card)["tags"]
+def test_a_family_without_tags_has_none(facts: CardFacts) -> None:
+    assert "kimi-k2" not in front_matter(build_card(replace(facts, tags=())))["tags"]
 
 
 @pytest.mark.parametrize(("has_vision", "task"), [(True, "image-text-to-text"), (False, "text-generation")])
@@ -217,14 +178,6 @@ def test_weight_only_cards_do_not_promise_4_bit_activations(facts: CardFacts) ->
     assert "W4A16" in card
     assert "multiplies NVFP4 weights and activations" not in card
     assert "Rounding activations" not in card
-
-
-def test_sglang_gets_the_option_that_keeps_activations_in_16_bits(facts: CardFacts) -> None:
-    card = build_card(changed(facts, activations="w4a16"))
-    assert re.search(r"sglang.launch_server[^`]*--moe-runner-backend marlin", card)
-    assert "SGLang 0.5.23" in card
-    for recipe in ({}, {"activations": "w4a16", "layout": "compressed-tensors"}):
-        assert "marlin" not in build_card(changed(facts, **recipe))
 
 
 def test_versions_for_the_compressed_tensors_layout_are_stated(facts: CardFacts) -> None:

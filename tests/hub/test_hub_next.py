@@ -7,7 +7,10 @@ from pathlib import Path
 from hub_cli import HubCli
 from loopback import LoopbackHub
 
-SERVE = "vllm serve me/out --trust-remote-code --tensor-parallel-size 2"
+SERVE = (
+    "vllm serve me/out --tensor-parallel-size 2 --trust-remote-code "
+    "--enable-auto-tool-choice --tool-call-parser kimi_k2 --reasoning-parser kimi_k2"
+)
 
 
 def next_line(done: subprocess.CompletedProcess[str]) -> str:

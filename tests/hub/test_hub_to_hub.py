@@ -183,7 +183,7 @@ def test_publish_reads_a_source_card_that_is_not_utf8(
     (workplace / "README.md").write_bytes(b"---\nlicense: mit\n---\ncaf\xe9\n")
     server.store.add_folder("moon/tiny", workplace)
     done = hub_cli("publish", local_result, "--repo", "me/out", "--base-model", "moon/tiny", "--yes")
-    assert "next: vllm serve me/out --trust-remote-code --tensor-parallel-size 2\n" in done.stderr
+    assert "next: vllm serve me/out --tensor-parallel-size 2 --trust-remote-code " in done.stderr
     assert done.returncode == 0, done.stderr
     assert "license: mit" in server.store.read("me/out", "README.md").decode()
 

@@ -220,7 +220,7 @@ def test_the_next_command_serves_the_repository(
     shown = hub_cli("validate", f"hf://me/out@{commit}")
     assert shown.returncode == 0
     assert shown.stderr.splitlines()[-1].startswith(
-        f"next: vllm serve me/out --trust-remote-code --revision {commit} --tensor-parallel-size"
+        f"next: vllm serve me/out --revision {commit} --tensor-parallel-size"
     )
     assert str(temporary.folder) not in shown.stdout + shown.stderr
 

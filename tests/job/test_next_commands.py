@@ -37,7 +37,8 @@ def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Pa
     name = "it's my $source"
     (tmp_path / name).symlink_to(k2_shaped)
     quoted = shlex.quote(name)
-    serve = "vllm serve DEST --trust-remote-code --tensor-parallel-size 4"
+    options = "--enable-auto-tool-choice --tool-call-parser kimi_k2 --reasoning-parser kimi_k2"
+    serve = f"vllm serve DEST --tensor-parallel-size 4 --trust-remote-code {options}"
     assert follow("inspect", name) == [
         f"k2convert run {quoted} DEST --dry-run",
         f"k2convert run {quoted} DEST",

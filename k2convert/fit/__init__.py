@@ -1,0 +1,1 @@
+"""Will it fit, and how to serve it."""

@@ -1,0 +1,239 @@
+"""The command that serves a checkpoint with vLLM, SGLang or TensorRT-LLM: the only place that makes one.
+
+Options are those of vLLM 0.33, SGLang 0.5.23 and trtllm-serve on TensorRT-LLM's main branch. tests/fit/test_serving.py
+checks every command against the engines' own definitions. The engines read the quantization from config.json, so no
+option names it.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from k2convert.choices import Activations, Engine, Layout, ServedKvCache
+from k2convert.fit.gpus import NVFP4_NOTES, Gpu
+from k2convert.fit.layouts import Parallelism
+from k2convert.models.config import text_config
+from k2convert.models.names import ModelCardFacts
+
+ENGINE_NAMES: Final[Mapping[Engine, str]] = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM"}
+
+_USUAL_SIZES: Final = (8, 4, 2)
+_COLUMNS: Final = 88
+_SPARK: Final = "dgx-spark"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What to serve, on what, and how.
+
+    model         a folder, or a repository on the Hub
+    layout, activations   of NVFP4 weights; both None for a checkpoint that is not NVFP4
+    family        has its own options for each engine
+    context       most tokens of a request; None: as config.json says
+    kv_cache      None: as config.json says
+    utilization   share of a GPU's memory that the engine may use, as vLLM counts it; None: the engine's default
+    revision      of the repository
+    """
+
+    model: str
+    layout: Layout | None
+    activations: Activations | None
+    family: ModelCardFacts
+    parallelism: Parallelism
+    gpu: Gpu | None = None
+    context: int | None = None
+    kv_cache: ServedKvCache | None = None
+    utilization: float | None = None
+    revision: str | None = None
+
+    @property
+    def needs_marlin(self) -> bool:
+        """Whether SGLang, left to choose, would quantize the activations of a weight-only checkpoint."""
+        return self.layout == "modelopt" and self.activations == "w4a16"
+
+    @property
+    def is_on_sparks(self) -> bool:
+        """Whether it runs on several machines with one GPU each."""
+        return self.gpu is not None and self.gpu.name == _SPARK and self.parallelism.num_gpus > 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServeCommand:
+    """A command, word by word, and what to know about it, one sentence or two a note.
+
+    Without words, the engine cannot serve the deployment, and the notes say why.
+    """
+
+    words: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """One line for a shell."""
+        return shlex.join(self.words)
+
+    @property
+    def block(self) -> str:
+        """Lines for a shell, broken between options."""
+        lines = [""]
+        for part in _options(self.words):
+            joined = f"{lines[-1]} {part}".lstrip() if len(lines) == 1 else f"{lines[-1]} {part}"
+            if lines[-1] and len(joined) > _COLUMNS:
+                lines.append(f"    {part}")
+            else:
+                lines[-1] = joined
+        return " \\\n".join(lines)
+
+
+def _options(words: tuple[str, ...]) -> Iterator[str]:
+    """Yield the command up to its first option, then each option with its value."""
+    part: list[str] = []
+    for word in words:
+        if word.startswith("--") and part:
+            yield shlex.join(part)
+            part = []
+        part.append(word)
+    yield shlex.join(part)
+
+
+def usual_parallelism(config: Mapping[str, Any]) -> Parallelism:
+    """Return the largest usual tensor parallelism at which every engine's kernels take the experts without padding."""
+    width = text_config(config).get("moe_intermediate_size")
+    fitting = (size for size in _USUAL_SIZES if isinstance(width, int) and width and width % (64 * size) == 0)
+    return Parallelism(tensor=next(fitting, 1))
+
+
+def serve_command(engine: Engine, deployment: Deployment) -> ServeCommand:
+    """Return the command that serves a checkpoint, and what to know about it."""
+    refusal = _refusal(engine, deployment.parallelism)
+    if refusal is not None:
+        return ServeCommand((), (refusal,))
+    words = {"vllm": _vllm_words, "sglang": _sglang_words, "tensorrt-llm": _tensorrt_llm_words}[engine]
+    return ServeCommand(tuple(words(deployment)), (*_engine_notes(engine, deployment), *_general_notes(deployment)))
+
+
+def _refusal(engine: Engine, parallelism: Parallelism) -> str | None:
+    """Return why the engine cannot lay out a model like this, None if it can.
+
+    vLLM's rule is in FusedMoEParallelConfig.make (model_executor/layers/fused_moe/config.py).
+    """
+    if engine == "vllm" and parallelism.expert not in (1, parallelism.tensor):
+        return (
+            f"vLLM gives whole experts to all {parallelism.tensor} GPUs that hold a layer or to none, so not to "
+            f"{parallelism.expert}."
+        )
+    if engine == "tensorrt-llm" and parallelism.decode_context > 1:
+        return "trtllm-serve has no option for decode context parallelism. Use vLLM or SGLang, or leave it out."
+    return None
+
+
+def _vllm_words(deployment: Deployment) -> Iterator[str]:
+    parallelism = deployment.parallelism
+    yield from ("vllm", "serve", deployment.model)
+    yield from _option("--revision", deployment.revision)
+    yield from _size(
+        "--data-parallel-size" if parallelism.data_attention else "--tensor-parallel-size", parallelism.tensor
+    )
+    yield from _size("--pipeline-parallel-size", parallelism.pipeline)
+    yield from _size("--decode-context-parallel-size", parallelism.decode_context)
+    if parallelism.expert > 1:
+        yield "--enable-expert-parallel"
+    yield from _option("--max-model-len", deployment.context)
+    yield from _kv_cache("--kv-cache-dtype", deployment, {"fp8": "fp8", "bf16": "bfloat16"})
+    yield from _option("--gpu-memory-utilization", deployment.utilization)
+    yield "--trust-remote-code"
+    yield from shlex.split(deployment.family.vllm_options)
+
+
+def _sglang_words(deployment: Deployment) -> Iterator[str]:
+    parallelism = deployment.parallelism
+    yield from ("python3", "-m", "sglang.launch_server", "--model-path", deployment.model)
+    yield from _option("--revision", deployment.revision)
+    yield from _size("--tp-size", parallelism.tensor)
+    if parallelism.data_attention:
+        yield from _size("--attn-dp-size", parallelism.tensor)
+    yield from _size("--ep-size", parallelism.expert)
+    yield from _size("--pp-size", parallelism.pipeline)
+    yield from _size("--dcp-size", parallelism.decode_context)
+    yield from _option("--context-length", deployment.context)
+    yield from _kv_cache("--kv-cache-dtype", deployment, {"fp8": "fp8_e4m3", "bf16": "bf16"})
+    if deployment.needs_marlin:
+        yield from ("--moe-runner-backend", "marlin")
+    yield "--trust-remote-code"
+    yield from shlex.split(deployment.family.sglang_options)
+
+
+def _tensorrt_llm_words(deployment: Deployment) -> Iterator[str]:
+    parallelism = deployment.parallelism
+    yield from ("trtllm-serve", deployment.model)
+    yield from _option("--revision", deployment.revision)
+    yield from _size("--tp_size", parallelism.tensor)
+    yield from _size("--ep_size", parallelism.expert)
+    yield from _size("--pp_size", parallelism.pipeline)
+    if parallelism.data_attention:
+        yield "--enable_attention_dp"
+    yield from _option("--max_seq_len", deployment.context)
+    yield from _kv_cache("--kv_cache_dtype", deployment, {"fp8": "fp8"})
+    yield "--trust_remote_code"
+    yield from shlex.split(deployment.family.tensorrt_llm_options)
+
+
+def _option(name: str, value: float | str | None) -> Iterator[str]:
+    if value is not None:
+        yield from (name, str(value))
+
+
+def _size(name: str, size: int) -> Iterator[str]:
+    """Yield the option unless its value is 1, every engine's default."""
+    return _option(name, size if size > 1 else None)
+
+
+def _kv_cache(name: str, deployment: Deployment, values: Mapping[ServedKvCache, str]) -> Iterator[str]:
+    return _option(name, values.get(deployment.kv_cache) if deployment.kv_cache is not None else None)
+
+
+def _engine_notes(engine: Engine, deployment: Deployment) -> Iterator[str]:
+    if engine == "sglang" and deployment.needs_marlin:
+        yield (
+            "SGLang 0.5.23 needs `--moe-runner-backend marlin` here. Without it, SGLang treats this checkpoint as W4A4 "
+            "and rounds activations to 4 bits, with input scales of 1.0."
+        )
+    if engine == "sglang" and deployment.utilization is not None:
+        yield "`--mem-fraction-static` of SGLang counts weights and KV cache only. SGLang chooses it if it is left out."
+    if engine == "tensorrt-llm":
+        yield from _tensorrt_llm_notes(deployment)
+    if deployment.is_on_sparks:
+        yield _machines(engine, deployment.parallelism.num_gpus)
+
+
+def _tensorrt_llm_notes(deployment: Deployment) -> Iterator[str]:
+    if deployment.activations == "w4a16":
+        yield "Weight-only NVFP4 (`W4A16_NVFP4`) is not in older releases of TensorRT-LLM."
+    if deployment.layout == "compressed-tensors":
+        yield "Only recent releases of TensorRT-LLM read this layout; all of them read the `modelopt` layout."
+    if deployment.kv_cache == "bf16":
+        yield "trtllm-serve cannot ask for a 16-bit KV cache: it has one unless the checkpoint declares FP8."
+    if deployment.utilization is not None:
+        yield "`--free_gpu_memory_fraction` of trtllm-serve is the share of what the weights leave free (0.9)."
+
+
+def _machines(engine: Engine, count: int) -> str:
+    """Return how to start the command on machines with one GPU each."""
+    if engine == "tensorrt-llm":
+        return f"Start it on all {count} machines with mpirun: `trtllm-llmapi-launch` goes before `trtllm-serve`."
+    address = "--master-addr HOST" if engine == "vllm" else "--dist-init-addr HOST:25000"
+    headless = "; all but the first also get `--headless`" if engine == "vllm" else ""
+    return f"Start it on all {count} machines with `--nnodes {count} --node-rank R {address}`, R from 0{headless}."
+
+
+def _general_notes(deployment: Deployment) -> Iterator[str]:
+    if deployment.kv_cache == "fp8":
+        yield (
+            "An FP8 KV cache without scales costs long context: BABILong (qa3, 256k tokens, GLM-5.3) scored 36 %, "
+            "with scales 47 %, with a BF16 cache 51 %."
+        )
+    if deployment.is_on_sparks:
+        yield "Set NCCL_NVLS_ENABLE=0 on every DGX Spark of a cluster. Without it, NCCL may hang at the start."
+    if deployment.gpu is not None and deployment.gpu.nvfp4 != "native" and deployment.layout is not None:
+        yield f"{deployment.gpu.title}: {NVFP4_NOTES[deployment.gpu.nvfp4]}"
