@@ -34,7 +34,7 @@ from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.errors import CheckpointError, DestinationError, ResumeError, remedy
 from k2convert.records.events import SILENT, Events, Keep
-from k2convert.records.journal import describe_changes
+from k2convert.records.job_description import describe_changes
 from k2convert.records.lock import lock_destination
 from k2convert.records.source_identity import Identities, changed_shards
 

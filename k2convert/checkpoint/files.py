@@ -7,12 +7,14 @@ A file is written as NAME.tmp, synced and renamed, and its folder is synced: it 
 import errno
 import json
 import os
+import re
+import secrets
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
-from k2convert.checkpoint.folders import create_file, opened_folder, remove_file, replace_file
+from k2convert.checkpoint.folders import create_file, opened_folder, place_first, remove_file, replace_file
 from k2convert.errors import (
     DestinationError,
     DestinationWriteError,
@@ -24,6 +26,7 @@ from k2convert.errors import (
 )
 
 TEMPORARY_SUFFIX: Final = ".tmp"
+_OWN_SUFFIX: Final = re.compile(r"\.[0-9a-f]{16}\.tmp")
 PIECE_BYTES: Final = 1 << 20
 MAX_SMALL_FILE_BYTES: Final = 64 << 20  # the largest of a Kimi checkpoint, the index of its NVFP4 form, has about 33 MB
 MAX_NESTING: Final = 100  # a deeper document would exhaust the stack of whoever walks it; real ones have ten levels
@@ -172,13 +175,33 @@ def num_bytes_of(content: Content) -> int:
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
-def write_atomically(path: Path, content: Content, *, root: Path | None = None, mtime_ns: int | None = None) -> None:
+def own_suffix() -> str:
+    """Return a suffix for temporary files that no other process uses, for a folder that several processes write to."""
+    return f".{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+
+
+def is_temporary(name: str, *, of: str) -> bool:
+    """Return whether a file of this name is the file `of` half written, by one process or by one of several."""
+    rest = name.removeprefix(of)
+    return name.startswith(of) and (rest == TEMPORARY_SUFFIX or _OWN_SUFFIX.fullmatch(rest) is not None)
+
+
+def write_atomically(
+    path: Path,
+    content: Content,
+    *,
+    root: Path | None = None,
+    mtime_ns: int | None = None,
+    suffix: str = TEMPORARY_SUFFIX,
+    is_first: bool = False,
+) -> None:
     """Write `content` to `path`: complete and on disk, or not at all.
 
     No link is followed below `root`, which is the file's folder unless it is given. `mtime_ns` becomes the file's time
-    of modification if the filesystem allows it. Raises DiskFullError, DestinationWriteError, DestinationError.
+    of modification if the filesystem allows it. `suffix` is that of the temporary file. With `is_first` a file that is
+    already there stays as it is. Raises DiskFullError, DestinationWriteError, DestinationError.
     """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    temporary = path.with_name(path.name + suffix)
     with writing(path), opened_folder(path.parent, root=root) as folder:
         descriptor = create_file(temporary, folder)
         try:
@@ -193,7 +216,10 @@ def write_atomically(path: Path, content: Content, *, root: Path | None = None, 
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            replace_file(temporary, path, folder)
+            if is_first:
+                place_first(temporary, path, folder)
+            else:
+                replace_file(temporary, path, folder)
         except BaseException:
             with suppress(OSError, DestinationError):  # in a read-only folder removing fails too
                 remove_file(temporary, folder)

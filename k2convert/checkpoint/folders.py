@@ -5,6 +5,7 @@ so may every folder above it. Below it each component is opened with O_NOFOLLOW,
 before. A link there is refused by name (DestinationError), and what it leads to stays as it is.
 """
 
+import errno
 import os
 import shutil
 import stat
@@ -15,6 +16,7 @@ from typing import Final
 
 from k2convert.errors import DestinationError, DestinationWriteError
 
+_NO_HARD_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # the last file then wins
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -115,6 +117,25 @@ def replace_file(temporary: Path, path: Path, folder: int) -> None:
     """
     check_no_link(path)
     os.replace(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    os.fsync(folder)
+
+
+def place_first(temporary: Path, path: Path, folder: int) -> None:
+    """Give a synced temporary file its final name, unless a file has it: one of several processes succeeds.
+
+    Raises DestinationError if the final name is a link.
+    """
+    check_no_link(path)
+    try:
+        os.link(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        os.replace(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    with suppress(FileNotFoundError):
+        os.unlink(temporary.name, dir_fd=folder)
     os.fsync(folder)
 
 

@@ -35,12 +35,20 @@ class ShardWriter:
     """Writes one file of known size in order. `commit` renames it to its final name and returns its blake3.
 
     The whole size is allocated at the start. With `preallocate` off the file grows as the source shrinks. A file
-    `for_upload` stays in the page cache, and its sha256 is computed too.
+    `for_upload` stays in the page cache, and its sha256 is computed too. `suffix` is that of the temporary file.
     """
 
-    def __init__(self, path: Path, num_bytes: int, *, preallocate: bool = True, for_upload: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        num_bytes: int,
+        *,
+        preallocate: bool = True,
+        for_upload: bool = False,
+        suffix: str = TEMPORARY_SUFFIX,
+    ) -> None:
         self._path = path
-        self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._temporary = path.with_name(path.name + suffix)
         self._num_bytes = num_bytes
         self._hash = blake3()
         self._sha256 = hashlib.sha256() if for_upload else None

@@ -31,6 +31,7 @@ from k2convert.cli.options import (
     not_address,
     takes,
 )
+from k2convert.cli.part import complete_part
 from k2convert.errors import InvalidCheckpointError, K2ConvertError
 
 app = typer.Typer(
@@ -300,7 +301,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     _prepare_streams()
     try:
         catch_interrupts()
-        app(args=arguments)
+        app(args=complete_part(sys.argv[1:] if arguments is None else arguments))
     except Interrupted as interrupt:
         sys.exit(say_interrupted(*getattr(interrupt, "__notes__", ())))
     except InvalidCheckpointError as error:

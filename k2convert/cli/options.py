@@ -188,6 +188,13 @@ class RunOptions:
     yes: Annotated[
         bool, typer.Option("--yes", help="Publish without asking; calibrate for more than 12 hours too.")
     ] = False
+    part: Annotated[
+        str | None,
+        typer.Option(
+            help="Convert one part of the shards: 3/8, or from Slurm's array variables. Run without it at the end.",
+            metavar="[I/N]",
+        ),
+    ] = None
     verify: Annotated[
         bool, typer.Option("--verify", help="Hash every finished shard once more, and make damaged ones again.")
     ] = False

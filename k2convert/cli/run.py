@@ -19,6 +19,7 @@ from k2convert.cli.feedback import (
     walk_line,
 )
 from k2convert.cli.options import RunOptions, check_kv_cache, command_words, has_text, parse_size, recipe_overrides
+from k2convert.cli.part import chosen_part, run_part
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.serving import print_serve
 from k2convert.cli.validation_view import contract_counts, show_validation
@@ -54,7 +55,7 @@ from k2convert.records.publication import Published, record_published
 
 def run(options: RunOptions) -> None:
     """Plan a job, then show it (--dry-run) or do it."""
-    overrides = recipe_overrides(options)
+    overrides, part = recipe_overrides(options), chosen_part(options)
     destination = read_destination(options.destination, work_folder=options.work_dir)
     if destination.repo is None and (options.public or options.work_dir is not None):
         raise typer.BadParameter("--public and --work-dir only apply to a destination on the Hub: hf://owner/name")
@@ -95,6 +96,8 @@ def run(options: RunOptions) -> None:
             )
         if options.dry_run:
             _show_plan(job, options)
+        elif part is not None:
+            run_part(job, part, options)
         elif job.target is not None and job.is_published:
             _show_published(job, job.target, as_json=options.as_json)
         else:

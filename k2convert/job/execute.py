@@ -5,13 +5,14 @@ are the same. What is done is recorded under DEST/.k2convert, and for a destinat
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 
+from k2convert.checkpoint.files import own_suffix
 from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.names import (
     DOWNLOADS_FOLDER,
@@ -27,6 +28,7 @@ from k2convert.job.assemble import assemble, is_complete
 from k2convert.job.calibration import check_norms
 from k2convert.job.downloads import fetch_shard, keep_small_files, remove_file, sweep_downloads
 from k2convert.job.feedback import LayerWalk, OpenWalk, finish_walk, open_walk, walking
+from k2convert.job.parts import Part
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, check_room
 from k2convert.job.publish import publish_result
@@ -102,6 +104,35 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
         commit, validation = publish_result(job, job.target, uploads, names)
         forget_command(folder)
         return Outcome(records, commit, validation, job.calibrated)
+
+
+def execute_part(job: Job, part: Part, *, events: Events = SILENT) -> Outcome:
+    """Convert and record one part's shards, next to other parts. Executing it again does what is left of it.
+
+    Raises K2ConvertError; LockedError while a run without a part works in the destination.
+    """
+    check_room(job)
+    machine.settle_runtime(uses_hub=False)
+    folder = job.destination.folder
+    make_folder(folder / WORK_FOLDER, root=folder)
+    _check_work_folder(folder / WORK_FOLDER)
+    journal = Journal(folder, suffix=own_suffix())
+    with journal.shared():
+        journal.join(job.description)
+        records = journal.finished(job.digest)
+        items = [item for item in part.items(job.items) if item.name not in records]
+        events.begun(part_extent(job, part, records))
+        _run_pipeline(job, journal, None, records, items, (), events, expected={}, opened=None)
+    return Outcome(records, None)
+
+
+def part_extent(job: Job, part: Part, records: Container[str]) -> Extent:
+    """Return how much one part has to do, and how much of it is recorded."""
+    names = {item.name for item in part.items(job.items)}
+    mine = [shard for shard in job.plan.jobs if shard.name in names]
+    done = [shard for shard in mine if shard.name in records]
+    sizes = (sum(shard.bytes_in for shard in mine), sum(shard.bytes_in for shard in done))
+    return Extent({"convert": sizes}, len(mine), len(done))
 
 
 def _check_work_folder(folder: Path) -> None:
@@ -235,7 +266,12 @@ class _Workers:
             if job.source.remote is not None and calibration is not None:
                 check_norms(calibration, job.source.checkpoint, folder=job.downloads, shards=item.sources)
             task = _shard_task(job, item.name, device=device, is_shrinking=is_shrinking)
-            task = replace(task, expected_blake3=self.expected.get(item.name), calibration=calibration)
+            task = replace(
+                task,
+                expected_blake3=self.expected.get(item.name),
+                calibration=calibration,
+                suffix=self.journal.suffix,
+            )
             record = convert_shard(task, threads=self.threads, events=self.events, stop=self.stop)
         finally:
             self.devices.put(device)

@@ -36,7 +36,7 @@ from k2convert.models import detect_family, locate_module
 from k2convert.models.names import Architecture, Role
 from k2convert.plan.plan import ConvertStep, Plan, ShardJob
 from k2convert.records.events import SILENT
-from k2convert.records.journal import JobDescription
+from k2convert.records.job_description import JobDescription
 from k2convert.validate.remote import RemoteShards
 
 WALK_VERSION: Final = 1  # to be raised when the walk makes different bytes of the same input

@@ -41,7 +41,8 @@ from k2convert.plan.recipe import Recipe, load_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
 from k2convert.records.fingerprint import job_fingerprint
-from k2convert.records.journal import JobDescription, Journal
+from k2convert.records.job_description import JobDescription
+from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger, parse_ledger
 from k2convert.records.shard_record import ShardRecord
 from k2convert.records.source_identity import Identities, hub_identity, local_identity

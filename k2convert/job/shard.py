@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from k2convert.calibrate.columns import Calibration
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX
 from k2convert.checkpoint.header import TensorInfo, encode_header
 from k2convert.checkpoint.holes import ShrinkingFile
 from k2convert.checkpoint.layouts import LAYOUTS
@@ -62,7 +63,7 @@ class ShardTask:
     `source_folder` holds the source shards, `header_digests` are those of the shards that are read. `inflight_bytes`
     bounds the bytes in memory. With `is_shrinking` the source shards are freed while they are read. With `for_upload`
     the shard's sha256 is computed too, and every byte is compared with the source. `calibration` has the statistics,
-    for a recipe that uses them.
+    for a recipe that uses them. `suffix` is that of the temporary file.
     """
 
     shard: ShardJob
@@ -77,6 +78,7 @@ class ShardTask:
     for_upload: bool = False
     expected_blake3: str | None = None
     calibration: Calibration | None = None
+    suffix: str = TEMPORARY_SUFFIX
 
 
 def convert_shard(
@@ -161,7 +163,8 @@ class _Conversion:
         file_bytes = len(header) + shard.data_bytes
         path, records = task.destination / shard.name, list[ProjectionRecord]()
         preallocate, check = not task.is_shrinking, _open_check(task, header, file_bytes=file_bytes)
-        with ShardWriter(path, file_bytes, preallocate=preallocate, for_upload=task.for_upload) as writer:
+        writing = ShardWriter(path, file_bytes, preallocate=preallocate, for_upload=task.for_upload, suffix=task.suffix)
+        with writing as writer:
             writer.write(header)
             for piece, (buffers, measured) in self._ahead(self._pieces(len(header)), check):
                 for buffer in buffers:

@@ -11,7 +11,7 @@ Nothing in these files depends on time, host or path of the run: an interrupted 
 source end in the same bytes.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 from k2convert.checkpoint.files import (
     TEMPORARY_SUFFIX,
     dump_json,
+    is_temporary,
     list_folder,
     read_json_file,
     write_atomically,
@@ -41,33 +42,14 @@ from k2convert.errors import (
     MalformedFileError,
     ResumeError,
     quoted,
-    shortened,
 )
 from k2convert.records.checksum import seal, unseal
 from k2convert.records.command import JobCommand, read_command
 from k2convert.records.events import SILENT, Events, Keep
-from k2convert.records.fingerprint import fingerprint_digest
-from k2convert.records.lock import lock_destination, read_lock
+from k2convert.records.job_description import JobDescription, describe_changes
+from k2convert.records.lock import lock_destination, read_lock, share_destination
 from k2convert.records.shard_record import ShardRecord
 from k2convert.records.source_identity import Identities, changed_shards, moved_shards
-
-
-@dataclass(frozen=True, slots=True)
-class JobDescription:
-    """What a destination is for: the fingerprint, the resolved recipe, and the planned bytes of every shard.
-
-    `source` is the identity of every source shard (source_identity.py); None if version 0.1 began the job.
-    """
-
-    fingerprint: dict[str, Any]
-    recipe: dict[str, Any]
-    shards: dict[str, int]
-    source: Identities | None = None
-
-    @property
-    def digest(self) -> str:
-        """The digest of the fingerprint, as the job's records carry it."""
-        return fingerprint_digest(self.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +78,13 @@ class FoundRecords:
     damaged: tuple[Path, ...]
 
 
-def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Say in words which fields differ, the first five of them; an empty text if none does."""
-    different = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    return "; ".join(
-        f"{shortened(key)} was {quoted(old.get(key))}, now {quoted(new.get(key))}" for key in different[:5]
-    )
-
-
 class Journal:
     """The journal of one destination folder."""
 
-    def __init__(self, destination: Path) -> None:
+    def __init__(self, destination: Path, *, suffix: str = TEMPORARY_SUFFIX) -> None:
+        """`suffix` is that of temporary files, one of its own for each process that does a part of a job."""
         self.destination = destination
+        self.suffix = suffix
         self.folder = destination / WORK_FOLDER
         self._records = self.folder / RECORDS_FOLDER
         self._job_path = self.folder / JOB_NAME
@@ -123,6 +99,13 @@ class Journal:
         with lock_destination(self.destination, events=events) as keep:
             yield keep
 
+    @contextmanager
+    def shared(self) -> Generator[None]:
+        """Lock the destination for parts of one job; raises LockedError while a run has it."""
+        make_folder(self.folder, root=self.destination)
+        with share_destination(self.destination):
+            yield
+
     def begin(self, job: JobDescription) -> list[str]:
         """Start a job, or resume it if its fingerprint and its source are the same.
 
@@ -133,11 +116,7 @@ class Journal:
         if found is None:
             self.describe(job)
             return []
-        if changes := describe_changes(found.fingerprint, job.fingerprint):
-            raise ResumeError(
-                f"{self.destination}: holds a different job: {changes}. Choose a different folder, or delete this one "
-                "to start over."
-            )
+        self._check_same(found, job)
         moved: list[str] = []
         if found.source is None or job.source is None:
             self.describe(job)
@@ -146,6 +125,31 @@ class Journal:
             moved = moved_shards(known, job.source)
         self._sweep(job)
         return moved
+
+    def join(self, job: JobDescription) -> None:
+        """Start a job that other processes may start at the same time, or take part in it if it is the same.
+
+        Raises ResumeError naming what differs. Nothing of other processes is removed or changed.
+        """
+        make_folder(self._records, root=self.destination)
+        if self.job() is None:
+            content = dump_json(job.to_dict())
+            write_atomically(self._job_path, content, root=self.destination, suffix=self.suffix, is_first=True)
+        found = self.job()
+        assert found is not None
+        self._check_same(found, job)
+        if changed := changed_shards(found.source or {}, job.source or {}):
+            raise ResumeError(
+                f"{changed[0]}: this source shard changed since the job in {self.destination} was begun. Run the "
+                "command without --part: it says which finished shards were made from it."
+            )
+
+    def _check_same(self, found: JobDescription, job: JobDescription) -> None:
+        if changes := describe_changes(found.fingerprint, job.fingerprint):
+            raise ResumeError(
+                f"{self.destination}: holds a different job: {changes}. Choose a different folder, or delete this one "
+                "to start over."
+            )
 
     def _accept_source(self, job: JobDescription, before: Identities, now: Identities) -> Identities:
         """Return the source as the job knows it from now on.
@@ -170,8 +174,7 @@ class Journal:
 
     def describe(self, job: JobDescription) -> None:
         """Write the description of a job."""
-        document = {"fingerprint": job.fingerprint, "recipe": job.recipe, "shards": job.shards, "source": job.source}
-        write_atomically(self._job_path, dump_json(document), root=self.destination)
+        write_atomically(self._job_path, dump_json(job.to_dict()), root=self.destination)
 
     def job(self) -> JobDescription | None:
         """Return the job begun here, or None; raises CheckpointError if its description is damaged or a link."""
@@ -179,7 +182,7 @@ class Journal:
         if not self._job_path.exists():
             return None
         try:
-            return _job_description(read_json_file(self._job_path))
+            return JobDescription.from_dict(read_json_file(self._job_path))
         except (CheckpointError, ValueError):
             raise CheckpointError(
                 f"{self._job_path}: damaged, or written by a different version. Delete it and run the same command "
@@ -197,7 +200,9 @@ class Journal:
         with writing(self._record_path(record.shard)):
             mtime_ns = (self.destination / record.shard).stat().st_mtime_ns
         content = seal(record.to_dict())
-        write_atomically(self._record_path(record.shard), content, root=self.destination, mtime_ns=mtime_ns)
+        write_atomically(
+            self._record_path(record.shard), content, root=self.destination, mtime_ns=mtime_ns, suffix=self.suffix
+        )
 
     def forget(self, shard: str) -> None:
         """Remove a shard's record: the shard is made again."""
@@ -286,26 +291,12 @@ class Journal:
         """
         for folder, suffix in ((self.destination, ""), (self._records, ".json")):
             make_folder(folder, root=self.destination)
+            names = [path.name for path in list_folder(folder) if path.name.endswith(TEMPORARY_SUFFIX)]
             with opened_folder(folder, root=self.destination) as descriptor:
-                for shard in job.shards:
-                    with suppress(DestinationError):  # a folder of that name is not ours
-                        remove_file(folder / f"{shard}{suffix}{TEMPORARY_SUFFIX}", descriptor)
-
-
-def _job_description(document: dict[str, Any]) -> JobDescription:
-    """Check what job.json holds; raises ValueError."""
-    if not all(isinstance(document.get(key), dict) for key in ("fingerprint", "recipe", "shards")):
-        raise ValueError("a part is missing")
-    if not all(isinstance(document["recipe"].get(key), str) for key in ("name", "target", "rule", "layout")):
-        raise ValueError("no recipe")
-    if not all(type(num_bytes) is int for num_bytes in document["shards"].values()):
-        raise ValueError("no sizes")
-    if not isinstance(document.get("source"), dict | None):
-        raise ValueError("the source is not an object")
-    source: dict[str, Any] | None = document.get("source")
-    if source is not None and not all(isinstance(identity, dict) for identity in source.values()):
-        raise ValueError("no identities of source shards")
-    return JobDescription(document["fingerprint"], document["recipe"], document["shards"], source)
+                for name in names:
+                    if any(is_temporary(name, of=f"{shard}{suffix}") for shard in job.shards):
+                        with suppress(DestinationError):  # a folder of that name is not ours
+                            remove_file(folder / name, descriptor)
 
 
 def _read_record(path: Path) -> tuple[ShardRecord, bool]:

@@ -1,7 +1,8 @@
 """The lock of one destination: only one process works there, and others can read how far it is.
 
 DEST/.k2convert/lock    held by the running process (flock: the kernel frees it when the owner dies). Its first line is
-                        that process's number, the second how far it is. Empty after the run.
+                        that process's number, the second how far it is. Empty after the run. Processes that do a part
+                        of a job each hold it together, and write nothing into it.
 """
 
 import errno
@@ -23,6 +24,7 @@ from k2convert.records.events import SILENT, Events, Keep
 from k2convert.records.tally import parse_summary
 
 _LOCK_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_LOOK_SECONDS: Final = 0.1  # `status` has the lock for a moment
 _MAX_KEPT: Final = 1 << 16  # characters read from a lock file
 
 
@@ -33,14 +35,7 @@ def lock_destination(destination: Path, *, events: Events = SILENT) -> Generator
     Yields a function that keeps one line in the lock file. If the file cannot be emptied at the end, that is a note.
     """
     with _open_lock(destination, os.O_RDWR | os.O_CREAT) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise LockedError(
-                f"{destination}: another run (process {lock.readline().strip() or 'unknown'}) is working here. "
-                "Wait for it or stop it, then run the same command again."
-            ) from None
+        _take(lock, fcntl.LOCK_EX, destination)
         with writing(_path(destination)):
             _write_owner(lock, "")
         try:
@@ -53,13 +48,40 @@ def lock_destination(destination: Path, *, events: Events = SILENT) -> Generator
                 events.note(f"{path}: cannot be emptied ({error.strerror}). It locks nothing any more.")
 
 
+@contextmanager
+def share_destination(destination: Path) -> Generator[None]:
+    """Lock a destination together with other processes that do a part each; raises LockedError while a run has it."""
+    with _open_lock(destination, os.O_RDWR | os.O_CREAT) as lock:
+        _take(lock, fcntl.LOCK_SH, destination)
+        yield
+
+
+def _take(lock: TextIO, kind: int, destination: Path) -> None:
+    """Take the lock; raises LockedError if another process has it for longer than `read_lock` would."""
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise _locked_error(destination, lock) from None
+            time.sleep(_LOOK_SECONDS / 10)
+
+
+def _locked_error(destination: Path, lock: TextIO) -> LockedError:
+    lock.seek(0)
+    owner = lock.readline().strip()
+    who = f"another run (process {owner}) is" if owner else "another run, or a part of this job, is"
+    return LockedError(f"{destination}: {who} working here. Wait for it or stop it, then run the same command again.")
+
+
 def read_lock(destination: Path) -> tuple[bool, dict[str, Any] | None, float]:
     """Return whether a process works here, what it last said about its progress, and how many seconds ago."""
     if not _path(destination).exists():
         return False, None, 0.0
     with _open_lock(destination, os.O_RDONLY) as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # parts of a job share it
         except BlockingIOError:
             _, _, said = lock.read(_MAX_KEPT).partition("\n")
             age = time.time() - os.fstat(lock.fileno()).st_mtime

@@ -15,7 +15,8 @@ from k2convert.checkpoint.names import CONFIG_NAME, LEDGER_NAME, SHARD_SUFFIX, W
 from k2convert.errors import CheckpointError, remedy
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.fingerprint import fingerprint_digest
-from k2convert.records.journal import JobDescription, Journal
+from k2convert.records.job_description import JobDescription
+from k2convert.records.journal import Journal
 from k2convert.records.ledger import TOTAL, Ledger, find_ledger, summarize
 from k2convert.records.shard_record import ShardRecord
 from k2convert.report.figures import (

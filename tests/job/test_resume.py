@@ -1,8 +1,6 @@
 """A run may die at any moment; running it again ends in the same bytes, without doing finished shards again."""
 
-import contextlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -10,10 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from forked_runs import contents, finish, send, start
 
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
@@ -21,44 +19,6 @@ from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 from k2convert.cli.app import main
 from k2convert.errors import K2ConvertError, LockedError
 from k2convert.records.journal import Journal
-
-# A server that has imported everything and forks one real process a run: runs start in milliseconds, so that kills
-# fall into the work and not into the imports.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["k2convert.cli.app", "k2convert.job.prepare", "k2convert.cli.views", "k2convert.quantize.native"]
-)
-
-
-def _run(arguments: list[str]) -> None:
-    with Path(os.devnull).open("w") as nothing:
-        sys.stdout = sys.stderr = nothing
-        main(arguments)
-
-
-def start(*arguments: object) -> BaseProcess:
-    process = _processes.Process(target=_run, args=([str(a) for a in arguments],))
-    process.start()
-    return process
-
-
-def finish(*arguments: object) -> int | None:
-    process = start(*arguments)
-    process.join(120)
-    return process.exitcode
-
-
-def send(process: BaseProcess, number: signal.Signals) -> None:
-    """Signal a run, which may just have ended by itself."""
-    assert process.pid is not None
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, number)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a result but the lock, whose content is the last owner's business."""
-    files = (p for p in folder.rglob("*") if p.is_file() and p.name != "lock")
-    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,65 @@
+"""`run --part`: one part of a job, on one task of a scheduler's array."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import typer
+
+from k2convert.job.parts import FROM_SCHEDULER, Part, read_part
+
+if TYPE_CHECKING:
+    from k2convert.cli.options import RunOptions
+    from k2convert.job.prepare import Job
+
+
+def complete_part(words: Sequence[str]) -> list[str]:
+    """Give a `--part` without a value the one that stands for the scheduler's: typer knows no optional values."""
+    completed: list[str] = []
+    for word, following in zip_longest(words, words[1:]):
+        completed.append(str(word))
+        if word == "--part" and re.fullmatch(r"[0-9]+/[0-9]+", following or "") is None:
+            completed.append(FROM_SCHEDULER)
+    return completed
+
+
+def chosen_part(options: "RunOptions") -> Part | None:
+    """Return the part of the job to do, if one is asked for; raises BadParameter for what no part can do, PlanError."""
+    if options.part is None:
+        return None
+    if any(str(place).startswith("hf://") for place in (options.source, options.destination)):
+        raise typer.BadParameter("--part needs folders that every task of the array sees, not hf://")
+    from k2convert.cli.options import has_text
+
+    if has_text(options):
+        raise typer.BadParameter("--calibrate goes through the layers in order: leave out --part")
+    if options.verify:
+        raise typer.BadParameter("--verify is for the run that ends the job: leave out --part")
+    return read_part(options.part, os.environ)
+
+
+def run_part(job: "Job", part: Part, options: "RunOptions") -> None:
+    """Do one part, and say which command ends the job."""
+    from k2convert.cli import console
+    from k2convert.cli.options import command_words
+    from k2convert.cli.progress import Display
+    from k2convert.job.execute import execute_part, part_extent
+
+    extent = part_extent(job, part, job.finished)
+    display = Display("convert", extent, quiet=options.quiet)
+    try:
+        with display as events:
+            execute_part(job, part, events=events)
+    except BaseException as error:
+        error.add_note(f"{display.tally.shards} of this part's {extent.shards} shards are converted")
+        error.add_note(console.command(*command_words(options)))
+        raise
+    if options.as_json:
+        console.print_json({"part": str(part), "shards": extent.shards, "shards_of_job": len(job.plan.jobs)})
+        return
+    console.print_line(f"part {part}: {extent.shards} of the {len(job.plan.jobs)} shards are converted")
+    console.print_note("when all parts are done, the command without --part writes index and config:")
+    console.print_next(console.command(*command_words(replace(options, part=None))))

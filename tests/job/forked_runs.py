@@ -1,0 +1,52 @@
+"""The command in a real process that starts within milliseconds, for tests that kill it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from k2convert.cli.app import main
+
+# A server that has imported everything and forks one real process a run: runs start in milliseconds, so that kills
+# fall into the work and not into the imports.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(
+    ["k2convert.cli.app", "k2convert.job.prepare", "k2convert.cli.views", "k2convert.quantize.native"]
+)
+
+
+def _run(arguments: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    with Path(os.devnull).open("w") as nothing:
+        sys.stdout = sys.stderr = nothing
+        main(arguments)
+
+
+def start(*arguments: object, **environment: str) -> BaseProcess:
+    process = _processes.Process(target=_run, args=([str(a) for a in arguments], environment))
+    process.start()
+    return process
+
+
+def finish(*arguments: object) -> int | None:
+    process = start(*arguments)
+    process.join(120)
+    return process.exitcode
+
+
+def send(process: BaseProcess, number: signal.Signals) -> None:
+    """Signal a run, which may just have ended by itself."""
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a result but the lock, whose content is the last owner's business."""
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name != "lock")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}

@@ -1,0 +1,158 @@
+"""`run --part`: parts at once, in any order, killed, repeated and overlapping end in the bytes of a whole run."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked_runs import contents, finish, send, start
+from in_process import run
+
+from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME
+from k2convert.errors import PlanError
+from k2convert.job.parts import FROM_SCHEDULER, Part, read_part
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("own_handlers")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a run without parts."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    assert run("run", tiny, folder) == 0
+    return contents(folder)
+
+
+def unfinished(out: Path) -> bool:
+    """Whether no file is there that makes a folder look like a result."""
+    return not any((out / name).exists() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
+
+
+def test_three_parts_at_once_and_a_last_run_give_the_bytes_of_one_run(
+    tiny: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    parts = [start("run", tiny, out, "--part", f"{number}/3") for number in (3, 1, 2)]
+    for part in parts:
+        part.join(60)
+    assert [part.exitcode for part in parts] == [0, 0, 0]
+    assert unfinished(out)
+    shards = {name: data for name, data in whole.items() if name.endswith(".safetensors")}
+    assert shards.items() <= contents(out).items()
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    assert run("run", tiny, out) == 0
+    assert contents(out) == whole
+    assert {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")} == before
+
+
+def test_overlapping_parts_and_a_killed_one_do_no_harm(tiny: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    killed = start("run", tiny, out, "--part", "1/1")
+    while killed.is_alive() and not list(out.glob("*.tmp")):
+        pass
+    send(killed, signal.SIGKILL)
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    left = list(out.glob("*.tmp"))
+    parts = [start("run", tiny, out, "--part", part) for part in ("1/2", "1/2", "2/3", "1/1")]
+    for part in parts:
+        part.join(60)
+    assert [part.exitcode for part in parts] == [0, 0, 0, 0]
+    assert unfinished(out)
+    assert set(left) <= set(out.glob("*.tmp")), "a part removes no file that may be another one's"
+    assert run("run", tiny, out) == 0
+    assert contents(out) == whole
+
+
+def test_a_part_does_not_convert_again_what_is_recorded(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("run", small, out, "--part", "1/2") == 0
+    first = {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    assert 0 < len(first) < 3
+    assert run("run", small, out, "--part", "1/1") == 0
+    assert {path: path.stat().st_mtime_ns for path in first} == first
+    assert len(list(out.glob("*.safetensors"))) == 3
+
+
+def test_parts_of_another_job_are_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert run("run", small, out, "--part", "1/2") == 0
+    capsys.readouterr()
+    assert run("run", small, out, "--part", "2/2", "--rule", "plain") == 1
+    assert "holds a different job: rule was 'optimal', now 'plain'" in capsys.readouterr().err
+
+
+def test_parts_and_a_whole_run_wait_for_each_other(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run("run", small, out, "--part", "1/2") == 0
+    for kind, words in ((fcntl.LOCK_SH, ()), (fcntl.LOCK_EX, ("--part", "2/2"))):
+        with (out / ".k2convert" / "lock").open("r+") as lock:
+            fcntl.flock(lock, kind)
+            capsys.readouterr()
+            assert run("run", small, out, *words) == 1
+            assert "is working here. Wait for it or stop it" in capsys.readouterr().err
+            assert run("status", out, "--json") == 0
+            assert '"running": true' in capsys.readouterr().out
+    assert run("run", small, out) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--part", "1/2", "--calibrate", "text.txt"),
+        ("--part", "1/2", "--verify"),
+        ("--part=4/3",),
+        ("--part=0/3",),
+        ("--part=one",),
+        ("--part",),
+    ],
+    ids=" ".join,
+)
+def test_what_no_part_can_do_is_refused_in_one_line(
+    words: tuple[str, ...], small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", small, tmp_path / "out", *words) in (1, 2)
+    assert "--part" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_need_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", "hf://moon/tiny", tmp_path / "out", "--part", "1/2") == 2
+    assert "--part needs folders" in capsys.readouterr().err
+
+
+def slurm(task: int, first: int, count: int, **more: int) -> dict[str, str]:
+    values = {"ID": task, "MIN": first, "COUNT": count} | more
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
+
+
+def test_the_part_is_read_from_slurm() -> None:
+    read = [read_part(FROM_SCHEDULER, slurm(task, 0, 3)) for task in range(3)]
+    assert read == [Part(1, 3), Part(2, 3), Part(3, 3)]
+    assert read_part(FROM_SCHEDULER, slurm(5, 1, 4, MAX=7, STEP=2)) == Part(3, 4)
+    for environment in ({}, slurm(9, 1, 3), slurm(5, 1, 3, MAX=9), slurm(2, 1, 4, MAX=7, STEP=2), slurm(1, 1, 0)):
+        with pytest.raises(PlanError, match=r"SLURM_ARRAY_TASK_ID"):
+            read_part(FROM_SCHEDULER, environment)
+
+
+def test_the_slurm_script_does_all_parts(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    paths = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    for task in (7, 8):
+        done = subprocess.run(
+            ["bash", ROOT / "scripts" / "slurm_array", small, out, "--device", "cpu"],
+            env={"PATH": paths, "HOME": str(tmp_path)} | slurm(task, 7, 2, MAX=8, STEP=1),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == f"part {task - 6}/2: {3 - (task - 6)} of the 3 shards are converted\n"
+    assert finish("run", small, out) == 0
+    assert not list(out.rglob("*.tmp"))
