@@ -314,8 +314,9 @@ def stop_before_main(server: LoopbackHub, hub_cli: HubCli) -> None:
     server.traffic.clear()
 
 
-@pytest.mark.parametrize("is_sealed", [True, False], ids=["", "wrong checksum"])
-@pytest.mark.parametrize("scan", [None, {}, {"digests": {"a": 1}}])
+@pytest.mark.parametrize(
+    ("scan", "is_sealed"), [(None, True), ({"digests": {"a": 1}}, True), ({}, False)], ids=["none", "other", "unsealed"]
+)
 def test_a_damaged_upload_record_is_made_again(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, scan: object, is_sealed: bool
 ) -> None:
