@@ -12,12 +12,13 @@ from importlib.util import find_spec
 from reprlib import Repr
 from typing import Final, Literal
 
-Extra = Literal["torch", "calibrate", "reference"]
+Extra = Literal["torch", "calibrate", "reference", "fit"]
 
 _EXTRAS: Final[dict[Extra, tuple[str, ...]]] = {
     "torch": ("torch",),
     "calibrate": ("torch", "transformers", "tokenizers", "tiktoken"),
     "reference": ("torch", "compressed_tensors", "modelopt"),
+    "fit": ("aiconfigurator_core",),
 }
 """The modules that each extra of the package brings."""
 
@@ -63,6 +64,10 @@ class PlanError(K2ConvertError, ValueError):
 
 class CalibrationError(K2ConvertError, ValueError):
     """A text, a statistics file or a value of the forward pass that calibration cannot use."""
+
+
+class FitError(K2ConvertError, ValueError):
+    """A GPU that is not known, or a layout over GPUs that the model cannot have."""
 
 
 class DestinationError(K2ConvertError, ValueError):

@@ -17,7 +17,7 @@ TINY = fixtures.TINY
 
 WITHOUT = """
 import sys
-for name in ("torch", "triton", "compressed_tensors", "modelopt", "llmcompressor", "transformers"):
+for name in ("torch", "triton", "compressed_tensors", "modelopt", "llmcompressor", "transformers", "aiconfigurator_core"):
     sys.modules[name] = None
 from k2convert.cli.app import main
 main(sys.argv[1:])
@@ -61,8 +61,9 @@ def test_the_main_commands_need_no_optional_library(converted: Path) -> None:
         (("validate", "CONVERTED", "--source", TINY, "--layers", "all"), "torch"),
         (("validate", "CONVERTED", "--source", TINY, "--layers", "1", "--text", TINY / "eval.txt"), "calibrate"),
         (("validate", "CONVERTED", "--source", TINY, "--reference"), "reference"),
+        (("fit", TINY, "--gpu", "b200", "--count", "1", "--estimate"), "fit"),
     ],
-    ids=["device-cuda", "quantizer-reference", "calibrate", "layer", "all-layers", "text", "reference"],
+    ids=["device-cuda", "quantizer-reference", "calibrate", "layer", "all-layers", "text", "reference", "fit"],
 )
 def test_a_missing_library_is_one_line_that_names_the_extra(
     words: tuple[str | Path, ...], extra: str, converted: Path, tmp_path: Path

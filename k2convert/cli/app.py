@@ -15,6 +15,7 @@ import typer
 from k2convert import __version__
 from k2convert.cli.calibrate_options import CalibrateOptions
 from k2convert.cli.failures import explain
+from k2convert.cli.fit_options import FitOptions
 from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrupted
 from k2convert.cli.options import (
     DestinationArgument,
@@ -94,6 +95,15 @@ def _inspect_statistics(path: Path, *, as_json: bool) -> None:
         return
     show_statistics(found)
     console.print_next(console.command("k2convert", "run", "SOURCE", "DEST", "--statistics", path))
+
+
+@app.command()
+@takes(FitOptions)
+def fit(options: FitOptions) -> None:
+    """Say which GPUs hold CHECKPOINT, with how much KV cache, from its headers alone."""
+    from k2convert.cli.fit import fit
+
+    fit(options)
 
 
 @app.command()

@@ -61,7 +61,8 @@ def _input_scale(value: float | None) -> float | None:
     return value
 
 
-def _size(text: str | None) -> str | None:
+def size_option(text: str | None) -> str | None:
+    """Callback of an option that is a size: check its spelling."""
     if text is not None:
         try:
             parse_size(text)
@@ -117,7 +118,7 @@ PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibili
 YesOption = Annotated[bool, typer.Option("--yes", help="Publish without asking.")]
 MaxDiskOption = Annotated[
     str | None,
-    typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].", callback=_size),
+    typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].", callback=size_option),
 ]
 
 

@@ -1,22 +1,66 @@
-"""GPUs, and what NVFP4 does on them."""
+"""The GPUs that `fit` knows by name: memory, bandwidth, and what NVFP4 does on them.
+
+Memory and bandwidth are those of the system files of aiconfigurator-core 0.12.0 (Apache-2.0, PyPI), which take them
+from nvidia-smi where they had the GPU. It has no DGX Spark: its memory is what an owner of eight reads
+(github.com/Avarok-Cybersecurity/atlas, thread 146, 2026-06-10), its bandwidth is NVIDIA's data sheet's.
+"""
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Nvfp4Kind = Literal["native", "slow", "marlin"]
+from k2convert.errors import FitError, quoted
+
+Nvfp4Kind = Literal["native", "slow", "marlin", "unknown"]
 """How a GPU computes with NVFP4: in hardware; in hardware, but with kernels that are slow today; as weight-only."""
 
 NVFP4_NOTES: Final[dict[Nvfp4Kind, str]] = {
     "native": "NVFP4 runs in hardware: 4-bit weights and activations.",
-    "slow": "NVFP4 runs in hardware, but INT4 may be faster today.",
+    "slow": (
+        "NVFP4 runs in hardware, but its kernels are slow today: on 8 RTX PRO 6000, INT4 by Marlin has 90 tok/s "
+        "against 53-55."
+    ),
     "marlin": "NVFP4 runs as weight-only, by Marlin kernels. The INT4 source serves as well here.",
+    "unknown": "NVFP4 runs in hardware on Blackwell, and as weight-only by Marlin kernels before it.",
 }
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU."""
+    """One kind of GPU. `bandwidth` is bytes a second, None if only the memory is known.
+
+    `counts` are usual numbers of GPUs, smallest first.
+    """
 
     name: str
     title: str
-    nvfp4: Nvfp4Kind
+    memory_bytes: int
+    bandwidth: float | None = None
+    nvfp4: Nvfp4Kind = "unknown"
+    counts: tuple[int, ...] = (1, 2, 4, 8, 16)
+
+
+_ALL: Final = (
+    Gpu("b200", "B200", 180 * GIB, 7.7e12, "native"),
+    Gpu("b300", "B300", 275_040 * MIB, 7.75e12, "native"),
+    Gpu("gb200", "GB200", 189_471 * MIB, 8e12, "native"),
+    Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native"),
+    Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow"),
+    Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow"),
+    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin"),
+    Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin"),
+    Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin"),
+)
+GPUS: Final = {gpu.name: gpu for gpu in _ALL}
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return the GPU of this name, however it is spelled; raises FitError listing the known names."""
+    wanted = "".join(c for c in name.lower() if c.isalnum())
+    for gpu in _ALL:
+        if wanted in {gpu.name.replace("-", ""), "".join(c for c in gpu.title.lower() if c.isalnum())}:
+            return gpu
+    raise FitError(
+        f"--gpu {quoted(name)}: unknown. Known: {', '.join(GPUS)}. For any other, pass --memory, such as 96GB."
+    )

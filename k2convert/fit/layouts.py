@@ -1,6 +1,21 @@
-"""How GPUs share the work of a model."""
+"""How GPUs share the work of a model, and which layouts are possible.
 
+`tensor` GPUs hold each layer together, `pipeline` such groups hold the layers one after another. Experts are split
+inside by tensor parallelism, or whole ones are given to each GPU (`expert`). A layout that cannot be is an error that
+names the number it does not divide and the nearest that works.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
+
+from k2convert.errors import FitError
+from k2convert.fit.shape import ModelShape
+
+WIDTH_ALIGNMENT: Final = 64
+"""Columns of an expert on one GPU: TensorRT-LLM's kernels take multiples of 64, the largest alignment of all."""
+
+_MAX_NODE: Final = 8  # GPUs of tensor parallelism if the caller does not say: those of one machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +34,130 @@ class Parallelism:
     @property
     def num_gpus(self) -> int:
         return self.tensor * self.pipeline
+
+    def __str__(self) -> str:
+        words = (
+            [f"{'DP' if self.data_attention else 'TP'}{self.tensor}"] if self.tensor > 1 or self.pipeline == 1 else []
+        )
+        words += [f"EP{self.expert}"] if self.expert > 1 else []
+        words += [f"PP{self.pipeline}"] if self.pipeline > 1 else []
+        words += [f"DCP{self.decode_context}"] if self.decode_context > 1 else []
+        return " ".join(words)
+
+
+def check_layout(layout: Parallelism, shape: ModelShape) -> None:
+    """Raise FitError if the model cannot be laid out so, naming the divisor and the nearest numbers that work."""
+    if not layout.data_attention:
+        _check("tp", layout.tensor, _tensor_sizes(shape), f"it must divide the {shape.num_heads} attention heads")
+    if layout.expert > 1 and layout.tensor % layout.expert:
+        gpus = f"it must divide the {layout.tensor} GPUs that hold a layer"
+        _check("ep", layout.expert, _divisors(layout.tensor), gpus)
+    _check("ep", layout.expert, _divisors(shape.num_experts), f"it must divide the {shape.num_experts} experts")
+    _check_width(layout, shape)
+    _check("pp", layout.pipeline, range(1, shape.num_layers + 1), f"stages hold whole layers of {shape.num_layers}")
+    _check("dcp", layout.decode_context, _divisors(layout.tensor), f"it must divide the --tp {layout.tensor}")
+    if layout.decode_context > 1 and layout.data_attention:
+        raise FitError("--dcp splits the KV cache of --tp, and --dp-attention has one for each GPU. Leave out one.")
+
+
+def _check_width(layout: Parallelism, shape: ModelShape) -> None:
+    """Refuse to cut an expert into pieces that no kernel takes."""
+    allowed, split = _widths(shape), layout.tensor // layout.expert
+    if split in allowed:
+        return
+    whole = [n for n in _divisors(layout.tensor) if shape.num_experts % n == 0 and layout.tensor // n in allowed]
+    nearest = [f"--ep {whole[0]}"] if whole else []
+    nearest.append(f"--tp {max(allowed) * layout.expert}")
+    raise FitError(
+        f"--tp {layout.tensor}: {split} GPUs would split an expert, but pieces of its {shape.expert_width} columns "
+        f"must be multiples of {WIDTH_ALIGNMENT}. Nearest: {' or '.join(nearest)}."
+    )
+
+
+def _tensor_sizes(shape: ModelShape) -> list[int]:
+    return _divisors(shape.num_heads)
+
+
+def _widths(shape: ModelShape) -> list[int]:
+    """Return how many GPUs may split an expert; one always may hold it whole."""
+    return [n for n in _divisors(shape.expert_width) if shape.expert_width % (n * WIDTH_ALIGNMENT) == 0] or [1]
+
+
+def _check(option: str, value: int, allowed: Iterable[int], reason: str) -> None:
+    choices = list(allowed)
+    if value in choices:
+        return
+    below = [n for n in choices if n < value][-1:]
+    above = [n for n in choices if n > value][:1]
+    nearest = " or ".join(f"--{option} {n}" for n in (*below, *above))
+    raise FitError(f"--{option} {value}: {reason}. Nearest: {nearest}.")
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def complete_layout(
+    count: int,
+    shape: ModelShape,
+    *,
+    tensor: int | None = None,
+    expert: int | None = None,
+    pipeline: int | None = None,
+    data_attention: bool = False,
+    decode_context: int = 1,
+) -> Parallelism:
+    """Return the layout of `count` GPUs with what the caller chose; raises FitError if there is none.
+
+    What is open: as much tensor parallelism as one machine takes, and pipeline stages over machines. DP attention gives
+    whole experts to each GPU; else experts are split.
+    """
+    if tensor is None:
+        tensor = _open_tensor(count, shape, pipeline, data_attention)
+    if pipeline is None and count % tensor == 0:
+        pipeline = count // tensor
+    layout = Parallelism(
+        tensor=tensor,
+        expert=(tensor if data_attention else 1) if expert is None else expert,
+        pipeline=pipeline or 1,
+        data_attention=data_attention,
+        decode_context=decode_context,
+    )
+    check_layout(layout, shape)
+    if layout.num_gpus != count:
+        raise FitError(
+            f"--tp {layout.tensor} and --pp {layout.pipeline} use {layout.num_gpus} GPUs, not --count {count}. "
+            f"Nearest: --count {layout.num_gpus}, or leave out --tp and --pp: {_suggest(count, shape)}."
+        )
+    return layout
+
+
+def _open_tensor(count: int, shape: ModelShape, pipeline: int | None, data_attention: bool) -> int:
+    if pipeline is not None:
+        return max(count // pipeline, 1)
+    if data_attention:
+        return count
+    widths = _widths(shape)
+    sizes = [n for n in _tensor_sizes(shape) if count % n == 0 and n <= _MAX_NODE and n in widths]
+    return max(sizes, default=1)
+
+
+def _suggest(count: int, shape: ModelShape) -> str:
+    tensor = _open_tensor(count, shape, None, data_attention=False)
+    return str(Parallelism(tensor=tensor, pipeline=count // tensor))
+
+
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Return the layers of each pipeline stage as vLLM 0.33 deals them out (vllm/distributed/utils.py).
+
+    What is left after an even split goes to the stages before the last, from the back.
+    """
+    counts = [num_layers // num_stages] * num_stages
+    for i in range(2, num_layers % num_stages + 2):
+        counts[-i] += 1
+    stages: list[range] = []
+    begin = 0
+    for count in counts:
+        stages.append(range(begin, begin + count))
+        begin += count
+    return stages

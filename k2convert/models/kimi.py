@@ -115,6 +115,7 @@ def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision:
             has_vision=has_vision,
         ),
         router_parameters=(WEIGHT, "e_score_correction_bias"),
+        unsplit_attention=("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),
         refused_prefixes={_LEGACY_PREFIX: "an early NVFP4 naming that engines do not load"},
         usual_num_experts=384,
         naming=naming,

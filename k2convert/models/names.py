@@ -108,6 +108,7 @@ class Family:
     layer, router, experts   names of a layer, its router and its experts; `{layer}` is the number
     mlp_norm             the norm before a layer's MLP; `{layer}` is the number
     router_parameters    every router has these, one row an expert
+    unsplit_attention    last names of attention modules that every GPU of tensor parallelism keeps whole
     refused_prefixes     tensor-name prefixes that no engine loads, with the reason
     usual_num_experts    of the unpruned models
     classify             the place of a module, None if the family has no such module
@@ -135,6 +136,7 @@ class Family:
     card: ModelCardFacts
     model_types: tuple[str, ...] = ()
     router_parameters: tuple[str, ...] = (WEIGHT,)
+    unsplit_attention: tuple[str, ...] = ()
     refused_prefixes: Mapping[str, str] = field(default_factory=dict[str, str])
     usual_num_experts: int = 0
     naming: EngineNaming = EngineNaming()

@@ -1,0 +1,200 @@
+"""How `fit` is shown: tables for people, plain data for --json."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from k2convert.cli.console import format_bytes, print_line, print_note, print_table
+from k2convert.fit.gpus import NVFP4_NOTES
+from k2convert.fit.memory import KV_BYTES, Fit, Settings
+from k2convert.fit.needs import fp8_and_bf16_tokens
+from k2convert.fit.search import Holder
+from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, published_speeds, speed_ceiling
+from k2convert.fit.subject import Subject
+
+_FP8_NOTE = (
+    "an FP8 KV cache without scales costs long context: 36 % in BABILong at 256k, 47 % with scales, 51 % in BF16 "
+    "(GLM-5.3). The checkpoints of this family have no scales."
+)
+_DP_NOTE = (
+    "DP attention as vLLM runs it (data parallelism): all weights but the experts are on every GPU. SGLang "
+    "splits shared experts and dense MLP."
+)
+
+
+def fit_document(name: str, subject: Subject, settings: Settings) -> dict[str, Any]:
+    """Return what was asked and what it weighs as plain data. `fits` is added by the caller."""
+    return {
+        "checkpoint": name,
+        "family": subject.family.name,
+        "recipe": None if subject.recipe is None else subject.recipe.name,
+        "experts_per_layer": subject.shape.num_experts,
+        "weights": {
+            "bytes": subject.weights.num_bytes,
+            "by_role": {role.value: count for role, count in subject.weights.by_role.items()},
+            "bytes_per_token": bytes_per_token(subject.weights, subject.shape),
+        },
+        "kv_bytes_per_token": {kv: subject.kv_values * size for kv, size in KV_BYTES.items()},
+        "settings": asdict(settings),
+    }
+
+
+def holder_document(holder: Holder, subject: Subject, settings: Settings) -> dict[str, Any]:
+    """Return what GPUs hold as plain data; figures under `each` are of the fullest GPU."""
+    fit = holder.fit
+    fp8, bf16 = fp8_and_bf16_tokens(subject, holder, settings)
+    return {
+        "gpu": holder.gpu.name,
+        "count": fit.layout.num_gpus,
+        "layout": asdict(fit.layout),
+        "holds": fit.holds,
+        "kv_tokens": fit.tokens,
+        "kv_tokens_fp8": fp8,
+        "kv_tokens_bf16": bf16,
+        "longest_request": fit.longest,
+        "requests": fit.request_slots,
+        "each": {
+            "memory": fit.memory_bytes,
+            "usable": fit.usable_bytes,
+            "weights": fit.weight_bytes,
+            "weights_by_role": {role.value: count for role, count in fit.weights.items()},
+            "overhead": fit.overhead_bytes,
+            "kv_pool": fit.pool_bytes,
+            "kv_bytes_per_token": fit.kv_bytes_per_token,
+        },
+        "nvfp4": holder.gpu.nvfp4,
+        "notes": _notes(holder, settings),
+    }
+
+
+def speed_document(subject: Subject, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> dict[str, Any]:
+    """Return the ceiling, the published rows and AIConfigurator's estimates, in tokens a second."""
+    layout = holder.fit.layout
+    return {
+        "speed": {
+            "ceiling": speed_ceiling(subject.weights, subject.shape, gpu=holder.gpu, layout=layout),
+            "published": [asdict(row) for row in published_speeds(holder.gpu, layout.num_gpus)],
+            "estimates": [asdict(estimate) for estimate in estimates],
+        }
+    }
+
+
+def show_holders(name: str, subject: Subject, settings: Settings, holders: Sequence[Holder]) -> None:
+    """Print the GPUs that hold a model, the smallest first."""
+    _show_subject(name, subject)
+    if not holders:
+        print_line(f"no known GPUs hold it with {_wanted(settings)}")
+        return
+    rows = [
+        (
+            f"{holder.fit.layout.num_gpus} x {holder.gpu.title}",
+            str(holder.fit.layout),
+            format_bytes(holder.memory_bytes),
+            format_bytes(holder.fit.weight_bytes),
+            *(f"{count:,}" for count in fp8_and_bf16_tokens(subject, holder, settings)),
+            f"{holder.fit.request_slots:,}",
+        )
+        for holder in holders
+    ]
+    requests = f"requests of {settings.context:,} ({settings.kv})"
+    columns = ("GPUs", "layout", "memory", "weights on each", "KV tokens, fp8", "KV tokens, bf16", requests)
+    print_table(f"GPUs that hold it with {_wanted(settings)}", columns, rows, left=(0, 1))
+    _show_notes(_general_notes(settings))
+
+
+def _wanted(settings: Settings) -> str:
+    many = "1 request" if settings.requests == 1 else f"{settings.requests:,} requests"
+    return f"{many} of {settings.context:,} tokens, KV cache in {settings.kv}"
+
+
+def show_fit(
+    name: str, subject: Subject, settings: Settings, holder: Holder, estimates: Sequence[EstimatedSpeed]
+) -> None:
+    """Print what some GPUs hold, by role, and how fast one request can be."""
+    _show_subject(name, subject)
+    fit = holder.fit
+    print_line(f"{fit.layout.num_gpus} x {holder.gpu.title}, {fit.layout}: {_verdict(fit, settings)}")
+    rows = [(role.value, format_bytes(count)) for role, count in fit.weights.items()]
+    rows += [
+        ("all weights", format_bytes(fit.weight_bytes)),
+        ("overhead (assumed)", format_bytes(fit.overhead_bytes)),
+        ("KV cache" if fit.pool_bytes >= 0 else "MISSING", format_bytes(abs(fit.pool_bytes))),
+        (f"left free ({1 - settings.utilization:.0%})", format_bytes(fit.memory_bytes - fit.usable_bytes)),
+        ("memory", format_bytes(fit.memory_bytes)),
+    ]
+    print_table("on the fullest GPU" if fit.layout.pipeline > 1 else "on each GPU", ("what", "bytes"), rows)
+    _show_speed(subject, holder, estimates)
+    _show_notes(_notes(holder, settings))
+
+
+def _verdict(fit: Fit, settings: Settings) -> str:
+    if fit.pool_bytes <= 0:
+        return f"does not fit: {format_bytes(-fit.pool_bytes)} too much on a GPU"
+    room = f"{fit.tokens:,} tokens of {settings.kv} KV cache"
+    slots = f"{fit.request_slots:,} request{'' if fit.request_slots == 1 else 's'} of {settings.context:,} tokens"
+    return f"{'fits' if fit.holds else 'does not fit'}: {room}, {slots}"
+
+
+def _show_subject(name: str, subject: Subject) -> None:
+    how = "" if subject.recipe is None else f", as `run` would convert it (recipe {subject.recipe.name})"
+    print_line(
+        f"{name} ({subject.family.name}){how}: {format_bytes(subject.weights.num_bytes)} of weights, "
+        f"{subject.shape.num_experts} experts a layer"
+    )
+    fp8, bf16 = (f"{subject.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
+    print_line(f"KV cache of one token: {fp8} bytes in fp8, {bf16} in bf16, on every GPU of a layer")
+
+
+def _show_speed(subject: Subject, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> None:
+    layout = holder.fit.layout
+    ceiling = speed_ceiling(subject.weights, subject.shape, gpu=holder.gpu, layout=layout)
+    if ceiling is not None:
+        read = format_bytes(bytes_per_token(subject.weights, subject.shape))
+        print_line(
+            f"ceiling: {ceiling:,.0f} tok/s for one request, if bandwidth were all ({read} read for a token). "
+            "Published speeds are 4 to 11 times lower."
+        )
+    rows = [
+        (
+            f"{row.tokens_per_second} tok/s",
+            f"{row.requests}",
+            row.layout,
+            row.weights,
+            row.engine,
+            f"{row.source}, {row.date}",
+        )
+        for row in published_speeds(holder.gpu, layout.num_gpus)
+    ]
+    rows += [
+        (
+            "no estimate" if estimate.tokens_per_second is None else f"{estimate.tokens_per_second:.1f} tok/s",
+            "1",
+            str(layout),
+            "NVFP4",
+            f"{estimate.engine} {estimate.version}",
+            f"AIConfigurator, estimated now{': ' if estimate.problem else ''}{estimate.problem}",
+        )
+        for estimate in estimates
+    ]
+    if rows:
+        columns = ("speed", "requests", "layout", "weights", "engine", "source")
+        print_table("speeds of K2 with all its experts", columns, rows, left=(0, 2, 3, 4, 5))
+
+
+def _notes(holder: Holder, settings: Settings) -> list[str]:
+    notes = [f"{holder.gpu.title}: {NVFP4_NOTES[holder.gpu.nvfp4]}"]
+    notes += [_DP_NOTE] if holder.fit.layout.data_attention else []
+    return notes + _general_notes(settings)
+
+
+def _general_notes(settings: Settings) -> list[str]:
+    overhead = (
+        f"assumed: {format_bytes(settings.overhead_bytes)} on each GPU for activations, CUDA graphs and NCCL "
+        "(--overhead). Published vLLM logs leave 2.5 to 3.5 GB for it on RTX PRO 6000, and 8.7 GB on H200."
+    )
+    return [overhead, *([_FP8_NOTE] if settings.kv == "fp8" else [])]
+
+
+def _show_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        print_note(f"note: {note}")

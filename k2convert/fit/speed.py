@@ -1,0 +1,158 @@
+"""How fast one request can be: a ceiling, what people published, and AIConfigurator's estimate.
+
+The ceiling is bandwidth over the bytes read for a token. Real speeds at one request are 4 to 11 times lower: 61 layers
+of small kernels and all-reduces wait for each other. So the ceiling is never shown without published rows.
+"""
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+from k2convert.choices import Engine
+from k2convert.errors import FitError, cut, require_extra
+from k2convert.fit.gpus import Gpu
+from k2convert.fit.layouts import Parallelism
+from k2convert.fit.shape import ModelShape
+from k2convert.fit.weights import Weights
+from k2convert.models.names import Role
+
+_BACKENDS: Final[dict[Engine, str]] = {"tensorrt-llm": "trtllm", "vllm": "vllm", "sglang": "sglang"}
+_NOT_READ: Final = frozenset((Role.EMBEDDINGS, Role.VISION_TOWER, Role.MM_PROJECTOR))
+
+
+def bytes_per_token(weights: Weights, shape: ModelShape) -> int:
+    """Return the weight bytes that one token reads at batch 1: its experts, and all that every token passes.
+
+    The embedding is one row, and vision is not read for text.
+    """
+    total = 0
+    for role, num_bytes in weights.by_role.items():
+        if role == Role.EXPERTS:
+            total += num_bytes * shape.experts_per_token // shape.num_experts
+        elif role not in _NOT_READ:
+            total += num_bytes
+    return total
+
+
+def speed_ceiling(weights: Weights, shape: ModelShape, *, gpu: Gpu, layout: Parallelism) -> float | None:
+    """Return the tokens a second of one request that bandwidth alone would allow; None if the bandwidth is not known.
+
+    Pipeline stages wait for each other.
+    """
+    return None if gpu.bandwidth is None else gpu.bandwidth * layout.tensor / bytes_per_token(weights, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedSpeed:
+    """A published speed of K2 with all its experts: of `requests` together, in words. `date` is the source's."""
+
+    gpu: str
+    count: int
+    layout: str
+    weights: str
+    tokens_per_second: str
+    requests: int
+    engine: str
+    source: str
+    date: str
+
+
+_AIC: Final = "AIConfigurator 0.12.0, predicted: 1,000 tokens in, 1,000 out"
+_RTX: Final = "github.com/local-inference-lab/rtx6kpro, models/kimi-k25.md"
+_SPARK: Final = "github.com/Avarok-Cybersecurity/atlas, thread 146"
+_SIMPLISMART: Final = "simplismart.ai/blog/deploying-kimi-k2-thinking"
+PUBLISHED: Final = (
+    PublishedSpeed("b200", 8, "TP8 EP8", "NVFP4", "173", 1, "not named", _SIMPLISMART, "2025-12-05"),
+    PublishedSpeed("b200", 8, "TP8 EP8", "NVFP4", "174.0", 1, "TensorRT-LLM", _AIC, "2026-11"),
+    PublishedSpeed("b200", 8, "TP8 EP8", "NVFP4", "156.0", 1, "vLLM", _AIC, "2026-11"),
+    PublishedSpeed("b200", 8, "TP8 EP8", "NVFP4", "189.8", 1, "SGLang", _AIC, "2026-11"),
+    PublishedSpeed("b300", 4, "TP4 EP4", "NVFP4", "165.9", 1, "TensorRT-LLM", _AIC, "2026-11"),
+    PublishedSpeed("gb200", 4, "TP4 EP4", "NVFP4", "163.2", 1, "TensorRT-LLM", _AIC, "2026-11"),
+    PublishedSpeed("gb300", 4, "TP4 EP4", "NVFP4", "164.1", 1, "TensorRT-LLM", _AIC, "2026-11"),
+    PublishedSpeed("rtx-pro-6000", 8, "TP8", "NVFP4", "53-55", 1, "SGLang", _RTX, "2026-05"),
+    PublishedSpeed("rtx-pro-6000", 8, "TP8", "INT4 (Marlin)", "90", 1, "vLLM, SGLang", _RTX, "2026-05"),
+    PublishedSpeed("rtx-pro-6000", 8, "TP8", "NVFP4", "56.0", 1, "TensorRT-LLM", _AIC, "2026-11"),
+    PublishedSpeed("rtx-pro-6000", 8, "TP8", "NVFP4", "49.0", 1, "vLLM", _AIC, "2026-11"),
+    PublishedSpeed("dgx-spark", 8, "EP8", "NVFP4", "16", 1, "vLLM", _SPARK, "2026-06-10"),
+    PublishedSpeed("dgx-spark", 8, "EP8", "NVFP4", "117", 16, "vLLM", _SPARK, "2026-06-10"),
+)
+
+
+def published_speeds(gpu: Gpu, count: int) -> list[PublishedSpeed]:
+    """Return what was published for a GPU and a count, of K2 with all its experts."""
+    return [row for row in PUBLISHED if (row.gpu, row.count) == (gpu.name, count)]
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatedSpeed:
+    """AIConfigurator's tokens a second of one request; None if it has no measurements, and `problem` says so."""
+
+    engine: Engine
+    version: str
+    tokens_per_second: float | None
+    problem: str = ""
+
+
+_MODEL: Final = "nvidia/Kimi-K2.6-NVFP4"  # its config is in the package; K2-Thinking's text model has the same sizes
+_SYSTEMS: Final = {
+    "b200": "b200_sxm",
+    "b300": "b300_sxm",
+    "gb200": "gb200",
+    "gb300": "gb300",
+    "rtx-pro-6000": "rtx_pro_6000_server",
+}
+_INPUT_TOKENS, _OUTPUT_TOKENS = 1000, 1000
+_K2: Final = (61, 64, 384, 8, 2048, 576)
+
+
+def estimate_speeds(shape: ModelShape, *, gpu: Gpu, layout: Parallelism) -> list[EstimatedSpeed]:
+    """Return AIConfigurator's estimate for each engine at one request, 1,000 tokens in and 1,000 out.
+
+    Raises MissingDependencyError without the extra, FitError for a model or GPU that it has not measured.
+    """
+    require_extra("fit", purpose="--estimate")
+    sizes = (shape.num_layers, shape.num_heads, shape.num_experts, shape.experts_per_token, shape.expert_width)
+    if (*sizes, shape.kv_values) != _K2:
+        raise FitError("--estimate: AIConfigurator has measured K2 with all its experts only. Leave out --estimate.")
+    if gpu.name not in _SYSTEMS:
+        known = ", ".join(_SYSTEMS)
+        raise FitError(f"--estimate: AIConfigurator has no NVFP4 measurements of {gpu.title}. It has them of {known}.")
+    with _silenced():
+        return [_estimate(engine, gpu, layout) for engine in _BACKENDS]
+
+
+def _estimate(engine: Engine, gpu: Gpu, layout: Parallelism) -> EstimatedSpeed:
+    sdk: Any = import_module("aiconfigurator_core.sdk")
+    database: Any = import_module("aiconfigurator_core.sdk.perf_database")
+    system, backend = _SYSTEMS[gpu.name], _BACKENDS[engine]
+    version = str(database.get_latest_database_version(system=system, backend=backend))
+    try:
+        handle = sdk.EngineHandle.compile(_MODEL, system, backend, backend_version=version, **_widths(layout))
+        milliseconds = handle.predict_decode_latency(1, _INPUT_TOKENS, _OUTPUT_TOKENS)
+    except Exception as error:  # whatever a library of measurements lacks for this layout
+        return EstimatedSpeed(engine, version, None, cut(str(error)))
+    return EstimatedSpeed(engine, version, 1000 * (_OUTPUT_TOKENS - 1) / milliseconds)
+
+
+def _widths(layout: Parallelism) -> dict[str, Any]:
+    return {
+        "tp_size": 1 if layout.data_attention else layout.tensor,
+        "attention_dp_size": layout.tensor if layout.data_attention else 1,
+        "pp_size": layout.pipeline,
+        "moe_tp_size": layout.tensor // layout.expert,
+        "moe_ep_size": layout.expert,
+    }
+
+
+@contextmanager
+def _silenced() -> Generator[None]:
+    """Keep the library's log of loaded tables off the terminal."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,188 @@
+"""`k2convert fit` on sources, planned results and results."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.cli.app import main
+from k2convert.plan.plan import plan_conversion
+from k2convert.plan.recipe import load_recipe
+
+Answer = Callable[..., dict[str, Any]]
+
+
+def command(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
+    """The document of `fit ... --json`."""
+
+    def fit(*words: object) -> dict[str, Any]:
+        capsys.readouterr()
+        assert command("fit", *words, "--json") == 0
+        return json.loads(capsys.readouterr().out)
+
+    return fit
+
+
+@pytest.fixture(scope="module")
+def result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint, converted, with an FP8 KV cache declared."""
+    folder = tmp_path_factory.mktemp("fit") / "out"
+    assert command("run", tiny, folder, "--kv-cache", "fp8", "--quiet") == 0
+    return folder
+
+
+def test_a_source_is_weighed_as_its_recipe_converts_it(tiny: Path, k25: Path, answer: Answer) -> None:
+    for folder, recipe in ((tiny, "kimi-k2-thinking-nvfp4"), (k25, "kimi-k2.5-nvfp4")):
+        found = answer(folder)
+        plan = plan_conversion(source=open_checkpoint(folder), recipe=load_recipe(recipe))
+        assert found["recipe"] == recipe
+        assert found["weights"]["bytes"] == plan.data_bytes
+
+
+def test_a_result_weighs_what_its_source_was_planned_to(tiny: Path, result: Path, answer: Answer) -> None:
+    before, after = answer(tiny), answer(result)
+    assert after["recipe"] is None
+    assert after["weights"] == before["weights"]
+    assert after["weights"]["bytes"] == open_checkpoint(result).tensor_bytes
+    assert before["settings"]["kv"] == "bf16"
+    assert after["settings"]["kv"] == "fp8", "as config.json declares"
+
+
+def test_fewer_experts_weigh_what_a_pruned_checkpoint_weighs(tiny: Path, reap: Path, answer: Answer) -> None:
+    planned, pruned = answer(tiny, "--experts", "10"), answer(reap)
+    assert planned["experts_per_layer"] == pruned["experts_per_layer"] == 10
+    assert planned["weights"] == pruned["weights"]
+
+
+def test_the_answer_about_one_layout(tiny: Path, answer: Answer) -> None:
+    found = answer(tiny, "--gpu", "RTX PRO 6000", "--count", "2", "--kv", "fp8", "--context", "1000")
+    [fit] = found["fits"]
+    assert (fit["gpu"], fit["count"], fit["nvfp4"]) == ("rtx-pro-6000", 2, "slow")
+    assert fit["layout"] == {
+        "tensor": 2,
+        "expert": 1,
+        "pipeline": 1,
+        "data_attention": False,
+        "decode_context": 1,
+    }
+    each = fit["each"]
+    assert each["usable"] == int(0.92 * each["memory"])
+    assert each["weights"] == sum(each["weights_by_role"].values())
+    assert each["kv_pool"] == each["usable"] - each["weights"] - each["overhead"]
+    assert fit["kv_tokens"] == fit["kv_tokens_fp8"] == each["kv_pool"] // each["kv_bytes_per_token"]
+    assert fit["requests"] == fit["kv_tokens"] // 1000
+    assert fit["holds"] is True
+    assert any("without scales" in note for note in fit["notes"])
+    assert fit["speed"]["published"] == []
+    assert fit["speed"]["ceiling"] > 0
+
+
+def test_dp_attention_keeps_all_but_experts_and_adds_up_the_caches(tiny: Path, answer: Answer) -> None:
+    words = (tiny, "--gpu", "b200", "--count", "2", "--kv", "fp8")
+    [split], [whole] = answer(*words)["fits"], answer(*words, "--dp-attention")["fits"]
+    by_role = answer(tiny)["weights"]["by_role"]
+    assert whole["each"]["weights_by_role"]["attention"] == by_role["attention"]
+    assert split["each"]["weights_by_role"]["attention"] < by_role["attention"]
+    for fit in (split, whole):
+        assert fit["each"]["weights_by_role"]["experts"] == by_role["experts"] // 2
+    assert whole["kv_tokens"] == 2 * whole["longest_request"]
+
+
+def test_known_gpus_are_listed_smallest_first(tiny: Path, answer: Answer) -> None:
+    fits = answer(tiny)["fits"]
+    sizes = [fit["count"] * fit["each"]["memory"] for fit in fits]
+    assert sizes == sorted(sizes)
+    assert {fit["gpu"] for fit in answer(tiny, "--gpu", "h200")["fits"]} == {"h200"}
+    assert all(fit["holds"] for fit in fits)
+
+
+def test_what_does_not_fit_says_how_much_is_missing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("fit", tiny, "--memory", "2GB", "--count", "1") == 0
+    shown = capsys.readouterr()
+    assert "does not fit: 1.1" in shown.out
+    assert "MISSING" in shown.out
+    assert command("fit", tiny, "--memory", "10GB", "--count", "1", "--overhead", "1GB", "--requests", "1000000") == 0
+    assert "does not fit: " in capsys.readouterr().out
+    assert command("fit", tiny, "--requests", "1000000000") == 0
+    assert "no known GPUs hold it with 1,000,000,000 requests of 8,192 tokens" in capsys.readouterr().out
+
+
+def test_tables_name_the_layout_the_gpu_and_the_next_command(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("fit", tiny, "--gpu", "h200", "--count", "1", "--kv", "fp8") == 0
+    shown = capsys.readouterr()
+    assert "1 x H200, TP1: fits: " in shown.out
+    assert "overhead (assumed)" in shown.out
+    assert "ceiling: " in shown.out
+    assert "weight-only, by Marlin kernels" in shown.err
+    assert "36 % in BABILong" in shown.err
+    assert shown.err.endswith(f"next: k2convert run {tiny} DEST --dry-run\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpu", "b100", "--count", "8"), "--gpu 'b100': unknown. Known: b200, b300,"),
+        (("--gpu", "b200", "--count", "3", "--tp", "3"), "--tp 3: it must divide the 4 attention heads. Nearest:"),
+        (("--experts", "3"), "--experts 3: a layer has 16 experts and each token takes 4. Pass 4 to 16."),
+        (("--experts", "17"), "--experts 17: a layer has 16 experts"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    words: tuple[str, ...], message: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("fit", tiny, *words) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"error: {message}")
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpu", "b200", "--memory", "96GB", "--count", "4"), "--gpu or --memory, not both"),
+        (("--memory", "96GB"), "--memory needs --count"),
+        (("--count", "4"), "--count needs --gpu or --memory"),
+        (("--tp", "4"), "--tp: needs --gpu or --memory, and --count"),
+        (("--memory", "much", "--count", "1"), "not a size"),
+    ],
+)
+def test_options_that_need_others_are_usage_errors(
+    words: tuple[str, ...], message: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("fit", tiny, *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_attention_is_refused(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in tiny.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tiny / "config.json").read_text())
+    del config["kv_lora_rank"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert command("fit", tmp_path) == 1
+    assert "kv_lora_rank is None, expected a count" in capsys.readouterr().err
+
+
+def test_aiconfigurator_estimates_what_was_published(tiny: Path) -> None:
+    """Its command line predicts 174.0, 156.0 and 189.8 tok/s a user on 8 x B200 (1,000 in, 1,000 out, one request)."""
+    pytest.importorskip("aiconfigurator_core", reason="the extra `fit` is not installed")
+    from k2convert.fit.gpus import GPUS
+    from k2convert.fit.layouts import Parallelism
+    from k2convert.fit.shape import ModelShape
+    from k2convert.fit.speed import estimate_speeds
+
+    k2 = ModelShape(61, 1, 64, 384, 8, 1, 2048, 576, 262144)
+    found = estimate_speeds(k2, gpu=GPUS["b200"], layout=Parallelism(tensor=8, expert=8))
+    assert [e.tokens_per_second for e in found] == pytest.approx([174.0, 156.0, 189.8], rel=0.06)
