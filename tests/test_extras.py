@@ -17,7 +17,7 @@ TINY = fixtures.TINY
 
 WITHOUT = """
 import sys
-for name in ("torch", "triton", "compressed_tensors", "modelopt", "llmcompressor", "transformers", "aiconfigurator_core"):
+for name in "torch triton compressed_tensors modelopt llmcompressor transformers aiconfigurator_core".split():
     sys.modules[name] = None
 from k2convert.cli.app import main
 main(sys.argv[1:])

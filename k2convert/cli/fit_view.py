@@ -7,8 +7,7 @@ from typing import Any
 from k2convert.cli.console import format_bytes, print_line, print_note, print_table
 from k2convert.fit.gpus import NVFP4_NOTES
 from k2convert.fit.memory import KV_BYTES, Fit, Settings
-from k2convert.fit.needs import fp8_and_bf16_tokens
-from k2convert.fit.search import Holder
+from k2convert.fit.search import Holder, fp8_and_bf16_tokens
 from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, published_speeds, speed_ceiling
 from k2convert.fit.subject import Subject
 
@@ -42,7 +41,7 @@ def fit_document(name: str, subject: Subject, settings: Settings) -> dict[str, A
 def holder_document(holder: Holder, subject: Subject, settings: Settings) -> dict[str, Any]:
     """Return what GPUs hold as plain data; figures under `each` are of the fullest GPU."""
     fit = holder.fit
-    fp8, bf16 = fp8_and_bf16_tokens(subject, holder, settings)
+    fp8, bf16 = fp8_and_bf16_tokens(subject.weights, subject.shape, holder, settings=settings)
     return {
         "gpu": holder.gpu.name,
         "count": fit.layout.num_gpus,
@@ -91,7 +90,7 @@ def show_holders(name: str, subject: Subject, settings: Settings, holders: Seque
             str(holder.fit.layout),
             format_bytes(holder.memory_bytes),
             format_bytes(holder.fit.weight_bytes),
-            *(f"{count:,}" for count in fp8_and_bf16_tokens(subject, holder, settings)),
+            *(f"{count:,}" for count in fp8_and_bf16_tokens(subject.weights, subject.shape, holder, settings=settings)),
             f"{holder.fit.request_slots:,}",
         )
         for holder in holders

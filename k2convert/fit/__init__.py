@@ -8,7 +8,6 @@
     search   which GPUs hold a checkpoint, and the layout for a count of GPUs
     serving  the command that serves a checkpoint
     speed    the bandwidth ceiling, published speeds, and AIConfigurator's estimate (extra `fit`)
-    needs    the short table of the report and the model card
 
 Memory is computed from facts. The one assumption is the overhead of the engine, which is printed and can be set.
 """

@@ -15,6 +15,7 @@ from k2convert.fit.shape import ModelShape
 WIDTH_ALIGNMENT: Final = 64
 """Columns of an expert on one GPU: TensorRT-LLM's kernels take multiples of 64, the largest alignment of all."""
 
+_MOST_GPUS: Final = 1024
 _MAX_NODE: Final = 8  # GPUs of tensor parallelism if the caller does not say: those of one machine
 
 
@@ -49,29 +50,38 @@ def check_layout(layout: Parallelism, shape: ModelShape) -> None:
     """Raise FitError if the model cannot be laid out so, naming the divisor and the nearest numbers that work."""
     if not layout.data_attention:
         _check("tp", layout.tensor, _tensor_sizes(shape), f"it must divide the {shape.num_heads} attention heads")
-    if layout.expert > 1 and layout.tensor % layout.expert:
-        gpus = f"it must divide the {layout.tensor} GPUs that hold a layer"
-        _check("ep", layout.expert, _divisors(layout.tensor), gpus)
-    _check("ep", layout.expert, _divisors(shape.num_experts), f"it must divide the {shape.num_experts} experts")
-    _check_width(layout, shape)
+    _check_experts(layout, shape)
     _check("pp", layout.pipeline, range(1, shape.num_layers + 1), f"stages hold whole layers of {shape.num_layers}")
     _check("dcp", layout.decode_context, _divisors(layout.tensor), f"it must divide the --tp {layout.tensor}")
     if layout.decode_context > 1 and layout.data_attention:
         raise FitError("--dcp splits the KV cache of --tp, and --dp-attention has one for each GPU. Leave out one.")
 
 
-def _check_width(layout: Parallelism, shape: ModelShape) -> None:
-    """Refuse to cut an expert into pieces that no kernel takes."""
-    allowed, split = _widths(shape), layout.tensor // layout.expert
-    if split in allowed:
+def _check_experts(layout: Parallelism, shape: ModelShape) -> None:
+    """Refuse experts that cannot be dealt out evenly, or whose pieces no kernel takes."""
+    choices = _expert_sizes(layout.tensor, shape)
+    if layout.expert in choices:
         return
-    whole = [n for n in _divisors(layout.tensor) if shape.num_experts % n == 0 and layout.tensor // n in allowed]
-    nearest = [f"--ep {whole[0]}"] if whole else []
-    nearest.append(f"--tp {max(allowed) * layout.expert}")
-    raise FitError(
-        f"--tp {layout.tensor}: {split} GPUs would split an expert, but pieces of its {shape.expert_width} columns "
-        f"must be multiples of {WIDTH_ALIGNMENT}. Nearest: {' or '.join(nearest)}."
-    )
+    if layout.tensor % layout.expert:
+        reason = f"it must divide the {layout.tensor} GPUs that hold a layer"
+    elif shape.num_experts % layout.expert:
+        reason = f"it must divide the {shape.num_experts} experts"
+    else:
+        reason = (
+            f"{layout.tensor // layout.expert} GPUs would split an expert, but pieces of its {shape.expert_width} "
+            f"columns must be multiples of {WIDTH_ALIGNMENT}"
+        )
+    if choices:
+        _check("ep", layout.expert, choices, reason)
+    sizes = range(1, _MOST_GPUS + 1) if layout.data_attention else _tensor_sizes(shape)
+    nearest = _nearest("tp", layout.tensor, [n for n in sizes if _expert_sizes(n, shape)])
+    raise FitError(f"--ep {layout.expert}: {reason}. Nearest: {nearest}.")
+
+
+def _expert_sizes(tensor: int, shape: ModelShape) -> list[int]:
+    """Return what --ep may be on that many GPUs."""
+    widths = _widths(shape)
+    return [n for n in _divisors(tensor) if shape.num_experts % n == 0 and tensor // n in widths]
 
 
 def _tensor_sizes(shape: ModelShape) -> list[int]:
@@ -87,10 +97,15 @@ def _check(option: str, value: int, allowed: Iterable[int], reason: str) -> None
     choices = list(allowed)
     if value in choices:
         return
-    below = [n for n in choices if n < value][-1:]
-    above = [n for n in choices if n > value][:1]
-    nearest = " or ".join(f"--{option} {n}" for n in (*below, *above))
-    raise FitError(f"--{option} {value}: {reason}. Nearest: {nearest}.")
+    raise FitError(f"--{option} {value}: {reason}. Nearest: {_nearest(option, value, choices)}.")
+
+
+def _nearest(option: str, value: int, choices: Iterable[int]) -> str:
+    """Return the choices next to a value, the smaller first."""
+    ordered = list(choices)
+    below = [n for n in ordered if n < value][-1:]
+    above = [n for n in ordered if n > value][:1]
+    return " or ".join(f"--{option} {n}" for n in (*below, *above))
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,12 +1,12 @@
 """Which of the known GPUs hold a model, and in which layout."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from k2convert.errors import FitError
 from k2convert.fit.gpus import GPUS, Gpu
 from k2convert.fit.layouts import complete_layout
-from k2convert.fit.memory import Fit, Settings, fit_layout
+from k2convert.fit.memory import KV_BYTES, Fit, Settings, fit_layout
 from k2convert.fit.shape import ModelShape
 from k2convert.fit.weights import Weights
 
@@ -39,3 +39,18 @@ def find_holders(
             if fit.holds:
                 found.append(Holder(gpu, fit))
     return sorted(found, key=lambda holder: (holder.memory_bytes, holder.gpu.name))
+
+
+def fp8_and_bf16_tokens(weights: Weights, shape: ModelShape, holder: Holder, *, settings: Settings) -> tuple[int, int]:
+    """Return the tokens of KV cache that the GPUs of a holder have in FP8 and in BF16."""
+    fits = [
+        fit_layout(
+            weights,
+            shape,
+            holder.fit.layout,
+            memory_bytes=holder.fit.memory_bytes,
+            settings=replace(settings, kv=kv),
+        )
+        for kv in KV_BYTES
+    ]
+    return fits[0].tokens, fits[1].tokens
