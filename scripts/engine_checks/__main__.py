@@ -28,6 +28,7 @@ from scripts.engine_checks.agreement import (
 from scripts.engine_checks.engines import ENGINES, Engine
 from scripts.engine_checks.environments import SetupError, ensure
 from scripts.engine_checks.expected import NEW_TOKENS, Evaluation, Expected
+from scripts.engine_checks.serve_commands import PARSERS, check_commands
 from scripts.engine_checks.table import Result, markdown
 from scripts.engine_checks.variants import K2, OPTIMAL, ROOT, VARIANTS, WEIGHT_ONLY, Variant, convert
 
@@ -180,11 +181,14 @@ def main() -> int:
     text = report(results, tokens=evaluation.windows.numel())
     print(text, end="")
     (work / "RESULTS.md").write_text(text, encoding="utf-8")
-    failed = [result for result in results if result.failed]
-    for result in failed:
-        for problem in result.failed:
-            print(f"FAILED: {result.title}, {result.variant.name}: {problem}", file=sys.stderr)
-    return 1 if failed else 0
+    problems = [f"{r.title}, {r.variant.name}: {problem}" for r in results for problem in r.failed]
+    for name in (engine.name for engine in engines if engine.name in PARSERS):
+        found = check_commands(name, work)
+        say(f"{name}, serve commands: {'; '.join(found) or 'ok'}")
+        problems += [f"{name}, serve commands: {problem}" for problem in found]
+    for problem in problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

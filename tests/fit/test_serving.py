@@ -1,0 +1,255 @@
+"""Serve commands: every option and value is one that the engine's own definitions have."""
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from k2convert.checkpoint.files import read_json_file
+from k2convert.choices import Engine
+from k2convert.fit.gpus import Gpu
+from k2convert.fit.layouts import Parallelism
+from k2convert.fit.serving import ENGINE_NAMES, Deployment, ServeCommand, serve_command, usual_parallelism
+from k2convert.models.kimi import K2_5, K2_THINKING
+from k2convert.models.names import ModelCardFacts
+from scripts.engine_checks.serve_commands import commands, deployments
+from scripts.engine_options import LISTS, READERS, Kind
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+PROGRAMS = {
+    "vllm": ("vllm", "serve", "me/Kimi-NVFP4"),
+    "sglang": ("python3", "-m", "sglang.launch_server"),
+    "tensorrt-llm": ("trtllm-serve", "me/Kimi-NVFP4"),
+}
+SPARK = Gpu("dgx-spark", "DGX Spark", "slow")
+
+
+def recorded(engine: Engine) -> dict[str, Any]:
+    return read_json_file(LISTS / f"{engine}.json")
+
+
+def installed(engine: Engine) -> dict[str, Kind] | None:
+    """The options of the installed engine, read from its sources; None if this version is not installed."""
+    if importlib.util.find_spec(engine.replace("-", "_")) is None or engine not in READERS:
+        return None
+    if importlib.metadata.version(engine).partition("+")[0] != recorded(engine)["version"]:
+        return None
+    package = importlib.util.find_spec(engine)
+    assert package is not None
+    assert package.origin is not None
+    folder = Path(package.origin).parents[1]
+    return READERS[engine](lambda path: (folder / path).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def options(engine: Engine) -> dict[str, Kind]:
+    return installed(engine) or recorded(engine)["options"]
+
+
+def deployment(**changed: Any) -> Deployment:
+    usual: dict[str, Any] = {
+        "model": "me/Kimi-NVFP4",
+        "layout": "modelopt",
+        "activations": "w4a4",
+        "family": K2_THINKING.card,
+        "parallelism": Parallelism(tensor=8),
+    }
+    return Deployment(**(usual | changed))
+
+
+def command(engine: Engine, **changed: Any) -> ServeCommand:
+    return serve_command(engine, deployment(**changed))
+
+
+def problems(words: tuple[str, ...], options: dict[str, Kind]) -> Iterator[str]:
+    """What is wrong with the options in a command."""
+    for name, *values in _groups(words):
+        kind = options.get(name)
+        if kind is None:
+            yield f"{name}: unknown"
+        elif kind == "flag":
+            yield from [f"{name}: takes no {values}"] if values else []
+        elif len(values) != 1:
+            yield f"{name}: takes a value"
+        elif not is_value(values[0], kind):
+            yield f"{name}: {values[0]} is not of {kind}"
+
+
+def _groups(words: tuple[str, ...]) -> Iterator[list[str]]:
+    """An option with what follows it."""
+    starts = [i for i, word in enumerate(words) if word.startswith("--")]
+    for begin, end in zip(starts, [*starts[1:], len(words)], strict=True):
+        yield list(words[begin:end])
+
+
+def is_value(word: str, kind: Kind) -> bool:
+    if isinstance(kind, list):
+        return word in kind
+    patterns = {"int": r"\d+", "float": r"\d+(\.\d+)?", "str": ".+"}
+    return re.fullmatch(patterns[kind], word) is not None
+
+
+def test_every_command_has_options_and_values_of_the_engine(engine: Engine, options: dict[str, Kind]) -> None:
+    found = {made.words for made in commands(engine) if made.words}
+    assert len(found) > 100
+    for words in found:
+        program = PROGRAMS[engine]
+        assert words[: len(program)] == program
+        assert list(problems(words[len(program) :], options)) == []
+
+
+def test_every_option_in_a_note_is_one_of_the_engine(engine: Engine, options: dict[str, Kind]) -> None:
+    notes = {note for made in commands(engine) for note in made.notes}
+    assert len(notes) > 5
+    named = {word for note in notes for word in re.findall(r"--[a-z][\w-]+", note)}
+    assert named <= set(options)
+
+
+def test_a_wrong_option_is_found(engine: Engine, options: dict[str, Kind]) -> None:
+    words = command(engine).words[len(PROGRAMS[engine]) :]
+    for wrong in (("--tensor-parallel", "8"), ("--trust-remote-code", "yes"), ("--port",), ("--port", "x")):
+        assert len(list(problems((*words, *wrong), options))) == 1
+
+
+@pytest.mark.parametrize("engine", READERS)
+def test_installed_engines_have_the_recorded_options(engine: Engine) -> None:
+    found = installed(engine)
+    if found is None:
+        pytest.skip(f"{engine} {recorded(engine)['version']} is not installed")
+    assert found == recorded(engine)["options"]
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "vllm", "sglang", "tensorrt_llm"),
+    [
+        (Parallelism(), "", "", ""),
+        (Parallelism(tensor=8), "--tensor-parallel-size 8", "--tp-size 8", "--tp_size 8"),
+        (
+            Parallelism(tensor=8, expert=8, pipeline=2),
+            "--tensor-parallel-size 8 --pipeline-parallel-size 2 --enable-expert-parallel",
+            "--tp-size 8 --ep-size 8 --pp-size 2",
+            "--tp_size 8 --ep_size 8 --pp_size 2",
+        ),
+        (
+            Parallelism(tensor=8, expert=8, data_attention=True),
+            "--data-parallel-size 8 --enable-expert-parallel",
+            "--tp-size 8 --attn-dp-size 8 --ep-size 8",
+            "--tp_size 8 --ep_size 8 --enable_attention_dp",
+        ),
+        (
+            Parallelism(tensor=8, decode_context=8),
+            "--tensor-parallel-size 8 --decode-context-parallel-size 8",
+            "--tp-size 8 --dcp-size 8",
+            None,
+        ),
+        (Parallelism(tensor=8, expert=4), None, "--tp-size 8 --ep-size 4", "--tp_size 8 --ep_size 4"),
+    ],
+)
+def test_layouts_in_each_engines_words(
+    parallelism: Parallelism, vllm: str | None, sglang: str | None, tensorrt_llm: str | None
+) -> None:
+    starts = ("vllm serve here", "python3 -m sglang.launch_server --model-path here", "trtllm-serve here")
+    flags = ("--trust-remote-code", "--trust-remote-code", "--trust_remote_code")
+    for engine, start, flag, expected in zip(ENGINES, starts, flags, (vllm, sglang, tensorrt_llm), strict=True):
+        made = command(engine, model="here", parallelism=parallelism, family=ModelCardFacts("a model", ()))
+        if expected is None:
+            assert (made.words, len(made.notes)) == ((), 1)
+        else:
+            assert made.line == " ".join(filter(None, (start, expected, flag)))
+
+
+def test_context_cache_memory_and_revision_in_each_engines_words() -> None:
+    changed = {"context": 131_072, "kv_cache": "fp8", "utilization": 0.93, "revision": "0123abcd"}
+    vllm, sglang, tensorrt_llm = (command(engine, **changed) for engine in ENGINES)
+    assert "--revision 0123abcd" in vllm.line
+    assert "--max-model-len 131072 --kv-cache-dtype fp8 --gpu-memory-utilization 0.93" in vllm.line
+    assert "--context-length 131072 --kv-cache-dtype fp8_e4m3" in sglang.line
+    assert "--max_seq_len 131072 --kv_cache_dtype fp8" in tensorrt_llm.line
+    for made in (vllm, sglang, tensorrt_llm):
+        assert any("36 %" in note and "47 %" in note for note in made.notes)
+    for made, option in ((sglang, "--mem-fraction-static"), (tensorrt_llm, "--free_gpu_memory_fraction")):
+        assert any(option in note for note in made.notes), "their memory options count otherwise"
+        assert option not in made.words
+    assert "--kv-cache-dtype bfloat16" in command("vllm", kv_cache="bf16").line
+    assert any("16-bit KV cache" in note for note in command("tensorrt-llm", kv_cache="bf16").notes)
+
+
+def test_sglang_keeps_activations_of_weight_only_checkpoints_in_16_bits() -> None:
+    for made in deployments():
+        needs = (made.layout, made.activations) == ("modelopt", "w4a16")
+        found = serve_command("sglang", made)
+        assert ("--moe-runner-backend" in found.words) == needs
+        assert any("rounds activations to 4 bits" in note for note in found.notes) == needs
+
+
+def test_releases_of_tensorrt_llm_are_named_where_they_matter() -> None:
+    assert command("tensorrt-llm").notes == ()
+    assert ["older releases" in note for note in command("tensorrt-llm", activations="w4a16").notes] == [True]
+    assert ["recent releases" in note for note in command("tensorrt-llm", layout="compressed-tensors").notes] == [True]
+
+
+def test_gpus_without_fast_nvfp4_are_named(engine: Engine) -> None:
+    assert command(engine, gpu=Gpu("b200", "B200", "native")).notes == ()
+    (hopper,) = command(engine, gpu=Gpu("h200", "H200", "marlin")).notes
+    assert hopper.startswith("H200: NVFP4 runs as weight-only")
+    (slow,) = command(engine, gpu=Gpu("rtx-pro-6000", "RTX PRO 6000", "slow")).notes
+    assert slow.startswith("RTX PRO 6000: ")
+    bf16 = command(engine, gpu=Gpu("h200", "H200", "marlin"), layout=None, activations=None)
+    assert bf16.notes == (), "what is not NVFP4 has no notes about it"
+
+
+def test_a_cluster_of_sparks_is_told_how_to_start(engine: Engine) -> None:
+    notes = command(engine, gpu=SPARK).notes
+    assert any("NCCL_NVLS_ENABLE=0" in note for note in notes)
+    assert any("all 8 machines" in note for note in notes)
+    one = command(engine, gpu=SPARK, parallelism=Parallelism()).notes
+    assert not any("NCCL" in note or "machines" in note for note in one)
+
+
+def test_families_have_the_parsers_of_their_chat_templates() -> None:
+    assert command("tensorrt-llm").line.endswith("--tool_parser kimi_k2 --reasoning_parser kimi_k2")
+    assert command("tensorrt-llm", family=K2_5.card).line.endswith("--tool_parser kimi_k2 --reasoning_parser kimi_k25")
+    parsers = "--tool-call-parser kimi_k2 --reasoning-parser kimi_k2"
+    for family in (K2_THINKING.card, K2_5.card):
+        assert command("vllm", family=family).line.endswith(f"--enable-auto-tool-choice {parsers}")
+        assert command("sglang", family=family).line.endswith(parsers)
+
+
+def test_blocks_and_lines_are_the_same_words_for_a_shell(engine: Engine) -> None:
+    for made in {made.words: made for made in commands(engine)}.values():
+        assert tuple(shlex.split(made.line)) == made.words
+        assert tuple(shlex.split(made.block.replace("\\\n", ""))) == made.words
+        assert all(len(line) <= 92 for line in made.block.splitlines())
+    spaced = command(engine, model="it's my folder")
+    assert "it's my folder" in shlex.split(spaced.line)
+    assert "it's my folder" in shlex.split(spaced.block.replace("\\\n", ""))
+
+
+@pytest.mark.parametrize(("width", "size"), [(2048, 8), (256, 4), (128, 2), (100, 1), (None, 1), (0, 1)])
+def test_usual_tensor_parallelism_suits_the_experts_width(width: int | None, size: int) -> None:
+    for config in ({"moe_intermediate_size": width}, {"text_config": {"moe_intermediate_size": width}}):
+        assert usual_parallelism(config) == Parallelism(tensor=size)
+
+
+def test_commands_of_the_readme_are_the_functions() -> None:
+    config = json.loads((ROOT / "tests/data/published-configs/moonshotai--Kimi-K2.5_config.json").read_text())
+    made = deployment(model="Kimi-K2-Thinking-NVFP4", parallelism=usual_parallelism(config))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    starts = "vllm serve|python3 -m sglang|trtllm-serve"
+    indented = re.findall(rf"^    (?:{starts}).*(?:\n     .*)*", text, flags=re.MULTILINE)
+    assert [textwrap.dedent(block) for block in indented] == [
+        serve_command(engine, made).block for engine in ("vllm", *ENGINE_NAMES)
+    ]
