@@ -4,67 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
-from k2convert.fit.gpus import Gpu
-from k2convert.fit.layouts import Parallelism
-from k2convert.fit.serving import Deployment, ServeCommand, serve_command
-from k2convert.models import FAMILIES
+from scripts.engine_checks.deployments import commands
 from scripts.engine_checks.engines import ENGINES
 from scripts.engine_checks.environments import python_of
 from scripts.engine_options import LISTS
 
 PARSERS = {"vllm-0.33": "vllm_parser", "sglang": "sglang_parser"}
 """The clients that have an engine's parser, by the names of ENGINES."""
-
-GPUS = (
-    None,
-    Gpu("b200", "B200", "native"),
-    Gpu("h200", "H200", "marlin"),
-    Gpu("rtx-pro-6000", "RTX PRO 6000", "slow"),
-    Gpu("dgx-spark", "DGX Spark", "slow"),
-)
-LAYOUTS = (
-    Parallelism(),
-    Parallelism(tensor=8),
-    Parallelism(tensor=8, expert=4),
-    Parallelism(tensor=8, expert=8),
-    Parallelism(tensor=8, expert=8, pipeline=2),
-    Parallelism(pipeline=5),
-    Parallelism(tensor=8, data_attention=True),
-    Parallelism(tensor=8, expert=8, data_attention=True),
-    Parallelism(tensor=8, decode_context=8),
-    Parallelism(tensor=16, expert=16, pipeline=2, decode_context=4),
-)
-CHECKPOINTS = (*product(("modelopt", "compressed-tensors"), ("w4a4", "w4a16")), (None, None))
-SETTINGS = (*product((None, 131_072), (None, "fp8", "bf16"), (None, 0.93), (None, "0123abcd")),)
-
-
-def deployments() -> Iterator[Deployment]:
-    """Yield every combination of what a serve command depends on."""
-    for (layout, activations), family, parallelism, gpu, settings in product(
-        CHECKPOINTS, FAMILIES, LAYOUTS, GPUS, SETTINGS
-    ):
-        context, kv_cache, utilization, revision = settings
-        yield Deployment(
-            model="me/Kimi-NVFP4",
-            layout=layout,
-            activations=activations,
-            family=family.card,
-            parallelism=parallelism,
-            gpu=gpu,
-            context=context,
-            kv_cache=kv_cache,
-            utilization=utilization,
-            revision=revision,
-        )
-
-
-def commands(engine: str) -> list[ServeCommand]:
-    """Return every command of an engine that differs in its words or notes."""
-    return list(dict.fromkeys(serve_command(engine, deployment) for deployment in deployments()))
 
 
 def check_commands(name: str, work: Path) -> list[str]:

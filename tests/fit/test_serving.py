@@ -14,12 +14,12 @@ import pytest
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.choices import Engine
-from k2convert.fit.gpus import Gpu
+from k2convert.fit.gpus import GPUS
 from k2convert.fit.layouts import Parallelism
 from k2convert.fit.serving import ENGINE_NAMES, Deployment, ServeCommand, serve_command, usual_parallelism
 from k2convert.models.kimi import K2_5, K2_THINKING
 from k2convert.models.names import ModelCardFacts
-from scripts.engine_checks.serve_commands import commands, deployments
+from scripts.engine_checks.deployments import commands, deployments
 from scripts.engine_options import LISTS, READERS, Kind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ PROGRAMS = {
     "sglang": ("python3", "-m", "sglang.launch_server"),
     "tensorrt-llm": ("trtllm-serve", "me/Kimi-NVFP4"),
 }
-SPARK = Gpu("dgx-spark", "DGX Spark", "slow")
+SPARK = GPUS["dgx-spark"]
 
 
 def recorded(engine: Engine) -> dict[str, Any]:
@@ -202,12 +202,12 @@ def test_releases_of_tensorrt_llm_are_named_where_they_matter() -> None:
 
 
 def test_gpus_without_fast_nvfp4_are_named(engine: Engine) -> None:
-    assert command(engine, gpu=Gpu("b200", "B200", "native")).notes == ()
-    (hopper,) = command(engine, gpu=Gpu("h200", "H200", "marlin")).notes
+    assert command(engine, gpu=GPUS["b200"]).notes == ()
+    (hopper,) = command(engine, gpu=GPUS["h200"]).notes
     assert hopper.startswith("H200: NVFP4 runs as weight-only")
-    (slow,) = command(engine, gpu=Gpu("rtx-pro-6000", "RTX PRO 6000", "slow")).notes
+    (slow,) = command(engine, gpu=GPUS["rtx-pro-6000"]).notes
     assert slow.startswith("RTX PRO 6000: ")
-    bf16 = command(engine, gpu=Gpu("h200", "H200", "marlin"), layout=None, activations=None)
+    bf16 = command(engine, gpu=GPUS["h200"], layout=None, activations=None)
     assert bf16.notes == (), "what is not NVFP4 has no notes about it"
 
 

@@ -206,6 +206,8 @@ def test_the_card_has_the_error_of_the_last_layer(fed_back: ReportFiles) -> None
     validation = validate_checkpoint(folder=folder, source=None)
     files = card_files(folder, repo="me/out", base_model=None, source=read_source_card(""), validation=validation)
     card = files["README.md"].decode()
+    for program in ("vllm serve me/out", "sglang.launch_server --model-path me/out", "trtllm-serve me/out"):
+        assert program in card
     assert "relative squared error of 0.0037 on the calibration text" in card
     assert "they would have 0.0104." in card
     assert "after 3 of 3 MoE layers. In 5 of 12 experts, down was rounded without feedback" in card
