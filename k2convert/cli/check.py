@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Final
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.calibrate.text import Windows, read_windows
 from k2convert.checkpoint.files import read_json_file
-from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.header import ShardHeader, read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli import console
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.serving import print_serve
 from k2convert.cli.validation_view import show_validation
 from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy, require_extra
+from k2convert.fit.needs import Needs
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.hub.source import read_headers
 from k2convert.job.places import open_result, open_source
@@ -29,6 +30,7 @@ from k2convert.records.publication import check_shards_are_here
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.collect import can_be_validated, check_folder
 from k2convert.report.document import figures_document
+from k2convert.report.needs import result_needs
 from k2convert.validate.remote import RemoteShards, Shards, layer_bytes
 from k2convert.validate.results import ValidationReport, folder_bytes, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
@@ -245,15 +247,30 @@ def report(
         out = Path() if out is None and is_remote else out
         if validation is not None:
             with remedy(_VALIDATION_REMEDY):
-                files = write_report(folder=folder, out=out, validation=read_json_file(validation))
+                document = read_json_file(validation)
+                files = write_report(folder=folder, out=out, validation=document, needs=_needs(opened))
         elif (found := _validate_for_report(opened, destination, source, quiet=quiet)) is not None:
             measured = found.weights.errors if found.weights is not None else None
-            files = write_report(folder=folder, out=out, validation=validation_document(found), measured=measured)
+            document = validation_document(found)
+            files = write_report(folder=folder, out=out, validation=document, measured=measured, needs=_needs(opened))
         else:
             files = write_report(folder=folder, out=out)
     is_servable = _show_report(files, as_json)
     if not as_json and is_servable and not is_remote:
         _print_next_of_report(folder, is_complete=files.report.is_complete)
+
+
+def _needs(opened: _Opened) -> Needs | None:
+    """Return what the opened result needs; None if its shards are not here or are damaged."""
+    remote = opened.shards.result
+    if remote is not None:
+        headers = [header for header in remote.headers.values() if isinstance(header, ShardHeader)]
+        is_whole = len(headers) == len(remote.headers)
+        return result_needs(opened.folder, (t for h in headers for t in h.tensors.values())) if is_whole else None
+    try:
+        return result_needs(opened.folder, open_checkpoint(opened.folder).tensors.values())
+    except K2ConvertError:  # the validation says what is wrong
+        return None
 
 
 def _print_next_of_report(destination: Path, *, is_complete: bool) -> None:

@@ -6,6 +6,7 @@
     layouts  how GPUs share the work, and which layouts are possible
     memory   weights and KV cache of each GPU, for one layout
     search   which GPUs hold a checkpoint, and the layout for a count of GPUs
+    needs    the short table of the report and the model card
     serving  the command that serves a checkpoint
     speed    the bandwidth ceiling, published speeds, and AIConfigurator's estimate (extra `fit`)
 

@@ -1,13 +1,13 @@
 """What `fit` asks about: a source as it would be converted, or a checkpoint as it is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import ServedKvCache
 from k2convert.fit.shape import ModelShape, read_shape
-from k2convert.fit.weights import Weights, is_int4, weigh
+from k2convert.fit.weights import Tensor, Weights, is_int4, weigh
 from k2convert.models import detect_family
 from k2convert.models.config import find_quantization_config
 from k2convert.models.names import Family
@@ -43,6 +43,12 @@ def read_subject(checkpoint: Checkpoint, *, experts: int | None = None) -> Subje
     shape = shape if experts is None else shape.with_experts(experts)
     weights = weigh(checkpoint.tensors.values(), family=family, recipe=recipe, experts=kept)
     return Subject(family, shape, weights, recipe, _declared_kv(checkpoint.config))
+
+
+def read_result(tensors: Iterable[Tensor], *, family: Family, config: Mapping[str, Any], where: str) -> Subject:
+    """Weigh a result by the tensors of its shards, which need not be here; raises as `read_subject` does."""
+    shape = read_shape(config, family=family, where=where)
+    return Subject(family, shape, weigh(tensors, family=family), None, _declared_kv(config))
 
 
 def _declared_kv(config: Mapping[str, Any]) -> ServedKvCache:

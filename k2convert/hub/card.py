@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.hub.card_calibration import CardCalibration, calibration_lines, feedback_paragraphs
+from k2convert.hub.card_needs import CardNeeds, needs_section
 from k2convert.hub.source_card import SourceCard, front_matter
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
@@ -72,6 +73,8 @@ class CardFacts:
     """A sentence that says which rules were checked before publishing."""
     calibration: CardCalibration | None = None
     """What the result was calibrated with; None without calibration data."""
+    needs: CardNeeds | None = None
+    """Memory and GPUs; None if they are not known for this model."""
 
     @property
     def is_w4a4(self) -> bool:
@@ -95,8 +98,9 @@ def build_card(facts: CardFacts) -> str:
     """The whole README.md, front matter first."""
     from huggingface_hub import ModelCard
 
-    sections = [_title(facts), _conversion(facts), _error(facts), _serving(facts), _hardware(facts), _provenance(facts)]
-    body = "\n\n".join(section.strip() for section in sections)
+    sections = [_title(facts), _conversion(facts), _error(facts), _serving(facts)]
+    sections += [needs_section(facts.needs), _hardware(facts), _provenance(facts)]
+    body = "\n\n".join(section.strip() for section in sections if section)
     return str(ModelCard(f"---\n{_front_matter(facts)}\n---\n\n{body}\n"))
 
 

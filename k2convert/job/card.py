@@ -1,16 +1,19 @@
 """What a result's card says: facts from the ledger, the config and the validation, and the report's files."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, REPORT_PICTURE_NAME
 from k2convert.errors import MissingDependencyError
+from k2convert.fit.needs import COLUMNS, Needs
 from k2convert.fit.serving import ENGINE_NAMES, Deployment, serve_command, usual_parallelism
+from k2convert.fit.weights import Tensor
 from k2convert.hub.card import ROLE_NAMES, CardCommand, CardFacts, build_card
 from k2convert.hub.card_calibration import CardCalibration, CardFeedback
+from k2convert.hub.card_needs import CardNeeds
 from k2convert.hub.source_card import SourceCard
 from k2convert.models import find_family
 from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
@@ -19,14 +22,25 @@ from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.report import write_report
 from k2convert.report.feedback import feedback_totals
+from k2convert.report.needs import result_needs
 from k2convert.validate.results import ValidationReport, validation_document
 
 
 def card_files(
-    folder: Path, *, repo: str, base_model: str | None, source: SourceCard, validation: ValidationReport
+    folder: Path,
+    *,
+    repo: str,
+    base_model: str | None,
+    source: SourceCard,
+    validation: ValidationReport,
+    tensors: Iterable[Tensor],
 ) -> dict[str, bytes]:
-    """Return the model card of a finished folder, and the report that it shows, by file name."""
-    files = report_files(folder, name=repo, validation=validation)
+    """Return the model card of a finished folder, and the report that it shows, by file name.
+
+    `tensors` are those of the result's shards, which need not be here.
+    """
+    needs = result_needs(folder, tensors)
+    files = report_files(folder, name=repo, validation=validation, needs=needs)
     has_picture = REPORT_PICTURE_NAME in files or (folder / REPORT_PICTURE_NAME).is_file()
     ledger, config = read_ledger(folder), read_json_file(folder / CONFIG_NAME)
     family, rule = find_family(str(ledger.family)).card, RULES[ledger.recipe["rule"]]
@@ -50,6 +64,7 @@ def card_files(
         has_power_of_two_scale=rule.has_power_of_two_scale,
         checked=validation.contract.summary,
         calibration=_card_calibration(ledger),
+        needs=None if needs is None else CardNeeds(needs.summary, COLUMNS, needs.rows, needs.note),
     )
     return files | {CARD_NAME: build_card(facts).encode()}
 
@@ -107,7 +122,7 @@ def _kept_parts(family: ModelCardFacts, roles: Sequence[str]) -> tuple[str, ...]
     return (*family.kept, *unconverted, *(("vision tower and projector",) if family.has_vision else ()))
 
 
-def report_files(folder: Path, *, name: str, validation: ValidationReport) -> dict[str, bytes]:
+def report_files(folder: Path, *, name: str, validation: ValidationReport, needs: Needs | None) -> dict[str, bytes]:
     """Return the report's files by file name, without those that the folder has already. `name` is the result's.
 
     Empty if the libraries that draw the report are not installed.
@@ -115,7 +130,7 @@ def report_files(folder: Path, *, name: str, validation: ValidationReport) -> di
     with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
         try:
             document = validation_document(validation)
-            files = write_report(folder=folder, out=Path(temporary), validation=document, name=name)
+            files = write_report(folder=folder, out=Path(temporary), validation=document, needs=needs, name=name)
         except MissingDependencyError:
             return {}
         made = [path for path in (files.page, files.markdown, files.picture) if path is not None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
-from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.sidecars import list_sidecars
@@ -69,7 +69,14 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
             validation,
         )
     files: dict[str, Path | bytes] = {name: folder / name for name in names}
-    extra = card_files(folder, repo=target.repo, base_model=job.source.repo, source=job.card, validation=validation)
+    extra = card_files(
+        folder,
+        repo=target.repo,
+        base_model=job.source.repo,
+        source=job.card,
+        validation=validation,
+        tensors=(output for shard in job.plan.jobs for output in shard.outputs),
+    )
     return uploads.commit_to_main(files=files | extra, message=_commit_message(target.repo)), validation
 
 
@@ -188,7 +195,12 @@ def publish_folder(
             raise CheckpointError(f"{folder / path}: changed after it was validated. Run the same command again.")
     files: dict[str, Path | bytes] = {str(path): folder / path for path in publication.others}
     extra = card_files(
-        folder, repo=target.repo, base_model=publication.base_model, source=publication.card, validation=validation
+        folder,
+        repo=target.repo,
+        base_model=publication.base_model,
+        source=publication.card,
+        validation=validation,
+        tensors=open_checkpoint(folder).tensors.values(),
     )
     shards = {name: (upload.sha256, upload.num_bytes) for name, upload in uploads.items()}
     return branch.commit_to_main(shards=shards, files=files | extra, message=_commit_message(target.repo))

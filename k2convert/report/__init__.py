@@ -3,6 +3,7 @@
     collect    journal, ledger and validation -> Report (figures), and what is missing
     checks     the document of a validation, parsed
     content    the words and rows that page and Markdown share; formatting: numbers as text
+    needs      memory and GPUs of a finished result
     calibration, calibration_charts     what a result was calibrated with, if it was
     feedback, feedback_charts           what rule feedback did in each layer, if that was the rule
     charts, heat_map, sheet, palette    matplotlib figures -> SVG in the page's colors
@@ -13,7 +14,7 @@ the same files. matplotlib (charts) and Jinja2 (escaping) are imported only when
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.names import REPORT_PAGE_NAME, REPORT_PICTURE_NAME, REPORT_TEXT_NAME
 from k2convert.errors import DestinationError
+from k2convert.fit.needs import Needs
 from k2convert.report.checks import read_checks
 from k2convert.report.collect import MeasuredError, collect_report
 from k2convert.report.figures import Report
@@ -45,13 +47,15 @@ def write_report(
     out: Path | None = None,
     validation: Mapping[str, Any] | None = None,
     measured: Mapping[str, MeasuredError] | None = None,
+    needs: Needs | None = None,
     name: str | None = None,
 ) -> ReportFiles:
     """Write the report on the conversion in `folder` into `out`, or into the folder itself.
 
     `validation` is the document of `validate --json`; without it the report says that nothing was checked. `measured`
-    are errors by module, used if there is no journal. `name` is the result's, by default the folder's. Raises
-    CheckpointError if the folder holds no conversion or a document is damaged, DestinationError if `out` is a file.
+    are errors by module, used if there is no journal. `needs` are the result's (see needs). `name` is the result's, by
+    default the folder's. Raises CheckpointError if the folder holds no conversion or a document is damaged,
+    DestinationError if `out` is a file.
     """
     from k2convert.report.markdown import render_markdown
     from k2convert.report.page import render_page
@@ -63,6 +67,7 @@ def write_report(
     checks = None if validation is None else read_checks(validation)
     made_on = datetime.now(UTC).date().isoformat()
     report = collect_report(folder=folder, validation=validation, measured=measured, name=name, made_on=made_on)
+    report = replace(report, needs=needs)
     page, picture = render_page(report, checks), render_picture(report)
     text = render_markdown(report, checks, page=REPORT_PAGE_NAME, picture=REPORT_PICTURE_NAME if picture else None)
     make_folder(target)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from k2convert.fit.needs import Needs
 from k2convert.models import locate_module
 from k2convert.models.names import ModulePlace, Role
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -90,6 +91,7 @@ class Report:
 
     `name` is what the result is called, `made_on` the day of the report in UTC (2026-01-31) or "" if it is not said.
     `totals` are by role and under "total". `validation` is the document that `validate --json` prints, or None.
+    `needs` is None if it is not known which GPUs hold the result.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Report:
     num_shards: int
     validation: Mapping[str, Any] | None
     missing: tuple[str, ...]
+    needs: Needs | None = None
 
     @property
     def total(self) -> WeightMetrics:

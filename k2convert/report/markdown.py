@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from k2convert.fit.needs import COLUMNS
 from k2convert.report import calibration, content, feedback
 from k2convert.report.checks import LAYER_COLUMNS, Checks
 from k2convert.report.figures import Report
@@ -43,6 +44,8 @@ def render_markdown(report: Report, checks: Checks | None, *, page: str, picture
         parts += ["### Worst tensors", _table(content.WORST_COLUMNS, rows)]
     if checks is not None:
         parts += _contract(checks)
+    if report.needs is not None:
+        parts += ["### Needs", escape(report.needs.summary), _table(COLUMNS, report.needs.rows), report.needs.note]
     parts += ["### Provenance", _table(("", ""), content.made_by(report), code_from=1)]
     parts.append(f"Every tensor, with charts: [{page}]({page}).")
     return "\n\n".join(parts) + "\n"

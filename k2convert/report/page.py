@@ -19,6 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from k2convert.fit.needs import COLUMNS
 from k2convert.report import calibration as calibration_words
 from k2convert.report import content, feedback
 from k2convert.report.calibration_charts import draw_exponents, draw_tokens
@@ -75,6 +76,8 @@ def render_page(report: Report, checks: Checks | None) -> str:
         role_rows=content.role_rows(report),
         worst=list(zip(report.worst, content.worst_rows(report.worst), strict=True)),
         worst_columns=content.WORST_COLUMNS,
+        needs=report.needs,
+        needs_columns=COLUMNS,
         checks=checks,
         layer_columns=LAYER_COLUMNS,
         made_by=content.made_by(report),

@@ -21,5 +21,7 @@ def assert_published(server: LoopbackHub, local: Path, repo: str = "me/out", *, 
         if not name.startswith(".k2convert/") and name != "k2convert.json":  # the ledger names the source's commit
             assert server.store.read(repo, name) == path.read_bytes(), name
     for name in ("README.md", "report.md"):
-        assert checked in server.store.read(repo, name).decode(), name
+        text = server.store.read(repo, name).decode()
+        assert checked in text, name
+        assert "## Needs\n\nWeights: " in text, name
     assert not any(name.startswith(".k2convert") for name in stored.files())

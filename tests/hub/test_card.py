@@ -14,6 +14,7 @@ from loopback import LoopbackHub
 from k2convert.checkpoint.files import read_json_file
 from k2convert.hub.card import CardCommand, CardFacts, build_card
 from k2convert.hub.card_calibration import CardCalibration, CardFeedback
+from k2convert.hub.card_needs import CardNeeds
 from k2convert.hub.source_card import Licence, SourceCard, read_source_card
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
@@ -116,6 +117,18 @@ def test_every_engine_has_its_command_and_its_notes(facts: CardFacts) -> None:
     vllm, sglang = facts.serving
     assert f"vLLM:\n\n```bash\n{vllm.command}\n```\n\nSGLang:" in section
     assert f"SGLang:\n\n```bash\n{sglang.command}\n```\n\nIt needs an option.\n\nIt is new.\n" in section
+
+
+def test_needs_are_a_table_before_the_hardware(facts: CardFacts) -> None:
+    rows = (("4 x B200", "TP4", "674,048"), ("8 x H200", "TP8", "1,683,767"))
+    needs = CardNeeds("Weights: 595 GB.", ("GPUs", "layout", "KV tokens"), rows, "Computed.")
+    card = build_card(replace(facts, needs=needs))
+    assert "## Needs" not in build_card(facts)
+    section = card.split("## Needs\n\n")[1].split("\n\n## Hardware")[0]
+    assert section == (
+        "Weights: 595 GB.\n\n| GPUs | layout | KV tokens |\n| --- | --- | ---: |\n| 4 x B200 | TP4 | 674,048 |\n"
+        "| 8 x H200 | TP8 | 1,683,767 |\n\nComputed."
+    )
 
 
 def test_the_rule_and_what_was_kept_are_named(facts: CardFacts) -> None:

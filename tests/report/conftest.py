@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from k2convert.checkpoint.index import open_checkpoint
 from k2convert.report import ReportFiles, write_report
+from k2convert.report.needs import result_needs
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +35,9 @@ def validation(converted: Path, tiny: Path, run_cli: Any) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def reported(converted: Path, validation: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
     """A full report."""
-    return write_report(folder=converted, out=tmp_path_factory.mktemp("reported"), validation=validation)
+    needs = result_needs(converted, open_checkpoint(converted).tensors.values())
+    out = tmp_path_factory.mktemp("reported")
+    return write_report(folder=converted, out=out, validation=validation, needs=needs)
 
 
 @pytest.fixture

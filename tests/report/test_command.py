@@ -29,6 +29,7 @@ def test_report_with_source_shows_all_rules(folder: Path, tiny: Path, run_cli: A
     page = (folder / "report.html").read_text()
     assert "19 of 19" in page
     assert "144 tensors decoded" in page
+    assert "<h2>Needs</h2>" in page
 
 
 def test_folder_with_its_report_still_holds_the_contract(folder: Path, tiny: Path, run_cli: Any) -> None:

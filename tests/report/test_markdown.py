@@ -24,6 +24,16 @@ def test_headings_leave_the_first_level_to_the_card(reported: ReportFiles) -> No
     assert all(line.startswith(("## ", "### ")) for line in headings)
 
 
+def test_memory_and_gpus_are_those_of_the_result(reported: ReportFiles) -> None:
+    needs = reported.report.needs
+    assert needs is not None
+    assert needs.summary.startswith("Weights: 7.5 MB. KV cache: ")
+    assert ("1 x A100 80 GB", "TP1") in {row[:2] for row in needs.rows}
+    for text in (reported.markdown.read_text(), reported.page.read_text()):
+        assert needs.summary in text
+        assert all(cell in text for row in needs.rows for cell in row)
+
+
 def test_every_table_is_whole(reported: ReportFiles) -> None:
     blocks = [b.splitlines() for b in reported.markdown.read_text().split("\n\n") if b.startswith("|")]
     assert len(blocks) >= 5

@@ -81,7 +81,9 @@ def test_policy_allows_exactly_the_pages_script(reported: ReportFiles) -> None:
 
 
 def test_same_folder_gives_the_same_bytes(converted: Path, reported: ReportFiles, tmp_path: Path) -> None:
-    again = write_report(folder=converted, out=tmp_path, validation=reported.report.validation)
+    again = write_report(
+        folder=converted, out=tmp_path, validation=reported.report.validation, needs=reported.report.needs
+    )
     assert again.page.read_bytes() == reported.page.read_bytes()
     assert again.markdown.read_bytes() == reported.markdown.read_bytes()
     assert again.picture is not None
