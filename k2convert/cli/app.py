@@ -62,7 +62,9 @@ def _root(
 def inspect(source: InspectedArgument, as_json: JsonOption = False) -> None:
     """Say what a checkpoint is, from its headers, or what a statistics file says."""
     if Path(source).is_file():
-        _inspect_statistics(Path(source), as_json=as_json)
+        from k2convert.cli.statistics_view import inspect_statistics
+
+        inspect_statistics(Path(source), as_json=as_json)
         return
     from k2convert.checkpoint.names import LEDGER_NAME
     from k2convert.cli import console
@@ -82,19 +84,6 @@ def inspect(source: InspectedArgument, as_json: JsonOption = False) -> None:
         console.print_next(console.command("k2convert", "run", source, "DEST", "--dry-run"))
     elif found.nvfp4_projections and is_result:
         console.print_next(console.command("k2convert", "validate", source))
-
-
-def _inspect_statistics(path: Path, *, as_json: bool) -> None:
-    from k2convert.calibrate.statistics import open_statistics
-    from k2convert.cli import console
-    from k2convert.cli.statistics_view import show_statistics, statistics_document
-
-    found = open_statistics(path)
-    if as_json:
-        console.print_json(statistics_document(found))
-        return
-    show_statistics(found)
-    console.print_next(console.command("k2convert", "run", "SOURCE", "DEST", "--statistics", path))
 
 
 @app.command()

@@ -1,14 +1,25 @@
 """How a statistics file is shown: a table for people, plain data for --json."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from k2convert.calibrate.columns import Calibration
 from k2convert.calibrate.layer_statistics import LayerStatistics
-from k2convert.calibrate.statistics import Statistics
-from k2convert.cli.console import print_line, print_table
+from k2convert.calibrate.statistics import Statistics, open_statistics
+from k2convert.cli.console import command, print_json, print_line, print_next, print_table
 from k2convert.errors import shortened
+
+
+def inspect_statistics(path: Path, *, as_json: bool) -> None:
+    """Show a statistics file; raises CalibrationError if it is not one."""
+    found = open_statistics(path)
+    if as_json:
+        print_json(statistics_document(found))
+        return
+    show_statistics(found)
+    print_next(command("k2convert", "run", "SOURCE", "DEST", "--statistics", path))
 
 
 def statistics_document(statistics: Statistics) -> dict[str, Any]:
