@@ -5,9 +5,11 @@ from typing import Any
 
 import typer
 
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
 from k2convert.cli.fit_options import FitOptions
-from k2convert.cli.fit_view import fit_document, holder_document, show_fit, show_holders, speed_document
+from k2convert.cli.fit_serving import serve_commands, serving_document, show_serving
+from k2convert.cli.fit_view import fit_document, fit_notes, holder_document, show_fit, show_holders, speed_document
 from k2convert.cli.options import parse_size
 from k2convert.fit.gpus import GPUS, Gpu, find_gpu
 from k2convert.fit.layouts import complete_layout
@@ -31,7 +33,7 @@ def fit(options: FitOptions) -> None:
         utilization=options.utilization,
         overhead_bytes=parse_size(options.overhead),
     )
-    asked = _Asked(options.checkpoint, subject, settings)
+    asked = _Asked(options.checkpoint, opened.checkpoint, subject, settings)
     if gpu is None or options.count is None:
         _answer_all(asked, gpu, as_json=options.as_json)
     else:
@@ -45,6 +47,7 @@ class _Asked:
     """The checkpoint as the user named it, what it is, and the user's settings."""
 
     name: str
+    checkpoint: Checkpoint
     subject: Subject
     settings: Settings
 
@@ -97,11 +100,13 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int, options: FitOptions) -> Non
     fit = fit_layout(subject.weights, subject.shape, layout, memory_bytes=gpu.memory_bytes, settings=settings)
     holder = Holder(gpu, fit)
     estimates = _estimates(subject, holder) if options.estimate else []
+    commands = serve_commands(subject, asked.checkpoint, holder, options=options)
     if options.as_json:
         one = holder_document(holder, subject, settings) | speed_document(subject, holder, estimates)
-        console.print_json(asked.document(fits=[one]))
+        console.print_json(asked.document(fits=[one | serving_document(commands)]))
         return
     show_fit(asked.name, subject, settings, holder, estimates)
+    show_serving(commands, known=fit_notes(holder, settings))
 
 
 def _estimates(subject: Subject, holder: Holder) -> list[EstimatedSpeed]:

@@ -8,13 +8,10 @@ from k2convert.cli.console import format_bytes, print_line, print_note, print_ta
 from k2convert.fit.gpus import NVFP4_NOTES
 from k2convert.fit.memory import KV_BYTES, Fit, Settings
 from k2convert.fit.search import Holder, fp8_and_bf16_tokens
+from k2convert.fit.serving import FP8_NOTE
 from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, published_speeds, speed_ceiling
 from k2convert.fit.subject import Subject
 
-_FP8_NOTE = (
-    "an FP8 KV cache without scales costs long context: 36 % in BABILong at 256k, 47 % with scales, 51 % in BF16 "
-    "(GLM-5.3). The checkpoints of this family have no scales."
-)
 _DP_NOTE = (
     "DP attention as vLLM runs it (data parallelism): all weights but the experts are on every GPU. SGLang "
     "splits shared experts and dense MLP."
@@ -62,7 +59,7 @@ def holder_document(holder: Holder, subject: Subject, settings: Settings) -> dic
             "kv_bytes_per_token": fit.kv_bytes_per_token,
         },
         "nvfp4": holder.gpu.nvfp4,
-        "notes": _notes(holder, settings),
+        "notes": fit_notes(holder, settings),
     }
 
 
@@ -123,7 +120,7 @@ def show_fit(
     ]
     print_table("on the fullest GPU" if fit.layout.pipeline > 1 else "on each GPU", ("what", "bytes"), rows)
     _show_speed(subject, holder, estimates)
-    _show_notes(_notes(holder, settings))
+    _show_notes(fit_notes(holder, settings))
 
 
 def _verdict(fit: Fit, settings: Settings) -> str:
@@ -180,7 +177,8 @@ def _show_speed(subject: Subject, holder: Holder, estimates: Sequence[EstimatedS
         print_table("speeds of K2 with all its experts", columns, rows, left=(0, 2, 3, 4, 5))
 
 
-def _notes(holder: Holder, settings: Settings) -> list[str]:
+def fit_notes(holder: Holder, settings: Settings) -> list[str]:
+    """Return what to know about the answer for some GPUs."""
     notes = [f"{holder.gpu.title}: {NVFP4_NOTES[holder.gpu.nvfp4]}"]
     notes += [_DP_NOTE] if holder.fit.layout.data_attention else []
     return notes + _general_notes(settings)
@@ -191,7 +189,7 @@ def _general_notes(settings: Settings) -> list[str]:
         f"assumed: {format_bytes(settings.overhead_bytes)} on each GPU for activations, CUDA graphs and NCCL "
         "(--overhead). Published vLLM logs leave 2.5 to 3.5 GB for it on RTX PRO 6000, and 8.7 GB on H200."
     )
-    return [overhead, *([_FP8_NOTE] if settings.kv == "fp8" else [])]
+    return [overhead, *([FP8_NOTE] if settings.kv == "fp8" else [])]
 
 
 def _show_notes(notes: Sequence[str]) -> None:

@@ -10,16 +10,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from k2convert.checkpoint.files import mapping_or_empty
+from k2convert.checkpoint.layouts import quant_algo
 from k2convert.choices import Activations, Engine, Layout, ServedKvCache
 from k2convert.fit.gpus import NVFP4_NOTES, Gpu
 from k2convert.fit.layouts import Parallelism
-from k2convert.models.config import text_config
+from k2convert.models.config import find_quantization_config, text_config
 from k2convert.models.names import ModelCardFacts
 
 ENGINE_NAMES: Final[Mapping[Engine, str]] = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM"}
+FP8_NOTE: Final = (
+    "An FP8 KV cache without scales costs long context: 36 % in BABILong at 256k tokens, 47 % with scales, 51 % in "
+    "BF16 (GLM-5.3). k2convert writes no scales."
+)
 
 _USUAL_SIZES: Final = (8, 4, 2)
-_COLUMNS: Final = 88
+_COLUMNS: Final = 76
 _SPARK: Final = "dgx-spark"
 
 
@@ -102,6 +108,20 @@ def usual_parallelism(config: Mapping[str, Any]) -> Parallelism:
     width = text_config(config).get("moe_intermediate_size")
     fitting = (size for size in _USUAL_SIZES if isinstance(width, int) and width and width % (64 * size) == 0)
     return Parallelism(tensor=next(fitting, 1))
+
+
+def nvfp4_scheme(config: Mapping[str, Any]) -> tuple[Layout, Activations] | tuple[None, None]:
+    """Return the layout and activations of NVFP4 weights as config.json states them; Nones for other weights."""
+    _, quantization = find_quantization_config(config) or ("", {})
+    groups = mapping_or_empty(quantization.get("config_groups")).values()
+    has_scale = any(mapping_or_empty(group).get("input_activations") for group in groups)
+    if quantization.get("format") == "nvfp4-pack-quantized":
+        return "compressed-tensors", "w4a4" if has_scale else "w4a16"
+    algorithm = quantization.get("quant_algo")
+    if algorithm not in (quant_algo("w4a4"), quant_algo("w4a16")):
+        return None, None
+    is_weight_only = algorithm == quant_algo("w4a16") or (len(groups) > 0 and not has_scale)
+    return "modelopt", "w4a16" if is_weight_only else "w4a4"
 
 
 def serve_command(engine: Engine, deployment: Deployment) -> ServeCommand:
@@ -229,10 +249,7 @@ def _machines(engine: Engine, count: int) -> str:
 
 def _general_notes(deployment: Deployment) -> Iterator[str]:
     if deployment.kv_cache == "fp8":
-        yield (
-            "An FP8 KV cache without scales costs long context: BABILong (qa3, 256k tokens, GLM-5.3) scored 36 %, "
-            "with scales 47 %, with a BF16 cache 51 %."
-        )
+        yield FP8_NOTE
     if deployment.is_on_sparks:
         yield "Set NCCL_NVLS_ENABLE=0 on every DGX Spark of a cluster. Without it, NCCL may hang at the start."
     if deployment.gpu is not None and deployment.gpu.nvfp4 != "native" and deployment.layout is not None:

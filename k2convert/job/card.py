@@ -9,7 +9,7 @@ from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, REPORT_PICTURE_NAME
 from k2convert.errors import MissingDependencyError
 from k2convert.fit.needs import COLUMNS, Needs
-from k2convert.fit.serving import ENGINE_NAMES, Deployment, serve_command, usual_parallelism
+from k2convert.fit.serving import ENGINE_NAMES, Deployment, nvfp4_scheme, serve_command, usual_parallelism
 from k2convert.fit.weights import Tensor
 from k2convert.hub.card import ROLE_NAMES, CardCommand, CardFacts, build_card
 from k2convert.hub.card_calibration import CardCalibration, CardFeedback
@@ -73,10 +73,11 @@ def result_deployment(
     ledger: Ledger, config: Mapping[str, Any], *, model: str, revision: str | None = None
 ) -> Deployment:
     """Return how to serve a result that is at `model`, with as much tensor parallelism as is usual for its experts."""
+    layout, activations = nvfp4_scheme(config)
     return Deployment(
         model=model,
-        layout=ledger.recipe["layout"],
-        activations=ledger.recipe["activations"],
+        layout=layout,
+        activations=activations,
         family=find_family(str(ledger.family)).card,
         parallelism=usual_parallelism(config),
         kv_cache=ledger.recipe.get("kv_cache"),

@@ -88,6 +88,41 @@ def test_the_answer_about_one_layout(tiny: Path, answer: Answer) -> None:
     assert fit["speed"]["ceiling"] > 0
 
 
+def test_the_commands_that_serve_it_follow_from_what_was_asked(
+    tiny: Path, result: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--gpu", "b200", "--count", "2", "--ep", "2", "--kv", "fp8", "--utilization", "0.8")
+    [fit] = answer(tiny, *words)["fits"]
+    assert fit["serve"]["vllm"]["command"].startswith(
+        "vllm serve DEST --tensor-parallel-size 2 --enable-expert-parallel --kv-cache-dtype fp8 "
+        "--gpu-memory-utilization 0.8 --trust-remote-code"
+    )
+    assert fit["serve"]["sglang"]["command"].startswith("python3 -m sglang.launch_server --model-path DEST --tp-size 2")
+    assert fit["serve"]["tensorrt-llm"]["command"].startswith("trtllm-serve DEST --tp_size 2 --ep_size 2")
+    [fit] = answer(result, "--gpu", "b200", "--count", "2", "--dcp", "2")["fits"]
+    assert fit["serve"]["vllm"]["command"].startswith(f"vllm serve {result} --tensor-parallel-size 2")
+    assert fit["serve"]["tensorrt-llm"]["command"] is None
+    assert "no option for decode context" in fit["serve"]["tensorrt-llm"]["notes"][0]
+    [fit] = answer(tiny, "--memory", "2GB", "--count", "1")["fits"]
+    assert fit["serve"] == {}
+    capsys.readouterr()
+    assert command("fit", tiny, *words) == 0
+    shown = capsys.readouterr()
+    assert "vLLM:\nvllm serve DEST --tensor-parallel-size 2" in shown.out
+    assert shown.err.count("36 % in BABILong") == 1, "each note is said once"
+
+
+def test_requests_are_limited_only_where_the_longest_do_not_fit(tiny: Path, answer: Answer) -> None:
+    roomy = answer(tiny, "--gpu", "b200", "--count", "1")["fits"][0]
+    assert "--max-model-len" not in roomy["serve"]["vllm"]["command"]
+    longest = json.loads((tiny / "config.json").read_text())["max_position_embeddings"]
+    size = roomy["each"]["weights"] + roomy["each"]["kv_bytes_per_token"] * longest // 2
+    words = ("--memory", f"{size}B", "--count", "1", "--overhead", "1B", "--utilization", "1", "--context", "16")
+    [tight] = answer(tiny, *words)["fits"]
+    assert tight["holds"]
+    assert "--max-model-len 16 " in tight["serve"]["vllm"]["command"]
+
+
 def test_dp_attention_keeps_all_but_experts_and_adds_up_the_caches(tiny: Path, answer: Answer) -> None:
     words = (tiny, "--gpu", "b200", "--count", "2", "--kv", "fp8")
     [split], [whole] = answer(*words)["fits"], answer(*words, "--dp-attention")["fits"]

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import re
 import shlex
 import textwrap
@@ -13,10 +12,11 @@ from typing import Any, get_args
 import pytest
 
 from k2convert.checkpoint.files import read_json_file
-from k2convert.choices import Engine
+from k2convert.checkpoint.layouts import quantized_config
+from k2convert.choices import Activations, Engine, Layout
 from k2convert.fit.gpus import GPUS
 from k2convert.fit.layouts import Parallelism
-from k2convert.fit.serving import ENGINE_NAMES, Deployment, ServeCommand, serve_command, usual_parallelism
+from k2convert.fit.serving import ENGINE_NAMES, Deployment, ServeCommand, nvfp4_scheme, serve_command, usual_parallelism
 from k2convert.models.kimi import K2_5, K2_THINKING
 from k2convert.models.names import ModelCardFacts
 from scripts.engine_checks.deployments import commands, deployments
@@ -232,7 +232,7 @@ def test_blocks_and_lines_are_the_same_words_for_a_shell(engine: Engine) -> None
     for made in {made.words: made for made in commands(engine)}.values():
         assert tuple(shlex.split(made.line)) == made.words
         assert tuple(shlex.split(made.block.replace("\\\n", ""))) == made.words
-        assert all(len(line) <= 92 for line in made.block.splitlines())
+        assert all(len(line) <= 80 for line in made.block.splitlines())
     spaced = command(engine, model="it's my folder")
     assert "it's my folder" in shlex.split(spaced.line)
     assert "it's my folder" in shlex.split(spaced.block.replace("\\\n", ""))
@@ -244,12 +244,27 @@ def test_usual_tensor_parallelism_suits_the_experts_width(width: int | None, siz
         assert usual_parallelism(config) == Parallelism(tensor=size)
 
 
+def published(name: str) -> dict[str, Any]:
+    return read_json_file(ROOT / "tests" / "data" / "published-configs" / f"{name}_config.json")
+
+
+def test_the_scheme_of_nvfp4_weights_is_read_from_the_config() -> None:
+    for name in ("nvidia--Kimi-K2.5-NVFP4", "nvidia--Kimi-K2.6-NVFP4", "nvidia--Kimi-K2.7-Code-NVFP4"):
+        assert nvfp4_scheme(published(name)) == ("modelopt", "w4a4")
+    assert nvfp4_scheme(published("moonshotai--Kimi-K2.5")) == (None, None)
+    assert nvfp4_scheme({}) == (None, None)
+    for layout in get_args(Layout):
+        for activations in get_args(Activations):
+            config = quantized_config(
+                {}, layout=layout, activations=activations, kv_cache=None, excludes=[], version="1"
+            )
+            assert nvfp4_scheme(config) == (layout, activations)
+
+
 def test_commands_of_the_readme_are_the_functions() -> None:
-    config = json.loads((ROOT / "tests/data/published-configs/moonshotai--Kimi-K2.5_config.json").read_text())
-    made = deployment(model="Kimi-K2-Thinking-NVFP4", parallelism=usual_parallelism(config))
+    parallelism = usual_parallelism(published("moonshotai--Kimi-K2.5"))
+    made = deployment(model="Kimi-K2-Thinking-NVFP4", parallelism=parallelism)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     starts = "vllm serve|python3 -m sglang|trtllm-serve"
     indented = re.findall(rf"^    (?:{starts}).*(?:\n     .*)*", text, flags=re.MULTILINE)
-    assert [textwrap.dedent(block) for block in indented] == [
-        serve_command(engine, made).block for engine in ("vllm", *ENGINE_NAMES)
-    ]
+    assert [textwrap.dedent(block) for block in indented] == [serve_command(e, made).block for e in ENGINE_NAMES]
