@@ -240,11 +240,15 @@ def _tensorrt_llm_notes(deployment: Deployment) -> Iterator[str]:
 
 def _machines(engine: Engine, count: int) -> str:
     """Return how to start the command on machines with one GPU each."""
+    start = f"{ENGINE_NAMES[engine]}: start the command on all {count} machines"
     if engine == "tensorrt-llm":
-        return f"Start it on all {count} machines with mpirun: `trtllm-llmapi-launch` goes before `trtllm-serve`."
-    address = "--master-addr HOST" if engine == "vllm" else "--dist-init-addr HOST:25000"
-    headless = "; all but the first also get `--headless`" if engine == "vllm" else ""
-    return f"Start it on all {count} machines with `--nnodes {count} --node-rank R {address}`, R from 0{headless}."
+        return f"{start} with mpirun. `trtllm-llmapi-launch` goes before `trtllm-serve`."
+    if engine == "sglang":
+        return f"{start} with `--nnodes {count} --node-rank R --dist-init-addr HOST:25000`, R from 0."
+    return (
+        f"{start} with `--nnodes {count} --node-rank R --master-addr HOST`, R from 0. All but the first also get "
+        "`--headless`."
+    )
 
 
 def _general_notes(deployment: Deployment) -> Iterator[str]:
