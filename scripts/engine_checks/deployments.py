@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 
+from k2convert.choices import Engine
 from k2convert.fit.gpus import GPUS
 from k2convert.fit.layouts import Parallelism
 from k2convert.fit.serving import Deployment, ServeCommand, serve_command
@@ -47,6 +49,7 @@ def deployments() -> Iterator[Deployment]:
         )
 
 
-def commands(engine: str) -> list[ServeCommand]:
+@cache
+def commands(engine: Engine) -> tuple[ServeCommand, ...]:
     """Return every command of an engine that differs in its words or notes."""
-    return list(dict.fromkeys(serve_command(engine, deployment) for deployment in deployments()))
+    return tuple(dict.fromkeys(serve_command(engine, deployment) for deployment in deployments()))
