@@ -13,7 +13,7 @@ from k2convert.cli.fit_view import fit_document, fit_notes, holder_document, sho
 from k2convert.cli.options import parse_size
 from k2convert.fit.gpus import GPUS, Gpu, find_gpu
 from k2convert.fit.layouts import complete_layout
-from k2convert.fit.memory import Settings, fit_layout
+from k2convert.fit.memory import CONTEXT, Settings, fit_layout
 from k2convert.fit.search import Holder, find_holders
 from k2convert.fit.speed import EstimatedSpeed, estimate_speeds
 from k2convert.fit.subject import Subject, read_subject
@@ -28,7 +28,7 @@ def fit(options: FitOptions) -> None:
         subject = read_subject(opened.checkpoint, experts=options.experts)
     settings = Settings(
         kv=options.kv or subject.kv,
-        context=options.context,
+        context=options.context or CONTEXT,
         requests=options.requests,
         utilization=options.utilization,
         overhead_bytes=parse_size(options.overhead),
@@ -38,7 +38,7 @@ def fit(options: FitOptions) -> None:
         _answer_all(asked, gpu, as_json=options.as_json)
     else:
         _answer_one(asked, gpu, options.count, options)
-    if not options.as_json and subject.recipe is not None:
+    if not options.as_json and subject.recipe is not None and options.experts is None:
         console.print_next(console.command("k2convert", "run", options.checkpoint, "DEST", "--dry-run"))
 
 

@@ -37,7 +37,9 @@ class FitOptions:
     kv: Annotated[
         ServedKvCache | None, typer.Option(help="KV cache [default: as config.json declares, else bf16].")
     ] = None
-    context: Annotated[int, typer.Option(min=1, help="Tokens of one request, prompt and answer.")] = 8192
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one request, prompt and answer [default: 8192].")
+    ] = None
     requests: Annotated[int, typer.Option(min=1, help="Requests at one time.")] = 1
     utilization: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Share of the memory that the engine may use.")

@@ -20,7 +20,8 @@ ServeCommands = Mapping[Engine, ServeCommand]
 def serve_commands(subject: Subject, checkpoint: Checkpoint, holder: Holder, *, options: FitOptions) -> ServeCommands:
     """Return the command of each engine, empty if the GPUs do not hold the model.
 
-    A source is served as the result DEST of its recipe. Requests are limited only if the model's longest do not fit.
+    A source is served as the result DEST of its recipe. Requests are limited to the context asked for, or to the cache:
+    an engine refuses to start if the model's longest request does not fit.
     """
     if not holder.fit.holds:
         return {}
@@ -35,7 +36,8 @@ def serve_commands(subject: Subject, checkpoint: Checkpoint, holder: Holder, *, 
         family=subject.family.card,
         parallelism=holder.fit.layout,
         gpu=holder.gpu,
-        context=options.context if longest is not None and holder.fit.longest < longest else None,
+        context=options.context
+        or (holder.fit.longest if longest is not None and holder.fit.longest < longest else None),
         kv_cache=options.kv,
         utilization=None if options.utilization == UTILIZATION else options.utilization,
         revision=None if recipe is not None or repo is None else repo.revision,

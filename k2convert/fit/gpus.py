@@ -14,7 +14,7 @@ Nvfp4Kind = Literal["native", "slow", "marlin", "unknown"]
 """How a GPU computes with NVFP4: in hardware; in hardware, but with kernels that are slow today; as weight-only."""
 
 NVFP4_NOTES: Final[dict[Nvfp4Kind, str]] = {
-    "native": "NVFP4 runs in hardware: 4-bit weights and activations.",
+    "native": "NVFP4 runs in hardware. Weight-only checkpoints keep 16-bit activations.",
     "slow": (
         "NVFP4 runs in hardware, but its kernels are slow today: on 8 RTX PRO 6000, INT4 by Marlin has 90 tok/s "
         "against 53-55."

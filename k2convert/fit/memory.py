@@ -25,6 +25,9 @@ from k2convert.models.names import Role
 
 KV_BYTES: Final[dict[ServedKvCache, int]] = {"fp8": 1, "bf16": 2}
 
+CONTEXT: Final = 8192
+"""The length of a request if the user does not say."""
+
 UTILIZATION: Final = 0.92
 """The share of memory that vLLM 0.33 takes by default."""
 
@@ -43,7 +46,7 @@ class Settings:
     """What a user can set about memory. A request has up to `context` tokens, prompt and answer."""
 
     kv: ServedKvCache = "fp8"
-    context: int = 8192
+    context: int = CONTEXT
     requests: int = 1
     utilization: float = UTILIZATION
     overhead_bytes: int = OVERHEAD_BYTES

@@ -22,6 +22,14 @@ def command(*words: object) -> int:
     return ended.value.code
 
 
+def changed_copy(source: Path, folder: Path, **config: int | None) -> None:
+    """Copy a checkpoint with other values in config.json; None removes one."""
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    found = json.loads((source / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+
 @pytest.fixture
 def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
     """The document of `fit ... --json`."""
@@ -110,6 +118,13 @@ def test_the_commands_that_serve_it_follow_from_what_was_asked(
     shown = capsys.readouterr()
     assert "vLLM:\nvllm serve DEST --tensor-parallel-size 2" in shown.out
     assert shown.err.count("36 % in BABILong") == 1, "each note is said once"
+
+
+def test_a_cache_shorter_than_the_model_limits_the_request(tiny: Path, tmp_path: Path, answer: Answer) -> None:
+    changed_copy(tiny, tmp_path, max_position_embeddings=262_144)
+    [fit] = answer(tmp_path, "--memory", "4GB", "--count", "1", "--overhead", "3.66GB")["fits"]
+    assert 8192 < fit["longest_request"] < 262_144
+    assert f"--max-model-len {fit['longest_request']} " in fit["serve"]["vllm"]["command"]
 
 
 def test_requests_are_limited_only_where_the_longest_do_not_fit(tiny: Path, answer: Answer) -> None:
@@ -201,11 +216,7 @@ def test_options_that_need_others_are_usage_errors(
 
 
 def test_other_attention_is_refused(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in tiny.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    config = json.loads((tiny / "config.json").read_text())
-    del config["kv_lora_rank"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    changed_copy(tiny, tmp_path, kv_lora_rank=None)
     assert command("fit", tmp_path) == 1
     assert "kv_lora_rank is None, expected a count" in capsys.readouterr().err
 
