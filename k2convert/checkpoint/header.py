@@ -13,6 +13,7 @@ times ten, whether it holds data or not.
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,11 @@ _DTYPES: Final = {dtype: dtype for dtype in DTYPE_BYTES}  # JSON gives a new str
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The place of one tensor: `begin` and `end` are byte offsets from the start of the file `shard`."""
+    """The place of one tensor: `begin` and `end` are byte offsets from the start of the file `shard`.
+
+    `rows` are the rows of the file's tensor that this tensor has, in order; None for all. `shape` and `num_bytes` are
+    those of these rows.
+    """
 
     name: str
     dtype: str
@@ -45,10 +50,13 @@ class TensorInfo:
     begin: int
     end: int
     shard: str
+    rows: tuple[int, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.end - self.begin
+        if self.rows is None:
+            return self.end - self.begin
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,12 +61,23 @@ class ShardReader:
 
     def read(self, tensor: TensorInfo, *, begin: int = 0, end: int | None = None) -> Bytes:
         """Return bytes [begin, end) of one tensor as a new uint8 array; raises SourceReadError."""
+        if tensor.rows is not None:
+            return self._rows(tensor, tensor.rows)[begin:end]
         begin, end = tensor.begin + begin, tensor.begin + (tensor.num_bytes if end is None else end)
+        return self._bytes(tensor, begin, end, is_last_use=True)
+
+    def _rows(self, tensor: TensorInfo, rows: tuple[int, ...]) -> Bytes:
+        """Return the chosen rows. Each part of them reads the whole tensor, so it stays in a shrinking file."""
+        whole = self._bytes(tensor, tensor.begin, tensor.end, is_last_use=False)
+        return whole.reshape(-1, tensor.num_bytes // len(rows))[list(rows)].reshape(-1)
+
+    def _bytes(self, tensor: TensorInfo, begin: int, end: int, *, is_last_use: bool) -> Bytes:
+        """Return bytes [begin, end) of the tensor's file."""
         if begin == end:
             return _NOTHING
         try:
             data = self._read(tensor, begin, end)
-            if tensor.shard in self._shrinking:
+            if is_last_use and tensor.shard in self._shrinking:
                 self._shrinking[tensor.shard].consume(begin, end)
         except SourceReadError:
             raise

@@ -7,6 +7,7 @@ from k2convert.checkpoint.layouts import QUANTIZATION_KEYS
 from k2convert.errors import PlanError, quoted
 from k2convert.models.names import Architecture
 
+EXPERTS_KEY: Final = "n_routed_experts"
 MAX_COUNT: Final = 100_000  # layers and experts are enumerated, so an absurd count would take all memory
 
 
@@ -39,7 +40,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         num_layers=num_layers,
         num_dense_layers=num_dense,
         moe_layers=tuple(i for i in range(num_dense, num_layers) if i % frequency == 0),
-        num_experts=count("n_routed_experts"),
+        num_experts=count(EXPERTS_KEY),
         hidden_size=count("hidden_size"),
         moe_intermediate_size=count("moe_intermediate_size"),
     )

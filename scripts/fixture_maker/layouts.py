@@ -73,31 +73,35 @@ def make_split(out: Path) -> Path:
     return write_small(checkpoint, out)
 
 
+def reap_survivors() -> dict[int, tuple[int, ...]]:
+    """Return the experts that `make_reap` keeps, by MoE layer: numbers in the tiny checkpoint, ascending."""
+    config = read_small(TINY).config
+    generator = torch.Generator().manual_seed(0)
+    return {
+        layer: tuple(torch.randperm(config["n_routed_experts"], generator=generator)[:_NUM_KEPT].sort().values.tolist())
+        for layer in range(config["first_k_dense_replace"], config["num_hidden_layers"])
+    }
+
+
 def make_reap(out: Path) -> Path:
     """Prune every layer to 10 experts, renumbered 0..9, and cut router rows, bias and config to match."""
     checkpoint = read_small(TINY)
-    config = checkpoint.config
-    generator = torch.Generator().manual_seed(0)
-    moe_layers = range(config["first_k_dense_replace"], config["num_hidden_layers"])
-    kept = {
-        layer: torch.randperm(config["n_routed_experts"], generator=generator)[:_NUM_KEPT].sort().values
-        for layer in moe_layers
-    }
+    kept = reap_survivors()
     for shard, members in checkpoint.shards.items():
         pruned = {}
         for name, tensor in members.items():
             if ".mlp.experts." in name:
                 head, tail = name.split(".mlp.experts.")
                 expert, rest = tail.split(".", 1)
-                survivors = kept[int(head.rsplit(".", 1)[1])].tolist()
+                survivors = kept[int(head.rsplit(".", 1)[1])]
                 if int(expert) in survivors:
                     pruned[f"{head}.mlp.experts.{survivors.index(int(expert))}.{rest}"] = tensor
             elif ".mlp.gate." in name:
-                pruned[name] = tensor[kept[int(name.split(".layers.")[1].split(".")[0])]]
+                pruned[name] = tensor[list(kept[int(name.split(".layers.")[1].split(".")[0])])]
             else:
                 pruned[name] = tensor
         checkpoint.shards[shard] = pruned
-    config["n_routed_experts"] = _NUM_KEPT
+    checkpoint.config["n_routed_experts"] = _NUM_KEPT
     return write_small(checkpoint, out)
 
 
