@@ -8,7 +8,7 @@ run can tell what was done.
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +20,7 @@ from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteRepo, fetch_small_files, mark_other_files, open_remote, resolve_source
 from k2convert.hub.source_card import SourceCard, read_source_card_file
 from k2convert.models.projections import SOURCE_REMEDY
+from k2convert.records.pruning import PruningRecord
 
 WORK_ROOT: Final = Path("k2convert-work")
 _REMOTE_REMEDY: Final = "The repository is incomplete or damaged: choose a different revision, or tell its owner."
@@ -27,10 +28,19 @@ _REMOTE_REMEDY: Final = "The repository is incomplete or damaged: choose a diffe
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened source. `remote` is None for a folder."""
+    """An opened source. `remote` is None for a folder.
+
+    If `pruning` is set, `checkpoint` has the kept experts alone, and `whole` is the source with all of them.
+    """
 
     checkpoint: Checkpoint
     remote: RemoteRepo | None = None
+    pruning: PruningRecord | None = None
+    whole: Checkpoint | None = None
+
+    def pruned(self, pruning: PruningRecord) -> "Source":
+        """Return the source with the kept experts alone; raises PlanError if they are not of this model."""
+        return replace(self, checkpoint=pruning.view(self.checkpoint), pruning=pruning, whole=self.checkpoint)
 
     @property
     def card(self) -> SourceCard:

@@ -91,6 +91,8 @@ def _config(config: Mapping[str, Any], count: int) -> dict[str, Any]:
 def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[str, Any]) -> None:
     """Refuse a list that does not fit the model, or with which its router could not choose (PlanError)."""
     total, layers = architecture.num_experts, architecture.moe_layers
+    if not layers:
+        raise PlanError("the model has no MoE layers, so no experts can be chosen. Leave out the list of experts.")
     if wrong := sorted(set(kept.layers) ^ set(layers)):
         where = "has no layer" if wrong[0] in layers else "names the layer"
         raise PlanError(

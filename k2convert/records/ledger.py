@@ -7,11 +7,11 @@ form. It is written once every shard is recorded.
 import json
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from k2convert import __version__
 from k2convert.checkpoint.files import dump_json, mapping_or_empty, read_json_file
@@ -24,7 +24,10 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metri
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.fingerprint import fingerprint_digest
+from k2convert.records.pruning import PruningRecord
 from k2convert.records.shard_record import ShardRecord
+
+T = TypeVar("T")
 
 TOTAL: Final = "total"
 _REMEDY: Final = "Delete the file and run the conversion again: the file is written again from the records."
@@ -44,8 +47,8 @@ class Ledger:
     """The content of k2convert.json.
 
     `recipe` is the resolved recipe as plain data. `headers` maps source shards to the digests of their headers.
-    `totals` maps roles, and "total", to metrics. `calibration` is None for a result made without statistics. A damaged
-    file gives the parts that could be read, and `problems`.
+    `totals` maps roles, and "total", to metrics. `calibration` is None for a result made without statistics, `pruning`
+    for one with all experts. A damaged file gives the parts that could be read, and `problems`.
     """
 
     tool_version: str
@@ -59,6 +62,7 @@ class Ledger:
     shards: dict[str, LedgerShard]
     totals: dict[str, WeightMetrics]
     calibration: CalibrationRecord | None = None
+    pruning: PruningRecord | None = None
     problems: tuple[str, ...] = field(default=())
 
     @property
@@ -84,7 +88,7 @@ class Ledger:
             name: {"blake3": shard.blake3, "bytes": shard.num_bytes, "tensors": shard.num_tensors}
             for name, shard in sorted(self.shards.items())
         }
-        calibration = {} if self.calibration is None else {"calibration": self.calibration.to_dict()}
+        parts = {"calibration": self.calibration, "pruning": self.pruning}
         return dump_json(
             {
                 "k2convert": self.tool_version,
@@ -99,7 +103,7 @@ class Ledger:
                 "versions": self.versions,
                 "shards": shards,
                 "totals": {role: metrics.to_dict() for role, metrics in self.totals.items()},
-                **calibration,
+                **{name: part.to_dict() for name, part in parts.items() if part is not None},
             }
         )
 
@@ -113,11 +117,12 @@ def build_ledger(
     repo: str | None,
     devices: Sequence[str],
     calibration: CalibrationRecord | None = None,
+    pruning: PruningRecord | None = None,
 ) -> Ledger:
     """Build the ledger of a finished job.
 
     `repo` is the source's repository on the Hub, if it has one. `devices` are those that converted: "cpu", "cuda:0".
-    `calibration` says which statistics were used, if any were.
+    `calibration` says which statistics were used, `pruning` which experts are kept, if any were.
     """
     return Ledger(
         tool_version=__version__,
@@ -133,6 +138,7 @@ def build_ledger(
         },
         totals=summarize(records.values()),
         calibration=calibration,
+        pruning=pruning,
     )
 
 
@@ -200,7 +206,8 @@ def parse_ledger(document: Mapping[str, Any]) -> Ledger:
         versions={name: str(value) for name, value in stated.items()},
         shards=_parse_shards(_object(document, "shards", problems), problems),
         totals=_parse_totals(_object(document, "totals", problems), problems),
-        calibration=_parse_calibration(document, problems),
+        calibration=_parse_part(document, "calibration", CalibrationRecord.from_dict, problems),
+        pruning=_parse_part(document, "pruning", PruningRecord.from_dict, problems),
         problems=tuple(problems),
     )
 
@@ -244,13 +251,14 @@ def _parse_totals(stated: dict[str, Any], problems: list[str]) -> dict[str, Weig
     return totals
 
 
-def _parse_calibration(document: Mapping[str, Any], problems: list[str]) -> CalibrationRecord | None:
-    if "calibration" not in document:
+def _parse_part(document: Mapping[str, Any], name: str, parse: Callable[[Any], T], problems: list[str]) -> T | None:
+    """Return a part that only some results have; None, with a problem, if it is damaged."""
+    if name not in document:
         return None
     try:
-        return CalibrationRecord.from_dict(document["calibration"])
+        return parse(document[name])
     except ValueError as error:
-        problems.append(f"calibration: {error}")
+        problems.append(f"{name}: {error}")
         return None
 
 
@@ -269,3 +277,11 @@ def read_ledger(folder: Path) -> Ledger:
     if ledger.problems:
         raise CheckpointError(f"{folder / LEDGER_NAME}: {ledger.problems[0]}. {_REMEDY}")
     return ledger
+
+
+def pruned_source(source: Checkpoint, ledger: Ledger | None) -> Checkpoint:
+    """Return a result's source with the experts that the result's ledger keeps; raises PlanError if they do not fit.
+
+    The source as it is, if the result keeps all experts or has no ledger.
+    """
+    return source if ledger is None or ledger.pruning is None else ledger.pruning.view(source)
