@@ -16,8 +16,8 @@ Activations = Literal["w4a4", "w4a16"]
 QuantizerKind = Literal["native", "reference"]
 """k2convert's own arithmetic, or compressed-tensors followed by ModelOpt."""
 
-Target = Literal["nvfp4", "bf16"]
-"""What weights become."""
+Target = Literal["nvfp4", "bf16", "int4"]
+"""What weights become. With int4 they stay as they are, and experts are dropped."""
 
 RoleName = Literal["experts", "shared_experts", "dense_mlp"]
 """The roles whose weights a recipe may convert."""

@@ -19,7 +19,8 @@ layer. Saliency, as REAP defines it, is not. A dense MLP is one expert that gets
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -77,6 +78,17 @@ class LayerStatistics:
     def is_dense(self) -> bool:
         """Whether the MLP is dense: one expert, no shared ones."""
         return self.num_experts == 1 and self.shared_down_mean_square is None
+
+    def of_experts(self, experts: Sequence[int]) -> LayerStatistics:
+        """Return the statistics of a layer that has these experts alone, numbered 0, 1, 2, ... in this order."""
+        rows = list(experts)
+        return replace(
+            self,
+            down_mean_square=self.down_mean_square[rows],
+            down_amax=self.down_amax[rows],
+            tokens=self.tokens[rows],
+            saliency=self.saliency[rows],
+        )
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by their names in the file (without the layer), in the order of the file."""

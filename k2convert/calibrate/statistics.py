@@ -32,6 +32,7 @@ from k2convert.calibrate.layer_statistics import TENSORS, LayerStatistics
 from k2convert.checkpoint.files import parse_json, pieces, write_atomically
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, encode_header, read_header
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, quoted, shortened
+from k2convert.records.pruning import PruningRecord
 
 FORMAT: Final = "k2convert statistics"
 FORMAT_VERSION: Final = "1"
@@ -64,7 +65,8 @@ class StatisticsHeader:
 class Statistics:
     """An open statistics file. Layers are read and checked when they are asked for; any thread may ask.
 
-    `digest` is the blake3 of the file, `layers` the numbers of its layers in order. The rest is StatisticsHeader's.
+    `digest` is the blake3 of the file, `layers` the numbers of its layers in order. `pruning` leaves out the experts
+    that it does not keep. The rest is StatisticsHeader's.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Statistics:
         norms: dict[int, str],
         shard: ShardHeader,
         identity: tuple[int, ...],
+        pruning: PruningRecord | None = None,
     ) -> None:
         self.path = path
         self.digest = digest
@@ -89,12 +92,16 @@ class Statistics:
         self.layers = tuple(sorted(norms))
         self._norms = norms
         self._shard = shard
-        self._identity = identity
+        self._header, self._identity, self._pruning = header, identity, pruning
         self._cache: OrderedDict[int, LayerStatistics] = OrderedDict()
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.path, self.digest)
+        return _reopen, (self.path, self.digest, self._pruning)
+
+    def keep_experts(self, pruning: PruningRecord) -> Statistics:
+        """Return the same statistics without the experts that are not kept, which have their numbers in the result."""
+        return Statistics(self.path, self.digest, self._header, self._norms, self._shard, self._identity, pruning)
 
     def layer(self, number: int) -> LayerStatistics:
         """Return one layer; CalibrationError if the file does not have it or its values cannot be used."""
@@ -124,9 +131,22 @@ class Statistics:
         except ValueError:
             raise CalibrationError(f"{self.path}: changed while it was used. {REMEDY}") from None
         try:
-            return LayerStatistics(number, self._norms[number], **arrays)
+            layer = LayerStatistics(number, self._norms[number], **arrays)
         except CalibrationError as error:
             raise CalibrationError(f"{self.path}: {error}. {REMEDY}") from None
+        return layer if self._pruning is None else self._pruned(layer, self._pruning)
+
+    def _pruned(self, layer: LayerStatistics, pruning: PruningRecord) -> LayerStatistics:
+        kept = pruning.kept.layers.get(layer.layer)
+        if kept is None:
+            return layer
+        if layer.num_experts != pruning.num_source_experts:
+            raise CalibrationError(
+                f"{self.path}: layer {layer.layer} has {layer.num_experts} experts, but the source has "
+                f"{pruning.num_source_experts}: these statistics are of a different model. Make them for this source "
+                "with `k2convert calibrate`."
+            )
+        return layer.of_experts(kept)
 
 
 def _read_array(file: BinaryIO, tensor: TensorInfo) -> NDArray[Any]:
@@ -201,12 +221,12 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _reopen(path: Path, digest: str) -> Statistics:
+def _reopen(path: Path, digest: str, pruning: PruningRecord | None) -> Statistics:
     """Open in another process what was opened in this one."""
     found = open_statistics(path)
     if found.digest != digest:
         raise CalibrationError(f"{path}: changed while it was used. {REMEDY}")
-    return found
+    return found if pruning is None else found.keep_experts(pruning)
 
 
 def _parse_metadata(stated: Mapping[str, str]) -> tuple[StatisticsHeader, dict[int, str]]:

@@ -166,7 +166,22 @@ class RunOptions:
             help="Exact scaling of channels by statistics or text [default: on for w4a4, and for text].",
         ),
     ] = None
-    to: Annotated[Target | None, typer.Option(help="NVFP4, or only the dequantized BF16 copy.")] = None
+    keep_experts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Experts to keep: a list, a REAP report, or scores (statistics of `calibrate`) with --experts.",
+            show_default=False,
+        ),
+    ] = None
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="How many experts a layer to keep, by the scores of --keep-experts.")
+    ] = None
+    to: Annotated[
+        Target | None,
+        typer.Option(
+            "--to", "--target", help="NVFP4, only the dequantized BF16 copy, or INT4 as it is (for --keep-experts)."
+        ),
+    ] = None
     kv_cache: Annotated[KvCache | None, typer.Option(help="Declare an FP8 KV cache in the config.")] = None
     input_scale: Annotated[
         float | None,
@@ -263,8 +278,9 @@ def recipe_overrides(options: RunOptions) -> dict[str, Any]:
         "--input-scale and --down-input-scale": scales,
     }
     given = [name for name, value in for_nvfp4.items() if value is not None]
-    if options.to == "bf16" and given:
-        raise typer.BadParameter(f"--to bf16 only dequantizes the weights: leave out {', '.join(given)}")
+    if options.to in ("bf16", "int4") and given:
+        does = "dequantizes the weights" if options.to == "bf16" else "drops experts"
+        raise typer.BadParameter(f"--to {options.to} only {does}: leave out {', '.join(given)}")
     check_kv_cache(options.layout, options.kv_cache)
     rule = _check_text(options) if has_text(options) else options.rule
     if options.quantizer == "reference":  # it has only one rule
@@ -284,6 +300,8 @@ def recipe_overrides(options: RunOptions) -> dict[str, Any]:
         "quantizer": options.quantizer,
         "norm_scaling": options.norm_scaling,
         "target": options.to,
+        "keep_experts": None if options.keep_experts is None else str(options.keep_experts),
+        "experts": options.experts,
         "kv_cache": options.kv_cache,
         "input_scale": scales,
     }

@@ -41,6 +41,7 @@ from k2convert.hub.xet import bound_memory
 from k2convert.job.estimate import estimate
 from k2convert.job.execute import Outcome, execute
 from k2convert.job.feedback_plan import FeedbackPlan
+from k2convert.job.kept_experts import prune_source
 from k2convert.job.machine import has_driver
 from k2convert.job.places import Destination, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
@@ -74,6 +75,7 @@ def run(options: RunOptions) -> None:
             raise typer.BadParameter("--max-disk only applies to hf:// sources or destinations")
         recipe = choose_recipe(source.checkpoint, options.recipe, overrides)
         check_kv_cache(recipe.layout, recipe.kv_cache)
+        source = prune_source(source, recipe, hub=hub)
         job = prepare(
             source=source,
             destination=destination,

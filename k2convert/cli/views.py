@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from k2convert.calibrate.columns import MIN_TOKENS
 from k2convert.cli.console import format_bytes, format_rate, format_seconds, print_line, print_table
+from k2convert.cli.pruning_view import pruning_document, show_pruning
 from k2convert.hub.branch import branch_name
 from k2convert.job.estimate import Estimate
 from k2convert.job.prepare import Job
@@ -51,7 +52,7 @@ def plan_document(job: Job, *, source: str) -> dict[str, Any]:
             for shard in plan.jobs
         ],
     }
-    document |= calibration_document(job)
+    document |= calibration_document(job) | pruning_document(job)
     return document | _hub_document(job) if job.uses_hub else document
 
 
@@ -137,6 +138,7 @@ def show_plan(job: Job, *, source: str) -> None:
     ]
     print_table("tensors", ("action", "source tensors", "in", "result tensors", "out"), rows)
     print_line("convert includes the tensors under drop: weight_shape becomes the result's shape")
+    show_pruning(job)
     _show_calibration(job)
     if job.uses_hub:
         _show_hub(job)
@@ -203,6 +205,7 @@ def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) 
         "tensor_bytes_out": job.plan.data_bytes,
         "totals": {role: metrics_document(metrics) for role, metrics in totals.items()},
         **calibration_document(job),
+        **pruning_document(job),
     }
 
 
@@ -222,6 +225,7 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
     if rows:
         columns = ("role", "weights", "SQNR", "relative MSE", "error / plain", "error / bound")
         print_table("weight error against the source", columns, rows)
+    show_pruning(job)
     fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
     rate = f", {format_bytes(fresh / seconds)}/s in" if fresh and seconds else ""
     print_line(f"{job.destination.folder}: {len(job.plan.jobs)} shards, {format_seconds(seconds)}{rate}")
@@ -253,6 +257,7 @@ def status_document(state: JobState) -> dict[str, Any]:
         "resume": None if state.command is None else state.command.line(here=str(Path.cwd())),
         "recipe": state.job.recipe,
         "fingerprint": state.job.fingerprint,
+        **({} if state.job.pruning is None else {"pruning": state.job.pruning.to_dict()}),
     }
 
 
@@ -269,6 +274,8 @@ def show_status(destination: Path, state: JobState) -> None:
     print_line(
         f"recipe {state.job.recipe['name']}: rule {state.job.recipe['rule']}, layout {state.job.recipe['layout']}"
     )
+    if state.job.pruning is not None:
+        print_line(state.job.pruning.line)
 
 
 def _show_progress(progress: Mapping[str, Any], age: float) -> None:

@@ -29,8 +29,10 @@ def index_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
 
 
 def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
-    """Return the result's config.json: the source's, except for the quantization_config."""
+    """Return the result's config.json: the source's, except for the quantization_config if weights were converted."""
     recipe = plan.recipe
+    if recipe.target == "int4":
+        return dict(source.config)
     if recipe.target == "bf16":
         return unquantized_config(source.config)
     return quantized_config(
@@ -56,6 +58,7 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
         repo=job.source.repo,
         devices=job.limits.devices,
         calibration=job.calibrated,
+        pruning=job.source.pruning,
     )
     yield Path(LEDGER_NAME), encode_ledger(job.destination.folder / LEDGER_NAME, ledger)
     if recipe.target == "nvfp4" and recipe.layout == MODELOPT:

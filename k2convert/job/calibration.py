@@ -11,11 +11,13 @@ from typing import Any, Final
 import numpy as np
 from blake3 import blake3
 
-from k2convert.calibrate.columns import Calibration
+from k2convert.calibrate.columns import Calibration, CollectedLayers
 from k2convert.calibrate.statistics import Statistics
+from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.errors import CalibrationError, RecipeError
+from k2convert.job.places import Source
 from k2convert.models import detect_family, locate_module
 from k2convert.models.names import WEIGHT, Architecture
 from k2convert.plan.plan import Plan
@@ -54,8 +56,8 @@ def settle_recipe(recipe: Recipe, *, has_statistics: bool, has_text: bool = Fals
                 f"recipe {recipe.name}: {what} needs --statistics FILE, which `k2convert calibrate` makes."
             )
         return recipe.model_copy(update={"norm_scaling": None})
-    if recipe.target == "bf16" or recipe.quantizer == "reference":
-        what = "target bf16" if recipe.target == "bf16" else "quantizer reference"
+    if recipe.target != "nvfp4" or recipe.quantizer == "reference":
+        what = f"target {recipe.target}" if recipe.target != "nvfp4" else "quantizer reference"
         raise RecipeError(f"recipe {recipe.name}: {what} uses no statistics. Leave out --statistics.")
     is_scaled = recipe.activations == "w4a4" if recipe.norm_scaling is None else recipe.norm_scaling
     if not is_weighted and not is_scaled:
@@ -74,8 +76,8 @@ def _settle_walk(recipe: Recipe, *, has_statistics: bool) -> Recipe:
     (walked,) = (name for name, arithmetic in RULES.items() if arithmetic.needs_walk)
     if has_statistics:
         raise RecipeError("--calibrate makes its own statistics. Leave out --statistics, or --calibrate.")
-    if recipe.target == "bf16" or recipe.quantizer == "reference":
-        what = "target bf16" if recipe.target == "bf16" else "quantizer reference"
+    if recipe.target != "nvfp4" or recipe.quantizer == "reference":
+        what = f"target {recipe.target}" if recipe.target != "nvfp4" else "quantizer reference"
         raise RecipeError(f"recipe {recipe.name}: {what} cannot be calibrated. Leave out --calibrate.")
     if "rule" in recipe.model_fields_set and recipe.rule != walked:
         raise RecipeError(
@@ -88,14 +90,24 @@ def _settle_walk(recipe: Recipe, *, has_statistics: bool) -> Recipe:
     return recipe.model_copy(update=settled)
 
 
-def choose_calibration(statistics: Statistics, *, recipe: Recipe, source: Checkpoint) -> Calibration:
-    """Decide what a settled recipe uses of statistics; raises CalibrationError if they are of another source."""
+def choose_calibration(statistics: Statistics, *, recipe: Recipe, source: Source) -> Calibration:
+    """Decide what a settled recipe uses of statistics; raises CalibrationError if they are of another source.
+
+    Statistics are of all experts of the source, whichever are kept.
+    """
+    check_statistics_source(statistics, source.checkpoint)
+    if source.pruning is not None:
+        statistics = statistics.keep_experts(source.pruning)
+    weighted = RULES[recipe.rule].uses_importance
+    return Calibration(statistics, weighted=weighted, norm_scaling=bool(recipe.norm_scaling))
+
+
+def check_statistics_source(statistics: Statistics, source: Checkpoint) -> None:
+    """Refuse statistics of a source whose shards have other headers (CalibrationError)."""
     if statistics.source_headers != source_digest(source):
         raise CalibrationError(
             f"{statistics.path}: was made from a different source: the headers of its shards differ. {_REMEDY}"
         )
-    weighted = RULES[recipe.rule].uses_importance
-    return Calibration(statistics, weighted=weighted, norm_scaling=bool(recipe.norm_scaling))
 
 
 def scaled_layers(calibration: Calibration, architecture: Architecture) -> list[int]:
@@ -138,18 +150,23 @@ def check_widths(calibration: Calibration, plan: Plan) -> None:
             )
 
 
+def norm_tensors(statistics: CollectedLayers, source: Checkpoint) -> dict[int, TensorInfo]:
+    """Return the norms before the MLPs of the statistics' layers, by layer, as far as the source has them."""
+    family = detect_family(source)
+    named = {layer: f"{family.mlp_norm.format(layer=layer)}.{WEIGHT}" for layer in statistics.layers}
+    return {layer: source.tensors[name] for layer, name in named.items() if name in source.tensors}
+
+
 def check_norms(
-    calibration: Calibration, source: Checkpoint, *, folder: Path, shards: Collection[str] | None = None
+    statistics: CollectedLayers, source: Checkpoint, *, folder: Path, shards: Collection[str] | None = None
 ) -> None:
     """Compare the bytes of the norms before the MLPs with the statistics; raises CalibrationError naming one.
 
     `folder` has the shards. Only norms in `shards` are read, if that is given.
     """
-    family, statistics = detect_family(source), calibration.statistics
     with ShardReader(lambda name: folder / name) as reader:
-        for layer in statistics.layers:
-            tensor = source.tensors.get(f"{family.mlp_norm.format(layer=layer)}.{WEIGHT}")
-            if tensor is None or (shards is not None and tensor.shard not in shards):
+        for layer, tensor in norm_tensors(statistics, source).items():
+            if shards is not None and tensor.shard not in shards:
                 continue
             if blake3(reader.read(tensor).data).hexdigest() != statistics.layer(layer).norm_digest:
                 raise CalibrationError(

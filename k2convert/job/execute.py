@@ -264,7 +264,7 @@ class _Workers:
         device = self.devices.get()
         try:
             if job.source.remote is not None and calibration is not None:
-                check_norms(calibration, job.source.checkpoint, folder=job.downloads, shards=item.sources)
+                check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
             task = _shard_task(job, item.name, device=device, is_shrinking=is_shrinking)
             task = replace(
                 task,

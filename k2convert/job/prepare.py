@@ -12,7 +12,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.choices import Device
-from k2convert.errors import CheckpointError, DiskFullError, PlanError, require_extra
+from k2convert.errors import CheckpointError, DiskFullError, PlanError, RecipeError, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.hub.preflight import Target, check_target, other_weights_error, read_published
 from k2convert.hub.source_card import SourceCard, accepted_card
@@ -125,9 +125,10 @@ def prepare(
     """
     hub = hub or Hub()
     checkpoint, folder = source.checkpoint, destination.folder
+    _check_pruning(source, recipe, text)
     check_destination(folder, source=checkpoint.folder if source.remote is None else None)
     recipe = settle_recipe(recipe, has_statistics=statistics is not None, has_text=text is not None)
-    calibration = None if statistics is None else choose_calibration(statistics, recipe=recipe, source=checkpoint)
+    calibration = None if statistics is None else choose_calibration(statistics, recipe=recipe, source=source)
     plan = _plan(source, recipe, calibration, has_text=text is not None)
     refuse_links(folder, shards=[shard.name for shard in plan.jobs], sidecars=list_sidecars(checkpoint.folder))
     devices, walk = choose_devices(device), None
@@ -165,6 +166,20 @@ def prepare(
     )
 
 
+def _check_pruning(source: Source, recipe: Recipe, text: CalibrationText | None) -> None:
+    """Refuse what needs a list of kept experts and has none, or the other way round (RecipeError)."""
+    if source.pruning is None:
+        if recipe.target == "int4":
+            raise RecipeError(
+                f"recipe {recipe.name}: target int4 only drops experts: say which to keep with --keep-experts FILE."
+            )
+    elif text is not None and text.saved is not None:
+        raise RecipeError(
+            "--save-statistics would write statistics of the pruned model, not of the source. Leave it out, or write "
+            "the pruned model with --target int4 first, and convert that."
+        )
+
+
 def _plan(source: Source, recipe: Recipe, calibration: Calibration | None, *, has_text: bool) -> Plan:
     """Plan the conversion, with statistics if there are any; raises PlanError, CalibrationError.
 
@@ -179,7 +194,7 @@ def _plan(source: Source, recipe: Recipe, calibration: Calibration | None, *, ha
     plan = plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
     check_widths(calibration, plan)
     if source.remote is None:
-        check_norms(calibration, checkpoint, folder=checkpoint.folder)
+        check_norms(calibration.statistics, checkpoint, folder=checkpoint.folder)
     return plan
 
 
@@ -189,15 +204,17 @@ def _describe(
     """Return what the journal keeps of a job. `walk` is what the bytes depend on if it walks through the layers."""
     return JobDescription(
         fingerprint=job_fingerprint(
-            source=source.checkpoint,
+            source=source.whole or source.checkpoint,
             recipe=plan.recipe,
             revision=source.revision,
             statistics=None if statistics is None else statistics.digest,
             walk=walk,
+            pruning=source.pruning,
         ),
         recipe=plan.recipe.document(),
         shards={shard.name: shard.data_bytes for shard in plan.jobs},
         source=source_identities(source),
+        pruning=source.pruning,
     )
 
 
@@ -221,7 +238,10 @@ def source_identities(source: Source) -> Identities:
 def _check_target(plan: Plan, source: Source, *, repo: str, private: bool, hub: Hub) -> Target:
     check_endpoint()
     if plan.recipe.target != "nvfp4":
-        raise PlanError("--to bf16 needs a folder as destination: only NVFP4 checkpoints are validated and published.")
+        raise PlanError(
+            f"--to {plan.recipe.target} needs a folder as destination: only NVFP4 checkpoints are validated and "
+            "published."
+        )
     file_bytes = {item.name: item.output_bytes for item in output_items(plan)}
     return check_target(
         hub, repo=repo, private=private, file_bytes=file_bytes, licence=source.card.licence, source=source.remote

@@ -157,13 +157,14 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
     """
     claim = claim_projections(source=source, recipe=recipe)
     scalings = _find_scalings(source, claim, scaled_layers)
-    steps = _make_steps(source, claim.projections, recipe, scalings)
+    projections = {} if recipe.target == "int4" else claim.projections
+    steps = _make_steps(source, projections, recipe, scalings)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
     excludes: list[str] = []
     if recipe.target == "nvfp4":
         unconverted = claim.family.unconverted(recipe.roles, claim.architecture)
         excludes = exclude_list(unconverted, layout=recipe.layout)
-    num_dropped = sum(p.shape is not None for p in claim.projections.values())
+    num_dropped = sum(p.shape is not None for p in projections.values())
     return Plan(claim.family.name, recipe, tuple(excludes), tuple(jobs), num_dropped)
 
 

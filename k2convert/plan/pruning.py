@@ -11,7 +11,7 @@ and nothing else differs. src/reap/prune.py of CerebrasResearch/reap and REAPPru
 the same parts of a loaded model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -34,6 +34,23 @@ class KeptExperts:
     def num_experts(self) -> int:
         """How many experts each layer keeps."""
         return len(next(iter(self.layers.values())))
+
+
+def choose_experts(scores: Mapping[int, Sequence[float]], count: int, config: Mapping[str, Any]) -> KeptExperts:
+    """Return the `count` experts of each layer with the highest scores; of equal scores, those with lower numbers.
+
+    Equally many of each group of the router (n_group), if that many can be chosen.
+    """
+    num_groups = _count(text_config(config), "n_group")
+    kept: dict[int, tuple[int, ...]] = {}
+    for layer, values in scores.items():
+        parts = 1 if count % num_groups or len(values) % num_groups else num_groups
+        size, chosen = len(values) // parts, list[int]()
+        for first in range(0, parts * size, size):
+            ranked = sorted(range(first, first + size), key=lambda expert: (-values[expert], expert))
+            chosen += ranked[: count // parts]
+        kept[layer] = tuple(sorted(chosen))
+    return KeptExperts(kept)
 
 
 def keep_experts(source: Checkpoint, kept: KeptExperts) -> Checkpoint:

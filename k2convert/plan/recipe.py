@@ -57,7 +57,10 @@ class Budget(BaseModel):
 
 
 class Recipe(BaseModel):
-    """One kind of result: which roles become NVFP4, by which rule, in which layout."""
+    """One kind of result: which roles become NVFP4, by which rule, in which layout, and which experts are kept.
+
+    `keep_experts` is the path of a file that lists or scores the experts, `experts` how many to keep by scores.
+    """
 
     model_config = _FORBID
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
@@ -72,6 +75,8 @@ class Recipe(BaseModel):
     input_scale: InputScale = InputScale()
     kv_cache: KvCache | None = None
     budget: Budget = Budget()
+    keep_experts: Annotated[str, Field(min_length=1)] | None = None
+    experts: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Recipe":
@@ -84,13 +89,18 @@ class Recipe(BaseModel):
             raise ValueError(f"quantizer 'reference' does not support rule {self.rule!r}; add {known}")
         if self.norm_scaling and self.quantizer == "reference":
             raise ValueError("quantizer 'reference' does not support norm scaling; remove 'norm_scaling'")
-        if self.norm_scaling and self.target == "bf16":
-            raise ValueError("norm scaling is for NVFP4; remove 'norm_scaling' or 'target: bf16'")
+        if self.norm_scaling and self.target != "nvfp4":
+            raise ValueError(f"norm scaling is for NVFP4; remove 'norm_scaling' or 'target: {self.target}'")
+        if self.experts is not None and self.keep_experts is None:
+            raise ValueError("experts: says how many experts to keep by the scores in a file; add 'keep_experts'")
         return self
 
     def document(self) -> dict[str, Any]:
-        """Return the resolved recipe as plain data, with every default; `norm_scaling` only if it is set."""
-        document = self.model_dump(mode="json")
+        """Return the resolved recipe as plain data, with every default; `norm_scaling` only if it is set.
+
+        Without the experts to keep: the ledger has them themselves (records/pruning.py), wherever they were read from.
+        """
+        document = self.model_dump(mode="json", exclude={"keep_experts", "experts"})
         if self.norm_scaling is None:
             del document["norm_scaling"]
         return document

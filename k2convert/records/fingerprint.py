@@ -9,6 +9,7 @@ from blake3 import blake3
 from k2convert import __version__
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.plan.recipe import Recipe
+from k2convert.records.pruning import PruningRecord
 
 ARITHMETIC_VERSION: Final = 1  # to be raised when the same input gives different bytes
 
@@ -28,11 +29,12 @@ def job_fingerprint(
     revision: str | None,
     statistics: str | None = None,
     walk: Mapping[str, Any] | None = None,
+    pruning: PruningRecord | None = None,
 ) -> dict[str, Any]:
     """Return the fingerprint field by field, so that a refused resume can name what changed.
 
     `statistics` is the digest of the statistics file, if the job uses one. `walk` has what the bytes depend on if the
-    job walks through the layers: text, options, machine.
+    job walks through the layers: text, options, machine. `pruning` says which of the source's experts are kept.
     """
     config = blake3(json.dumps(source.config, sort_keys=True).encode())
     identity: dict[str, Any] = {
@@ -45,6 +47,10 @@ def job_fingerprint(
     if statistics is not None:
         identity["statistics"] = statistics
     identity |= walk or {}
+    if pruning is not None:
+        identity["kept_experts"] = pruning.digest
+        identity["num_kept_experts"] = f"{pruning.kept.num_experts} of {pruning.num_source_experts}"
+        identity["kept_experts_chosen_by"] = pruning.scores
     return identity | {k: v for k, v in recipe.document().items() if k not in ("name", "family", "budget")}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from k2convert.errors import quoted, shortened
 from k2convert.records.fingerprint import fingerprint_digest
+from k2convert.records.pruning import PruningRecord
 from k2convert.records.source_identity import Identities
 
 
@@ -13,13 +14,15 @@ from k2convert.records.source_identity import Identities
 class JobDescription:
     """What a destination is for: the fingerprint, the resolved recipe, and the planned bytes of every shard.
 
-    `source` is the identity of every source shard (source_identity.py); None if version 0.1 began the job.
+    `source` is the identity of every source shard (source_identity.py); None if version 0.1 began the job. `pruning`
+    says which experts are kept; None if all are.
     """
 
     fingerprint: dict[str, Any]
     recipe: dict[str, Any]
     shards: dict[str, int]
     source: Identities | None = None
+    pruning: PruningRecord | None = None
 
     @property
     def digest(self) -> str:
@@ -28,7 +31,14 @@ class JobDescription:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, as job.json has it."""
-        return {"fingerprint": self.fingerprint, "recipe": self.recipe, "shards": self.shards, "source": self.source}
+        pruning = {} if self.pruning is None else {"pruning": self.pruning.to_dict()}
+        return {
+            "fingerprint": self.fingerprint,
+            "recipe": self.recipe,
+            "shards": self.shards,
+            "source": self.source,
+            **pruning,
+        }
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> "JobDescription":
@@ -44,7 +54,8 @@ class JobDescription:
         source: dict[str, Any] | None = document.get("source")
         if source is not None and not all(isinstance(identity, dict) for identity in source.values()):
             raise ValueError("no identities of source shards")
-        return cls(document["fingerprint"], document["recipe"], document["shards"], source)
+        pruning = PruningRecord.from_dict(document["pruning"]) if "pruning" in document else None
+        return cls(document["fingerprint"], document["recipe"], document["shards"], source, pruning)
 
 
 def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from blake3 import blake3
 
@@ -19,6 +19,8 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError, quoted
 from k2convert.models import detect_family
 from k2convert.plan.pruning import KeptExperts, keep_experts
+
+MAX_PHRASE: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,19 @@ class PruningRecord:
         count, scores = stated["of"], stated["chosen_by"]
         if type(count) is not int or count < 1:
             raise ValueError(f"of: {quoted(count)} is not a count")
-        if scores is not None and not isinstance(scores, str):
-            raise ValueError(f"chosen_by: {quoted(scores)} is not text")
+        check_phrase(scores)
         layers = parse_layers(stated["experts"], name="experts")
         kept = {layer: _ascending(layer, experts, below=count) for layer, experts in layers.items()}
         if len({len(experts) for experts in kept.values()}) != 1:
             raise ValueError("experts: not the same number in each layer")
         return cls(KeptExperts(kept), count, scores)
+
+
+def check_phrase(value: object) -> str | None:
+    """Return `chosen_by` of a document, which people are shown; raises ValueError if it is not one short line."""
+    if value is None or (isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_PHRASE):
+        return value
+    raise ValueError(f"chosen_by: {quoted(value)} is not a line of at most {MAX_PHRASE} characters")
 
 
 def parse_layers(document: Any, *, name: str) -> dict[int, list[Any]]:

@@ -1,0 +1,279 @@
+"""The file of `--keep-experts`: every form is read, and one that cannot be used is refused in a line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from in_process import run
+from statistics_makers import random_statistics
+
+from k2convert.calibrate.statistics import StatisticsHeader, open_statistics, write_statistics
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import K2ConvertError
+from k2convert.hub.client import Hub
+from k2convert.job.kept_experts import REAP_REPORT, prune_source
+from k2convert.job.places import Source
+from k2convert.plan.recipe import load_recipe
+from k2convert.records.pruning import PruningRecord
+
+RECIPE = "kimi-k2-thinking-nvfp4"
+LAYERS = ("1", "2", "3")
+
+# What REAPPruningModifier(sparsity=0.375) of llm-compressor 0.14 wrote for the tiny checkpoint as BF16, on 16 windows
+# of 64 tokens of its calibration.txt.
+REAP = {
+    "model.layers.1.mlp": [0, 1, 2, 3, 4, 6, 7, 12, 13, 15],
+    "model.layers.2.mlp": [0, 2, 4, 5, 7, 8, 9, 10, 11, 15],
+    "model.layers.3.mlp": [0, 2, 3, 4, 6, 9, 12, 13, 14, 15],
+}
+
+
+def read(path: Path, source: Path, experts: int | None = None, **config: Any) -> PruningRecord:
+    checkpoint = open_checkpoint(source)
+    checkpoint = replace(checkpoint, config=checkpoint.config | config)
+    recipe = load_recipe(RECIPE, keep_experts=str(path), experts=experts)
+    pruning = prune_source(Source(checkpoint), recipe, hub=Hub()).pruning
+    assert pruning is not None
+    return pruning
+
+
+def written(path: Path, document: object) -> Path:
+    path.write_text(json.dumps(document))
+    return path
+
+
+def in_each_layer(values: Any) -> dict[str, Any]:
+    return dict.fromkeys(LAYERS, values)
+
+
+@pytest.fixture(scope="module")
+def statistics(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_statistics(tmp_path_factory.mktemp("statistics") / "tiny.stats", tiny)
+
+
+def test_a_list_in_any_order(tiny: Path, tmp_path: Path) -> None:
+    experts = in_each_layer([15, 2, 0, 7, 4]) | {"3": [1, 3, 5, 6, 8]}
+    found = read(written(tmp_path / "list", {"experts": experts}), tiny)
+    assert dict(found.kept.layers) == {1: (0, 2, 4, 7, 15), 2: (0, 2, 4, 7, 15), 3: (1, 3, 5, 6, 8)}
+    assert (found.num_source_experts, found.scores) == (16, None)
+    named = read(written(tmp_path / "list", {"experts": experts, "of": 16, "chosen_by": "hand"}), tiny)
+    assert (named.kept, named.scores, named.digest) == (found.kept, "hand", found.digest)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
+def test_the_report_of_reap(prefix: str, tiny: Path, tmp_path: Path) -> None:
+    report = {prefix + name.removeprefix("model."): experts for name, experts in REAP.items()}
+    found = read(written(tmp_path / "report.json", report), tiny)
+    assert {f"model.layers.{layer}.mlp": list(experts) for layer, experts in found.kept.layers.items()} == REAP
+    assert found.scores == REAP_REPORT
+
+
+def test_the_highest_scores_are_kept_and_of_equal_ones_the_first(tiny: Path, tmp_path: Path) -> None:
+    scores = in_each_layer([0, 1, 2, 3] * 4) | {"2": [0.5] * 16}
+    path = written(tmp_path / "scores.json", {"scores": scores, "chosen_by": "a guess", "of": 16})
+    found = read(path, tiny, experts=6)
+    assert dict(found.kept.layers) == {
+        1: (2, 3, 6, 7, 11, 15),
+        2: (0, 1, 2, 3, 4, 5),
+        3: (2, 3, 6, 7, 11, 15),
+    }
+    assert found.scores == "a guess"
+    assert read(written(path, {"scores": scores}), tiny, experts=6).scores == "unnamed scores"
+
+
+def test_equally_many_of_each_group_are_chosen(tiny: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "scores.json", {"scores": in_each_layer(list(range(16)))})
+    groups = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+    assert read(path, tiny, experts=8, **groups).kept.layers[1] == (2, 3, 6, 7, 10, 11, 14, 15)
+    with pytest.raises(K2ConvertError, match=r"scores\.json: 10 of 16 experts cannot form 4 equal groups"):
+        read(path, tiny, experts=10, **groups)
+
+
+def test_the_saliency_of_statistics_chooses(tiny: Path, statistics: Path) -> None:
+    found = read(statistics, tiny, experts=10)
+    for number, kept in found.kept.layers.items():
+        saliency = open_statistics(statistics).layer(number).saliency
+        assert set(kept) == set(np.argsort(-saliency)[:10].tolist())
+    assert found.scores == "REAP saliency on 8,192 tokens of emma.txt, a text"
+
+
+def rewritten(path: Path, statistics: Path, *, norm: str | None = None, headers: str | None = None) -> Path:
+    """The statistics with another digest of the norm of layer 2, or of the source's headers."""
+    found = open_statistics(statistics)
+    layers = [found.layer(number) for number in found.layers]
+    layers = [replace(layer, norm_digest=norm) if norm and layer.layer == 2 else layer for layer in layers]
+    fields = (found.texts, found.tokens, found.window, found.windows, found.dropped, found.seed, found.versions)
+    write_statistics(path, layers, StatisticsHeader(headers or found.source_headers, *fields))
+    return path
+
+
+def test_statistics_of_another_model_are_refused(tiny: Path, short: Path, statistics: Path, tmp_path: Path) -> None:
+    for path, source in ((statistics, short), (rewritten(tmp_path / "a", statistics, headers="ab" * 32), tiny)):
+        with pytest.raises(K2ConvertError, match="was made from a different source: the headers of its shards differ"):
+            read(path, source, experts=4)
+    with pytest.raises(K2ConvertError, match=r"layers\.2\.post_attention_layernorm\.weight differs"):
+        read(rewritten(tmp_path / "b", statistics, norm="ab" * 32), tiny, experts=10)
+    with pytest.raises(K2ConvertError, match="Add --experts N"):
+        read(statistics, tiny)
+
+
+EIGHT = list(range(8))
+LIST = {"experts": in_each_layer(EIGHT)}
+SCORES = {"scores": in_each_layer([1.0] * 16)}
+
+
+def with_layer(values: Any, layer: str = "2") -> dict[str, Any]:
+    return {"experts": in_each_layer(EIGHT) | {layer: values}}
+
+
+@pytest.mark.parametrize(
+    ("document", "count", "says"),
+    [
+        (with_layer([0, *range(7)]), None, "layer 2: expert 0 is in the list twice"),
+        (with_layer([*range(7), 16]), None, "layer 2: expert 16 is not in the model, which has 0..15"),
+        (with_layer([-1, *range(7)]), None, "layer 2: expert -1 is not in the model"),
+        (with_layer(list(range(9))), None, "layer 2 keeps 9 experts, layer 1 keeps 8"),
+        (with_layer([]), None, "layer 2 keeps 0 experts"),
+        ({"experts": in_each_layer([0, 1, 2])}, None, "each token uses 4 (num_experts_per_tok). Keep more"),
+        ({"experts": {"1": EIGHT, "2": EIGHT}}, None, "has no layer 3, but the model's MoE layers are 1..3"),
+        (with_layer(EIGHT, "7"), None, "names the layer 7"),
+        (LIST | {"of": 384}, None, "is for a model with 384 experts a layer, but this model has 16"),
+        (LIST | {"of": True}, None, "is for a model with True experts"),
+        (with_layer([*range(7), True]), None, "layer 2: True is not the number of an expert"),
+        (with_layer([*range(7), 7.0]), None, "layer 2: 7.0 is not the number of an expert"),
+        (with_layer("0-7"), None, "experts: layer 2 is not a list"),
+        (with_layer(EIGHT, "two"), None, "experts: 'two' is not the number of a layer"),
+        (with_layer(EIGHT, "02"), None, "experts: '02' is not the number of a layer"),
+        ({"experts": {}}, None, "experts is not an object with a list for each layer"),
+        ({"experts": [EIGHT] * 3}, None, "experts is not an object with a list for each layer"),
+        (LIST | {"keep": 8}, None, "unknown key 'keep'; known keys: experts, scores, of, chosen_by"),
+        (LIST | SCORES, None, "one of the keys 'experts' and 'scores'"),
+        ({}, None, "one of the keys 'experts' and 'scores'"),
+        (LIST | {"chosen_by": "a\nb"}, None, "chosen_by: 'a\\nb' is not a line"),
+        (LIST | {"chosen_by": 5}, None, "chosen_by: 5 is not a line"),
+        (LIST, 8, "lists the experts to keep, so there is nothing to choose. Leave out --experts"),
+        (REAP, 10, "lists the experts to keep, so there is nothing to choose. Leave out --experts"),
+        (REAP | {"a.layers.3.mlp": EIGHT}, None, "has layer 3 twice, the second time as a.layers.3.mlp"),
+        (REAP | {"layers.x.mlp": EIGHT}, None, "unknown key 'layers.x.mlp'"),
+        (SCORES, None, "has scores, so it has to be said how many experts to keep. Add --experts N"),
+        (SCORES, 3, "each token uses 4"),
+        (SCORES, 17, "--experts 17: the model has 16 experts a layer. Keep fewer"),
+        ({"scores": in_each_layer([1.0] * 8)}, 8, "layer 1 has 8 scores, but the model has 16 experts a layer"),
+        ({"scores": in_each_layer([True] * 16)}, 8, "layer 1: the score True is not a finite number"),
+        ({"scores": in_each_layer([float("nan")] * 16)}, 8, "layer 1: the score nan is not a finite number"),
+        ({"scores": {"1": [1.0] * 16}}, 8, "has no layer 2"),
+        ([EIGHT], None, "not a JSON object"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    document: object, count: int | None, says: str, tiny: Path, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "list.json", document)
+    with pytest.raises(K2ConvertError) as refused:
+        read(path, tiny, experts=count)
+    message = str(refused.value)
+    assert says in message
+    assert message.startswith((str(path), "--experts 17"))
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no such file"),
+        (b"", "not JSON"),
+        (b"1, 2, 3", "not JSON"),
+        (b'{"experts": {"1": [0], "1": [1]}}', "duplicate key '1'"),
+        (b"\xff\xfe\xff\xfe\xff\xfe\xff\xfe{}", "not UTF-8 text"),
+        (b"\x02\0\0\0\0\0\0\0{}", "not a statistics file"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(content: bytes | None, says: str, tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(K2ConvertError, match=says) as refused:
+        read(path, tiny)
+    assert str(path) in str(refused.value)
+
+
+@pytest.mark.usefixtures("own_handlers")
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (("--target", "int4"), 1, "target int4 only drops experts: say which to keep with --keep-experts FILE"),
+        (("--target", "int4", "--keep-experts", "LIST", "--rule", "plain"), 2, "--to int4 only drops experts"),
+        (("--target", "int4", "--keep-experts", "LIST", "--statistics", "LIST"), 2, "leave out --statistics"),
+        (("--to", "int4", "--keep-experts", "LIST", "--calibrate", "LIST"), 2, "leave out --calibrate"),
+        (("--experts", "8"), 1, "experts 8: experts: says how many experts to keep by the scores in a file"),
+        (("--keep-experts", "LIST", "--experts", "8"), 1, "Leave out --experts"),
+        (("--recipe", "RECIPE", "--to", "bf16"), 0, "keeps 8 of 16 experts a layer"),
+        (("--recipe", "RECIPE"), 0, "keeps 8 of 16 experts a layer"),
+    ],
+)
+def test_options_and_recipe_keys(
+    options: tuple[str, ...],
+    code: int,
+    says: str,
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "LIST", LIST)
+    (tmp_path / "RECIPE").write_text("name: pruned\ntarget: int4\nkeep_experts: LIST\n")
+    assert run("run", tiny, tmp_path / "out", *options, "--quiet") == code
+    shown = capsys.readouterr()
+    assert says in " ".join((shown.out + shown.err).replace("\u2502", " ").split())
+
+
+@pytest.mark.slow
+def test_reap_of_llm_compressor_chooses_what_our_saliency_does(tiny: Path, tmp_path: Path) -> None:
+    """Its report for a layer whose layers below are not pruned has the experts that our statistics choose."""
+    pytest.importorskip("llmcompressor")
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.pruning.reap.base import REAPPruningModifier
+    from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    text = (tiny / "calibration.txt").read_text()[:20000]
+    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"][: 16 * 64]).reshape(16, 64)
+    np.save(tmp_path / "ids.npy", ids)
+    words = ("--token-ids", tmp_path / "ids.npy", "--tokens", ids.size, "--window", 64, "--quiet")
+    assert run("calibrate", tiny, tmp_path / "stats", *words) == 0
+    ours = read(tmp_path / "stats", tiny, experts=10)
+    assert run("run", tiny, tmp_path / "bf16", "--to", "bf16", "--quiet") == 0
+    config = json.loads((tmp_path / "bf16" / "config.json").read_text())
+    fields = {key: value for key, value in config.items() if key not in ("model_type", "architectures")}
+    DeepseekV3ForCausalLM.from_pretrained(tmp_path / "bf16", config=DeepseekV3Config(**fields)).save_pretrained(
+        tmp_path / "model"
+    )
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": np.ones_like(ids).tolist()})
+
+    def report(*ignored: str) -> Path:
+        path = tmp_path / f"report-{len(ignored)}.json"
+        oneshot(
+            model=DeepseekV3ForCausalLM.from_pretrained(tmp_path / "model", dtype="float32").eval(),
+            processor=tokenizer,
+            dataset=data,
+            recipe=REAPPruningModifier(sparsity=0.375, ignore=list(ignored), report_path=str(path)),
+            max_seq_length=64,
+            num_calibration_samples=16,
+            shuffle_calibration_samples=False,
+        )
+        return path
+
+    first = report()
+    assert json.loads(first.read_text()) == REAP
+    assert read(first, tiny).kept.layers[1] == ours.kept.layers[1]
+    below = ("layers.1.mlp", "layers.2.mlp")
+    for layer in (2, 3):
+        found = json.loads(report(*below[: layer - 1]).read_text())
+        assert tuple(found[f"model.layers.{layer}.mlp"]) == ours.kept.layers[layer]

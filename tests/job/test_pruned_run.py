@@ -1,0 +1,283 @@
+"""`run --keep-experts`: the result is that of a source which another program pruned, in every kind of job."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from in_process import run
+from statistics_makers import HEADER, random_statistics
+
+from k2convert.calibrate.statistics import open_statistics, write_statistics
+from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.job import execute
+from k2convert.job.shard import ShardTask
+from k2convert.records.fingerprint import source_digest
+from k2convert.records.ledger import pruned_source, read_ledger
+from k2convert.records.shard_record import ShardRecord
+from scripts.fixture_maker.layouts import reap_survivors
+
+pytestmark = pytest.mark.usefixtures("own_handlers")
+
+INT4 = ("--target", "int4")
+SMALL_TEXT = ("--tokens", "256", "--window", "64", "--device", "cpu")
+KEPT = {1: (1, 2, 3), 2: (0, 1, 3)}
+
+
+def write_list(path: Path, kept: dict[int, tuple[int, ...]], **others: Any) -> Path:
+    path.write_text(json.dumps({"experts": {str(layer): list(experts) for layer, experts in kept.items()}, **others}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A list of the experts that the fixture `reap` keeps."""
+    return write_list(
+        tmp_path_factory.mktemp("kept") / "list.json", reap_survivors(), of=16, chosen_by="a made-up list"
+    )
+
+
+@pytest.fixture(scope="module")
+def pruned(tiny: Path, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint, pruned and not converted."""
+    folder = tmp_path_factory.mktemp("pruned") / "int4"
+    assert run("run", tiny, folder, "--keep-experts", kept, *INT4, "--quiet") == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two MoE layers of four experts, of which a token uses two."""
+    folder = Path(shutil.copytree(short, tmp_path_factory.mktemp("small") / "source"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 2}))
+    return folder
+
+
+def raw_tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    found: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        data = path.read_bytes()
+        found |= {n: (t.dtype, t.shape, data[t.begin : t.end]) for n, t in read_header(path).tensors.items()}
+    return found
+
+
+def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    return json.loads((folder / name).read_text())
+
+
+def files_of(folder: Path, *, without: tuple[str, ...] = ("k2convert.json",)) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.glob("*") if p.is_file() and p.name not in without}
+
+
+FORMS = {
+    "nvfp4": (),
+    "compressed-tensors": ("--layout", "compressed-tensors"),
+    "w4a16": ("--activations", "w4a16"),
+    "bf16": ("--to", "bf16"),
+}
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_the_result_is_that_of_the_pruned_source(
+    options: tuple[str, ...], tiny: Path, reap: Path, kept: Path, tmp_path: Path
+) -> None:
+    assert run("run", tiny, tmp_path / "ours", "--keep-experts", kept, *options, "--quiet") == 0
+    assert run("run", reap, tmp_path / "theirs", *options, "--quiet") == 0
+    assert raw_tensors(tmp_path / "ours") == raw_tensors(tmp_path / "theirs")
+    names = ("config.json", "model.safetensors.index.json", "hf_quant_config.json")
+    found = [{n: d for n, d in files_of(tmp_path / side).items() if n in names} for side in ("ours", "theirs")]
+    assert found[0] == found[1]
+
+
+def test_int4_stays_as_it_is(tiny: Path, reap: Path, pruned: Path) -> None:
+    assert raw_tensors(pruned) == raw_tensors(reap)
+    config = read_json(pruned)
+    assert config == read_json(reap)
+    assert config == read_json(tiny) | {"n_routed_experts": 10}
+    assert "quantization_config" in config
+    index, theirs = (read_json(folder, "model.safetensors.index.json") for folder in (pruned, reap))
+    assert index["weight_map"] == theirs["weight_map"]
+    assert index["metadata"]["total_size"] == sum(len(t[2]) for t in raw_tensors(reap).values())
+    assert (pruned / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
+    assert not (pruned / "hf_quant_config.json").exists()
+    assert read_ledger(pruned).totals == {}
+
+
+def test_pruning_and_then_converting_gives_the_same_files(tiny: Path, kept: Path, pruned: Path, tmp_path: Path) -> None:
+    assert run("run", tiny, tmp_path / "at-once", "--keep-experts", kept, "--quiet") == 0
+    assert run("run", pruned, tmp_path / "later", "--quiet") == 0
+    assert files_of(tmp_path / "at-once") == files_of(tmp_path / "later")
+
+
+def test_kept_experts_are_those_of_the_unpruned_result(tiny: Path, kept: Path, tmp_path: Path) -> None:
+    assert run("run", tiny, tmp_path / "whole", "--quiet") == 0
+    assert run("run", tiny, tmp_path / "pruned", "--keep-experts", kept, "--quiet") == 0
+    survivors = reap_survivors()
+    whole, found = raw_tensors(tmp_path / "whole"), raw_tensors(tmp_path / "pruned")
+    for name, tensor in found.items():
+        head, is_expert, rest = name.partition(".mlp.experts.")
+        if is_expert:
+            number, _, tail = rest.partition(".")
+            layer = int(head.rsplit(".", 1)[1])
+            assert tensor == whole[f"{head}.mlp.experts.{survivors[layer][int(number)]}.{tail}"], name
+        elif ".mlp.gate." in name:
+            rows = list(survivors[int(name.split(".")[2])])
+            data = np.frombuffer(whole[name][2], np.uint8).reshape(16, -1)[rows]
+            assert tensor == (whole[name][0], (10, *whole[name][1][1:]), data.tobytes()), name
+        else:
+            assert tensor == whole[name], name
+
+
+def test_split_shards_and_the_wrapped_model_give_the_same_tensors(
+    tiny: Path, split: Path, k25: Path, kept: Path, tmp_path: Path
+) -> None:
+    for name, source in (("tiny", tiny), ("split", split), ("k25", k25)):
+        assert run("run", source, tmp_path / name, "--keep-experts", kept, "--quiet") == 0
+    expected = raw_tensors(tmp_path / "tiny")
+    assert raw_tensors(tmp_path / "split") == expected
+    wrapped = {n.removeprefix("language_model."): t for n, t in raw_tensors(tmp_path / "k25").items()}
+    assert {name: wrapped[name] for name in expected} == expected
+    config = read_json(tmp_path / "k25")
+    assert config["text_config"]["n_routed_experts"] == 10
+    assert "n_routed_experts" not in config
+
+
+def test_the_pruned_model_computes_what_the_source_does_with_masked_scores(tiny: Path, pruned: Path) -> None:
+    """In transformers. A score of minus infinity is never chosen, so weights are normalized over the kept experts."""
+    pytest.importorskip("transformers")
+    from scripts.evaluation.models import build_model, source_mlps
+
+    ids = torch.randint(0, 2048, (3, 64), generator=torch.Generator().manual_seed(1))
+    source, small = build_model(tiny), build_model(pruned)
+    source.install(source_mlps(tiny))
+    small.install(source_mlps(pruned))
+    network: Any = source.network
+    with torch.inference_mode():
+        before, found = source.logits(ids), small.logits(ids)
+        for layer, experts in reap_survivors().items():
+            dropped = [expert for expert in range(16) if expert not in experts]
+            network.model.layers[layer].mlp.gate.e_score_correction_bias[dropped] = -torch.inf
+        expected = source.logits(ids)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=2e-6 * float(expected.abs().max()))
+    assert not torch.allclose(found, before, rtol=1e-2, atol=1e-2 * float(before.abs().max()))
+
+
+def test_statistics_of_the_source_count_for_the_kept_experts(small: Path, tmp_path: Path) -> None:
+    """Rule weighted and norm scaling, held against the pruned source with the kept rows of the statistics."""
+    of_source, keep = random_statistics(tmp_path / "source.stats", small), write_list(tmp_path / "list.json", KEPT)
+    words = ("--keep-experts", keep, "--quiet")
+    assert run("run", small, tmp_path / "ours", *words, "--statistics", of_source) == 0
+    assert run("run", small, tmp_path / "int4", *words, *INT4) == 0
+    found, per_expert = open_statistics(of_source), ("down_mean_square", "down_amax", "tokens", "saliency")
+    layers = [found.layer(0)]
+    for number, rows in KEPT.items():
+        layer = found.layer(number)
+        layers.append(replace(layer, **{name: getattr(layer, name)[list(rows)] for name in per_expert}))
+    header = replace(HEADER, source_headers=source_digest(open_checkpoint(tmp_path / "int4")))
+    write_statistics(tmp_path / "pruned.stats", layers, header)
+    pruned_statistics = ("--statistics", tmp_path / "pruned.stats", "--quiet")
+    assert run("run", tmp_path / "int4", tmp_path / "theirs", *pruned_statistics) == 0
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
+    ours, theirs = (read_ledger(tmp_path / side).calibration for side in ("ours", "theirs"))
+    assert ours is not None
+    assert theirs is not None
+    assert ours == replace(theirs, statistics=found.digest)
+    assert [len(layer.tokens) for layer in ours.layers.values()] == [3, 3]
+    assert ours.exponents_digest is not None
+
+
+def test_the_walk_goes_through_the_pruned_model(
+    small: Path, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text((tiny / "calibration.txt").read_text()[:4000])
+    keep = ("--keep-experts", write_list(tmp_path / "list.json", KEPT))
+    calibrate = ("--calibrate", text, *SMALL_TEXT, "--quiet")
+    assert run("run", small, tmp_path / "ours", *keep, *calibrate) == 0
+    assert run("run", small, tmp_path / "int4", *keep, *INT4, "--quiet") == 0
+    assert run("run", tmp_path / "int4", tmp_path / "theirs", *calibrate) == 0
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
+    capsys.readouterr()
+    words = ("run", small, tmp_path / "saves", *keep, *calibrate, "--save-statistics", tmp_path / "saved")
+    assert run(*words) == 1
+    assert "would write statistics of the pruned model" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_resumes_with_the_same_list_and_refuses_others(
+    tiny: Path, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("run", tiny, tmp_path / "out", "--keep-experts", kept, "--quiet", "--workers", "1")
+    convert = execute.convert_shard
+
+    def fails(task: ShardTask, **options: Any) -> ShardRecord:
+        if task.shard.name == "model-00003-of-000005.safetensors":
+            raise KeyboardInterrupt
+        return convert(task, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(execute, "convert_shard", fails)
+        assert run(*words) != 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
+    capsys.readouterr()
+    assert run("status", tmp_path / "out") == 0
+    shown = capsys.readouterr()
+    assert "keeps 10 of 16 experts a layer, chosen by a made-up list" in shown.out
+    assert f"--keep-experts {kept}" in shown.err, "the command that resumes"
+    assert run("status", tmp_path / "out", "--json") == 0
+    document = json.loads(capsys.readouterr().out)["pruning"]
+    assert document["experts"] == {str(layer): list(experts) for layer, experts in reap_survivors().items()}
+    changed = write_list(tmp_path / "other.json", reap_survivors() | {2: tuple(range(10))}, chosen_by="a made-up list")
+    for others, named in ((("--keep-experts", changed), "kept_experts was '"), ((), "num_kept_experts was '10 of 16'")):
+        assert run("run", tiny, tmp_path / "out", *others) == 1
+        error = capsys.readouterr().err
+        assert "holds a different job: " in error
+        assert named in error
+    assert run(*words) == 0
+    assert run("run", tiny, tmp_path / "uninterrupted", "--keep-experts", kept, "--quiet") == 0
+    assert files_of(tmp_path / "out", without=()) == files_of(tmp_path / "uninterrupted", without=())
+
+
+def test_the_list_travels_with_the_result(tiny: Path, kept: Path, reap: Path, pruned: Path, tmp_path: Path) -> None:
+    ledger = read_ledger(pruned)
+    assert ledger.pruning is not None
+    assert ledger.to_bytes() == (pruned / "k2convert.json").read_bytes()
+    assert (ledger.pruning.num_source_experts, ledger.pruning.scores) == (16, "a made-up list")
+    assert ledger.recipe["target"] == "int4"
+    assert {"keep_experts", "experts"}.isdisjoint(ledger.recipe), "a path is no part of the result"
+    view = pruned_source(open_checkpoint(tiny), ledger)
+    assert view.config == open_checkpoint(reap).config
+    (tmp_path / "again.json").write_text(json.dumps(read_json(pruned, "k2convert.json")["pruning"]))
+    assert run("run", tiny, tmp_path / "again", "--keep-experts", tmp_path / "again.json", *INT4, "--quiet") == 0
+    assert files_of(tmp_path / "again", without=()) == files_of(pruned, without=())
+    assert pruned_source(view, None) is view
+
+
+def test_a_dry_run_says_what_is_dropped(
+    tiny: Path, kept: Path, reap: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("run", tiny, tmp_path / "out", "--keep-experts", kept, "--dry-run")
+    assert run(*words, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    whole, left = open_checkpoint(tiny), open_checkpoint(reap)
+    dropped = {
+        "source_tensors": len(whole.tensors) - len(left.tensors),
+        "bytes_in": whole.tensor_bytes - left.tensor_bytes,
+    }
+    assert document["pruning"]["dropped"] == dropped
+    assert dropped["source_tensors"] == 3 * 6 * 9, "layers, experts, tensors"
+    assert (document["pruning"]["kept"], document["pruning"]["of"]) == (10, 16)
+    assert document["tensor_bytes_in"] == left.tensor_bytes
+    assert document["fingerprint"]["num_kept_experts"] == "10 of 16"
+    assert run(*words) == 0
+    shown = capsys.readouterr().out
+    assert "keeps 10 of 16 experts a layer, chosen by a made-up list: drops 162 tensors, 1.01 MB" in shown
+    assert "the result has 6.45 MB" in shown
+    assert not (tmp_path / "out").exists()
