@@ -32,7 +32,7 @@ def chosen_part(options: "RunOptions") -> Part | None:
         return None
     if any(str(place).startswith("hf://") for place in (options.source, options.destination)):
         raise typer.BadParameter("--part needs folders that every task of the array sees, not hf://")
-    from k2convert.cli.options import has_text
+    from k2convert.cli.recipe_overrides import has_text
 
     if has_text(options):
         raise typer.BadParameter("--calibrate goes through the layers in order: leave out --part")

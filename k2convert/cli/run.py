@@ -18,9 +18,10 @@ from k2convert.cli.feedback import (
     walk_document,
     walk_line,
 )
-from k2convert.cli.options import RunOptions, check_kv_cache, command_words, has_text, parse_size, recipe_overrides
+from k2convert.cli.options import RunOptions, command_words, parse_size
 from k2convert.cli.part import chosen_part, run_part
 from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.recipe_overrides import check_kv_cache, has_text, recipe_overrides
 from k2convert.cli.serving import print_serve
 from k2convert.cli.validation_view import contract_counts, show_validation
 from k2convert.cli.views import (
