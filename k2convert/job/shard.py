@@ -38,6 +38,7 @@ from k2convert.job.scaling import (
 from k2convert.models.projections import SOURCE_REMEDY, Projection
 from k2convert.models.weights import load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
+from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
 from k2convert.quantize.kernels.codes import measure_codes
@@ -63,7 +64,8 @@ class ShardTask:
     `source_folder` holds the source shards, `header_digests` are those of the shards that are read. `inflight_bytes`
     bounds the bytes in memory. With `is_shrinking` the source shards are freed while they are read. With `for_upload`
     the shard's sha256 is computed too, and every byte is compared with the source. `calibration` has the statistics,
-    for a recipe that uses them. `suffix` is that of the temporary file.
+    for a recipe that uses them. `suffix` is that of the temporary file. `kept` are the experts that a pruned result
+    keeps.
     """
 
     shard: ShardJob
@@ -79,6 +81,7 @@ class ShardTask:
     expected_blake3: str | None = None
     calibration: Calibration | None = None
     suffix: str = TEMPORARY_SUFFIX
+    kept: KeptExperts | None = None
 
 
 def convert_shard(
@@ -115,6 +118,7 @@ def _open_check(task: ShardTask, header: bytes, *, file_bytes: int) -> ShardChec
         source_folder=task.source_folder,
         source_digests=task.header_digests,
         calibration=task.calibration,
+        kept=task.kept,
     )
 
 

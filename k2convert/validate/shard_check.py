@@ -5,9 +5,11 @@ Every byte is compared before it goes to the file, because the source may be fre
     converted    codes and scales are made again by the rule from the source's weights as they were loaded (a sample by
                  the reference arithmetic), and decoded by the independent decoder; the figures must be those that the
                  conversion recorded. Codes of a walk through the layers must be those of a second reading; they are
-                 decoded and measured too
+                 decoded and measured too. The weights must be read from where the source file's own header has them
     copied       the bytes must be those of a second reading, at the place that the source file's own header states;
                  with norm scaling, those bytes times the powers of two of the statistics
+    pruned       which expert of the source a name stands for, and which rows a router has, is derived again from the
+                 list of kept experts
     header       it is parsed again, and every tensor must lie where it says
 
 The file's hash must be that of the compared bytes, and only bytes with that hash are uploaded. A second reading of a
@@ -25,22 +27,24 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.calibrate.columns import Calibration
-from k2convert.checkpoint.header import ShardHeader, TensorInfo, parse_header, read_header
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, parse_header
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import Rule
-from k2convert.errors import CheckpointError, FormatError, InvalidCheckpointError, SourceReadError
+from k2convert.errors import FormatError, InvalidCheckpointError
 from k2convert.models import FAMILIES, locate_module, parse_tensor_name
 from k2convert.models.names import ModulePlace, TensorName
 from k2convert.models.projections import Projection
 from k2convert.models.weights import TensorSource, load_projection
 from k2convert.plan.plan import ConvertStep
+from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.shard_record import ProjectionRecord, SourceCheck
 from k2convert.validate.scaling import NO_SCALING, Scaling, over_powers, scaled_bytes
+from k2convert.validate.source_places import SourcePlaces
 from k2convert.validate.totals import differing_totals, is_same_error
 from k2convert.validate.weights import CheckedWeight, WrittenWeight, check_weights
 
@@ -54,7 +58,8 @@ class ShardCheck:
     """Compares one shard's bytes with the source, piece by piece. Pieces may come from several threads at once.
 
     `header` are the bytes that begin the file, `source_digests` the planned digests of the source shards' headers in
-    `source_folder`. A difference raises InvalidCheckpointError, a source that changed CheckpointError.
+    `source_folder`. `kept` are the experts that a pruned result keeps. A difference raises InvalidCheckpointError, a
+    source that changed CheckpointError.
     """
 
     def __init__(
@@ -67,14 +72,14 @@ class ShardCheck:
         source_folder: Path,
         source_digests: Mapping[str, str],
         calibration: Calibration | None = None,
+        kept: KeptExperts | None = None,
     ) -> None:
         self._header: ShardHeader = parse_header(header, shard=shard, file_bytes=file_bytes)
         self._names = LAYOUTS[recipe.layout]
         self._rule: Rule | None = recipe.rule if recipe.quantizer == "native" else None
         self._calibration = calibration
-        self._source_folder, self._source_digests = source_folder, source_digests
-        self._source_headers: dict[str, ShardHeader] = {}
-        self._lock = Lock()  # guards the headers; a dict's single operations need no lock
+        self._source = SourcePlaces(source_folder, digests=source_digests, kept=kept)
+        self._lock = Lock()  # guards the counts; a dict's single operations need no lock
         self._expected: dict[tuple[str, int], bytes] = {}
         self._copied: Counter[str] = Counter()
         self._decoded: dict[str, dict[str, float | int | None]] = {}
@@ -82,18 +87,16 @@ class ShardCheck:
 
     def read_copy(self, tensor: TensorInfo, begin: int, end: int) -> None:
         """Read bytes [begin, end) of a tensor to copy, before the conversion reads them and may free them."""
-        place = self._source_header(tensor.shard).tensors[tensor.name]
-        path = self._source_folder / tensor.shard
-        try:
-            with path.open("rb") as file:
-                file.seek(place.begin + begin)
-                data = file.read(end - begin)
-        except OSError as error:
-            raise SourceReadError(
-                f"{path}: tensor {tensor.name}: reading failed ({error.strerror}). "
-                "Check the disk and run the same command again: finished shards are kept."
-            ) from error
-        self._expected[tensor.name, begin] = blake3(self._scaled(place, begin, data)).digest()
+        place = self._place(tensor)
+        data = self._scaled(place, begin, self._source.read(place, begin, end))
+        self._expected[tensor.name, begin] = blake3(data).digest()
+
+    def _place(self, tensor: TensorInfo) -> TensorInfo:
+        """Return where the source has a tensor, by its own header; refuse a plan that reads it elsewhere."""
+        place = self._source.find(tensor.name, shard=tensor.shard)
+        if place is None or (place.begin, place.end) != (tensor.begin, tensor.end):
+            raise self._error(tensor.name, "is not read from where the source has it")
+        return place
 
     def _scaled(self, tensor: TensorInfo, begin: int, data: bytes) -> bytes:
         """Return the bytes that a copy must have: the source's, or those times the powers of two of norm scaling."""
@@ -152,6 +155,8 @@ class ShardCheck:
 
     def _load(self, source: TensorSource, projection: Projection) -> SourceWeight:
         """Read a weight of the source, and divide its columns as norm scaling does."""
+        for tensor in projection.sources:
+            self._place(tensor)
         weight, place = load_projection(source, projection), locate_module(projection.module)
         return weight if place is None else over_powers(weight, self._scaling(place).of_weight(place))
 
@@ -216,17 +221,6 @@ class ShardCheck:
         if self._hash.hexdigest() != digest:
             raise self._error("the file", "does not hold the bytes that were compared with the source")
         return SourceCheck(digest, tuple(sorted(self._copied)), dict(sorted(self._decoded.items())))
-
-    def _source_header(self, shard: str) -> ShardHeader:
-        with self._lock:
-            if shard not in self._source_headers:
-                header = read_header(self._source_folder / shard)
-                if header.digest != self._source_digests[shard]:
-                    raise CheckpointError(
-                        f"{self._source_folder / shard}: its header changed since planning. Run the same command again."
-                    )
-                self._source_headers[shard] = header
-            return self._source_headers[shard]
 
     def _error(self, where: str, problem: str) -> InvalidCheckpointError:
         return InvalidCheckpointError(f"{self._header.shard}: {where}: {problem}. {_REMEDY}")
