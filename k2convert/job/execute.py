@@ -320,4 +320,5 @@ def _shard_task(job: Job, name: str, *, device: str, is_shrinking: bool) -> Shar
         inflight_bytes=machine.inflight_bytes(uses_hub=job.uses_hub) // job.limits.workers,
         is_shrinking=is_shrinking,
         for_upload=job.target is not None,
+        kept=None if job.source.pruning is None else job.source.pruning.kept,
     )

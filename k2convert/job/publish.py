@@ -57,7 +57,7 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         folder,
         headers=output_headers(job.plan),
         scans=[upload.scan for upload in uploads.uploads.values()],
-        source=job.source.checkpoint,
+        source=job.source.whole or job.source.checkpoint,
         records=uploads.records.values(),
     )
     if not validation.passed:

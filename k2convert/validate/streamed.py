@@ -36,7 +36,7 @@ def validate_streamed(
     """Validate a folder that holds everything except the shards.
 
     `headers` are the planned ones of all shards. A scan's hash of the whole file, compared with the ledger, covers its
-    header. What no record says was compared with the `source` fails.
+    header. `source` is the whole one, also of a pruned result. What no record says was compared with it fails.
     """
     checks = [(record, record.checked) for record in records if record.checked is not None and record.is_checked]
     recorded = {p.module: p for record, _ in checks for p in record.projections}

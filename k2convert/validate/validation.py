@@ -69,16 +69,18 @@ def validate_checkpoint(
 ) -> ValidationReport:
     """Validate `folder`; raises CheckpointError if a checkpoint cannot be read.
 
-    Weights, `layers` and the comparison with the folder `against` need `source`; without it they are left out.
+    Weights, `layers` and the comparison with the folder `against` need `source`, the whole one also of a pruned result;
+    without it they are left out.
     `reference` also decodes every tensor with the layout's own library. `visitor` gets all bytes of the folder's
     shards. Reference layers are computed only if the contract holds. `shards` brings those that are on the Hub; of a
     result or source there, only the given `layers` are read. `statistics` are those of the conversion, from which its
     weights are made again; CalibrationError if they are others.
     """
-    subject = open_subject(folder, source=source, read=shards.header_reader)
+    whole, subject = source, open_subject(folder, source=source, read=shards.header_reader)
     check_operands(subject)
     calibration = None if statistics is None else calibration_of(subject, statistics)
     subject = replace(subject, scaling=read_scaling(subject, shards=shards, calibration=calibration))
+    source = subject.source
     if layers is not None and source is not None and shards.is_remote:
         return _validate_layers(
             subject, source, layers, reference=reference, events=events, shards=shards, calibration=calibration
@@ -91,12 +93,24 @@ def validate_checkpoint(
         layers_report = _compute_layers(layers, subject=subject, source=source, events=events, shards=shards)
     comparison = None
     if against is not None and source is not None and weights is not None:
-        other, theirs = open_subject(against, source=source), replace(shards, result=None)
+        other, theirs = _open_other(against, subject, whole), replace(shards, result=None)
         other = replace(other, scaling=read_scaling(other, shards=theirs))
         their_contract, their_weights = _measure(other, reference=False, events=events, visitor=None, shards=theirs)
         assert their_weights is not None
         comparison = compare(str(against), weights, their_contract, their_weights)
     return ValidationReport(str(folder), contract, weights, layers_report, comparison)
+
+
+def _open_other(folder: Path, subject: Subject, source: Checkpoint | None) -> Subject:
+    """Open the result to compare with; raises CheckpointError if it does not have the same experts of the source."""
+    other = open_subject(folder, source=source)
+    ours, theirs = (None if s.ledger is None else s.ledger.pruning for s in (subject, other))
+    if (ours and ours.kept) != (theirs and theirs.kept) or other.source is None:
+        raise CheckpointError(
+            f"{folder}: does not keep the same experts as {subject.folder}, by their ledgers, so their weights cannot "
+            "be compared. Leave out --against."
+        )
+    return other
 
 
 def _validate_layers(

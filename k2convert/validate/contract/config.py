@@ -9,6 +9,7 @@ from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYP
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted, shortened
+from k2convert.models.config import EXPERTS_KEY
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.subject import Subject
 
@@ -124,12 +125,17 @@ def check_config_unchanged(subject: Subject) -> Findings:
     """Rule 12. Engines read more than the quantization from config.json, and their defaults differ."""
     found = Findings(12)
     if subject.source is None:
-        found.skip("needs --source")
+        found.skip(subject.no_source)
     elif subject.config is None:
         found.skip("config.json cannot be read, see rule 11")
     else:
+        if subject.is_pruned:
+            found.title = "the rest of config.json equals the source's, except for the number of experts"
         for place, before, after in _differences(subject.source.config, subject.config, ""):
-            if before is _ABSENT:
+            if subject.is_pruned and place.rpartition(".")[2] == EXPERTS_KEY:
+                stated = "missing" if after is _ABSENT else quoted(after)
+                found.error(place, f"{stated}, expected {quoted(before)}, which are kept")
+            elif before is _ABSENT:
                 found.error(place, f"{quoted(after)}, not in the source")
             else:
                 found.error(place, "missing" if after is _ABSENT else f"{quoted(after)}, was {quoted(before)}")

@@ -9,6 +9,7 @@ from typing import Protocol
 from k2convert.models.names import Role
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.scan import ScanResult
+from k2convert.validate.contract.seen_source import NO_SOURCE
 from k2convert.validate.contract.subject import Module, Subject
 
 
@@ -87,10 +88,12 @@ def check_copies(subject: Subject, scan: ScanResult) -> Findings:
     """
     found = Findings(7)
     scaling = subject.scaling
+    if subject.is_pruned:
+        found.title = "every other tensor is byte-identical to the source, routers to its rows of the kept experts"
     if scaling.exponents or _was_compared_scaled(subject, scan):
         found.title = "every other tensor is the source's, byte for byte or scaled exactly by the norm's powers of two"
     if subject.source is None:
-        found.skip("needs --source")
+        found.skip(subject.no_source)
         return found
     compared = scaled = 0
     for problem in scaling.problems:
@@ -128,7 +131,7 @@ def check_errors(subject: Subject, errors: Mapping[str, TensorError] | None) -> 
     """Rule 18: every converted tensor was measured, and its SQNR is at least the recipe's budget."""
     found = Findings(18)
     if errors is None:
-        found.skip("needs --source")
+        found.skip(subject.no_source or NO_SOURCE)
         return found
     if not errors and not subject.converted:
         found.skip("no weight is converted")

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from k2convert.validate.contract.seen_source import NO_SOURCE
+
 MAX_OFFENDERS = 8
 
 
@@ -157,7 +159,7 @@ class ContractReport:
         if not skipped:
             return f"{total} of {total} rules of the servable contract were checked, with the source."
         why = "; ".join(sorted({rule.note for rule in skipped}))
-        if why == "needs --source":
+        if why == NO_SOURCE:
             why = "they compare with the source, and none was given"
         return (
             f"{total - len(skipped)} of {total} rules of the servable contract were checked. Not checked: rules "

@@ -80,7 +80,7 @@ def check_sidecars(subject: Subject) -> Findings:
     """Rule 17. Files are compared with the source's and never run. Code that the source does not have is an error."""
     found = Findings(17)
     if subject.source is None:
-        found.skip("needs --source")
+        found.skip(subject.no_source)
         return found
     expected = list_sidecars(subject.source.folder)
     for relative in expected:

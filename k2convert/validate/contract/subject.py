@@ -21,6 +21,7 @@ from k2convert.models import detect_family, expected_family, parse_tensor_name
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
 from k2convert.plan.recipe import Budget, Recipe
 from k2convert.records.ledger import Ledger, find_ledger
+from k2convert.validate.contract.seen_source import see_source
 from k2convert.validate.scaling import NO_SCALING, Exponents, Scaling
 
 
@@ -39,6 +40,8 @@ class Subject:
     """What headers and JSON files say about a folder, and the source it was converted from, if given.
 
     config, index, ledger      None if the file is missing or damaged; `*_problem` says why
+    source                     as the ledger's list of kept experts asks for it; if it is None, no_source says why
+    list_problem               what is wrong with that list, if it is not one of this source
     headers, unreadable        shards that could be read, and why others could not
     tensors                    the name a tensor should have -> where it is
     renamed                    name found -> name it should have, if they differ
@@ -69,6 +72,8 @@ class Subject:
     ledger: Ledger | None
     ledger_problem: str
     recipe: Recipe | None
+    no_source: str = ""
+    list_problem: str = ""
     scaling: Scaling = NO_SCALING
     whole: "Subject | None" = None
     limits: str = ""
@@ -110,6 +115,11 @@ class Subject:
         return (names.weight, names.block_scale, *scalars)
 
     @property
+    def is_pruned(self) -> bool:
+        """Whether the ledger has a list of kept experts."""
+        return self.ledger is not None and self.ledger.pruning is not None
+
+    @property
     def converted(self) -> list[Module]:
         """The modules that are NVFP4, or should be."""
         return [module for module in self.modules.values() if module.is_converted]
@@ -135,8 +145,9 @@ def open_subject(
 ) -> Subject:
     """Read everything except tensor data; raises CheckpointError if the folder does not exist.
 
-    `known_headers` replace the headers in the folder: of shards that were removed, or of the only shards to look at.
-    `read` reads the header of a shard that is not in the folder itself, and raises as `read_header` does.
+    `source` is the whole one, also of a pruned result. `known_headers` replace the headers in the folder: of shards
+    that were removed, or of the only shards to look at. `read` reads the header of a shard that is not in the folder
+    itself, and raises as `read_header` does.
     Raises PlanError if the source belongs to no known family.
     """
     if not folder.is_dir():
@@ -146,6 +157,8 @@ def open_subject(
     headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
     ledger, ledger_problem = _find_ledger(folder)
     recipe = None if ledger is None else ledger.checked_recipe()
+    seen = see_source(source, ledger)
+    source = seen.checkpoint
     found = [name for header in headers.values() for name in header.tensors]
     family = detect_family(source) if source is not None else expected_family(config, found)
     tensors, renamed = _named_as_expected(headers, family)
@@ -175,6 +188,8 @@ def open_subject(
         ledger=ledger,
         ledger_problem=ledger_problem,
         recipe=recipe,
+        no_source=seen.missing,
+        list_problem=seen.problem.removesuffix("."),
     )
 
 

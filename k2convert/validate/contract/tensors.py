@@ -5,16 +5,19 @@ Rule 8 names the tensors that no other rule reports. Where others report why the
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import projection_tensors
-from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, LEDGER_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
 from k2convert.models.config import text_config
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Family, Role
 from k2convert.validate.contract.findings import Findings
+from k2convert.validate.contract.seen_source import PRUNING_PLACE
 from k2convert.validate.contract.subject import Module, Subject
 
 HIDDEN_ALIGNMENT = 256
@@ -129,7 +132,7 @@ def check_totals(subject: Subject) -> Findings:
     """Rule 8. Experts-only W4A4 keeps the source's tensor bytes: three tensors become four of the same total size."""
     found = Findings(8)
     if subject.source is None:
-        found.skip("needs --source")
+        found.skip(subject.no_source)
         return found
     count, size = _expected_totals(subject)
     actual = sum(tensor.num_bytes for tensor in subject.tensors.values())
@@ -184,6 +187,7 @@ def check_expert_counts(subject: Subject) -> Findings:
         if module.parts.role is Role.EXPERTS and module.parts.layer is not None and module.parts.expert is not None:
             experts[module.parts.layer].add(module.parts.expert)
     found.note = f"{count} experts in {len(architecture.moe_layers)} layers"
+    _check_list(subject, architecture, found)
     for layer in sorted({*architecture.moe_layers, *experts}):
         experts_name, router_name = family.experts.format(layer=layer), family.router.format(layer=layer)
         wanted = set(range(count)) if layer in architecture.moe_layers else set[int]()
@@ -197,7 +201,39 @@ def check_expert_counts(subject: Subject) -> Findings:
             if router is None or not router.shape or router.shape[0] != count:
                 has = "missing" if router is None else f"has shape {list(router.shape)}"
                 found.error(f"{router_name}.{parameter}", f"{has}, but n_routed_experts is {count}")
+    if not found.errors and not subject.is_pruned and subject.source is not None:
+        _compare_count(subject.source, architecture, subject.family, found)
     return found
+
+
+def _check_list(subject: Subject, architecture: Architecture, found: Findings) -> None:
+    """Compare the ledger's list of kept experts with the result's own count and layers, and with the source."""
+    pruning = None if subject.ledger is None else subject.ledger.pruning
+    if pruning is None:
+        return
+    kept, layers = pruning.kept.num_experts, tuple(pruning.kept.layers)
+    found.note += f", {kept} of {pruning.num_source_experts} kept"
+    if kept != architecture.num_experts:
+        found.error(PRUNING_PLACE, f"keeps {kept} experts, but n_routed_experts is {architecture.num_experts}")
+    if layers != architecture.moe_layers:
+        found.error(PRUNING_PLACE, f"has {_span(layers)}, but the MoE layers are {_span(architecture.moe_layers)}")
+    if subject.list_problem:
+        found.error(PRUNING_PLACE, subject.list_problem)
+
+
+def _span(layers: Sequence[int]) -> str:
+    return f"{layers[0]}..{layers[-1]} ({len(layers)})" if layers else "none"
+
+
+def _compare_count(source: Checkpoint, architecture: Architecture, family: Family, found: Findings) -> None:
+    """A pruned result says in its ledger which experts of the source it has. Without that, nothing can be compared."""
+    total = family.read_architecture(source.config, str(source.folder)).num_experts
+    if total != architecture.num_experts:
+        found.error(
+            LEDGER_NAME,
+            f"the result has {architecture.num_experts} experts a layer, the source {total}, and the ledger has no "
+            "list of kept experts. Pass the source that it was converted from, or restore the ledger",
+        )
 
 
 def _architecture(subject: Subject, found: Findings) -> Architecture | None:
