@@ -67,7 +67,8 @@ class Measurer:
         parts[parameter] = data
         if len(parts) == len(needed):
             del self._parts[module]
-            if not shape_problems(self.subject, self.subject.modules[module]):
+            found = self.subject.modules[module]
+            if self.subject.is_in_source(found) and not shape_problems(self.subject, found):
                 self._hold(module, parts)
 
     def _hold(self, module: str, parts: dict[str, Bytes]) -> None:

@@ -141,8 +141,8 @@ def check_errors(subject: Subject, errors: Mapping[str, TensorError] | None) -> 
     for module in subject.converted:
         measured = errors.get(module.name)
         if measured is None:
-            # A projection that cannot be decoded is reported by rule 1 or 3.
-            if set(subject.expected_parameters) <= set(module.parameters):
+            # Rule 1 or 3 reports a projection that cannot be decoded, rule 1 or 9 one that the source does not have.
+            if set(subject.expected_parameters) <= set(module.parameters) and subject.is_in_source(module):
                 found.error(module.name, "not measured")
             continue
         sqnr = measured.sqnr_db

@@ -124,6 +124,11 @@ class Subject:
         """The modules that are NVFP4, or should be."""
         return [module for module in self.modules.values() if module.is_converted]
 
+    def is_in_source(self, module: Module) -> bool:
+        """Whether the source has a weight of this module; true without a source."""
+        source = self.source
+        return source is None or any(f"{module.name}.{name}" in source.tensors for name in (WEIGHT, WEIGHT_PACKED))
+
     def scaling_of(self, module: Module, parameter: str) -> Exponents | None:
         """Return e [K]: the columns of a copied tensor must be the source's times 2**e; None if it is unchanged."""
         return self.scaling.of_copy(replace(module.parts, parameter=parameter), family=self.family)

@@ -36,6 +36,9 @@ def check_names(subject: Subject) -> Findings:
         if module.parts.role not in CONVERTIBLE_ROLES:
             found.error(module.name, f"no engine loads the role {module.parts.role} in NVFP4")
             continue
+        if not subject.is_in_source(module) and module.parts.role is not Role.EXPERTS:  # rule 9 reports experts
+            found.error(module.name, "a new module, not in the source")
+            continue
         for parameter in sorted(expected - set(module.parameters)):
             found.error(f"{module.name}.{parameter}", "missing")
         for parameter in sorted(set(module.parameters) - expected):
@@ -217,7 +220,7 @@ def _check_list(subject: Subject, architecture: Architecture, found: Findings) -
         found.error(PRUNING_PLACE, f"keeps {kept} experts, but n_routed_experts is {architecture.num_experts}")
     if layers != architecture.moe_layers:
         found.error(PRUNING_PLACE, f"has {_span(layers)}, but the MoE layers are {_span(architecture.moe_layers)}")
-    if subject.list_problem:
+    if subject.list_problem and not found.errors:
         found.error(PRUNING_PLACE, subject.list_problem)
 
 
