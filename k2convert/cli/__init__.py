@@ -3,7 +3,7 @@
 app              the commands; options: their options
 run, publish     jobs; check: validate and report
 calibrate        the pass that makes statistics; calibrate_options: its options
-views            plans, runs, states, inspections; validation_view: validations
+views            plans, runs, states; inspection_view: inspections; validation_view: validations
 console          stdout and stderr; progress: bars and progress lines
 interrupts       Ctrl-C and SIGTERM; failures: what the machine refuses, in one line
 """

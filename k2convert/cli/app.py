@@ -68,14 +68,15 @@ def inspect(source: InspectedArgument, as_json: JsonOption = False) -> None:
         return
     from k2convert.checkpoint.names import LEDGER_NAME
     from k2convert.cli import console
-    from k2convert.cli.views import show_inspection
+    from k2convert.cli.inspection_view import show_inspection, stated_pruning
     from k2convert.hub.client import Hub
     from k2convert.job.places import open_source
     from k2convert.plan.inspection import inspect_checkpoint
 
     with open_source(source, hub=Hub(notify=console.print_note)) as opened:
-        found = inspect_checkpoint(opened.checkpoint, shown_as=source)
-        is_result = (opened.checkpoint.folder / LEDGER_NAME).is_file()
+        folder = opened.checkpoint.folder
+        found = inspect_checkpoint(opened.checkpoint, shown_as=source, pruning=stated_pruning(folder))
+        is_result = (folder / LEDGER_NAME).is_file()
     if as_json:
         console.print_json(found.to_dict())
         return

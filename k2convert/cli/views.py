@@ -1,4 +1,4 @@
-"""How plans, runs, states and inspections are shown: tables for people, plain data for --json."""
+"""How plans, runs and states are shown: tables for people, plain data for --json."""
 
 import math
 import textwrap
@@ -13,7 +13,6 @@ from k2convert.hub.branch import branch_name
 from k2convert.job.estimate import Estimate
 from k2convert.job.prepare import Job
 from k2convert.job.verify import Verification
-from k2convert.plan.inspection import Inspection
 from k2convert.plan.plan import action_counts
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -301,37 +300,3 @@ def show_recipe(recipe: Recipe, purpose: str) -> None:
     for text in (purpose, terms):
         for line in textwrap.wrap(text, 76, break_long_words=False, break_on_hyphens=False):
             print_line(f"    {line}")
-
-
-def _projections(found: Inspection) -> str:
-    counts = {"INT4": found.int4_projections, "NVFP4": found.nvfp4_projections}
-    shown = [f"{count:,} {form}" for form, count in counts.items() if count]
-    return f"{' and '.join(shown) or 'no 4-bit'} projections"
-
-
-def show_inspection(found: Inspection) -> None:
-    """Print an inspection."""
-    layers = found.layers
-    print_line(f"{found.folder}: {found.family} ({', '.join(found.architectures)}, model_type {found.model_type})")
-    print_line(
-        f"{layers['total']} layers ({layers['dense']} dense, {layers['moe']} MoE), {found.experts_per_layer} experts a "
-        f"MoE layer, hidden {found.hidden_size}, expert width {found.moe_intermediate_size}"
-    )
-    print_line(
-        f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
-        f"({format_bytes(found.tensor_bytes)}), {_projections(found)}"
-    )
-    quantization = found.quantization
-    if quantization is None:
-        print_line("quantization_config: none")
-    else:
-        rest = ", ".join(f"{key} {value}" for key, value in quantization.items() if key != "where")
-        print_line(f"quantization_config in {quantization['where']}: {rest}")
-    rows = [
-        (h.role, h.form, f"{h.num_tensors:,}", f"{h.num_weights:,}", format_bytes(h.num_bytes)) for h in found.holdings
-    ]
-    print_table("contents", ("role", "form", "tensors", "weights", "bytes"), rows)
-    for oddity in found.oddities:
-        print_line(f"note: {oddity}")
-    if found.recipe is not None:
-        print_line(f"recipe by default: {found.recipe}")

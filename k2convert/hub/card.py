@@ -12,6 +12,13 @@ from typing import Any, cast
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.hub.card_calibration import CardCalibration, calibration_lines, feedback_paragraphs
 from k2convert.hub.card_needs import CardNeeds, needs_section
+from k2convert.hub.card_pruning import (
+    CardPruning,
+    described_base,
+    pruning_section,
+    pruning_tags,
+    size_note,
+)
 from k2convert.hub.source_card import SourceCard, front_matter
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 
@@ -75,6 +82,8 @@ class CardFacts:
     """What the result was calibrated with; None without calibration data."""
     needs: CardNeeds | None = None
     """Memory and GPUs; None if they are not known for this model."""
+    pruning: CardPruning | None = None
+    """Which part of the experts is kept; None for all."""
 
     @property
     def is_w4a4(self) -> bool:
@@ -98,7 +107,7 @@ def build_card(facts: CardFacts) -> str:
     """The whole README.md, front matter first."""
     from huggingface_hub import ModelCard
 
-    sections = [_title(facts), _conversion(facts), _error(facts), _serving(facts)]
+    sections = [_title(facts), pruning_section(facts.pruning), _conversion(facts), _error(facts), _serving(facts)]
     sections += [needs_section(facts.needs), _hardware(facts), _provenance(facts)]
     body = "\n\n".join(section.strip() for section in sections if section)
     return str(ModelCard(f"---\n{_front_matter(facts)}\n---\n\n{body}\n"))
@@ -112,14 +121,15 @@ def _front_matter(facts: CardFacts) -> str:
         base_model_relation="quantized" if facts.base_model else None,
         library_name=facts.source.library_name or "transformers",
         pipeline_tag=facts.source.pipeline_tag or ("image-text-to-text" if facts.has_vision else "text-generation"),
-        tags=["nvfp4", "fp4", *facts.tags, facts.recipe["layout"], *engines, "k2convert"],
+        tags=["nvfp4", "fp4", *facts.tags, facts.recipe["layout"], *engines, *pruning_tags(facts.pruning), "k2convert"],
     )
 
 
 def _title(facts: CardFacts) -> str:
     name = facts.repo.partition("/")[2]
     width = "W4A4: 4-bit weights and activations" if facts.is_w4a4 else "W4A16: 4-bit weights, 16-bit activations"
-    lines = [f"# {name}", f"{facts.base} with its {facts.roles} converted to NVFP4 ({width})."]
+    base = described_base(facts.base, facts.pruning)
+    lines = [f"# {name}", f"{base} its {facts.roles} converted to NVFP4 ({width})."]
     if facts.picture is not None:
         lines.append(f"![Error of the converted weights]({facts.picture})")
     return "\n\n".join(lines)
@@ -245,7 +255,7 @@ def _hardware(facts: CardFacts) -> str:
 
 {native}
 - Hopper and older GPUs run it through Marlin kernels as weight-only: activations stay in 16 bits there.
-- It is not smaller than the INT4 source: both take 4.5 bits for each converted weight. All shards
+- {size_note(facts.pruning)} All shards
   together take {size}; leave room for the KV cache.
 """
 

@@ -14,6 +14,7 @@ from k2convert.fit.weights import Tensor
 from k2convert.hub.card import ROLE_NAMES, CardCommand, CardFacts, build_card
 from k2convert.hub.card_calibration import CardCalibration, CardFeedback
 from k2convert.hub.card_needs import CardNeeds
+from k2convert.hub.card_pruning import CardPruning
 from k2convert.hub.source_card import SourceCard
 from k2convert.models import find_family
 from k2convert.models.names import CONVERTIBLE_ROLES, ModelCardFacts
@@ -23,6 +24,7 @@ from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.report import write_report
 from k2convert.report.feedback import feedback_totals
 from k2convert.report.needs import result_needs
+from k2convert.report.pruning import WARNING
 from k2convert.validate.results import ValidationReport, validation_document
 
 
@@ -65,6 +67,7 @@ def card_files(
         checked=validation.contract.summary,
         calibration=_card_calibration(ledger),
         needs=None if needs is None else CardNeeds(needs.summary, COLUMNS, needs.rows, needs.note),
+        pruning=_card_pruning(ledger),
     )
     return files | {CARD_NAME: build_card(facts).encode()}
 
@@ -88,6 +91,13 @@ def result_deployment(
 def _serving(deployment: Deployment) -> tuple[CardCommand, ...]:
     commands = [(name, serve_command(engine, deployment)) for engine, name in ENGINE_NAMES.items()]
     return tuple(CardCommand(name, command.block, command.notes) for name, command in commands)
+
+
+def _card_pruning(ledger: Ledger) -> CardPruning | None:
+    found = ledger.pruning
+    if found is None:
+        return None
+    return CardPruning(found.kept.num_experts, found.num_source_experts, found.scores, WARNING)
 
 
 def _card_calibration(ledger: Ledger) -> CardCalibration | None:

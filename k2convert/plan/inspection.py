@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, cast
 
@@ -55,6 +56,7 @@ class Inspection:
     architectures: list[str]
     layers: dict[str, int]
     experts_per_layer: int
+    pruning: Mapping[str, Any] | None
     hidden_size: int
     moe_intermediate_size: int
     num_shards: int
@@ -72,10 +74,11 @@ class Inspection:
         return asdict(self)
 
 
-def inspect_checkpoint(source: Checkpoint, *, shown_as: str) -> Inspection:
+def inspect_checkpoint(source: Checkpoint, *, shown_as: str, pruning: Mapping[str, Any] | None = None) -> Inspection:
     """Describe a checkpoint; raises PlanError if it belongs to no known family.
 
-    `shown_as` is the folder or the repository as the user named it.
+    `shown_as` is the folder or the repository as the user named it. `pruning` is what its ledger says of the experts
+    that it keeps: how many of how many, and by whose scores.
     """
     family = detect_family(source)
     names = parse_tensor_names(source, family=family)
@@ -83,7 +86,7 @@ def inspect_checkpoint(source: Checkpoint, *, shown_as: str) -> Inspection:
     architecture = family.read_architecture(source.config, str(source.folder))
     found = find_quantization_config(source.config)
     recipe: str | None = family.recipe
-    oddities = _oddities(source, names, architecture, family)
+    oddities = _oddities(source, names, architecture, family, is_pruned=pruning is not None)
     try:
         claim_projections(source=source, recipe=load_recipe(family.recipe), names=names)
     except PlanError as error:
@@ -100,6 +103,7 @@ def inspect_checkpoint(source: Checkpoint, *, shown_as: str) -> Inspection:
             "moe": len(architecture.moe_layers),
         },
         experts_per_layer=architecture.num_experts,
+        pruning=pruning,
         hidden_size=architecture.hidden_size,
         moe_intermediate_size=architecture.moe_intermediate_size,
         num_shards=len(source.headers),
@@ -156,7 +160,7 @@ def _strings(value: object) -> list[str]:
 
 
 def _oddities(
-    source: Checkpoint, names: dict[str, TensorName], architecture: Architecture, family: Family
+    source: Checkpoint, names: dict[str, TensorName], architecture: Architecture, family: Family, *, is_pruned: bool
 ) -> list[str]:
     notes: list[str] = []
     if source.stray_shards:
@@ -176,7 +180,7 @@ def _oddities(
     inner, top = text_config(source.config), source.config
     if inner is not top and "quantization_config" in inner and "quantization_config" in top:
         notes.append("two quantization_config: at the top level and in text_config")
-    if architecture.num_experts not in (0, family.usual_num_experts):
+    if architecture.num_experts not in (0, family.usual_num_experts) and not is_pruned:
         notes.append(
             f"{architecture.num_experts} experts a layer (the family's usual count is {family.usual_num_experts}): "
             "a pruned or a small model"

@@ -6,6 +6,7 @@
     needs      memory and GPUs of a finished result
     calibration, calibration_charts     what a result was calibrated with, if it was
     feedback, feedback_charts           what rule feedback did in each layer, if that was the rule
+    pruning    which experts were kept, if not all, and what that may cost
     charts, heat_map, sheet, palette    matplotlib figures -> SVG in the page's colors
     page, markdown, picture             Report -> report.html, report.md, report.png
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.report import pruning
 from k2convert.report.calibration import facts
 from k2convert.report.checks import Checks
 from k2convert.report.figures import Report, TensorFigures, scale_value
@@ -181,6 +182,7 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
         ("input scales", ", ".join(f"{k} {v}" for k, v in scales.items()) if isinstance(scales, dict) else None),  # type: ignore[reportUnknownVariableType]
         ("KV cache", recipe.get("kv_cache")),
         ("quantizer", recipe.get("quantizer")),
+        ("experts kept", None if source.pruning is None else pruning.words(source.pruning)),
         ("arithmetic version", report.provenance.fingerprint.get("arithmetic")),
         *facts(source.calibration),
         *((name, version) for name, version in source.versions.items()),
@@ -199,9 +201,10 @@ def caution(report: Report) -> str:
     is_scaled = calibration is not None and calibration.exponents_digest is not None
     if is_scaled:
         exact += ", divided by the powers of two of norm scaling"
+    space = "It does not save space" if report.provenance.pruning is None else "Only leaving out experts saves space"
     text = (
-        f"These are errors of weights against {exact}. The conversion is not lossless: E2M1 has no 5 and no 7. It "
-        "does not save space: INT4 and NVFP4 both take 4.5 bits per weight."
+        f"These are errors of weights against {exact}. The conversion is not lossless: E2M1 has no 5 and no 7. "
+        f"{space}: INT4 and NVFP4 both take 4.5 bits per weight."
     )
     if calibration is not None and calibration.feedback:
         text += (

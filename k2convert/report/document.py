@@ -9,12 +9,13 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.report.calibration import calibration_document
 from k2convert.report.checks import read_checks
 from k2convert.report.figures import Report, TensorFigures
+from k2convert.report.pruning import pruning_document
 
 
 def figures_document(report: Report) -> dict[str, Any]:
     """Return totals, worst tensors and contract of a report; figures that are not finite become None."""
     checks = None if report.validation is None else read_checks(report.validation)
-    found = report.provenance.calibration
+    found, pruning = report.provenance.calibration, report.provenance.pruning
     return {
         "complete": report.is_complete,
         "rule": report.rule,
@@ -31,6 +32,7 @@ def figures_document(report: Report) -> dict[str, Any]:
         },
         "missing": list(report.missing),
         **({} if found is None else {"calibration": calibration_document(found)}),
+        **({} if pruning is None else {"pruning": pruning_document(pruning)}),
     }
 
 

@@ -15,6 +15,7 @@ from k2convert.models.names import ModulePlace, Role
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.ledger import TOTAL
+from k2convert.records.pruning import PruningRecord
 
 PROJECTIONS = ("gate", "up", "down")
 MAX_CELLS = 1 << 20  # of one map; K2 has 23,040. A damaged record may name any expert: its map would take terabytes
@@ -72,7 +73,10 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Source, recipe, calibration and versions. `shards` and `source_headers` map names to blake3 digests."""
+    """Source, recipe, calibration, kept experts and versions.
+
+    `shards` and `source_headers` map names to blake3 digests.
+    """
 
     family: str | None
     repo: str | None
@@ -83,6 +87,7 @@ class Provenance:
     versions: Mapping[str, Any]
     shards: Mapping[str, str]
     calibration: CalibrationRecord | None = None
+    pruning: PruningRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from k2convert.fit.needs import COLUMNS
-from k2convert.report import calibration, content, feedback
+from k2convert.report import calibration, content, feedback, pruning
 from k2convert.report.checks import LAYER_COLUMNS, Checks
 from k2convert.report.figures import Report
 
@@ -32,6 +32,8 @@ def render_markdown(report: Report, checks: Checks | None, *, page: str, picture
     parts += [f"> {escape(sentence)}" for sentence in report.missing]
     rows = [(c.label, c.value, c.share, c.meaning) for c in content.counts(report.total)]
     parts += ["### Counts", _table(("", "", "share", ""), rows)]
+    if (pruned := report.provenance.pruning) is not None:
+        parts += ["### Pruned experts", *map(escape, pruning.sentences(pruned))]
     if (found := report.provenance.calibration) is not None:
         parts += ["### Calibration", *map(escape, calibration.sentences(found))]
         parts.append(_table(calibration.LAYER_COLUMNS, calibration.layer_rows(found)))

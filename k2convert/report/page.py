@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from k2convert.fit.needs import COLUMNS
 from k2convert.report import calibration as calibration_words
-from k2convert.report import content, feedback
+from k2convert.report import content, feedback, pruning
 from k2convert.report.calibration_charts import draw_exponents, draw_tokens
 from k2convert.report.charts import draw_block_scales, draw_distribution, has_distribution
 from k2convert.report.checks import LAYER_COLUMNS, Checks
@@ -72,6 +72,7 @@ def render_page(report: Report, checks: Checks | None) -> str:
         feedback_sentences=feedback.sentences(calibration) if calibration else (),
         feedback_columns=feedback.LAYER_COLUMNS,
         feedback_rows=feedback.layer_rows(calibration) if calibration else [],
+        pruning_sentences=pruning.sentences(pruned) if (pruned := report.provenance.pruning) else (),
         role_columns=content.role_columns(report),
         role_rows=content.role_rows(report),
         worst=list(zip(report.worst, content.worst_rows(report.worst), strict=True)),
