@@ -11,34 +11,25 @@ from typing import Any
 import pytest
 import torch
 from converted import Converted, Kind, change, change_tensor, copy_of
+from pruned_makers import convert_pruned, make_whole
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
-from k2convert.job.execute import execute
-from k2convert.job.places import Destination, Source
-from k2convert.job.prepare import choose_recipe, prepare
-from k2convert.plan.pruning import KeptExperts
-from k2convert.records.pruning import PruningRecord
 from k2convert.validate.results import ValidationReport
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
 from scripts import fixture_maker as fixtures
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint, read_small
 
-KEPT = {1: (0, 3), 2: (1, 2)}
 SWAPPED_PARAMETERS = ("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
 LEDGER_LIST = "k2convert.json: pruning"
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Sources of four experts a layer, of which a token uses two: two MoE layers, the same in K2.5's names, and one
-    layer with partners in different shards.
-    """
+    """Sources: two MoE layers, the same in K2.5's names, and one layer with partners in different shards."""
     folder = tmp_path_factory.mktemp("whole")
-    made = {"thinking": fixtures.make_short(folder / "short"), "split": fixtures.make_cut(folder / "cut")}
-    for path in made.values():
-        damage.edit_config(path, num_experts_per_tok=2)
+    made = {"thinking": make_whole(folder / "short"), "split": make_whole(folder / "cut", is_split=True)}
     return made | {"k2.5": fixtures.make_k25(folder / "k25", made["thinking"])}
 
 
@@ -53,12 +44,8 @@ def prune(whole: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
     def run(kind: Kind) -> Converted:
         if kind not in made:
-            kept = {layer: KEPT[layer] for layer in ((1,) if kind.source == "split" else (1, 2))}
-            source = Source(open_checkpoint(whole[kind.source])).pruned(PruningRecord(KeptExperts(kept), 4, "a coin"))
-            overrides = {"layout": kind.layout, "activations": kind.activations, "rule": kind.rule}
-            recipe = choose_recipe(source.checkpoint, None, overrides)
-            destination = folder / str(len(made))
-            execute(prepare(source=source, destination=Destination(destination), recipe=recipe, device="cpu"))
+            recipe = {"layout": kind.layout, "activations": kind.activations, "rule": kind.rule}
+            destination = convert_pruned(whole[kind.source], folder / str(len(made)), **recipe)
             shutil.rmtree(destination / ".k2convert")
             made[kind] = Converted(kind, destination, whole[kind.source])
         return made[kind]

@@ -1,0 +1,42 @@
+"""Pruned results: two of the four experts of each MoE layer of a small source are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.job.execute import execute
+from k2convert.job.places import Destination, Source
+from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.plan.pruning import KeptExperts
+from k2convert.records.pruning import PruningRecord
+from scripts.fixture_maker import damage, make_cut, make_short
+
+KEPT = {1: (0, 3), 2: (1, 2)}
+SCORES = "REAP saliency on <novels> | of 1813"
+
+
+def make_whole(folder: Path, *, is_split: bool = False) -> Path:
+    """Write a source with four experts a layer, of which a token uses two.
+
+    Two MoE layers; or one, whose partners lie in different shards.
+    """
+    path = make_cut(folder) if is_split else make_short(folder)
+    damage.edit_config(path, num_experts_per_tok=2)
+    return path
+
+
+def record_for(source: Path, *, scores: str | None = SCORES) -> PruningRecord:
+    """Return the list of kept experts of a source."""
+    config = open_checkpoint(source).config
+    num_layers = config.get("text_config", config)["num_hidden_layers"]
+    return PruningRecord(KeptExperts({n: KEPT[n] for n in range(1, num_layers)}), 4, scores)
+
+
+def convert_pruned(source: Path, folder: Path, *, scores: str | None = SCORES, **recipe: Any) -> Path:
+    """Convert the kept experts of a source; returns the result's folder."""
+    opened = Source(open_checkpoint(source)).pruned(record_for(source, scores=scores))
+    chosen = choose_recipe(opened.checkpoint, None, recipe)
+    execute(prepare(source=opened, destination=Destination(folder), recipe=chosen, device="cpu"))
+    return folder
