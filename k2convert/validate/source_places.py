@@ -69,14 +69,15 @@ class SourcePlaces:
 def _in_source(name: str, kept: KeptExperts | None) -> tuple[str, tuple[int, ...] | None]:
     """Return the source's name of a result's tensor, and the rows that the result has; None for all rows."""
     family, place = _classify(name.rpartition(".")[0])
-    if family is None or place is None or kept is None or place.layer not in kept.layers:
+    layer = None if place is None else place.layer
+    if family is None or place is None or kept is None or layer is None or layer not in kept.layers:
         return name, None
-    experts = kept.layers[place.layer]
+    experts = kept.layers[layer]
     if place.role is Role.ROUTER:
         return name, experts
     if place.expert is None or place.expert >= len(experts):
         return name, None
-    stem = family.experts.format(layer=place.layer)
+    stem = family.experts.format(layer=layer)
     return f"{stem}.{experts[place.expert]}" + name.removeprefix(f"{stem}.{place.expert}"), None
 
 
