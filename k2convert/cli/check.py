@@ -126,7 +126,7 @@ def _show_found(found: ValidationReport, folder: Path, *, as_json: bool) -> None
         show_validation(found)
     if not found.passed:
         raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")
-    if not as_json:
+    if not as_json and found.contract.layout != "int4":
         ref = parse_repo(found.folder) if found.folder.startswith(SCHEME) else None
         if ref is None:
             print_serve(found.folder, folder=folder)

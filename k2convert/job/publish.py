@@ -116,6 +116,11 @@ def prepare_publication(folder: Path, *, repo: str, private: bool, base_model: s
     """Check a folder's ledger, the token and the repository; raises CheckpointError or HubError. Uploads nothing."""
     check_endpoint()
     ledger = read_ledger(folder)
+    if ledger.recipe.get("target") == "int4":
+        raise CheckpointError(
+            f"{folder}: has the source's own weights (--to int4), but the card is written for NVFP4 results only. "
+            "Publish it with `hf upload`."
+        )
     base, revision = (base_model, None) if base_model else (ledger.repo, ledger.revision)
     source = None if base is None else resolve_source(hub, RepoRef(base, revision))
     card = SourceCard() if source is None else _fetch_card(hub, source)

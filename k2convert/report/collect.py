@@ -113,7 +113,13 @@ def _read_documents(folder: Path) -> tuple[Ledger | None, JobDescription | None]
             f"{folder}: has neither {LEDGER_NAME} nor {WORK_FOLDER}, so there is nothing to report on. To measure an "
             "NVFP4 checkpoint of a different tool, use `k2convert validate` with --source."
         )
-    if _recipe(ledger, job).get("target") == "bf16":
+    target = _recipe(ledger, job).get("target")
+    if target == "int4":
+        raise CheckpointError(
+            f"{folder}: has the source's own weights (--to int4). There is no error to report on; `k2convert validate` "
+            "compares them with the source."
+        )
+    if target == "bf16":
         raise CheckpointError(
             f"{folder}: holds a BF16 copy (--to bf16), which is exact. There is no error to report on."
         )

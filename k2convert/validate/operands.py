@@ -14,7 +14,7 @@ _GLOBAL_SCALES = tuple(names.global_scale for names in LAYOUTS.values())
 def check_operands(subject: Subject) -> None:
     """Refuse an INT4 source as the result, and an NVFP4 checkpoint as the source (CheckpointError)."""
     folder, source = subject.folder, subject.source
-    is_source = _is_int4(subject.tensors) and not _is_nvfp4(subject.tensors)
+    is_source = _is_int4(subject.tensors) and not _is_nvfp4(subject.tensors) and not subject.is_int4
     is_result = source is not None and _is_nvfp4(source.tensors)
     if is_source and source is not None and is_result:
         raise CheckpointError(

@@ -78,6 +78,11 @@ def validate_checkpoint(
     """
     whole, subject = source, open_subject(folder, source=source, read=shards.header_reader)
     check_operands(subject)
+    if subject.is_int4 and (layers is not None or against is not None):
+        raise CheckpointError(
+            f"{folder}: has the source's own weights (--to int4), so there is no error to compute. Leave out --layers "
+            "and --against."
+        )
     calibration = None if statistics is None else calibration_of(subject, statistics)
     subject = replace(subject, scaling=read_scaling(subject, shards=shards, calibration=calibration))
     source = subject.source
@@ -153,14 +158,17 @@ def _measure(
     shards: Shards,
     calibration: Calibration | None = None,
 ) -> tuple[ContractReport, WeightsReport | None]:
-    """Check the contract and, if there is a source, measure every converted tensor in the same pass."""
+    """Check the contract and, if there is a source, measure every converted tensor in the same pass.
+
+    A result with the source's own weights is compared byte for byte: nothing is measured.
+    """
     if subject.ledger is not None and subject.ledger.recipe.get("target") == "bf16":
         raise CheckpointError(
             f"{subject.folder}: holds a BF16 copy (--to bf16), but only NVFP4 checkpoints can be validated. "
             f"{LEDGER_NAME} has the hash of every shard."
         )
     source = subject.source
-    if source is None:
+    if source is None or subject.is_int4:
         around = shards.plan(subject)
         return check_subject(subject, scan_shards(subject, shard_visitor=visitor, events=events, around=around)), None
     recorded = _recorded(subject)

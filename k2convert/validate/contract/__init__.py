@@ -10,6 +10,7 @@ Left out: running an engine. Engine behavior is as read in vLLM 0.33.0, SGLang 0
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Final
 
 from k2convert.validate.contract import config as rules_config
 from k2convert.validate.contract import data as rules_data
@@ -33,6 +34,8 @@ _NEED_ALL_SHARDS: tuple[tuple[int, Callable[[Subject], Findings]], ...] = (
     (9, rules_tensors.check_expert_counts),
     (14, rules_modules.check_exclude_list),
 )
+_FOR_NVFP4: Final = frozenset({3, 4, 5, 6, 11, 13, 14, 15, 18})
+"""The rules that say nothing of a result with the source's own weights."""
 _FROM_CONFIGS: tuple[Callable[[Subject], Findings], ...] = (
     rules_tensors.check_alignment,
     rules_config.check_quantization_config,
@@ -70,12 +73,20 @@ def check_subject(
         for findings in on_data:
             findings.skip(subject.limits)
     found += on_data
+    if subject.is_int4:
+        found = [_skipped(f.number) if f.number in _FOR_NVFP4 else f for f in found]
     return ContractReport(
         folder=str(subject.folder),
-        layout=subject.layout,
-        activations="w4a4" if subject.has_input_scale else "w4a16",
+        layout="int4" if subject.is_int4 else subject.layout,
+        activations="w4a4" if subject.has_input_scale and not subject.is_int4 else "w4a16",
         rules=results(found),
     )
+
+
+def _skipped(number: int) -> Findings:
+    found = Findings(number)
+    found.skip("the weights are the source's INT4")
+    return found
 
 
 def _check_whole(subject: Subject, number: int, check: Callable[[Subject], Findings]) -> Findings:

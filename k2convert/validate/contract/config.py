@@ -1,7 +1,7 @@
 """Rules 11, 12, 13 and 15: config.json and hf_quant_config.json, compared with the tensors and the source."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from k2convert.checkpoint.files import mapping_or_empty, read_json_file
@@ -130,8 +130,10 @@ def check_config_unchanged(subject: Subject) -> Findings:
         found.skip("config.json cannot be read, see rule 11")
     else:
         if subject.is_pruned:
-            found.title = "the rest of config.json equals the source's, except for the number of experts"
-        for place, before, after in _differences(subject.source.config, subject.config, ""):
+            part = "" if subject.is_int4 else "the rest of "
+            found.title = f"{part}config.json equals the source's, except for the number of experts"
+        unread = () if subject.is_int4 else QUANTIZATION_KEYS
+        for place, before, after in _differences(subject.source.config, subject.config, "", unread=unread):
             if subject.is_pruned and place.rpartition(".")[2] == EXPERTS_KEY:
                 stated = "missing" if after is _ABSENT else quoted(after)
                 found.error(place, f"{stated}, expected {quoted(before)}, which are kept")
@@ -142,15 +144,15 @@ def check_config_unchanged(subject: Subject) -> Findings:
     return found
 
 
-def _differences(before: Any, after: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+def _differences(before: Any, after: Any, path: str, *, unread: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
     left, right = mapping_or_empty(before), mapping_or_empty(after)
     for key in (*left, *(key for key in right if key not in left)):
-        if key in QUANTIZATION_KEYS:
+        if key in unread:
             continue
         place = f"{path}.{shortened(key)}" if path else shortened(key)
         one, other = left.get(key, _ABSENT), right.get(key, _ABSENT)
         if isinstance(one, dict) and isinstance(other, dict):
-            yield from _differences(cast(object, one), cast(object, other), place)
+            yield from _differences(cast(object, one), cast(object, other), place, unread=unread)
         elif one is _ABSENT or other is _ABSENT or not _same(one, other):
             yield place, one, other
 

@@ -89,7 +89,8 @@ def check_copies(subject: Subject, scan: ScanResult) -> Findings:
     found = Findings(7)
     scaling = subject.scaling
     if subject.is_pruned:
-        found.title = "every other tensor is byte-identical to the source, routers to its rows of the kept experts"
+        every = "every tensor" if subject.is_int4 else "every other tensor"
+        found.title = f"{every} is byte-identical to the source, routers to its rows of the kept experts"
     if scaling.exponents or _was_compared_scaled(subject, scan):
         found.title = "every other tensor is the source's, byte for byte or scaled exactly by the norm's powers of two"
     if subject.source is None:

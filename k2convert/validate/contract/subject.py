@@ -115,6 +115,11 @@ class Subject:
         return (names.weight, names.block_scale, *scalars)
 
     @property
+    def is_int4(self) -> bool:
+        """Whether the ledger says that the weights are the source's own (--to int4), so that every tensor is a copy."""
+        return states_int4(self.ledger)
+
+    @property
     def is_pruned(self) -> bool:
         """Whether the ledger has a list of kept experts."""
         return self.ledger is not None and self.ledger.pruning is not None
@@ -172,6 +177,8 @@ def open_subject(
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
     layout = _detect_layout(parsed)
     modules = _modules(tensors, parsed, int4, recipe, LAYOUTS[layout])
+    if states_int4(ledger):
+        int4, modules = frozenset(), {name: replace(m, is_converted=False) for name, m in modules.items()}
     return Subject(
         folder=folder,
         config=config,
@@ -196,6 +203,11 @@ def open_subject(
         no_source=seen.missing,
         list_problem=seen.problem.removesuffix("."),
     )
+
+
+def states_int4(ledger: Ledger | None) -> bool:
+    """Whether a ledger says that the weights are the source's own."""
+    return ledger is not None and ledger.recipe.get("target") == "int4"
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:
