@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
@@ -34,9 +35,19 @@ def record_for(source: Path, *, scores: str | None = SCORES) -> PruningRecord:
     return PruningRecord(KeptExperts({n: KEPT[n] for n in range(1, num_layers)}), 4, scores)
 
 
-def convert_pruned(source: Path, folder: Path, *, scores: str | None = SCORES, **recipe: Any) -> Path:
-    """Convert the kept experts of a source; returns the result's folder."""
+def convert_pruned(
+    source: Path, folder: Path, *, scores: str | None = SCORES, statistics: Path | None = None, **recipe: Any
+) -> Path:
+    """Convert the kept experts of a source, with its statistics or without; returns the result's folder."""
     opened = Source(open_checkpoint(source)).pruned(record_for(source, scores=scores))
     chosen = choose_recipe(opened.checkpoint, None, recipe)
-    execute(prepare(source=opened, destination=Destination(folder), recipe=chosen, device="cpu"))
+    execute(
+        prepare(
+            source=opened,
+            destination=Destination(folder),
+            recipe=chosen,
+            statistics=None if statistics is None else open_statistics(statistics),
+            device="cpu",
+        )
+    )
     return folder

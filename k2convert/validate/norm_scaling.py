@@ -35,6 +35,8 @@ def calibration_of(subject: Subject, statistics: Statistics) -> Calibration:
             f"{statistics.path}: not the statistics of this result: its blake3 is {statistics.digest[:12]}.., the "
             f"ledger states {record.statistics[:12]}... Pass the file that was used, or leave out --statistics."
         )
+    pruning = None if subject.ledger is None else subject.ledger.pruning
+    statistics = statistics if pruning is None else statistics.keep_experts(pruning)
     return Calibration(statistics, weighted=record.weighted, norm_scaling=record.norm_scaling)
 
 

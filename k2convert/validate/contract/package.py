@@ -8,8 +8,10 @@ from k2convert.checkpoint.files import mapping_or_empty, walk_folder
 from k2convert.checkpoint.names import INDEX_NAME, LEDGER_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.errors import quoted, shortened
+from k2convert.records.ledger import Ledger
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.scan import ScanResult
+from k2convert.validate.contract.seen_source import PRUNING_PLACE
 from k2convert.validate.contract.subject import Subject
 from k2convert.validate.totals import Figures, differing_totals
 
@@ -129,6 +131,8 @@ def check_ledger(subject: Subject, scan: ScanResult, totals: Mapping[str, Figure
     digest = None if stated is None or stated.feedback else stated.statistics
     if digest != used and not ledger.problems:
         found.error(f"{LEDGER_NAME}: calibration.statistics", f"is not the fingerprint's digest {quoted(used)}")
+    if not ledger.problems and not subject.list_problem and (problem := _list_problem(ledger)):
+        found.error(PRUNING_PLACE, problem)
     for shard, digest in scan.digests.items():
         stated, size = ledger.shards.get(shard), _file_bytes(subject, scan, shard)
         if stated is None:
@@ -151,6 +155,14 @@ def check_ledger(subject: Subject, scan: ScanResult, totals: Mapping[str, Figure
         for place, problem in differing_totals(ledger.totals, totals):
             found.error(f"{LEDGER_NAME}: {place}", problem)
     return found
+
+
+def _list_problem(ledger: Ledger) -> str:
+    """Return how the list of kept experts differs from what the conversion used; empty if it does not."""
+    used, kept = ledger.fingerprint.get("kept_experts"), ledger.fingerprint.get("num_kept_experts")
+    if ledger.pruning is None:
+        return "" if used is None else f"missing, but {quoted(kept)} experts a layer were kept, by the fingerprint"
+    return "" if ledger.pruning.digest == used else f"its digest is not the fingerprint's {quoted(used)}"
 
 
 def _file_bytes(subject: Subject, scan: ScanResult, shard: str) -> int:

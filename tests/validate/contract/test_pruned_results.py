@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from converted import Converted, Kind, change, change_tensor, copy_of
-from pruned_makers import convert_pruned, make_whole
+from pruned_makers import KEPT, convert_pruned, make_whole
+from statistics_makers import random_statistics
 
+from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.cli.app import main
 from k2convert.errors import CheckpointError
 from k2convert.validate.results import ValidationReport
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
@@ -77,6 +80,14 @@ def plain(prune: Prune, tmp_path: Path) -> Converted:
 def validate(converted: Converted, *, with_source: bool = True, **options: Any) -> ValidationReport:
     source = open_checkpoint(converted.source) if with_source else None
     return validate_checkpoint(folder=converted.folder, source=source, **options)
+
+
+def run(*words: object) -> int:
+    """Run the command in this process; return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
 
 
 def offenders(report: ValidationReport, number: int) -> dict[str, str]:
@@ -218,6 +229,7 @@ def test_another_list_fails_the_experts_that_it_names(plain: Converted) -> None:
     """Expert 2 instead of 3: a list of this model, but not the one that the result was made by."""
     damage.edit_json(plain.folder / "k2convert.json", lambda ledger: ledger["pruning"]["experts"].update({"1": [0, 2]}))
     report = validate(plain)
+    assert "its digest is not the fingerprint's" in offenders(report, 19)[LEDGER_LIST]
     assert only_experts_fail(report, {plain.expert(1, 1, kind) for kind in ("gate", "up", "down")})
     assert set(offenders(report, 7)) == {
         f"{plain.layers}.1.mlp.gate.{name}" for name in ("weight", "e_score_correction_bias")
@@ -227,7 +239,9 @@ def test_another_list_fails_the_experts_that_it_names(plain: Converted) -> None:
 def test_without_the_list_the_result_is_not_of_the_source(plain: Converted) -> None:
     damage.edit_json(plain.folder / "k2convert.json", lambda ledger: ledger.pop("pruning"))
     report = validate(plain)
-    assert not report.passed
+    missing = "missing, but '2 of 4' experts a layer were kept, by the fingerprint"
+    assert offenders(report, 19)[LEDGER_LIST] == missing
+    assert offenders(validate(plain, with_source=False), 19) == {LEDGER_LIST: missing}
     assert offenders(report, 9) == {
         "k2convert.json": "the result has 2 experts a layer, the source 4, and the ledger has no list of kept experts. "
         "Pass the source that it was converted from, or restore the ledger"
@@ -243,10 +257,75 @@ def test_a_result_with_other_experts_is_not_compared(prune: Prune, plain: Conver
         validate(prune(PLAIN), against=plain.folder)
 
 
-def test_the_command_says_what_is_kept(prune: Prune, plain: Converted, capsys: pytest.CaptureFixture[str]) -> None:
-    from k2convert.cli.app import main
+def test_statistics_of_the_whole_source_make_the_weights_again(whole: dict[str, Path], tmp_path: Path) -> None:
+    """Rule weighted and norm scaling: each expert has its own row of the statistics."""
+    source = whole["thinking"]
+    statistics = random_statistics(tmp_path / "source.stats", source)
+    out = convert_pruned(source, tmp_path / "out", statistics=statistics, rule="weighted", norm_scaling=True)
+    shutil.rmtree(out / ".k2convert")
+    report = validate_checkpoint(folder=out, source=open_checkpoint(source), statistics=open_statistics(statistics))
+    assert report.passed, [(r.number, r.offenders) for r in report.contract.rules if r.offenders]
+    assert report.weights is not None
+    assert (report.weights.rule.tensors, report.weights.rule.measured) == (12, 0)
+    assert report.contract.rules[6].note.endswith("of them scaled")
 
-    with pytest.raises(SystemExit) as ended:
-        main(["validate", str(plain.folder), "--source", str(plain.source), "--json"])
-    assert ended.value.code == 0
-    assert "2 of 4 kept" in json.loads(capsys.readouterr().out)["contract"]["rules"][8]["note"]
+
+def test_feedback_through_the_pruned_model_is_measured(whole: dict[str, Path], tiny: Path, tmp_path: Path) -> None:
+    text, kept = tmp_path / "text.txt", tmp_path / "kept.json"
+    text.write_text((tiny / "calibration.txt").read_text()[:2000])
+    kept.write_text(json.dumps({"experts": {str(layer): list(experts) for layer, experts in KEPT.items()}}))
+    words = ("--calibrate", text, "--tokens", "128", "--window", "64", "--device", "cpu", "--keep-experts", kept)
+    assert run("run", whole["thinking"], tmp_path / "out", *words, "--quiet") == 0
+    report = validate_checkpoint(folder=tmp_path / "out", source=open_checkpoint(whole["thinking"]))
+    assert report.passed, [(r.number, r.offenders) for r in report.contract.rules if r.offenders]
+    assert report.weights is not None
+    assert report.weights.rule.measured == 12
+
+
+@pytest.fixture
+def int4(whole: dict[str, Path], tmp_path: Path) -> Converted:
+    """A pruned result with the source's own weights."""
+    folder = convert_pruned(whole["k2.5"], tmp_path / "int4", target="int4")
+    return Converted(Kind("none", "k2.5", "w4a16"), folder, whole["k2.5"])
+
+
+def test_int4_is_compared_byte_for_byte(int4: Converted) -> None:
+    report = validate(int4)
+    assert report.contract.failed == []
+    assert report.contract.unchecked == [3, 4, 5, 6, 11, 13, 14, 15, 18]
+    assert report.contract.layout == "int4"
+    assert report.contract.rules[6].note == f"{len(open_checkpoint(int4.folder).tensors)} tensors compared"
+    assert validate(int4, with_source=False).passed
+    for option in ({"against": int4.folder}, {"layers": LayersRequest((), None, 16)}):
+        with pytest.raises(
+            CheckpointError, match=r"has the source's own weights .* Leave out --layers and --against\."
+        ):
+            validate(int4, **option)
+
+
+def test_int4_with_swapped_experts_and_another_config_fails(int4: Converted) -> None:
+    change(int4, lambda c: swap_experts(c, int4.layers, with_router=False))
+    damage.edit_json(int4.folder / "config.json", lambda config: config["text_config"].pop("quantization_config"))
+    report = validate(int4)
+    modules = {name.rpartition(".")[0] for name in offenders(report, 7)}
+    assert modules <= {int4.expert(2, expert, kind) for expert in (0, 1) for kind in ("gate", "up", "down")}
+    assert report.contract.rules[6].count == 12, "codes and scales"
+    assert report.contract.failed == [7, 12]
+    assert offenders(report, 12) == {"text_config.quantization_config": "missing"}
+
+
+def test_int4_has_neither_report_nor_card(int4: Converted, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("report", int4.folder) == 1
+    assert "has the source's own weights (--to int4). There is no error to report on" in capsys.readouterr().err
+    assert run("publish", int4.folder, "--repo", "me/out") == 1
+    assert "Publish it with `hf upload`" in capsys.readouterr().err
+    assert run("validate", int4.folder, "--source", int4.source) == 0
+    shown = capsys.readouterr()
+    assert "int4, w4a16" in shown.out
+    assert "next:" not in shown.err
+
+
+def test_the_command_shows_what_is_kept(prune: Prune, capsys: pytest.CaptureFixture[str]) -> None:
+    found = prune(PLAIN)
+    assert run("validate", found.folder, "--source", found.source) == 0
+    assert "2 of 4 kept" in " ".join(capsys.readouterr().out.split())
