@@ -1,15 +1,21 @@
 """A pruned result on the Hub: read with its whole source there, and compared while it is made."""
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hub_cli import HubCli
 from loopback import LoopbackHub
-from pruned_makers import convert_pruned, make_whole
+from pruned_makers import KEPT, SCORES, convert_pruned, make_whole
+from published import ALL_RULES
 
-from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.header import TensorInfo, read_header
+from k2convert.checkpoint.reader import Bytes, ShardReader
+from k2convert.plan.pruning import KeptExperts, keep_experts
+from k2convert.records.pruning import PruningRecord
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +65,58 @@ def test_a_wrong_router_row_on_the_hub_fails(server: LoopbackHub, hub_cli: HubCl
     assert done.returncode == 3
     rules = json.loads(done.stdout)["contract"]["rules"]
     assert [(o["name"], o["problem"][:2]) for o in rules[6]["offenders"]] == [(name, "1 ")]
+
+
+@pytest.fixture
+def job(server: LoopbackHub, made: Path, tmp_path: Path) -> tuple[str | Path, ...]:
+    """The command that publishes the pruned result of the source on the Hub."""
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"experts": {"1": KEPT[1]}, "chosen_by": SCORES}))
+    server.store.add_folder("moon/whole", made / "source")
+    return "run", "hf://moon/whole", "hf://me/job", "--yes", "--keep-experts", kept
+
+
+def test_a_job_publishes_what_was_compared_through_the_list(
+    server: LoopbackHub, hub_cli: HubCli, made: Path, job: tuple[str | Path, ...]
+) -> None:
+    done = hub_cli(*job)
+    assert done.returncode == 0, done.stderr
+    for path in (made / "out").glob("*.safetensors"):
+        assert server.store.read("me/job", path.name) == path.read_bytes()
+    card, report = (server.store.read("me/job", name).decode() for name in ("README.md", "report.md"))
+    assert ALL_RULES in card
+    assert "Kept: 2 of 4 routed experts in each layer" in card
+    assert "### Pruned experts" in report
+    assert hub_cli("validate", "hf://me/job", "--source", "hf://moon/whole").returncode == 0
+
+
+def wrong_rows(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The reader takes the first rows of a router."""
+
+    def first(self: ShardReader, tensor: TensorInfo, rows: tuple[int, ...]) -> Bytes:
+        whole = self._bytes(tensor, tensor.begin, tensor.end, is_last_use=False)
+        return whole.reshape(-1, tensor.num_bytes // len(rows))[: len(rows)].reshape(-1)
+
+    monkeypatch.setattr(ShardReader, "_rows", first)
+    return r"model\.layers\.1\.mlp\.gate\.\w+: the bytes to write are not the source's"
+
+
+def wrong_view(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The view has other experts than the list."""
+    monkeypatch.setattr(PruningRecord, "view", lambda _, source: keep_experts(source, KeptExperts({1: (1, 2)})))
+    return r"model\.layers\.1\.mlp\.[\w.]+: (is not read from where the source has it|the bytes to write are not)"
+
+
+@pytest.mark.parametrize("plant", [wrong_rows, wrong_view])
+def test_wrong_bytes_stop_a_job_before_the_upload(
+    server: LoopbackHub,
+    hub_cli: HubCli,
+    job: tuple[str | Path, ...],
+    plant: Callable[[pytest.MonkeyPatch], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = plant(monkeypatch)
+    done = hub_cli(*job)
+    assert done.returncode == 3
+    assert re.search(words, " ".join(done.stderr.split()))
+    assert server.store.repos["me/job"].num_commits("main") == 1

@@ -87,7 +87,9 @@ def test_a_report_on_all_experts_says_nothing_of_pruning(pruned: Path, tmp_path:
 
 def card(folder: Path, validated: ValidationReport) -> tuple[dict[str, Any], str]:
     """The front matter of the card, and its text in one line."""
-    files = card_files(folder, repo="me/K2", base_model="moon/K2", source=SourceCard(), validation=validated)
+    files = card_files(
+        folder, repo="me/K2", base_model="moon/K2", source=SourceCard(), validation=validated, tensors=()
+    )
     _, matter, body = files["README.md"].decode().split("---\n", 2)
     return yaml.safe_load(matter), " ".join(body.split())
 
