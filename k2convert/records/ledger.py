@@ -251,12 +251,12 @@ def _parse_totals(stated: dict[str, Any], problems: list[str]) -> dict[str, Weig
     return totals
 
 
-def _parse_part(document: Mapping[str, Any], name: str, parse: Callable[[Any], T], problems: list[str]) -> T | None:
+def _parse_part(document: Mapping[str, Any], name: str, rebuild: Callable[[Any], T], problems: list[str]) -> T | None:
     """Return a part that only some results have; None, with a problem, if it is damaged."""
     if name not in document:
         return None
     try:
-        return parse(document[name])
+        return rebuild(document[name])
     except ValueError as error:
         problems.append(f"{name}: {error}")
         return None
