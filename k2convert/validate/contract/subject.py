@@ -178,7 +178,7 @@ def open_subject(
     layout = _detect_layout(parsed)
     modules = _modules(tensors, parsed, int4, recipe, LAYOUTS[layout])
     if states_int4(ledger):
-        int4, modules = frozenset(), {name: replace(m, is_converted=False) for name, m in modules.items()}
+        int4, modules = frozenset[str](), {name: replace(m, is_converted=False) for name, m in modules.items()}
     return Subject(
         folder=folder,
         config=config,
