@@ -170,6 +170,27 @@ def test_the_pruned_model_computes_what_the_source_does_with_masked_scores(tiny:
     assert not torch.allclose(found, before, rtol=1e-2, atol=1e-2 * float(before.abs().max()))
 
 
+def test_transformers_loads_the_pruned_model(tiny: Path, kept: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    found: list[torch.Tensor] = []
+    ids = torch.randint(0, 2048, (2, 32), generator=torch.Generator().manual_seed(2))
+    for name, options in (("whole", ()), ("pruned", ("--keep-experts", kept))):
+        assert run("run", tiny, tmp_path / name, "--to", "bf16", *options, "--quiet") == 0
+        fields = {key: value for key, value in read_json(tmp_path / name).items() if key != "model_type"}
+        config = transformers.DeepseekV3Config(**fields)
+        network, info = transformers.DeepseekV3ForCausalLM.from_pretrained(
+            tmp_path / name, config=config, dtype=torch.float32, output_loading_info=True
+        )
+        assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        if name == "whole":
+            for layer, experts in reap_survivors().items():
+                dropped = [expert for expert in range(16) if expert not in experts]
+                network.model.layers[layer].mlp.gate.e_score_correction_bias[dropped] = -torch.inf
+        with torch.inference_mode():
+            found.append(network.eval()(ids).logits)
+    assert torch.allclose(found[0], found[1], rtol=1e-4, atol=2e-6 * float(found[0].abs().max()))
+
+
 def test_statistics_of_the_source_count_for_the_kept_experts(small: Path, tmp_path: Path) -> None:
     """Rule weighted and norm scaling, held against the pruned source with the kept rows of the statistics."""
     of_source, keep = random_statistics(tmp_path / "source.stats", small), write_list(tmp_path / "list.json", KEPT)
