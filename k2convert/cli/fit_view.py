@@ -1,7 +1,7 @@
 """How `fit` is shown: tables for people, plain data for --json."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from k2convert.cli.console import format_bytes, print_line, print_note, print_table
@@ -69,7 +69,7 @@ def speed_document(subject: Subject, holder: Holder, estimates: Sequence[Estimat
     return {
         "speed": {
             "ceiling": speed_ceiling(subject.weights, subject.shape, gpu=holder.gpu, layout=layout),
-            "published": [asdict(row) for row in published_speeds(holder.gpu, layout.num_gpus)],
+            "published": [asdict(row) for row in published_speeds(subject.shape, holder.gpu, layout.num_gpus)],
             "estimates": [asdict(estimate) for estimate in estimates],
         }
     }
@@ -148,7 +148,7 @@ def _show_speed(subject: Subject, holder: Holder, estimates: Sequence[EstimatedS
         read = format_bytes(bytes_per_token(subject.weights, subject.shape))
         print_line(
             f"ceiling: {ceiling:,.0f} tok/s for one request, if bandwidth were all ({read} read for a token). "
-            "Published speeds are 4 to 11 times lower."
+            "For K2, published speeds are 4 to 11 times lower."
         )
     rows = [
         (
@@ -159,13 +159,13 @@ def _show_speed(subject: Subject, holder: Holder, estimates: Sequence[EstimatedS
             row.engine,
             f"{row.source}, {row.date}",
         )
-        for row in published_speeds(holder.gpu, layout.num_gpus)
+        for row in published_speeds(subject.shape, holder.gpu, layout.num_gpus)
     ]
     rows += [
         (
             "no estimate" if estimate.tokens_per_second is None else f"{estimate.tokens_per_second:.1f} tok/s",
             "1",
-            str(layout),
+            str(replace(layout, decode_context=1)),  # it does not know decode context parallelism
             "NVFP4",
             f"{estimate.engine} {estimate.version}",
             f"AIConfigurator, estimated now{': ' if estimate.problem else ''}{estimate.problem}",

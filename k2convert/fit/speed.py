@@ -81,9 +81,18 @@ PUBLISHED: Final = (
 )
 
 
-def published_speeds(gpu: Gpu, count: int) -> list[PublishedSpeed]:
-    """Return what was published for a GPU and a count, of K2 with all its experts."""
-    return [row for row in PUBLISHED if (row.gpu, row.count) == (gpu.name, count)]
+_K2_EXPERTS: Final = 384
+
+
+def _is_k2(shape: ModelShape) -> bool:
+    """Tell whether a model has K2's sizes, whatever its number of experts."""
+    sizes = (shape.num_layers, shape.num_heads, shape.experts_per_token, shape.expert_width, shape.kv_values)
+    return sizes == (61, 64, 8, 2048, 576)
+
+
+def published_speeds(shape: ModelShape, gpu: Gpu, count: int) -> list[PublishedSpeed]:
+    """Return what was published for a GPU and a count, of K2 with all its experts; nothing for other models."""
+    return [row for row in PUBLISHED if (row.gpu, row.count) == (gpu.name, count)] if _is_k2(shape) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +114,6 @@ _SYSTEMS: Final = {
     "rtx-pro-6000": "rtx_pro_6000_server",
 }
 _INPUT_TOKENS, _OUTPUT_TOKENS = 1000, 1000
-_K2: Final = (61, 64, 384, 8, 2048, 576)
 
 
 def estimate_speeds(shape: ModelShape, *, gpu: Gpu, layout: Parallelism) -> list[EstimatedSpeed]:
@@ -114,8 +122,7 @@ def estimate_speeds(shape: ModelShape, *, gpu: Gpu, layout: Parallelism) -> list
     Raises MissingDependencyError without the extra, FitError for a model or GPU that it has not measured.
     """
     require_extra("fit", purpose="--estimate")
-    sizes = (shape.num_layers, shape.num_heads, shape.num_experts, shape.experts_per_token, shape.expert_width)
-    if (*sizes, shape.kv_values) != _K2:
+    if not _is_k2(shape) or shape.num_experts != _K2_EXPERTS:
         raise FitError("--estimate: AIConfigurator has measured K2 with all its experts only. Leave out --estimate.")
     if gpu.name not in _SYSTEMS:
         known = ", ".join(_SYSTEMS)

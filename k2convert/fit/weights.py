@@ -17,7 +17,7 @@ from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_S
 from k2convert.plan.recipe import Recipe
 
 _CODES_PER_WORD: Final = 8  # of INT4, in one I32
-_DROPPED: Final = frozenset((WEIGHT_SCALE, WEIGHT_SHAPE))  # of INT4: the bytes of a projection count for its codes
+_DROPPED: Final = (f".{WEIGHT_SCALE}", f".{WEIGHT_SHAPE}")  # of INT4: the bytes of a projection count for its codes
 
 
 class Tensor(Protocol):
@@ -45,10 +45,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a model. `is_planned`: an INT4 source, weighed as its recipe would convert it."""
+    """The weights of a model."""
 
     parts: tuple[Part, ...]
-    is_planned: bool
 
     @property
     def num_bytes(self) -> int:
@@ -80,11 +79,12 @@ def weigh(
     places: dict[str, tuple[Role, int | None, bool] | None] = {}
     sums: dict[tuple[Role, int | None, bool], int] = defaultdict(int)
     for tensor in tensors:
-        module, _, parameter = tensor.name.rpartition(".")
-        if recipe is not None and parameter in _DROPPED:
+        name = tensor.name
+        if recipe is not None and name.endswith(_DROPPED):
             continue
+        module, _, parameter = name.rpartition(".")
         if module not in places:
-            places[module] = _place(tensor.name, family, kept)
+            places[module] = _place(name, family, kept)
         place = places[module]
         if place is None:
             continue
@@ -92,8 +92,7 @@ def weigh(
         if kept is not None and place[0] == Role.ROUTER:
             num_bytes = num_bytes * kept // total
         sums[place] += num_bytes
-    parts = tuple(Part(*place, num_bytes) for place, num_bytes in sums.items())
-    return Weights(parts, is_planned=recipe is not None)
+    return Weights(tuple(Part(*place, num_bytes) for place, num_bytes in sums.items()))
 
 
 def is_int4(tensors: Iterable[Tensor]) -> bool:

@@ -37,10 +37,12 @@ def detect_family(checkpoint: Checkpoint) -> Family:
     Other models have the same tensor names, so config.json must also state a model_type of the family.
     """
     names = checkpoint.tensors
-    for family in FAMILIES:
-        for prefix, reason in family.refused_prefixes.items():
-            if any(name.startswith(prefix) for name in names):
-                raise PlanError(f"{checkpoint.folder}: tensors are named {prefix}*, {reason}. {family.source_hint}")
+    refused = {
+        prefix: (why, family.source_hint) for family in FAMILIES for prefix, why in family.refused_prefixes.items()
+    }
+    for prefix, (reason, hint) in refused.items():  # families share prefixes, and every tensor is looked at for each
+        if any(name.startswith(prefix) for name in names):
+            raise PlanError(f"{checkpoint.folder}: tensors are named {prefix}*, {reason}. {hint}")
     for family in FAMILIES:
         if _has_layers(family, names):
             _check_model_type(checkpoint, family)
