@@ -31,6 +31,7 @@ from k2convert.report import ReportFiles, write_report
 from k2convert.report.collect import can_be_validated, check_folder
 from k2convert.report.document import figures_document
 from k2convert.report.needs import result_needs
+from k2convert.validate.contract.seen_source import see_source
 from k2convert.validate.remote import RemoteShards, Shards, layer_bytes
 from k2convert.validate.results import ValidationReport, folder_bytes, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
@@ -143,15 +144,24 @@ class _Opened:
     shards: Shards
 
     @property
+    def seen(self) -> Checkpoint | None:
+        """The source with the experts that the result keeps, as far as its ledger can be read."""
+        try:
+            return see_source(self.source, find_ledger(self.folder)).checkpoint or self.source
+        except K2ConvertError:  # the validation says what is wrong
+            return self.source
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of the result's shards."""
         return self.shards.result_bytes() if self.shards.result is not None else folder_bytes(self.folder)
 
     def bytes_to_read(self, layers: tuple[int, ...] | None) -> int:
         """The bytes of the result that a validation reads; of `layers`, about as many as the source's."""
-        if not layers or self.source is None or not self.shards.is_remote:
+        source = self.seen
+        if not layers or source is None or not self.shards.is_remote:
             return self.num_bytes
-        return layer_bytes(self.source, layers)
+        return layer_bytes(source, layers)
 
 
 @contextmanager
@@ -192,13 +202,13 @@ def _say_layers_cost(opened: "_Opened", request: LayersRequest, *, quiet: bool) 
     """Say what --layers will take, before anything is read; None if the result cannot be opened."""
     from k2convert.validate.layers.cost import layers_cost
 
-    if opened.source is None:
+    if (source := opened.seen) is None:
         return None
     try:
         with Waiting("measures one expert", quiet=quiet):
             converted = None if opened.shards.is_remote else open_checkpoint(opened.folder)
             is_text = isinstance(request.hidden_states, Windows)
-            cost = layers_cost(source=opened.source, converted=converted, layers=request.layers, is_text=is_text)
+            cost = layers_cost(source=source, converted=converted, layers=request.layers, is_text=is_text)
     except K2ConvertError:  # the validation says what is wrong
         return None
     numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"

@@ -219,7 +219,7 @@ def _provenance(
         versions={"k2convert": tool_version, **(ledger.versions if ledger else {})},
         shards={name: shard.blake3 for name, shard in ledger.shards.items()} if ledger and ledger.shards else digests,
         calibration=ledger.calibration if ledger else None,
-        pruning=ledger.pruning if ledger else None,
+        pruning=ledger.pruning if ledger else job.pruning if job else None,
     )
 
 

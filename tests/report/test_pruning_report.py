@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,12 @@ def test_a_report_on_all_experts_says_nothing_of_pruning(pruned: Path, tmp_path:
     assert "Pruned" not in files.page.read_text() + files.markdown.read_text()
     assert "It does not save space" in files.page.read_text()
     assert "pruning" not in figures_document(files.report)
+
+
+def test_a_report_on_an_unfinished_job_says_what_is_kept(pruned: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(pruned, tmp_path / "copy"))
+    (folder / "k2convert.json").unlink()
+    assert "2 of 4 routed experts are kept" in write_report(folder=folder).page.read_text()
 
 
 def card(folder: Path, validated: ValidationReport) -> tuple[dict[str, Any], str]:

@@ -274,12 +274,25 @@ def test_feedback_through_the_pruned_model_is_measured(whole: dict[str, Path], t
     text, kept = tmp_path / "text.txt", tmp_path / "kept.json"
     text.write_text((tiny / "calibration.txt").read_text()[:2000])
     kept.write_text(json.dumps({"experts": {str(layer): list(experts) for layer, experts in KEPT.items()}}))
-    words = ("--calibrate", text, "--tokens", "128", "--window", "64", "--device", "cpu", "--keep-experts", kept)
+    words = ("--calibrate", text, "--tokens", "64", "--window", "32", "--device", "cpu", "--keep-experts", kept)
     assert run("run", whole["thinking"], tmp_path / "out", *words, "--quiet") == 0
     report = validate_checkpoint(folder=tmp_path / "out", source=open_checkpoint(whole["thinking"]))
     assert report.passed, [(r.number, r.offenders) for r in report.contract.rules if r.offenders]
     assert report.weights is not None
     assert report.weights.rule.measured == 12
+
+
+def test_layers_on_the_hidden_states_of_a_text(
+    prune: Prune, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The layers below are the pruned source's."""
+    text, found = tmp_path / "text.txt", prune(PLAIN)
+    text.write_text((tiny / "eval.txt").read_text()[:2000])
+    words = ("--source", found.source, "--layers", "2", "--text", text, "--tokens", "32", "--json")
+    assert run("validate", found.folder, *words) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["layers"]["layers"][0]["num_experts"] == 2
+    assert "computes 4 experts on 32 tokens" in " ".join(shown.err.split())
 
 
 @pytest.fixture
