@@ -11,7 +11,7 @@ WARNING: Final = (
     "What pruning costs depends on the model, the scores and the task. Moonlight, Moonshot's small model of this "
     "architecture, keeps 79.8 % of its GSM8K-platinum score with 25 % of its experts pruned, and 17.0 % with 50 % "
     "(llm-compressor's REAP example), while Kimi K2 is reported near-lossless on code with 50 % pruned (REAP's "
-    "authors). Measure this model on your own task before you ship it."
+    "paper, arXiv 2510.13999). Measure this model on your own task before you ship it."
 )
 """What is known of how much pruning costs."""
 
