@@ -12,13 +12,14 @@ from importlib.util import find_spec
 from reprlib import Repr
 from typing import Final, Literal
 
-Extra = Literal["torch", "calibrate", "reference", "fit"]
+Extra = Literal["torch", "calibrate", "reference", "fit", "ray"]
 
 _EXTRAS: Final[dict[Extra, tuple[str, ...]]] = {
     "torch": ("torch",),
     "calibrate": ("torch", "transformers", "tokenizers", "tiktoken"),
     "reference": ("torch", "compressed_tensors", "modelopt"),
     "fit": ("aiconfigurator_core",),
+    "ray": ("ray",),
 }
 """The modules that each extra of the package brings."""
 

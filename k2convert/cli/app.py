@@ -17,6 +17,7 @@ from k2convert.cli.calibrate_options import CalibrateOptions
 from k2convert.cli.failures import explain
 from k2convert.cli.fit_options import FitOptions
 from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrupted
+from k2convert.cli.machines import complete_part
 from k2convert.cli.options import (
     DestinationArgument,
     FolderArgument,
@@ -32,7 +33,6 @@ from k2convert.cli.options import (
     not_address,
     takes,
 )
-from k2convert.cli.part import complete_part
 from k2convert.errors import InvalidCheckpointError, K2ConvertError
 
 app = typer.Typer(

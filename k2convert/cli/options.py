@@ -211,6 +211,11 @@ class RunOptions:
             metavar="[I/N]",
         ),
     ] = None
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Convert on a Ray cluster: its address, or auto for the one here.", metavar="ADDRESS"),
+    ] = None
+    cpus_per_shard: Annotated[int, typer.Option(min=1, help="CPUs of each task with --ray.")] = 4
     verify: Annotated[
         bool, typer.Option("--verify", help="Hash every finished shard once more, and make damaged ones again.")
     ] = False

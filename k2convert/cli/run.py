@@ -18,8 +18,8 @@ from k2convert.cli.feedback import (
     walk_document,
     walk_line,
 )
+from k2convert.cli.machines import check_cluster, chosen_part, open_cluster, run_part
 from k2convert.cli.options import RunOptions, command_words, parse_size
-from k2convert.cli.part import chosen_part, run_part
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.recipe_overrides import check_kv_cache, has_text, recipe_overrides
 from k2convert.cli.serving import print_serve
@@ -58,6 +58,7 @@ from k2convert.records.publication import Published, record_published
 def run(options: RunOptions) -> None:
     """Plan a job, then show it (--dry-run) or do it."""
     overrides, part = recipe_overrides(options), chosen_part(options)
+    check_cluster(options)
     destination = read_destination(options.destination, work_folder=options.work_dir)
     if destination.repo is None and (options.public or options.work_dir is not None):
         raise typer.BadParameter("--public and --work-dir only apply to a destination on the Hub: hf://owner/name")
@@ -88,6 +89,7 @@ def run(options: RunOptions) -> None:
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
             private=not options.public,
             hub=hub,
+            on_cluster=options.ray is not None,
         )
         waiting.end()
         if job.target is not None:
@@ -168,8 +170,8 @@ def _do(job: Job, options: RunOptions) -> None:
         display.tally.expected_seconds["calibrate"] = _start_walk(job, job.feedback, options)
     start = time.monotonic()
     try:
-        with display as events:
-            outcome = execute(job, events=events)
+        with open_cluster(options) as cluster, display as events:
+            outcome = execute(job, events=events, cluster=cluster)
     except UnservableError as error:
         if not options.as_json:
             show_validation(error.validation)

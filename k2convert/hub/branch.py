@@ -308,6 +308,16 @@ class _Count:
             self.position = position
 
 
+def sent_operation(name: str, *, sha256: str, num_bytes: int) -> "CommitOperationAdd":
+    """Return the library's operation for a file that another process has sent: a commit needs its hash and size."""
+    from huggingface_hub import CommitOperationAdd
+
+    operation = CommitOperationAdd(name, b"")
+    operation.upload_info.sha256, operation.upload_info.size = bytes.fromhex(sha256), num_bytes
+    operation._upload_mode, operation._is_uploaded = "lfs", True  # pyright: ignore[reportPrivateUsage]
+    return operation
+
+
 def _counted_operation(name: str, path: Path, count: _Count) -> "CommitOperationAdd":
     """Return the library's operation for one file; `count` follows what plain LFS reads from the file to send it."""
     from huggingface_hub import CommitOperationAdd

@@ -5,6 +5,7 @@ are the same. What is done is recorded under DEST/.k2convert, and for a destinat
 """
 
 import os
+import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,17 +26,17 @@ from k2convert.errors import DestinationError, DestinationWriteError
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.job import machine
 from k2convert.job.assemble import assemble, is_complete
-from k2convert.job.calibration import check_norms
 from k2convert.job.downloads import fetch_shard, keep_small_files, remove_file, sweep_downloads
-from k2convert.job.feedback import LayerWalk, OpenWalk, finish_walk, open_walk, walking
+from k2convert.job.feedback import OpenWalk, finish_walk, open_walk, walking
 from k2convert.job.parts import Part
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, check_room
 from k2convert.job.publish import publish_result
+from k2convert.job.ray import Cluster
 from k2convert.job.room import Item
-from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.job.uploads import Uploads
 from k2convert.job.verify import shards_to_hash, verify_shards
+from k2convert.job.workers import Workers
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import forget_command, keep_command
 from k2convert.records.events import SILENT, Events, Extent, Phase
@@ -57,8 +58,8 @@ class Outcome:
     calibrated: CalibrationRecord | None = None
 
 
-def execute(job: Job, *, events: Events = SILENT) -> Outcome:
-    """Do what is left of a job. After an interrupt or a failure it can be executed again.
+def execute(job: Job, *, events: Events = SILENT, cluster: Cluster | None = None) -> Outcome:
+    """Do what is left of a job, with a cluster on its nodes. After an interrupt or a failure it can be executed again.
 
     Raises any K2ConvertError; UnservableError if the result does not validate, and then main is not changed.
     """
@@ -87,8 +88,15 @@ def execute(job: Job, *, events: Events = SILENT) -> Outcome:
             items = [item for item in job.items if item in items or item.name in expected]
             to_upload = [item for item in to_upload if item.name not in expected]
         walk = open_walk(job, items, events)
-        events.begun(_extent(job, items, to_upload, expected, walk), keep=keep)
-        _run_pipeline(job, journal, uploads, records, items, to_upload, events, expected=expected, opened=walk)
+        extent = _extent(job, items, to_upload, expected, walk)
+        if cluster is not None:
+            extent = replace(extent, phases={"convert": extent.phases["convert"]})
+        events.begun(extent, keep=keep)
+        _run_pipeline(
+            job, journal, uploads, records, items, to_upload, events, expected=expected, opened=walk, cluster=cluster
+        )
+        if cluster is not None:
+            journal.sweep(job.description)
         if moved:
             journal.describe(job.description)
         remove_folder(job.downloads, root=folder)
@@ -206,13 +214,16 @@ def _run_pipeline(
     *,
     expected: Mapping[str, str],
     opened: OpenWalk | None,
+    cluster: Cluster | None = None,
 ) -> None:
     """Fetch, convert and upload the shards that are not finished; fills `records`.
 
     `expected` has the hashes of finished shards that are made again, and must be the same. `opened` is the walk that
-    the shards wait for, if the job has one.
+    the shards wait for, if the job has one. The nodes of a `cluster` fetch, convert and send; they get all shards at
+    once.
     """
-    remote, limits, stop = job.source.remote, job.limits, Event()
+    remote, limits, stop = job.source.remote if cluster is None else None, job.limits, Event()
+    num_workers = limits.workers if cluster is None else max(len(items), 1)
     sweep_downloads(job, items, to_upload)
     devices: SimpleQueue[str] = SimpleQueue()
     for worker in range(limits.workers):
@@ -221,10 +232,11 @@ def _run_pipeline(
         machine.open_threads(limits.workers) as threads,
         walking(job, opened, items, stop=stop, events=events) as walk,
     ):
-        workers = _Workers(job, journal, records, expected, events, stop, threads, devices, walk)
+        workers = Workers(job, journal, records, expected, events, stop, threads, devices, walk)
+        convert = workers.convert if cluster is None else partial(workers.convert_on_node, cluster, uploads)
         stages = Stages(
             fetch=None if remote is None else partial(fetch_shard, job, remote, stop=stop, events=events),
-            convert=workers.convert,
+            convert=convert,
             drop_source=lambda shard: remove_file(job.downloads / shard),
             drop_output=lambda shard: remove_file(job.destination.folder / shard),
             uploads=uploads,
@@ -233,54 +245,12 @@ def _run_pipeline(
             items,
             disk=limits.disk,
             source_bytes=limits.source_bytes,
-            room=limits.room,
+            room=limits.room if cluster is None else sys.maxsize,
             stages=stages,
-            num_workers=limits.workers,
+            num_workers=num_workers,
             stop=stop,
             to_upload=to_upload,
         ).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Workers:
-    """What the workers of one run share. `devices` has a device for each; `walk` is what shards wait for, if any."""
-
-    job: Job
-    journal: Journal
-    records: dict[str, ShardRecord]
-    expected: Mapping[str, str]
-    events: Events
-    stop: Event
-    threads: machine.Threads
-    devices: SimpleQueue[str]
-    walk: LayerWalk | None
-
-    def convert(self, item: Item, is_shrinking: bool) -> None:
-        """Convert a shard and record it."""
-        job, calibration = self.job, self.job.calibration
-        if self.walk is not None:
-            self.walk.wait_for(item.name)
-            calibration = self.walk.calibration
-        device = self.devices.get()
-        try:
-            if job.source.remote is not None and calibration is not None:
-                check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
-            task = _shard_task(job, item.name, device=device, is_shrinking=is_shrinking)
-            task = replace(
-                task,
-                expected_blake3=self.expected.get(item.name),
-                calibration=calibration,
-                suffix=self.journal.suffix,
-            )
-            record = convert_shard(task, threads=self.threads, events=self.events, stop=self.stop)
-        finally:
-            self.devices.put(device)
-        self.journal.record(record)
-        self.records[item.name] = record
-        if self.walk is not None:
-            self.walk.recorded(item.name)
-        if item.name not in self.expected:
-            self.events.shard_finished(item.name)
 
 
 def _remaining(
@@ -304,21 +274,3 @@ def _remaining(
         elif uploads is not None:
             to_upload.append(item)
     return items, to_upload
-
-
-def _shard_task(job: Job, name: str, *, device: str, is_shrinking: bool) -> ShardTask:
-    shard = next(shard for shard in job.plan.jobs if shard.name == name)
-    headers = job.source.checkpoint.headers
-    return ShardTask(
-        shard=shard,
-        recipe=job.plan.recipe,
-        source_folder=job.source.checkpoint.folder if job.source.remote is None else job.downloads,
-        destination=job.destination.folder,
-        device=device,
-        fingerprint=job.digest,
-        header_digests={source: headers[source].digest for source in shard.source_shards},
-        inflight_bytes=machine.inflight_bytes(uses_hub=job.uses_hub) // job.limits.workers,
-        is_shrinking=is_shrinking,
-        for_upload=job.target is not None,
-        kept=None if job.source.pruning is None else job.source.pruning.kept,
-    )

@@ -35,10 +35,11 @@ class Threads:
 
 
 @contextmanager
-def open_threads(workers: int) -> Generator[Threads]:
-    """Start the threads for `workers` shards at a time."""
+def open_threads(workers: int, *, num_converting: int | None = None) -> Generator[Threads]:
+    """Start the threads for `workers` shards at a time; one converting thread a core unless their number is given."""
+    cores = num_converting or os.cpu_count() or 1
     with (
-        ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="convert") as converting,
+        ThreadPoolExecutor(max_workers=cores, thread_name_prefix="convert") as converting,
         ThreadPoolExecutor(max_workers=READERS_PER_WORKER * workers, thread_name_prefix="read") as reading,
     ):
         yield Threads(converting, reading)
@@ -58,9 +59,9 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def inflight_bytes(*, uses_hub: bool) -> int:
-    """Return the bytes that all shards in work may have in memory, so that every core has work."""
-    cores = os.cpu_count() or 1
+def inflight_bytes(*, uses_hub: bool, cores: int | None = None) -> int:
+    """Return the bytes that all shards in work may have in memory, so that every core, or each of `cores`, has work."""
+    cores = cores or os.cpu_count() or 1
     return cores * HUB_CORE_INFLIGHT_BYTES if uses_hub else max(MIN_INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES)
 
 

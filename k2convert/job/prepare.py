@@ -117,6 +117,7 @@ def prepare(
     max_disk: int | None = None,
     private: bool = True,
     hub: Hub | None = None,
+    on_cluster: bool = False,
 ) -> Job:
     """Plan a job and check its destination; raises PlanError, DestinationError, HubError, DiskFullError.
 
@@ -131,7 +132,7 @@ def prepare(
     calibration = None if statistics is None else choose_calibration(statistics, recipe=recipe, source=source)
     plan = _plan(source, recipe, calibration, has_text=text is not None)
     refuse_links(folder, shards=[shard.name for shard in plan.jobs], sidecars=list_sidecars(checkpoint.folder))
-    devices, walk = choose_devices(device), None
+    devices, walk = _cluster_devices(device) if on_cluster else choose_devices(device), None
     description = _describe(plan, source, statistics, walk=None if text is None else text.identity(devices))
     calibrated: CalibrationRecord | None = None
     if statistics is not None and calibration is not None:
@@ -178,6 +179,13 @@ def _check_pruning(source: Source, recipe: Recipe, text: CalibrationText | None)
             "--save-statistics would write statistics of the pruned model, not of the source. Leave it out, or write "
             "the pruned model with --target int4 first, and convert that."
         )
+
+
+def _cluster_devices(device: Device) -> tuple[str, ...]:
+    """Return the device of a task on a node: its one GPU, or the CPU."""
+    if device == "cuda":
+        require_extra("torch", purpose="--device cuda")
+    return ("cuda:0",) if device == "cuda" else ("cpu",)
 
 
 def _plan(source: Source, recipe: Recipe, calibration: Calibration | None, *, has_text: bool) -> Plan:

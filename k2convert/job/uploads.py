@@ -20,7 +20,7 @@ from k2convert.checkpoint.names import RECORDS_FOLDER, UPLOADS_FOLDER
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import ChangedFileError, CheckpointError
-from k2convert.hub.branch import Branch, Upload
+from k2convert.hub.branch import Branch, Upload, sent_operation
 from k2convert.records.checksum import seal, unseal
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal
@@ -63,6 +63,7 @@ class Uploads:
     events: Events = SILENT
     uploads: dict[str, UploadRecord] = field(default_factory=dict[str, UploadRecord])
     _on_branch: list[str] = field(default_factory=list[str])
+    _sent_by_node: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
 
     @property
     def num_pending(self) -> int:
@@ -79,22 +80,46 @@ class Uploads:
         if the file does not match its record.
         """
         path = self.journal.destination / name
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="examine") as aside:
-            examined = aside.submit(self._examine, name)
-            if name in self.branch.on_branch:
+        if name in self._sent_by_node:
+            found, documents = self.uploads[name], self._sent_by_node[name]
+            operation = sent_operation(name, sha256=found.sha256, num_bytes=found.file_bytes)
+        else:
+            with ThreadPoolExecutor(max_workers=1, thread_name_prefix="examine") as aside:
+                examined = aside.submit(self._examine, name)
+                if name in self.branch.on_branch:
+                    found = examined.result()
+                    if self.branch.has(name, found.sha256, found.file_bytes):
+                        self._on_branch.append(name)
+                        self.events.transferred(uploaded=found.file_bytes, is_new=False)
+                        return
+                operation = self.branch.send(name, path, sha256=self.records[name].sha256, sent=self._sent)
                 found = examined.result()
-                if self.branch.has(name, found.sha256, found.file_bytes):
-                    self._on_branch.append(name)
-                    self.events.transferred(uploaded=found.file_bytes, is_new=False)
-                    return
-            operation = self.branch.send(name, path, sha256=self.records[name].sha256, sent=self._sent)
-            found = examined.result()
-        leave_cache(path)
-        documents = {
+            leave_cache(path)
+            documents = self._documents(name, found)
+        self.branch.add(Upload(name, path, found.sha256, found.file_bytes), operation, records=documents)
+
+    def send_only(self, name: str) -> dict[str, bytes]:
+        """Scan and send a shard's file; returns the small files that go with it into the commit of another process."""
+        found = self._examine(name)
+        self.branch.send(name, self.journal.destination / name, sha256=self.records[name].sha256)
+        return self._documents(name, found)
+
+    def adopt(self, name: str, documents: Mapping[str, bytes]) -> None:
+        """Take over a shard that another process has sent: `documents` is what `send_only` returned there."""
+        for path, data in documents.items():
+            make_folder((self.journal.folder / path).parent, root=self.journal.destination)
+            write_atomically(self.journal.folder / path, data, root=self.journal.destination)
+        found = self._read_upload(name)
+        if found is None or found.blake3 != self.records[name].blake3:
+            raise ChangedFileError(self.journal.destination / name)
+        self.uploads[name] = found
+        self._sent_by_node[name] = dict(documents)
+
+    def _documents(self, name: str, found: UploadRecord) -> dict[str, bytes]:
+        return {
             f"{RECORDS_FOLDER}/{name}.json": seal(self.records[name].to_dict()),
             f"{UPLOADS_FOLDER}/{name}.json": seal(asdict(found)),
         }
-        self.branch.add(Upload(name, path, found.sha256, found.file_bytes), operation, records=documents)
 
     def _sent(self, num_bytes: int) -> None:
         self.events.transferred(uploaded=num_bytes)

@@ -123,7 +123,7 @@ class Journal:
         else:
             known = self._accept_source(job, found.source, job.source)
             moved = moved_shards(known, job.source)
-        self._sweep(job)
+        self.sweep(job)
         return moved
 
     def join(self, job: JobDescription) -> None:
@@ -284,7 +284,7 @@ class Journal:
         """Return whether a shard was hashed for upload. Its file may be removed after that."""
         return (self.folder / UPLOADS_FOLDER / f"{shard}.json").exists()
 
-    def _sweep(self, job: JobDescription) -> None:
+    def sweep(self, job: JobDescription) -> None:
         """Remove the half-written shards and records of a killed run, and nothing else of a similar name.
 
         Other files that were half-written are not removed here: they are written again under the same names.

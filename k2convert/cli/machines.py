@@ -1,19 +1,22 @@
-"""`run --part`: one part of a job, on one task of a scheduler's array."""
+"""`run --part` and `run --ray`: a job on several machines."""
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import typer
 
+from k2convert.errors import require_extra
 from k2convert.job.parts import FROM_SCHEDULER, Part, read_part
 
 if TYPE_CHECKING:
     from k2convert.cli.options import RunOptions
     from k2convert.job.prepare import Job
+    from k2convert.job.ray import Cluster
 
 
 def complete_part(words: Sequence[str]) -> list[str]:
@@ -36,9 +39,39 @@ def chosen_part(options: "RunOptions") -> Part | None:
 
     if has_text(options):
         raise typer.BadParameter("--calibrate goes through the layers in order: leave out --part")
+    if options.ray is not None:
+        raise typer.BadParameter("--ray and --part both share out the shards: use one of them")
     if options.verify:
         raise typer.BadParameter("--verify is for the run that ends the job: leave out --part")
     return read_part(options.part, os.environ)
+
+
+@contextmanager
+def open_cluster(options: "RunOptions") -> "Generator[Cluster | None]":
+    """Connect to the cluster of --ray, if it was given; raises PlanError without one."""
+    if options.ray is None:
+        yield None
+        return
+    from k2convert.cli.options import parse_size
+    from k2convert.job.ray import connect
+
+    max_disk = None if options.max_disk is None else parse_size(options.max_disk)
+    gpu = options.device == "cuda"
+    with connect(options.ray, cpus=options.cpus_per_shard, with_gpu=gpu, max_disk=max_disk) as cluster:
+        yield cluster
+
+
+def check_cluster(options: "RunOptions") -> None:
+    """Raise BadParameter for what no cluster can do."""
+    if options.ray is None:
+        return
+    require_extra("ray", purpose="--ray")
+    from k2convert.cli.options import has_text
+
+    if has_text(options):
+        raise typer.BadParameter("--calibrate goes through the layers in order: leave out --ray")
+    if options.statistics is not None and str(options.source).startswith("hf://"):
+        raise typer.BadParameter("--ray with --statistics needs a folder as source, not hf://")
 
 
 def run_part(job: "Job", part: Part, options: "RunOptions") -> None:

@@ -1,0 +1,56 @@
+"""A Ray cluster of real raylets on this machine, and its worker processes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+SMALL = {"object_store_memory": 80 << 20}
+
+
+class Nodes:
+    """A head without CPUs, so that every task runs on a node that was added."""
+
+    def __init__(self, number: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster: Any = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL}
+        )
+        self.nodes: list[Any] = []
+        for _ in range(number):
+            self.add()
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self) -> None:
+        self.nodes.append(self.cluster.add_node(num_cpus=1, **SMALL))
+
+    def kill(self, raylet: int) -> None:
+        """Kill a node's raylet with SIGKILL."""
+        node = next(node for node in self.nodes if raylet_of(node) == raylet)
+        self.nodes.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        self.cluster.shutdown()
+
+
+def raylet_of(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def working() -> dict[int, int]:
+    """The processes that do a task now, with the raylet that started each."""
+    found: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError, IndexError):
+                if (entry / "cmdline").read_bytes().startswith(b"ray::on_node") and os.getpgid(int(entry.name)):
+                    parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                    found[int(entry.name)] = int(parent)
+    return found
