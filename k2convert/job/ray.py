@@ -182,8 +182,9 @@ def connect(address: str, *, cpus: int, with_gpu: bool, max_disk: int | None) ->
     version = __version__
 
     def on_node(data: bytes) -> tuple[str, bytes | str]:  # sent by value: a node may have another k2convert, or none
-        import ray
+        from importlib import import_module
 
+        ray: Any = import_module("ray")
         node = f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:6]})"
         try:
             from k2convert import __version__ as found
