@@ -9,6 +9,7 @@
     preflight       the checks before anything is converted for a destination on the Hub
     branch          the work branch of a job: shards in groups, then one atomic commit on main
     card            the repository's README.md
+    operations      the library's operation for one file
     xet             bounds for the memory of hf_xet
 
 Only calls that huggingface_hub 1.20 and 2.x share are used. The HTTP client changed with the major version (httpx,

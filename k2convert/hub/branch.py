@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import ChangedFileError, HubError
 from k2convert.hub.client import Hub, ignore
 from k2convert.hub.download import file_sha256
+from k2convert.hub.operations import SentCount, counted_operation
 from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import HubRequestError, explained, redacted
 from k2convert.hub.source import RemoteFile, list_files, matches, read_file
@@ -128,13 +128,13 @@ class Branch:
         """
         from huggingface_hub import CommitOperationAdd, constants
 
-        api, count = self.hub.api(), _Count(sent)
+        api, count = self.hub.api(), SentCount(sent)
         if sha256 is not None and constants.HF_HUB_DISABLE_XET and file_sha256(path) != sha256:
             raise ChangedFileError(path)
 
         def attempt() -> CommitOperationAdd:
             count.move_to(0)
-            operation = _counted_operation(name, path, count)
+            operation = counted_operation(name, path, count)
             if sha256 is not None and constants.HF_HUB_DISABLE_XET:
                 operation.upload_info.sha256 = bytes.fromhex(sha256)
             with _transfer_errors(f"upload {name}"):
@@ -293,50 +293,6 @@ class Branch:
         except HubRequestError as error:
             if error.status != 404:
                 raise
-
-
-@dataclass(slots=True)
-class _Count:
-    """How many bytes of one file were sent. `sent` gets the changes."""
-
-    sent: Callable[[int], None]
-    position: int = 0
-
-    def move_to(self, position: int) -> None:
-        if position != self.position:
-            self.sent(position - self.position)
-            self.position = position
-
-
-def sent_operation(name: str, *, sha256: str, num_bytes: int) -> "CommitOperationAdd":
-    """Return the library's operation for a file that another process has sent: a commit needs its hash and size."""
-    from huggingface_hub import CommitOperationAdd
-
-    operation = CommitOperationAdd(name, b"")
-    operation.upload_info.sha256, operation.upload_info.size = bytes.fromhex(sha256), num_bytes
-    operation._upload_mode, operation._is_uploaded = "lfs", True  # pyright: ignore[reportPrivateUsage]
-    return operation
-
-
-def _counted_operation(name: str, path: Path, count: _Count) -> "CommitOperationAdd":
-    """Return the library's operation for one file; `count` follows what plain LFS reads from the file to send it."""
-    from huggingface_hub import CommitOperationAdd
-
-    class Counted(CommitOperationAdd):
-        @contextmanager
-        def as_file(self, with_tqdm: bool = False) -> Generator[BinaryIO]:
-            with path.open("rb") as file:
-                if with_tqdm:  # the library asks for a progress bar, so it is going to send the bytes
-                    file.read = partial(_read_counted, file, count, file.read)
-                yield file
-
-    return Counted(name, path)
-
-
-def _read_counted(file: BinaryIO, count: _Count, read: Callable[[int | None], bytes], size: int | None = -1) -> bytes:
-    data = read(size)
-    count.move_to(file.tell())
-    return data
 
 
 @contextmanager

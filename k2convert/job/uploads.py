@@ -20,7 +20,8 @@ from k2convert.checkpoint.names import RECORDS_FOLDER, UPLOADS_FOLDER
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import ChangedFileError, CheckpointError
-from k2convert.hub.branch import Branch, Upload, sent_operation
+from k2convert.hub.branch import Branch, Upload
+from k2convert.hub.operations import sent_operation
 from k2convert.records.checksum import seal, unseal
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal

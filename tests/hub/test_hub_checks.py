@@ -18,7 +18,7 @@ from published import ALL_RULES, assert_published
 
 from k2convert.checkpoint.header import read_header
 from k2convert.cli import publish as command
-from k2convert.job import execute
+from k2convert.job import execute, workers
 from k2convert.job.shard import ShardTask
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cpu
@@ -31,13 +31,13 @@ SHARD = "model-00003-of-000005.safetensors"
 
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path, ShardRecord], ShardRecord]) -> None:
     """Change a finished shard, or its record, between its conversion and its upload."""
-    convert = execute.convert_shard
+    convert = workers.convert_shard
 
     def convert_and_plant(task: ShardTask, **options: Any) -> ShardRecord:
         record = convert(task, **options)
         return plant(task.destination / task.shard.name, record) if task.shard.name == SHARD else record
 
-    monkeypatch.setattr(execute, "convert_shard", convert_and_plant)
+    monkeypatch.setattr(workers, "convert_shard", convert_and_plant)
 
 
 def flip(path: Path, offset: int) -> None:

@@ -14,7 +14,7 @@ from hub_cli import HubCli
 from loopback import TOKEN, LoopbackHub
 from published import WITHOUT_SOURCE, assert_published
 
-from k2convert.job import execute
+from k2convert.job import workers
 from k2convert.job.shard import ShardTask
 from k2convert.records.shard_record import ShardRecord
 from scripts.fixture_maker.damage import edit_config
@@ -67,14 +67,14 @@ def test_hub_to_folder_gives_the_local_bytes(
 def test_several_shards_are_converted_at_once_if_requested(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, convert = threading.Barrier(2), execute.convert_shard
+    both, convert = threading.Barrier(2), workers.convert_shard
 
     def together(task: ShardTask, **options: Any) -> ShardRecord:
         if task.shard.name in SHARDS[:2]:
             both.wait(timeout=60)  # the first waits here until another thread has come with the second
         return convert(task, **options)
 
-    monkeypatch.setattr(execute, "convert_shard", together)
+    monkeypatch.setattr(workers, "convert_shard", together)
     done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--workers", "2")
     assert done.returncode == 0, done.stderr
     assert_published(tiny_on_hub, local_result)
