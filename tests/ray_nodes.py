@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,21 +35,21 @@ class Nodes:
         self.nodes.remove(node)
         self.cluster.remove_node(node, allow_graceful=False)
 
+    def working(self) -> dict[int, int]:
+        """The processes of this cluster that do a task now, with the raylet that started each."""
+        raylets = {raylet_of(node) for node in self.nodes}
+        found: dict[int, int] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with suppress(OSError, IndexError):
+                    if (entry / "cmdline").read_bytes().startswith(b"ray::on_node"):
+                        parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                        found |= {int(entry.name): parent} if parent in raylets else {}
+        return found
+
     def close(self) -> None:
         self.cluster.shutdown()
 
 
 def raylet_of(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
-
-
-def working() -> dict[int, int]:
-    """The processes that do a task now, with the raylet that started each."""
-    found: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError, IndexError):
-                if (entry / "cmdline").read_bytes().startswith(b"ray::on_node") and os.getpgid(int(entry.name)):
-                    parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                    found[int(entry.name)] = int(parent)
-    return found

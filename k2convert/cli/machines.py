@@ -66,7 +66,7 @@ def check_cluster(options: "RunOptions") -> None:
     if options.ray is None:
         return
     require_extra("ray", purpose="--ray")
-    from k2convert.cli.options import has_text
+    from k2convert.cli.recipe_overrides import has_text
 
     if has_text(options):
         raise typer.BadParameter("--calibrate goes through the layers in order: leave out --ray")

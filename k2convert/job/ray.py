@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
@@ -40,6 +40,7 @@ from k2convert.records.shard_record import ShardRecord
 
 MAX_RETRIES: Final = 5  # of a task whose worker or node died
 _FREE_SHARE: Final = 0.9  # of a node's free disk, unless --max-disk says otherwise
+_MAX_PLACES: Final = 256  # shards that a node may have in work
 _POLL_SECONDS: Final = 0.2
 _ANSWER_SECONDS: Final = 20
 
@@ -111,22 +112,33 @@ def _room(work: NodeTask) -> Generator[Path]:
             f"{root}: a shard takes {work.disk_bytes:,} bytes, but this node may use {allowed:,}. "
             "Allow more with --max-disk, or set TMPDIR on the node to a larger disk."
         )
-    while True:
-        for number in range(allowed // work.disk_bytes):
-            with (root / f"{number}.lock").open("w") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
-                folder = root / str(number)
-                shutil.rmtree(folder, ignore_errors=True)  # of a task that was killed
-                folder.mkdir()
-                try:
-                    yield folder
-                finally:
-                    shutil.rmtree(folder, ignore_errors=True)
-                return
-        time.sleep(_POLL_SECONDS)
+    with ExitStack() as stack:
+        while (mine := _take_place(root, min(allowed // work.disk_bytes, _MAX_PLACES), stack)) is None:
+            time.sleep(_POLL_SECONDS)
+        mine.mkdir()
+        try:
+            yield mine
+        finally:
+            shutil.rmtree(mine, ignore_errors=True)
+
+
+def _take_place(root: Path, number: int, stack: ExitStack) -> Path | None:
+    """Lock one of so many places until `stack` ends; returns its folder, empties what killed tasks left in others."""
+    mine: Path | None = None
+    for place in range(number):
+        lock = (root / f"{place}.lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            continue
+        shutil.rmtree(root / str(place), ignore_errors=True)
+        if mine is None:
+            mine = root / str(place)
+            stack.enter_context(lock)
+        else:
+            lock.close()
+    return mine
 
 
 @dataclass(frozen=True, slots=True)

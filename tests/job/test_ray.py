@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from forked_runs import contents, finish, send, start
 from in_process import run
-from ray_nodes import Nodes, working
+from ray_nodes import Nodes
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("own_handlers")
@@ -41,7 +41,7 @@ def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     return contents(folder)
 
 
-@pytest.mark.parametrize("name", ["tiny", "split", "small"])
+@pytest.mark.parametrize("name", ["split", "small"])
 def test_a_cluster_gives_the_bytes_of_a_local_run_and_all_nodes_work(
     name: str, nodes: Nodes, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,7 +54,7 @@ def test_a_cluster_gives_the_bytes_of_a_local_run_and_all_nodes_work(
     assert len(set(re.findall(r"node \S+ \((\w+)\): model-", said))) == len(nodes.nodes)
 
 
-@pytest.mark.parametrize("victim", ["worker", "raylet"])
+@pytest.mark.parametrize("victim", [pytest.param("worker", marks=pytest.mark.slow), "raylet"])
 def test_a_killed_worker_or_node_changes_no_byte(
     victim: str, tiny: Path, whole: dict[str, bytes], nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -62,7 +62,7 @@ def test_a_killed_worker_or_node_changes_no_byte(
     driver = start(*job(tiny, out, nodes))
     while not list(out.glob("*.tmp")):
         assert driver.is_alive()
-    processes = working()
+    processes = nodes.working()
     for process in processes:
         os.kill(process, signal.SIGSTOP)
     assert processes
@@ -95,6 +95,7 @@ def test_a_killed_driver_is_started_again_and_makes_no_recorded_shard_twice(
     assert not list(out.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tiny: Path, whole: dict[str, bytes], nodes: Nodes, tmp_path: Path) -> None:
     out = tmp_path / "out"
     driver = start(*job(tiny, out, nodes))
@@ -107,6 +108,7 @@ def test_ctrl_c_says_how_to_go_on(tiny: Path, whole: dict[str, bytes], nodes: No
     assert contents(out) == whole
 
 
+@pytest.mark.slow
 def test_a_job_waits_for_nodes_that_join_late_and_refuses_another_version(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

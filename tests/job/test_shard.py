@@ -11,7 +11,7 @@ from statistics_makers import random_statistics
 
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job import execute
+from k2convert.job import execute, workers
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import Job, choose_recipe, prepare
 from k2convert.job.shard import ShardTask, convert_shard
@@ -52,7 +52,7 @@ def test_a_task_is_pickled_and_converted_in_another_process(
         tasks.append(task)
         return convert_shard(task, **options)
 
-    monkeypatch.setattr(execute, "convert_shard", remember)
+    monkeypatch.setattr(workers, "convert_shard", remember)
     whole = execute.execute(plan(cut if overrides == {"rule": "weighted"} else split, tmp_path / "whole", **overrides))
     assert len(tasks) == len(whole.records) > 1 or overrides == {"target": "bf16"}
     (tmp_path / "apart").mkdir()
