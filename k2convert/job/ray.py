@@ -25,7 +25,7 @@ from typing import Any, Final
 from k2convert import __version__
 from k2convert.checkpoint.files import own_suffix
 from k2convert.checkpoint.names import UPLOADS_FOLDER, WORK_FOLDER
-from k2convert.errors import DiskFullError, K2ConvertError, PlanError, require_extra
+from k2convert.errors import DiskFullError, InvalidCheckpointError, K2ConvertError, PlanError, require_extra
 from k2convert.hub.branch import Branch
 from k2convert.hub.client import Hub
 from k2convert.hub.download import download_shard
@@ -97,8 +97,10 @@ def answer_on_node(data: bytes, *, cpus: int) -> bytes:
     """Do a pickled NodeTask; returns the pickled NodeResult, or the expected error that stopped it."""
     try:
         return pickle.dumps(do_on_node(pickle.loads(data), cpus=cpus))
-    except K2ConvertError as error:
-        return pickle.dumps(error)
+    except InvalidCheckpointError as error:  # has an exit code of its own
+        return pickle.dumps(InvalidCheckpointError(str(error)))
+    except K2ConvertError as error:  # of any class: some have arguments of their own
+        return pickle.dumps(K2ConvertError(str(error)))
 
 
 @contextmanager
@@ -159,6 +161,8 @@ class Cluster:
                 raise InterruptedRun
         try:
             node, answer = ray.get(reference)
+        except ray.exceptions.RayTaskError:  # an unexpected error in the task keeps its traceback
+            raise
         except ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines()
             raise K2ConvertError(
