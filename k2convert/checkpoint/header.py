@@ -26,6 +26,7 @@ from k2convert.errors import MalformedFileError, SourceReadError, quoted, shorte
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_NAME_LENGTH: Final = 200  # of a tensor; Kimi's longest has 77 characters
+_MAX_COUNT: Final = (1 << 63) - 1
 MAX_RANK: Final = 32  # of a tensor; NumPy's limit before 2.0
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -132,10 +133,6 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int, where: str | None =
     return ShardHeader(shard, file_bytes, data_begin, cast(dict[str, str], metadata), tensors, digest)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
 def _tensor_info(name: str, entry: Any, *, shard: str, base: int) -> TensorInfo:
     if len(name) > MAX_NAME_LENGTH or not name.isprintable():
         problem = "is longer than any model's" if name.isprintable() else "has control characters"
@@ -146,13 +143,17 @@ def _tensor_info(name: str, entry: Any, *, shard: str, base: int) -> TensorInfo:
         raise MalformedFileError(f"needs dtype, shape and data_offsets, but has {quoted(entry)}.") from None
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise MalformedFileError(f"unknown dtype {quoted(dtype)}. Known dtypes: {', '.join(DTYPE_BYTES)}.")
-    if not (all(map(_is_count, shape)) and _is_count(begin) and _is_count(end)):
-        raise MalformedFileError(f"shape {quoted(list(shape))} or offsets {quoted([begin, end])} are not counts.")
     if len(shape) > MAX_RANK:
         raise MalformedFileError(f"has {len(shape):,} dimensions, more than {MAX_RANK}.")
-    expected = DTYPE_BYTES[dtype]
+    # In one loop, without a call for each number: this function runs 208,550 times for K2.5. `type`, because a bool is
+    # an int too.
+    expected, are_counts = DTYPE_BYTES[dtype], True
     for size in shape:
-        expected *= size
+        are_counts = are_counts and type(size) is int and 0 <= size <= _MAX_COUNT
+        expected *= size if are_counts else 0
+    are_counts = are_counts and type(begin) is int and 0 <= begin <= _MAX_COUNT
+    if not (are_counts and type(end) is int and 0 <= end <= _MAX_COUNT):
+        raise MalformedFileError(f"shape {quoted(list(shape))} or offsets {quoted([begin, end])} are not counts.")
     if end - begin != expected:
         needed = f"{expected:,}" if expected < 1 << 63 else "too many"
         raise MalformedFileError(
