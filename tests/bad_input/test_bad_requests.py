@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -345,7 +346,7 @@ def test_a_bad_value_blames_its_option(
         main(["run", str(tiny), str(dest), option, value])
     message = capsys.readouterr().err.splitlines()[-1]
     assert stopped.value.code == 2
-    assert message.startswith(f"Error: Invalid value for '{option}': ")
+    assert re.match(rf"Error: Invalid value for '{option}'( / '--target')?: ", message)
     assert expected in message
     assert not dest.exists()
 
