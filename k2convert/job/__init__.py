@@ -7,10 +7,12 @@ calibration  statistics: do they fit the source and the recipe; scaling: what th
 layer_pass  a calibration: plan it, walk through the layers, write the statistics file; layer_shards: its fetch stage
 feedback_plan  what a conversion with feedback takes; feedback: its walk, beside the pipeline
 machine    devices, threads, memory; room: disk
-execute    THE executor
+kept_experts  which experts a job keeps
+execute    THE executor; parts: a share of the shards
 verify     do finished shards have their recorded bytes
 pipeline   the stages, overlapping
 downloads  the fetch stage
+workers    the convert stage: here, or on a node; ray: a cluster's nodes
 shard      THE per-shard function
 uploads    the upload stage
 assemble   index, configs, sidecars, ledger
