@@ -17,7 +17,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from blake3 import blake3
 
@@ -37,9 +37,10 @@ DTYPE_BYTES = {
 _DTYPES: Final = {dtype: dtype for dtype in DTYPE_BYTES}  # JSON gives a new string for each entry
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """The place of one tensor: `begin` and `end` are byte offsets from the start of the file `shard`.
+
+    A NamedTuple, because K2.5 has 208,550 of them: with a frozen dataclass `fit` took 2.5 s for it, not 2.1 s.
 
     `rows` are the rows of the file's tensor that this tensor has, in order; None for all. `shape` and `num_bytes` are
     those of these rows.

@@ -84,7 +84,7 @@ def weigh(
             continue
         module, _, parameter = name.rpartition(".")
         if module not in places:
-            places[module] = _place(name, family, kept)
+            places[module] = _place(name, module, family, kept)
         place = places[module]
         if place is None:
             continue
@@ -100,13 +100,13 @@ def is_int4(tensors: Iterable[Tensor]) -> bool:
     return any(tensor.dtype == "I32" and tensor.name.endswith(f".{WEIGHT_PACKED}") for tensor in tensors)
 
 
-def _place(name: str, family: Family, kept: int | None) -> tuple[Role, int | None, bool] | None:
+def _place(name: str, module: str, family: Family, kept: int | None) -> tuple[Role, int | None, bool] | None:
     """Return role, layer and whether tensor parallelism splits a tensor's module; None for a pruned expert."""
-    parts = parse_tensor_name(name, family=family)
-    if kept is not None and parts.expert is not None and parts.expert >= kept:
+    place = family.classify(module) or parse_tensor_name(name, family=family)  # which raises PlanError
+    if kept is not None and place.expert is not None and place.expert >= kept:
         return None
-    is_whole = parts.module.rpartition(".")[2] in family.unsplit_attention
-    return parts.role, parts.layer, parts.role in _SPLIT_ROLES and not is_whole
+    is_whole = module.rpartition(".")[2] in family.unsplit_attention
+    return place.role, place.layer, place.role in _SPLIT_ROLES and not is_whole
 
 
 def _converted_bytes(tensor: Tensor, parameter: str, role: Role, recipe: Recipe) -> int:

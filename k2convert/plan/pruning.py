@@ -87,7 +87,7 @@ def _seen(
         if new is None:
             return None
         stem = family.experts.format(layer=layer)
-        return replace(tensor, name=f"{stem}.{new}" + tensor.name[len(f"{stem}.{parts.expert}") :])
+        return tensor._replace(name=f"{stem}.{new}" + tensor.name[len(f"{stem}.{parts.expert}") :])
     if parts.role is not Role.ROUTER:
         return tensor
     if tensor.shape[:1] != (architecture.num_experts,):
@@ -95,7 +95,7 @@ def _seen(
             f"{tensor.shard}: {tensor.name}: has the shape {list(tensor.shape)}, but the layer has "
             f"{architecture.num_experts} experts. Use the whole, unchanged source."
         )
-    return replace(tensor, shape=(len(numbers[layer]), *tensor.shape[1:]), rows=tuple(numbers[layer]))
+    return tensor._replace(shape=(len(numbers[layer]), *tensor.shape[1:]), rows=tuple(numbers[layer]))
 
 
 def _config(config: Mapping[str, Any], count: int) -> dict[str, Any]:

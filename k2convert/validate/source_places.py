@@ -5,7 +5,6 @@ derived from the list here, so a view that is wrong is found.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
@@ -34,7 +33,7 @@ class SourcePlaces:
         """
         source_name, rows = _in_source(name, self._kept)
         found = self._header(shard).tensors.get(source_name)
-        return None if found is None else replace(found, name=name, rows=rows)
+        return None if found is None else found._replace(name=name, rows=rows)
 
     def read(self, place: TensorInfo, begin: int, end: int) -> bytes:
         """Return bytes [begin, end) of a tensor that `find` returned; raises SourceReadError."""
