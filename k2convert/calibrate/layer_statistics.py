@@ -80,7 +80,7 @@ class LayerStatistics:
         return self.num_experts == 1 and self.shared_down_mean_square is None
 
     def of_experts(self, experts: Sequence[int]) -> LayerStatistics:
-        """Return the statistics of a layer that has these experts alone, numbered 0, 1, 2, ... in this order."""
+        """Return the statistics of a layer that has only these experts, numbered 0, 1, 2, ... in this order."""
         rows = list(experts)
         return replace(
             self,

@@ -53,7 +53,7 @@ MAX_RUN_CHARS: Final = 25_000
 PIECE_CHARS: Final = 2 << 20
 """tokenizers needs 160 bytes of memory a character, so it gets a longer text in pieces that end with a line."""
 
-_PANIC: Final = "PanicException"  # of tokenizers and tiktoken, whose code is Rust; it is no Exception
+_PANIC: Final = "PanicException"  # of tokenizers and tiktoken, whose code is Rust; it is not an Exception
 
 _BAD_FILE: Final = "Download the checkpoint's tokenizer files again, or pass token ids instead of text (--token-ids)."
 

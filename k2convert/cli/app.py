@@ -90,7 +90,7 @@ def inspect(source: InspectedArgument, as_json: JsonOption = False) -> None:
 @app.command()
 @takes(FitOptions)
 def fit(options: FitOptions) -> None:
-    """Say which GPUs hold CHECKPOINT, with how much KV cache, from its headers alone."""
+    """Say from its headers which GPUs hold CHECKPOINT, and with how much KV cache."""
     from k2convert.cli.fit import fit
 
     fit(options)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def complete_part(words: Sequence[str]) -> list[str]:
-    """Give a `--part` without a value the one that stands for the scheduler's: typer knows no optional values."""
+    """Give a `--part` without a value the one that means the scheduler's: typer knows no optional values."""
     completed: list[str] = []
     for word, following in zip_longest(words, words[1:]):
         completed.append(str(word))

@@ -1,4 +1,4 @@
-"""Will it fit, how fast can it be, and how to serve it: answered from headers and config.json alone.
+"""Will it fit, how fast can it be, and how to serve it: answered from headers and config.json only.
 
     shape    the counts of config.json that memory and layouts depend on
     weights  bytes of a checkpoint by role and layer, as it is or as it would be converted

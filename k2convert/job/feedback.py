@@ -1,4 +1,4 @@
-"""Walk through the layers beside the pipeline, for rule `feedback`: see feedback_plan.py.
+"""Walk through the layers next to the pipeline, for rule `feedback`: see feedback_plan.py.
 
 What the walk has done is in DEST/.k2convert/calibration.work until the ledger says it. A layer's converted experts are
 removed when the last shard that takes them is recorded. If a shard has to be made again after that, the walk begins
@@ -225,7 +225,7 @@ class LayerWalk:
 def walking(
     job: Job, opened: OpenWalk | None, items: Sequence[Item], *, stop: Event, events: Events
 ) -> Generator[LayerWalk | None]:
-    """Walk beside the block, which converts `items` and returns when `stop` is set; then wait for the walk's end.
+    """Walk while the block runs, which converts `items` and returns when `stop` is set; then wait for the walk's end.
 
     Without a walk this does nothing. Raises what failed first, in the block or in the walk.
     """

@@ -30,7 +30,7 @@ _REMOTE_REMEDY: Final = "The repository is incomplete or damaged: choose a diffe
 class Source:
     """An opened source. `remote` is None for a folder.
 
-    If `pruning` is set, `checkpoint` has the kept experts alone, and `whole` is the source with all of them.
+    If `pruning` is set, `checkpoint` has only the kept experts, and `whole` is the source with all of them.
     """
 
     checkpoint: Checkpoint
@@ -39,7 +39,7 @@ class Source:
     whole: Checkpoint | None = None
 
     def pruned(self, pruning: PruningRecord) -> "Source":
-        """Return the source with the kept experts alone; raises PlanError if they are not of this model."""
+        """Return the source with only the kept experts; raises PlanError if they are not of this model."""
         return replace(self, checkpoint=pruning.view(self.checkpoint), pruning=pruning, whole=self.checkpoint)
 
     @property

@@ -2,7 +2,7 @@
 
 The weight of the norm before the MLP is multiplied, channel by channel, by 2^a. Everything that reads the norm's output
 is divided by 2^a, column by column: the router, and gate and up of routed and shared experts. The model is the same
-function. Names alone decide this; the exponents come from the statistics.
+function. Only the names decide this; the exponents come from the statistics.
 """
 
 from dataclasses import dataclass

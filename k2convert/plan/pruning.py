@@ -54,7 +54,7 @@ def choose_experts(scores: Mapping[int, Sequence[float]], count: int, config: Ma
 
 
 def keep_experts(source: Checkpoint, kept: KeptExperts) -> Checkpoint:
-    """Return `source` with the kept experts alone; raises PlanError if the list does not fit the model."""
+    """Return `source` with only the kept experts; raises PlanError if the list does not fit the model."""
     family = detect_family(source)
     architecture = family.read_architecture(source.config, str(source.folder))
     check_kept(kept, architecture, source.config)

@@ -43,7 +43,7 @@ class PruningRecord:
         return f"keeps {self.kept.num_experts} of {self.num_source_experts} experts a layer{chosen}"
 
     def view(self, source: Checkpoint) -> Checkpoint:
-        """Return `source` with the kept experts alone; raises PlanError if the list is not of this model."""
+        """Return `source` with only the kept experts; raises PlanError if the list is not of this model."""
         family = detect_family(source)
         found = family.read_architecture(source.config, str(source.folder)).num_experts
         if found != self.num_source_experts:

@@ -16,7 +16,7 @@ from k2convert.records.ledger import find_ledger
 def result_needs(folder: Path, tensors: Iterable[Tensor]) -> Needs | None:
     """Say what the finished result in `folder` needs; its shards need not be there.
 
-    None if `fit` does not know the model, or if ledger or config.json cannot be read: whoever asks reports that.
+    None if `fit` does not know the model, or if ledger or config.json cannot be read: the caller reports that.
     """
     try:
         ledger = find_ledger(folder)

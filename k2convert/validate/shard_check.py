@@ -8,7 +8,7 @@ Every byte is compared before it goes to the file, because the source may be fre
                  decoded and measured too. The weights must be read from where the source file's own header has them
     copied       the bytes must be those of a second reading, at the place that the source file's own header states;
                  with norm scaling, those bytes times the powers of two of the statistics
-    pruned       which expert of the source a name stands for, and which rows a router has, is derived again from the
+    pruned       which expert of the source a name means, and which rows a router has, is derived again from the
                  list of kept experts
     header       it is parsed again, and every tensor must lie where it says
 

@@ -16,7 +16,7 @@ from k2convert.checkpoint.index import open_checkpoint
 
 
 def test_the_device_that_computes_is_measured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device without memory stands for a GPU: every product of its tensors is noted."""
+    """The device without memory plays a GPU: every product of its tensors is noted."""
     measured: list[str] = []
 
     def seconds(run: Any, device: str) -> float:

@@ -28,7 +28,7 @@ MAX_ROWS: Final = 1 << 16
 """Rows handled at once: 1 GB for the 16 scales of their blocks."""
 
 WORTHWHILE: Final = 0.9999
-"""A block takes a new scale only for a gain that is no rounding error."""
+"""A block takes a new scale only for a gain larger than rounding errors."""
 
 
 class TorchKernel:

@@ -1,4 +1,4 @@
-"""The source as a result's ledger asks for it: of a pruned result, with the kept experts alone."""
+"""The source as a result's ledger asks for it: of a pruned result, with only the kept experts."""
 
 from dataclasses import dataclass
 
