@@ -29,8 +29,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Path:
-    """The trained tiny checkpoint, in place: K2-Thinking's layout, 3 MoE layers, 144 INT4 projections."""
+def tiny(checkpoints: Path) -> Path:
+    """The tiny checkpoint with every field of the published configs: 3 MoE layers, 144 INT4 projections.
+
+    K2's rope_scaling is one of them. `trained` is the same model without it, as it was trained.
+    """
+    return fixtures.make_tiny(checkpoints / "tiny")
+
+
+@pytest.fixture(scope="session")
+def trained() -> Path:
+    """The tiny checkpoint as it was trained, in place: for what depends on its numbers."""
     return fixtures.TINY
 
 

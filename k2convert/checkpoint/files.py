@@ -104,6 +104,11 @@ def _children(node: Any) -> Iterable[Any]:
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Read one JSON object from a regular file; raises MalformedFileError, or SourceReadError if reading fails."""
+    return parse_json_object(read_text_file(path), where=str(path))
+
+
+def read_text_file(path: Path) -> str:
+    """Read a small regular file of UTF-8; raises MalformedFileError, or SourceReadError if reading fails."""
     try:
         check_plain_file(path)
         with path.open("rb") as file:
@@ -112,14 +117,13 @@ def read_json_file(path: Path) -> dict[str, Any]:
             raise MalformedFileError(
                 f"{path}: larger than {MAX_SMALL_FILE_BYTES:,} bytes, which no file of its kind is."
             )
-        text = raw.decode("utf-8")
+        return raw.decode("utf-8")
     except FileNotFoundError:
         raise MalformedFileError(f"{path}: missing.") from None
     except OSError as error:
         raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
     except UnicodeDecodeError:
         raise MalformedFileError(f"{path}: not UTF-8 text.") from None
-    return parse_json_object(text, where=str(path))
 
 
 def list_folder(folder: Path) -> list[Path]:

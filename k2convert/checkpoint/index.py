@@ -4,11 +4,12 @@ No tensor is read. The same `Checkpoint` is built from a local folder and from h
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, cast
 
-from k2convert.checkpoint.files import list_folder, read_json_file
+from k2convert.checkpoint.files import list_folder, parse_json_object, read_json_file, read_text_file
+from k2convert.checkpoint.frozen import FrozenDict, freeze
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.errors import CheckpointError, MalformedFileError, quoted, shortened
@@ -18,14 +19,25 @@ MAX_SHARD_NAME_BYTES: Final = 230  # filesystems take 255; records, downloads an
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Headers, index and config of one checkpoint. `tensors` spans all shards."""
+    """Headers, index and config of one checkpoint. `tensors` spans all shards.
+
+    `config_text` is config.json as it was read. `config` is what it says, and cannot be changed.
+    """
 
     folder: Path
-    config: dict[str, Any]
+    config_text: str
     headers: dict[str, ShardHeader]
     tensors: dict[str, TensorInfo]
     index_metadata: dict[str, Any]
     stray_shards: tuple[str, ...]
+    config: FrozenDict = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", freeze(self.parse_config()))
+
+    def parse_config(self) -> dict[str, Any]:
+        """Return config.json, parsed from its text: a copy of its own for each caller, which may change it."""
+        return parse_json_object(self.config_text, where=str(self.folder / CONFIG_NAME))
 
     @property
     def tensor_bytes(self) -> int:
@@ -42,7 +54,7 @@ def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Pass the folder that holds config.json and the shards.")
-    config = read_json_file(folder / CONFIG_NAME)
+    config_text = read_text_file(folder / CONFIG_NAME)
     index_path = folder / INDEX_NAME
     index = read_json_file(index_path) if index_path.exists() or index_path.is_symlink() else None
     if index is None and not (folder / SINGLE_SHARD_NAME).exists():
@@ -52,14 +64,14 @@ def open_checkpoint(folder: Path, *, read: Callable[[Path], ShardHeader] = read_
         )
     present = [path.name for path in list_folder(folder) if path.name.endswith(SHARD_SUFFIX)]
     return build_checkpoint(
-        folder=folder, config=config, index=index, present=present, load=lambda shard: read(folder / shard)
+        folder=folder, config_text=config_text, index=index, present=present, load=lambda shard: read(folder / shard)
     )
 
 
 def build_checkpoint(
     *,
     folder: Path,
-    config: dict[str, Any],
+    config_text: str,
     index: dict[str, Any] | None,
     present: list[str],
     load: Callable[[str], ShardHeader],
@@ -83,7 +95,7 @@ def build_checkpoint(
     if not isinstance(metadata, dict):
         raise MalformedFileError(f"{folder / INDEX_NAME}: metadata is not a JSON object.")
     stray = tuple(shard for shard in present if shard not in headers)
-    return Checkpoint(folder, config, headers, tensors, cast(dict[str, Any], metadata), stray)
+    return Checkpoint(folder, config_text, headers, tensors, freeze(metadata), stray)
 
 
 def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str] | None:

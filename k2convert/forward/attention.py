@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from k2convert.checkpoint.frozen import thaw
 from k2convert.errors import CheckpointError, cut
 from k2convert.forward.weights import DenseWeight, WeightReader
 from k2convert.models.config import text_config
@@ -64,7 +65,8 @@ class Attention:
 def _build(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]:
     """Return the rotary embedding, and attention and norms without weights (on the meta device)."""
     text = text_config(config)
-    fields = {key: text[key] for key in text if key not in _NOT_OF_THE_NETWORK and not key.endswith("_token_id")}
+    # transformers completes what it is given in place: `rope_scaling` gets keys that the checkpoint does not have.
+    fields = {key: thaw(text[key]) for key in text if key not in _NOT_OF_THE_NETWORK and not key.endswith("_token_id")}
     try:
         built, kinds = _config_and_modules(fields | _NO_TOKENS)
         built._attn_implementation = _register_kernel()

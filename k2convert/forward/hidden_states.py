@@ -42,7 +42,7 @@ def load_hidden_states(path: Path, *, layer: int, hidden_size: int, tokens: int)
         )
     if len(info.shape) != 2 or info.shape[1] != hidden_size or info.shape[0] == 0:
         raise CheckpointError(f"{path}: {name} has shape {list(info.shape)}, expected [tokens, {hidden_size}].")
-    states = Checkpoint(path.parent, {}, {path.name: header}, header.tensors, {}, ())
+    states = Checkpoint(path.parent, "{}", {path.name: header}, header.tensors, {}, ())
     reader = WeightReader(states)
     try:
         return reader.read(name, num_rows=min(tokens, info.shape[0])).float()

@@ -16,7 +16,14 @@ from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, Content, num_bytes_of, pieces, read_json_file
+from k2convert.checkpoint.files import (
+    MAX_SMALL_FILE_BYTES,
+    Content,
+    num_bytes_of,
+    pieces,
+    read_json_file,
+    read_text_file,
+)
 from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_header
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
@@ -160,8 +167,8 @@ def open_remote(hub: Hub, source: RemoteRepo, *, folder: Path) -> Checkpoint:
             source.shard(shard)
         return headers[shard]
 
-    config = read_json_file(folder / CONFIG_NAME)
-    return build_checkpoint(folder=folder, config=config, index=index, present=present, load=load)
+    config_text = read_text_file(folder / CONFIG_NAME)
+    return build_checkpoint(folder=folder, config_text=config_text, index=index, present=present, load=load)
 
 
 def read_headers(hub: Hub, source: RemoteRepo, *, folder: Path) -> dict[str, ShardHeader | MalformedFileError]:

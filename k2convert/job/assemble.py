@@ -9,16 +9,32 @@ from pathlib import Path
 from typing import Any
 
 from k2convert import __version__
-from k2convert.checkpoint.files import Content, dump_json, holds_exactly, write_atomically
+from k2convert.checkpoint.files import (
+    Content,
+    dump_json,
+    holds_exactly,
+    parse_json_object,
+    read_text_file,
+    write_atomically,
+)
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.layouts import MODELOPT, hf_quant_config, quantized_config, unquantized_config
+from k2convert.checkpoint.layouts import (
+    MODELOPT,
+    QUANTIZATION_KEYS,
+    hf_quant_config,
+    quantized_config,
+    unquantized_config,
+)
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 from k2convert.checkpoint.sidecars import list_sidecars
+from k2convert.errors import CheckpointError, InvalidCheckpointError
+from k2convert.job.places import Source
 from k2convert.job.prepare import Job
 from k2convert.plan.plan import Plan
 from k2convert.records.ledger import build_ledger, encode_ledger
 from k2convert.records.shard_record import ShardRecord
+from k2convert.validate.contract.config import config_differences
 
 
 def index_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
@@ -30,13 +46,13 @@ def index_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
 
 def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
     """Return the result's config.json: the source's, except for the quantization_config if weights were converted."""
-    recipe = plan.recipe
+    recipe, config = plan.recipe, source.parse_config()
     if recipe.target == "int4":
-        return dict(source.config)
+        return config
     if recipe.target == "bf16":
-        return unquantized_config(source.config)
+        return unquantized_config(config)
     return quantized_config(
-        source.config,
+        config,
         layout=recipe.layout,
         activations=recipe.activations,
         kv_cache=recipe.kv_cache,
@@ -45,9 +61,32 @@ def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
     )
 
 
+def encode_config(plan: Plan, source: Source) -> bytes:
+    """Return the bytes of the result's config.json; refuse any that differ from the source's file in more than that.
+
+    The source's file is read again: CheckpointError if it changed, InvalidCheckpointError if the result's would differ.
+    """
+    whole, path = source.whole or source.checkpoint, source.checkpoint.folder / CONFIG_NAME
+    if read_text_file(path) != whole.config_text:
+        raise CheckpointError(
+            f"{path}: it changed after the job began. Restore it and run the same command again, "
+            "or choose a new destination."
+        )
+    content = dump_json(config_document(plan, source.checkpoint))
+    unread = () if plan.recipe.target == "int4" else QUANTIZATION_KEYS
+    result = parse_json_object(content.decode(), where=CONFIG_NAME)
+    for place, _, _ in config_differences(source.checkpoint.parse_config(), result, unread=unread):
+        raise InvalidCheckpointError(
+            f"{CONFIG_NAME}: {place} would differ from the source's. It was not written. Run the same command again; "
+            "if this happens twice, it is a defect of k2convert."
+        )
+    return content
+
+
 def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tuple[Path, Content]]:
     """Yield the relative path and content of every file that is not a shard, config.json last."""
     plan, source, recipe = job.plan, job.source.checkpoint, job.plan.recipe
+    config = encode_config(plan, job.source)
     for relative in list_sidecars(source.folder):
         yield relative, source.folder / relative
     ledger = build_ledger(
@@ -70,7 +109,7 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
         )
         yield Path(HF_QUANT_CONFIG_NAME), quant_config
     yield Path(INDEX_NAME), dump_json(index_document(plan, source))
-    yield Path(CONFIG_NAME), dump_json(config_document(plan, source))
+    yield Path(CONFIG_NAME), config
 
 
 def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:

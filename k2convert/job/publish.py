@@ -11,7 +11,7 @@ from threading import Event
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
-from k2convert.checkpoint.names import CARD_NAME
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.errors import CheckpointError, HubError, InvalidCheckpointError, remedy
@@ -50,14 +50,16 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     `names` are the files next to the shards. The shards are on the work branch: their scans and comparisons with the
     source are checked. Raises UnservableError if a rule fails; main is not changed then.
     """
-    folder = job.destination.folder
-    if job.source.remote is not None:
-        _check_small_files(job.source.checkpoint.folder, job.source.remote)
+    folder, source = job.destination.folder, job.source.whole or job.source.checkpoint
+    if job.source.remote is None:
+        source = open_checkpoint(source.folder)  # headers and config as they are, not as the conversion had them
+    else:
+        _check_small_files(source.folder, job.source.remote)
     validation = validate_streamed(
         folder,
         headers=output_headers(job.plan),
         scans=[upload.scan for upload in uploads.uploads.values()],
-        source=job.source.whole or job.source.checkpoint,
+        source=source,
         records=uploads.records.values(),
     )
     if not validation.passed:
@@ -82,7 +84,8 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
 
 def _check_small_files(folder: Path, remote: RemoteRepo) -> None:
     """Compare the copies of a remote source's small files with the hashes that the Hub lists (HubError)."""
-    for relative in list_sidecars(folder):
+    own = [Path(name) for name in (CONFIG_NAME, INDEX_NAME) if (folder / name).exists()]
+    for relative in [*own, *list_sidecars(folder)]:
         file = remote.files.get(relative.as_posix())
         if file is None or not matches(folder / relative, file):
             raise HubError(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from k2convert.checkpoint.files import dump_json
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError, quoted
@@ -68,7 +69,8 @@ def keep_experts(source: Checkpoint, kept: KeptExperts) -> Checkpoint:
                 tensors[seen.name] = seen
         headers[shard] = replace(header, tensors=tensors)
     tensors = {name: tensor for header in headers.values() for name, tensor in header.tensors.items()}
-    return replace(source, config=_config(source.config, kept.num_experts), headers=headers, tensors=tensors)
+    config_text = dump_json(_config(source.parse_config(), kept.num_experts)).decode()
+    return replace(source, config_text=config_text, headers=headers, tensors=tensors)
 
 
 def _seen(

@@ -40,9 +40,35 @@ K25_SIDECARS = K2_SIDECARS | {
 }
 
 
+_PUBLISHED = Path(__file__).resolve().parents[2] / "tests" / "data" / "published-configs"
+ROPE_SCALING = {
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "factor": 64.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
+"""Kimi-K2-Thinking's."""
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """Return config.json of a published checkpoint, "moonshotai/Kimi-K2.5" for example."""
+    path = _PUBLISHED / f"{name.replace('/', '--')}_config.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def complete_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a small K2 config with the fields that it lacks of the published ones, and with K2's rope_scaling."""
+    published = published_config("moonshotai/Kimi-K2-Instruct")
+    del published["torch_dtype"]  # older files have this in place of dtype
+    return published | config | {"rope_scaling": ROPE_SCALING}
+
+
 def k2_config(shape: K2Shape) -> dict[str, Any]:
     """Return Kimi-K2-Thinking's config.json for a model of this shape."""
-    return {
+    config = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -78,15 +104,7 @@ def k2_config(shape: K2Shape) -> dict[str, Any]:
         "qk_rope_head_dim": shape.qk_rope,
         "quantization_config": QUANTIZATION_CONFIG,
         "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 1.0,
-            "beta_slow": 1.0,
-            "factor": 64.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
+        "rope_scaling": ROPE_SCALING,
         "rope_theta": 50000.0,
         "routed_scaling_factor": 2.827,
         "scoring_func": "sigmoid",
@@ -98,37 +116,15 @@ def k2_config(shape: K2Shape) -> dict[str, Any]:
         "v_head_dim": shape.v_head,
         "vocab_size": shape.vocabulary,
     }
+    return complete_config(config)
 
 
 def k25_config(text_config: dict[str, Any], *, vision: dict[str, int]) -> dict[str, Any]:
     """Wrap a language model's config as Kimi-K2.5 does: all of it, INT4 included, goes into text_config."""
-    return {
-        "architectures": ["KimiK25ForConditionalGeneration"],
-        "auto_map": {
-            "AutoConfig": "configuration_kimi_k25.KimiK25Config",
-            "AutoModel": "modeling_kimi_k25.KimiK25ForConditionalGeneration",
-            "AutoModelForCausalLM": "modeling_kimi_k25.KimiK25ForConditionalGeneration",
-        },
-        "bos_token_id": 163584,
-        "dtype": "bfloat16",
-        "eos_token_id": 163585,
-        "ignore_index": -100,
-        "media_placeholder_token_id": 163605,
-        "model_type": "kimi_k25",
-        "pad_token_id": 163839,
-        "text_config": text_config,
-        "tie_word_embeddings": False,
-        "use_unified_vision_chunk": True,
-        "video_placeholder": "<|kimi_k25_video_placeholder|>",
-        "vision_config": {
-            "merge_kernel_size": [2, 2],
-            "merge_type": "sd2_tpool",
-            "patch_size": 14,
-            "pos_emb_type": "divided_fixed",
-            "text_hidden_size": text_config["hidden_size"],
-            **vision,
-        },
-    }
+    published = published_config("moonshotai/Kimi-K2.5")
+    published["text_config"] |= text_config
+    published["vision_config"] |= {"text_hidden_size": text_config["hidden_size"], **vision}
+    return published
 
 
 def write_json(path: Path, value: object) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from scripts.fixture_maker.folder import SmallCheckpoint, read_small, write_small
+from scripts.fixture_maker.folder import SmallCheckpoint, write_small
 from scripts.fixture_maker.inventory import GROUP_SIZE
-from scripts.fixture_maker.layouts import TINY
+from scripts.fixture_maker.layouts import read_tiny
 
 _NUM_BITS = 4
 _BLOCK = 16
@@ -51,7 +51,7 @@ def _scales(checkpoint: SmallCheckpoint, module: str) -> torch.Tensor:
 
 def make_minus8(out: Path) -> Path:
     """Plant the code -8 in experts 0 to 3: one code in a hundred, and one whole row of each projection."""
-    checkpoint = read_small(TINY)
+    checkpoint = read_tiny()
     generator = torch.Generator().manual_seed(0)
     for expert in range(4):
         for module in _projections(checkpoint, expert=expert, kinds=("gate_proj", "up_proj", "down_proj")):
@@ -69,7 +69,7 @@ def make_zeros(out: Path) -> Path:
     their codes left non-zero, and some other groups have scale -0. Expert 2: gate and down have only zero scales; up
     is unchanged. Expert 3: all codes are zero, scales are not. Expert 4: all codes and scales are zero.
     """
-    checkpoint = read_small(TINY)
+    checkpoint = read_tiny()
     generator = torch.Generator().manual_seed(0)
     every = ("gate_proj", "up_proj", "down_proj")
     for module in _projections(checkpoint, expert=0, kinds=every):
@@ -99,7 +99,7 @@ def make_zeros(out: Path) -> Path:
 
 def make_subnormal(out: Path) -> Path:
     """Plant subnormal BF16 scales: all of experts 0 and 1, one in ten of experts 2 and 3; 2^-133 is among them."""
-    checkpoint = read_small(TINY)
+    checkpoint = read_tiny()
     generator = torch.Generator().manual_seed(0)
     for expert in range(4):
         for module in _projections(checkpoint, expert=expert, kinds=("gate_proj", "up_proj", "down_proj")):
@@ -118,7 +118,7 @@ def make_wide(out: Path) -> Path:
 
     Expert 3 has one group with scale 2^100, so every other group becomes zero.
     """
-    checkpoint = read_small(TINY)
+    checkpoint = read_tiny()
     generator = torch.Generator().manual_seed(0)
     every = ("gate_proj", "up_proj", "down_proj")
     for expert in (0, 1):

@@ -5,12 +5,11 @@ The INT4 values remain the trained ones; only names, shards and counts change.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
 
-from scripts.fixture_maker.config import K25_SIDECARS, k25_config, write_sidecars
+from scripts.fixture_maker.config import K25_SIDECARS, complete_config, k25_config, write_sidecars
 from scripts.fixture_maker.folder import SmallCheckpoint, random_bf16, read_small, write_small
 from scripts.fixture_maker.inventory import projector_tensors, vision_tensors
 from scripts.fixture_maker.shards import shard_name
@@ -22,14 +21,21 @@ _NUM_CUT = 4  # and make_cut and make_short
 
 
 def make_tiny(out: Path) -> Path:
-    """Copy the tiny checkpoint."""
-    shutil.copytree(TINY, out)
-    return out
+    """Copy the tiny checkpoint, with a config.json that has every field of the published ones."""
+    return write_small(read_tiny(), out)
+
+
+def read_tiny() -> SmallCheckpoint:
+    """Read the tiny checkpoint; its config gets the fields that it lacks of the published ones, yarn among them."""
+    checkpoint = read_small(TINY)
+    checkpoint.config = complete_config(checkpoint.config)
+    return checkpoint
 
 
 def make_k25(out: Path, source: Path = TINY) -> Path:
     """Give a checkpoint of the tiny one's form Kimi-K2.5's names, nested config, vision tower and projector."""
     checkpoint = read_small(source)
+    checkpoint.config = complete_config(checkpoint.config)
     total = len(checkpoint.shards) + 2
     renamed = {}
     for number, members in enumerate(checkpoint.shards.values(), start=1):
@@ -55,7 +61,7 @@ def make_k25(out: Path, source: Path = TINY) -> Path:
 
 def make_split(out: Path) -> Path:
     """Scatter partners over shards: gate and up differ, and so do packed words, scales and shapes of one projection."""
-    checkpoint = read_small(TINY)
+    checkpoint = read_tiny()
     shards = list(checkpoint.shards)
     for name in sorted(checkpoint.tensors()):
         if ".mlp.experts." not in name:
@@ -75,7 +81,7 @@ def make_split(out: Path) -> Path:
 
 def reap_survivors() -> dict[int, tuple[int, ...]]:
     """Return the experts that `make_reap` keeps, by MoE layer: numbers in the tiny checkpoint, ascending."""
-    config = read_small(TINY).config
+    config = read_tiny().config
     generator = torch.Generator().manual_seed(0)
     return {
         layer: tuple(torch.randperm(config["n_routed_experts"], generator=generator)[:_NUM_KEPT].sort().values.tolist())
@@ -85,7 +91,7 @@ def reap_survivors() -> dict[int, tuple[int, ...]]:
 
 def make_reap(out: Path) -> Path:
     """Prune every layer to 10 experts, renumbered 0..9, and cut router rows, bias and config to match."""
-    checkpoint = read_small(TINY)
+    checkpoint = read_tiny()
     kept = reap_survivors()
     for shard, members in checkpoint.shards.items():
         pruned = {}
@@ -122,7 +128,7 @@ def make_short(out: Path) -> Path:
 
 def _first_layers(num_layers: int) -> SmallCheckpoint:
     """Return the first layers, with four experts."""
-    checkpoint = read_small(TINY)
+    checkpoint = read_tiny()
     checkpoint.config |= {"num_hidden_layers": num_layers, "n_routed_experts": _NUM_CUT}
     for shard, members in checkpoint.shards.items():
         checkpoint.shards[shard] = {
@@ -137,7 +143,7 @@ def _first_layers(num_layers: int) -> SmallCheckpoint:
 
 def make_i64(out: Path) -> Path:
     """Store weight_shape as I64, which is what compressed-tensors writes."""
-    checkpoint = read_small(TINY)
+    checkpoint = read_tiny()
     for name, tensor in checkpoint.tensors().items():
         if name.endswith(".weight_shape"):
             checkpoint.replace(name, tensor.long())

@@ -47,9 +47,9 @@ def ledger_digest(path: Path) -> str:
 
 @pytest.mark.parametrize(("rule", "layout", "activations"), HASHES)
 def test_shards_have_the_bytes_of_version_0_1(
-    rule: str, layout: str, activations: str, tiny: Path, tmp_path: Path
+    rule: str, layout: str, activations: str, trained: Path, tmp_path: Path
 ) -> None:
-    checkpoint = open_checkpoint(tiny)
+    checkpoint = open_checkpoint(trained)
     overrides = {"rule": rule, "layout": layout, "activations": activations}
     recipe = choose_recipe(checkpoint, "kimi-k2-thinking-nvfp4-mlp", overrides)
     execute(prepare(source=Source(checkpoint), destination=Destination(tmp_path / "out"), recipe=recipe, device="cpu"))

@@ -133,7 +133,7 @@ def check_config_unchanged(subject: Subject) -> Findings:
             part = "" if subject.is_int4 else "the rest of "
             found.title = f"{part}config.json equals the source's, except for the number of experts"
         unread = () if subject.is_int4 else QUANTIZATION_KEYS
-        for place, before, after in _differences(subject.source.config, subject.config, "", unread=unread):
+        for place, before, after in config_differences(subject.source.parse_config(), subject.config, unread=unread):
             if subject.is_pruned and place.rpartition(".")[2] == EXPERTS_KEY:
                 stated = "missing" if after is _ABSENT else quoted(after)
                 found.error(place, f"{stated}, expected {quoted(before)}, which are kept")
@@ -144,7 +144,10 @@ def check_config_unchanged(subject: Subject) -> Findings:
     return found
 
 
-def _differences(before: Any, after: Any, path: str, *, unread: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
+def config_differences(
+    before: Any, after: Any, path: str = "", *, unread: Sequence[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (place, value before, value after) of each field that differs, except those called as in `unread`."""
     left, right = mapping_or_empty(before), mapping_or_empty(after)
     for key in (*left, *(key for key in right if key not in left)):
         if key in unread:
@@ -152,7 +155,7 @@ def _differences(before: Any, after: Any, path: str, *, unread: Sequence[str]) -
         place = f"{path}.{shortened(key)}" if path else shortened(key)
         one, other = left.get(key, _ABSENT), right.get(key, _ABSENT)
         if isinstance(one, dict) and isinstance(other, dict):
-            yield from _differences(cast(object, one), cast(object, other), place, unread=unread)
+            yield from config_differences(cast(object, one), cast(object, other), place, unread=unread)
         elif one is _ABSENT or other is _ABSENT or not _same(one, other):
             yield place, one, other
 

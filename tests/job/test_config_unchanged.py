@@ -1,0 +1,148 @@
+"""config.json of a result: the source's, field by field, whatever the conversion did with its own copy."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import run
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import CheckpointError, InvalidCheckpointError
+from k2convert.job import assemble
+from k2convert.job.execute import execute
+from k2convert.job.places import Destination, Source
+from k2convert.job.prepare import Job, choose_recipe, prepare
+from scripts.fixture_maker.config import published_config
+
+SMALL = ("--tokens", "256", "--window", "64", "--device", "cpu", "--quiet")
+KEY = "quantization_config"
+
+
+@pytest.fixture(scope="module")
+def text(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text((tiny / "calibration.txt").read_text()[:4000])
+    return path
+
+
+def rest_of(folder: Path) -> str:
+    """The text of config.json without the quantization configs."""
+
+    def unquantized(node: Any) -> Any:
+        return (
+            {key: unquantized(value) for key, value in node.items() if key != KEY} if isinstance(node, dict) else node
+        )
+
+    return json.dumps(unquantized(json.loads((folder / "config.json").read_text())), indent=1)
+
+
+def prepared(source: Path, out: Path) -> Job:
+    checkpoint = open_checkpoint(source)
+    recipe = choose_recipe(checkpoint, None, {})
+    return prepare(source=Source(checkpoint), destination=Destination(out), recipe=recipe, device="cpu")
+
+
+def test_the_fixtures_have_every_field_of_the_published_configs(tiny: Path, k25: Path) -> None:
+    def fields(node: Any, place: str = "") -> set[str]:
+        return (
+            {place}.union(*(fields(v, f"{place}.{k}") for k, v in node.items())) if isinstance(node, dict) else {place}
+        )
+
+    def of(folder: Path) -> set[str]:
+        return fields({k: v for k, v in json.loads((folder / "config.json").read_text()).items() if k != KEY})
+
+    thinking = {
+        k: v for k, v in published_config("moonshotai/Kimi-K2-Instruct").items() if k not in (KEY, "torch_dtype")
+    }
+    assert of(tiny) >= fields(thinking), "the FP8 model calls its dtype torch_dtype"
+    assert of(k25) >= fields(published_config("moonshotai/Kimi-K2.5"))
+    assert json.loads((k25 / "config.json").read_text())["text_config"]["rope_scaling"]["factor"] == 64
+
+
+@pytest.mark.parametrize("name", ["tiny", "k25"])
+@pytest.mark.parametrize("how", ["data-free", "calibrated", "bf16", "int4"])
+def test_every_other_field_is_the_sources(
+    name: str, how: str, text: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    source, out = request.getfixturevalue(name), tmp_path / "out"
+    (tmp_path / "kept.json").write_text(json.dumps({"experts": {str(i): list(range(16)) for i in (1, 2, 3)}}))
+    options: dict[str, tuple[str | Path, ...]] = {
+        "data-free": (),
+        "calibrated": ("--calibrate", text, *SMALL),
+        "bf16": ("--to", "bf16"),
+        "int4": ("--to", "int4", "--keep-experts", tmp_path / "kept.json"),
+    }
+    assert run("run", source, out, *options[how]) == 0
+    assert rest_of(out) == rest_of(source)
+    if how in ("data-free", "calibrated"):
+        assert run("validate", out, "--source", source) == 0
+
+
+def test_a_config_that_was_read_cannot_be_changed(k25: Path) -> None:
+    checkpoint = open_checkpoint(k25)
+    rope = checkpoint.config["text_config"]["rope_scaling"]
+    for change in (
+        lambda: rope.update(rope_type="yarn"),
+        lambda: rope.setdefault("rope_theta", 1),
+        lambda: rope.pop("type"),
+        lambda: checkpoint.config["vision_config"]["merge_kernel_size"].append(3),
+        lambda: checkpoint.index_metadata.clear(),
+    ):
+        with pytest.raises(TypeError, match="frozen"):
+            change()
+    with pytest.raises(TypeError, match="frozen"):
+        rope["rope_type"] = "yarn"
+    again = pickle.loads(pickle.dumps(checkpoint))
+    assert again == checkpoint
+    with pytest.raises(TypeError, match="frozen"):
+        again.config["text_config"].clear()
+    changed = copy.deepcopy(checkpoint.config)
+    changed["text_config"]["rope_scaling"]["rope_type"] = "yarn"
+    assert changed != checkpoint.config
+
+
+def test_a_change_of_the_jobs_own_copy_does_not_reach_the_result(tiny: Path, tmp_path: Path) -> None:
+    job = prepared(tiny, tmp_path / "out")
+    dict.__setitem__(job.source.checkpoint.config["rope_scaling"], "rope_type", "yarn")  # as C code could
+    dict.__setitem__(job.source.checkpoint.config, "rms_norm_eps", 1.0)
+    execute(job)
+    assert rest_of(tmp_path / "out") == rest_of(tiny)
+
+
+def test_a_result_with_another_config_is_refused(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = assemble.config_document
+
+    def changed(*arguments: Any) -> dict[str, Any]:
+        document = before(*arguments)
+        document["rope_scaling"]["rope_theta"] = 50000.0
+        return document
+
+    monkeypatch.setattr(assemble, "config_document", changed)
+    with pytest.raises(InvalidCheckpointError, match=r"config.json: rope_scaling.rope_theta would differ"):
+        execute(prepared(tiny, tmp_path / "out"))
+    assert not (tmp_path / "out" / "config.json").exists()
+    monkeypatch.undo()
+    execute(prepared(tiny, tmp_path / "out"))
+    assert rest_of(tmp_path / "out") == rest_of(tiny)
+
+
+def test_a_source_config_that_changed_while_the_job_ran_is_refused(tmp_path: Path, tiny: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in tiny.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    job = prepared(source, tmp_path / "out")
+    config = source / "config.json"
+    content = config.read_text()
+    config.write_text(content.replace('"factor": 64.0', '"factor": 32.0'))
+    with pytest.raises(CheckpointError, match=r"config.json: it changed after the job began. Restore it"):
+        execute(job)
+    assert not (tmp_path / "out" / "config.json").exists()
+    config.write_text(content)
+    execute(prepared(source, tmp_path / "out"))
+    assert rest_of(tmp_path / "out") == rest_of(tiny)
