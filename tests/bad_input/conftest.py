@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 from safetensors import safe_open
+from said import said
 
 from k2convert.cli.app import main
 
@@ -80,9 +81,9 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         printed = capsys.readouterr()
         assert stopped.value.code == 1, printed.err
         assert printed.out == ""
-        assert printed.err.startswith("error: ")
+        assert said(printed.err).startswith("error: ")
         assert "Traceback" not in printed.err
-        assert printed.err.count("\n") == 1, "one message, one line"
+        assert said(printed.err).count("\n") == 1, "one message, one line"
         assert REMEDY.search(printed.err), f"no remedy: {printed.err}"
         assert contents(source) == before, "the source was touched"
         assert_nothing_half_made(dest, existed)

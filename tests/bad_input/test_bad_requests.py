@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from said import said
 
 from k2convert.cli.app import main
 from scripts import fixture_maker as fixtures
@@ -344,7 +345,7 @@ def test_a_bad_value_blames_its_option(
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["run", str(tiny), str(dest), option, value])
-    message = capsys.readouterr().err.splitlines()[-1]
+    message = said(capsys.readouterr().err).splitlines()[-1]
     assert stopped.value.code == 2
     assert re.match(rf"Error: Invalid value for '{option}'( / '--target')?: ", message)
     assert expected in message
@@ -371,7 +372,7 @@ def test_standard_output_without_room_is_one_line(words: list[str], source: Path
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
+    assert said(done.stderr).count("\n") == 1
     assert "standard output: writing failed (No space left on device)" in done.stderr
 
 
@@ -390,7 +391,7 @@ def test_command_in_its_own_process_says_the_same(source: Path, dest: Path, run_
     os.truncate(source / SHARD, 400_000)
     result = run_cli("run", source, dest)
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: ")
+    assert said(result.stderr).startswith("error: ")
     assert SHARD in result.stderr
     assert "truncated" in result.stderr
     assert "Traceback" not in result.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from said import said
 
 from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES
 from k2convert.cli.app import main
@@ -73,7 +74,7 @@ def run(words: Words, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         main(list(map(str, words)))
-    lines = capsys.readouterr().err.splitlines()
+    lines = said(capsys.readouterr().err).splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     assert stopped.value.code in (0, 1, 3)
     assert len(errors) == (stopped.value.code != 0), lines

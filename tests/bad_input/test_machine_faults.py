@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from said import said
 
 SHARD, INDEX = "model-00002-of-000003.safetensors", "model.safetensors.index.json"
 COMMAND = [sys.executable, "-m", "k2convert"]
@@ -53,7 +54,7 @@ def converted(k2_shaped: Path, tmp_path: Path) -> Path:
 
 
 def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    errors = [line for line in said(done.stderr).splitlines() if line.startswith("error: ")]
     assert (done.returncode, len(errors)) == (1, 1), done.stderr
     assert "Traceback" not in done.stderr
     assert "panicked" not in done.stderr

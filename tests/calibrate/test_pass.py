@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import pytest
+from said import said
 
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.calibrate.text import read_windows
@@ -114,7 +115,7 @@ def test_every_layer_is_in_the_file_and_the_work_folder_is_gone(
     out = tmp_path / "out.safetensors"
     done = calibrate(cut, out, "--text", text, *SMALL)
     assert (done.code, done.out) == (0, f"{out}: {out.stat().st_size / 1000:.2f} kB, 2 layers, 256 tokens\n")
-    assert done.err == f"next: k2convert run {cut} DEST --statistics {out}\n"
+    assert said(done.err) == f"next: k2convert run {cut} DEST --statistics {out}\n"
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
     assert out.read_bytes() == whole.read_bytes()
     found = open_statistics(out)
@@ -146,11 +147,11 @@ def test_a_finished_pass_is_not_made_again_and_another_one_is_refused(
     before = out.stat().st_mtime_ns
     done = calibrate(cut, out, "--text", text, *SMALL)
     assert (done.code, out.stat().st_mtime_ns) == (0, before)
-    assert done.err.splitlines()[0] == f"{out}: already complete"
+    assert said(done.err).splitlines()[0] == f"{out}: already complete"
     assert "dropped" not in done.out
     done = calibrate(cut, out, "--text", text, *SMALL, "--seed", "1")
     assert (done.code, done.out) == (1, "")
-    assert done.err == (
+    assert said(done.err) == (
         f"error: {out}: exists, made from something else: seed was 0, now 1. Choose a different name, or remove the "
         "file.\n"
     )
@@ -176,7 +177,7 @@ def test_values_that_are_not_finite_stop_the_pass(calibrate: Calibrate, cut: Pat
     plant(source, "model.layers.1.input_layernorm.weight", 5, NAN)
     done = calibrate(source, tmp_path / "out", "--text", text, *SMALL)
     assert (done.code, done.out) == (1, "")
-    assert done.err == (
+    assert said(done.err) == (
         "error: layer 1: the hidden states of 4 of 4 windows are not finite. The weights of this layer or an earlier "
         "one are damaged. Download the source again.\n"
     )
@@ -248,8 +249,8 @@ def test_other_options_than_those_of_the_work_folder_are_named(
     calibrate: Calibrate, text: Path, begun: Begun, change: tuple[str, ...], says: str
 ) -> None:
     done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL, *change)
-    assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
-    assert done.err.startswith(f"error: {begun.statistics}.work: holds a different pass: ")
+    assert (done.code, done.out, said(done.err).count("\n")) == (1, "", 1)
+    assert said(done.err).startswith(f"error: {begun.statistics}.work: holds a different pass: ")
     assert says in done.err
 
 
@@ -257,12 +258,12 @@ def test_another_source_or_text_than_that_of_the_work_folder_is_named(
     calibrate: Calibrate, reap: Path, text: Path, begun: Begun, tmp_path: Path
 ) -> None:
     done = calibrate(reap, begun.statistics, "--text", text, *SMALL)
-    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert (done.code, said(done.err).count("\n")) == (1, 1)
     assert "source_headers was " in done.err
     other = tmp_path / "calibration.txt"
     other.write_text(text.read_text() + "!")
     done = calibrate(begun.source, begun.statistics, "--text", other, *SMALL)
-    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert (done.code, said(done.err).count("\n")) == (1, 1)
     assert "holds a different pass: texts was 'calibration.txt (" in done.err
 
 
@@ -272,8 +273,10 @@ def test_a_source_shard_that_changed_meanwhile_is_named(
     source = copy_of(begun.source, tmp_path / "source")
     os.utime(source / "model-00002-of-000005.safetensors", ns=(1, 1))
     done = calibrate(source, begun.statistics, "--text", text, *SMALL)
-    assert (done.code, done.err.count("\n")) == (1, 1)
-    assert done.err.startswith("error: model-00002-of-000005.safetensors: this source shard changed since the pass in ")
+    assert (done.code, said(done.err).count("\n")) == (1, 1)
+    assert said(done.err).startswith(
+        "error: model-00002-of-000005.safetensors: this source shard changed since the pass in "
+    )
 
 
 def test_a_work_folder_without_its_hidden_states_is_refused(calibrate: Calibrate, text: Path, begun: Begun) -> None:
@@ -296,7 +299,7 @@ def test_damaged_statistics_of_a_layer_are_named(calibrate: Calibrate, text: Pat
 def test_a_second_run_of_the_same_pass_waits_for_the_first(calibrate: Calibrate, text: Path, begun: Begun) -> None:
     with WorkFolder(begun.statistics).locked():
         done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL)
-    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert (done.code, said(done.err).count("\n")) == (1, 1)
     assert f"{begun.statistics}.work: another run (process {os.getpid()}) is working here" in done.err
 
 
@@ -306,7 +309,7 @@ def test_a_folder_of_others_in_place_of_the_work_folder_stays_as_it_is(
     (tmp_path / "out.work").mkdir()
     (tmp_path / "out.work" / "mine").write_text("mine")
     done = calibrate(cut, tmp_path / "out", "--text", text, *SMALL)
-    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert (done.code, said(done.err).count("\n")) == (1, 1)
     assert "its files are not from k2convert" in done.err
     assert [path.name for path in tmp_path.rglob("*")] == ["out.work", "mine"]
 
@@ -324,7 +327,7 @@ def test_a_text_that_cannot_be_used_is_one_line_and_nothing_is_written(
 ) -> None:
     (tmp_path / name).write_text(content)
     done = calibrate(cut, tmp_path / "out", *options, tmp_path / name, *SMALL)
-    assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
+    assert (done.code, done.out, said(done.err).count("\n")) == (1, "", 1)
     assert says in done.err
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -339,7 +342,7 @@ def test_places_that_no_file_can_be_written_to_are_refused(
         (cut / "out", "is inside the source"),
     ):
         done = calibrate(cut, place, "--text", text, *SMALL)
-        assert (done.code, done.err.count("\n")) == (1, 1), done.err
+        assert (done.code, said(done.err).count("\n")) == (1, 1), done.err
         assert says in done.err
 
 
@@ -362,7 +365,7 @@ def test_a_long_pass_needs_yes(
 ) -> None:
     monkeypatch.setattr("k2convert.cli.texts.MAX_HOURS", 0)
     done = calibrate(cut, tmp_path / "out", "--text", text, *SMALL)
-    assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
+    assert (done.code, done.out, said(done.err).count("\n")) == (1, "", 1)
     assert "Use a machine with a GPU, or fewer --tokens, or repeat the command with --yes." in done.err
     assert calibrate(cut, tmp_path / "out", "--text", text, *SMALL, "--yes", "--dry-run").code == 0
     assert list(tmp_path.iterdir()) == []
@@ -373,6 +376,6 @@ def test_a_pass_over_k2_takes_days_on_two_cores(calibrate: Calibrate, k2_headers
     """All of Kimi-K2-Thinking, of which only the headers are here."""
     np.save(tmp_path / "ids.npy", np.arange(131_072) % 100_000)
     done = calibrate(k2_headers, tmp_path / "out", "--token-ids", tmp_path / "ids.npy", "--device", "cpu", "--quiet")
-    assert (done.code, done.out, done.err.count("\n")) == (1, "", 1), done.err
+    assert (done.code, done.out, said(done.err).count("\n")) == (1, "", 1), done.err
     assert " hours on this machine, more than 12. Use a machine with a GPU, or fewer --tokens, or repeat" in done.err
     assert not (tmp_path / "out.work").exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from said import said
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.cli.app import main
@@ -194,8 +195,8 @@ def test_what_cannot_be_is_one_line(
     assert command("fit", tiny, *words) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith(f"error: {message}")
-    assert shown.err.count("\n") == 1
+    assert said(shown.err).startswith(f"error: {message}")
+    assert said(shown.err).count("\n") == 1
 
 
 @pytest.mark.parametrize(

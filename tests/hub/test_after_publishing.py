@@ -9,6 +9,7 @@ import pytest
 from faults import Fault
 from hub_cli import HubCli, run_here
 from loopback import TOKEN, LoopbackHub
+from said import said
 
 WORK = Path("k2convert-work/me--out")
 
@@ -47,7 +48,7 @@ def done(hub_after: LoopbackHub) -> str:
 def test_status_of_the_work_folder_says_where_and_at_which_commit(done: str, hub_cli: HubCli) -> None:
     shown = hub_cli("status", WORK)
     assert f"published as hf://me/out at commit {done}\n" in shown.stdout
-    assert shown.stderr == "next: k2convert validate hf://me/out\n"
+    assert said(shown.stderr) == "next: k2convert validate hf://me/out\n"
     document = json.loads(hub_cli("status", WORK, "--json").stdout)
     assert document["complete"]
     assert document["published"] == {"repo": "me/out", "commit": done}
@@ -57,7 +58,7 @@ def test_validate_on_the_work_folder_says_where_the_shards_are(done: str, hub_cl
     for more in ((), ("--json",)):
         shown = hub_cli("validate", WORK, *more)
         assert (shown.returncode, shown.stdout) == (1, "")
-        assert shown.stderr == (
+        assert said(shown.stderr) == (
             f"error: {WORK}: published as hf://me/out at commit {done}, and its shards are no longer here. "
             "`k2convert validate hf://me/out` checks what was published.\n"
         )
@@ -70,7 +71,7 @@ def test_publish_on_the_work_folder_says_that_it_is_published(
     shown = hub_cli("publish", WORK, "--repo", "me/out", "--yes")
     assert shown.returncode == 0
     assert shown.stdout == f"{WORK}: published as hf://me/out at commit {done}. Its shards are no longer here\n"
-    assert shown.stderr == "next: k2convert validate hf://me/out\n"
+    assert said(shown.stderr) == "next: k2convert validate hf://me/out\n"
     document = json.loads(hub_cli("publish", WORK, "--repo", "me/out", "--json").stdout)
     assert document == {"repo": "me/out", "commit": done, "published_before": True}
     elsewhere = hub_cli("publish", WORK, "--repo", "me/other", "--yes")
@@ -90,7 +91,7 @@ def test_running_again_answers_at_once_and_notes_the_commit(
     assert hub_cli("publish", WORK, "--repo", "me/out").returncode == 1
     hub_after.traffic.requests.clear()
     again = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes")
-    assert (again.returncode, again.stderr.splitlines()[-1]) == (0, "me/out: main already holds this result")
+    assert (again.returncode, said(again.stderr).splitlines()[-1]) == (0, "me/out: main already holds this result")
     assert hub_after.traffic.bytes_sent(r"\.safetensors$") < 200_000  # headers
     assert not hub_after.traffic.matching("POST", "/commit/")
     assert f"published as hf://me/out at commit {done}" in hub_cli("status", WORK).stdout
@@ -120,7 +121,7 @@ def test_a_folder_that_was_published_says_so_and_can_still_be_validated(
     commit = server.store.repos["me/out"].refs["main"]
     shown = hub_cli("status", "out")
     assert f"published as hf://me/out at commit {commit}" in shown.stdout
-    assert shown.stderr == "next: k2convert validate out\n"
+    assert said(shown.stderr) == "next: k2convert validate out\n"
     assert hub_cli("validate", "out").returncode == 0
 
 
@@ -135,7 +136,7 @@ def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: Loopbac
         f"converted from moon/tiny at commit {source}",
         "weight error: SQNR 22.62 dB",
     ]
-    assert shown.stderr == "next: k2convert validate hf://me/out\n"
+    assert said(shown.stderr) == "next: k2convert validate hf://me/out\n"
     assert hub_after.traffic.bytes_sent(r"\.safetensors$") == 0
     document = json.loads(hub_cli("status", f"hf://me/out@{done}", "--json").stdout)
     assert document["published"] == {"repo": "me/out", "commit": done}
@@ -165,5 +166,5 @@ def test_a_repository_or_revision_that_does_not_exist_is_one_line(
 ) -> None:
     shown = hub_cli(verb, address)
     assert (shown.returncode, shown.stdout) == (1, "")
-    assert shown.stderr.startswith(f"error: {words}")
-    assert shown.stderr.count("\n") == 1
+    assert said(shown.stderr).startswith(f"error: {words}")
+    assert said(shown.stderr).count("\n") == 1

@@ -11,6 +11,7 @@ import pytest
 from faults import Fault, Line
 from hub_cli import HubCli, run_here
 from loopback import LoopbackHub
+from said import said
 
 LAYERS = ("--tokens", "64", "--window", "32", "--device", "cpu")
 
@@ -77,8 +78,8 @@ def test_too_little_disk_is_refused_before_a_shard_is_fetched(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, ids: Path, workplace: Path
 ) -> None:
     done = hub_cli("calibrate", "hf://moon/tiny", "there", "--token-ids", ids, *LAYERS, "--max-disk", "1MB", "--quiet")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.startswith("error: there.work: the pass needs ")
+    assert (done.returncode, done.stdout, said(done.stderr).count("\n")) == (1, "", 1)
+    assert said(done.stderr).startswith("error: there.work: the pass needs ")
     assert done.stderr.endswith(
         "may use 1,000,000. Allow more with --max-disk, or free some space, or use fewer --tokens.\n"
     )

@@ -15,6 +15,7 @@ from faults import Fault
 from hub_cli import HubCli
 from loopback import LoopbackHub
 from published import ALL_RULES, assert_published
+from said import said
 
 from k2convert.checkpoint.header import read_header
 from k2convert.cli import publish as command
@@ -75,7 +76,7 @@ def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
     planted(monkeypatch, plant)
     done = hub_cli(*JOB)
     assert done.returncode == 1
-    [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    [error] = [line for line in said(done.stderr).splitlines() if line.startswith("error:")]
     assert f"{SHARD}: does not match its recorded hash. Delete it and rerun" in error
     assert_nothing_on_main(tiny_on_hub)
 

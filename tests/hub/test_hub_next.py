@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hub_cli import HubCli
 from loopback import LoopbackHub
+from said import said
 
 SERVE = (
     "vllm serve me/out --tensor-parallel-size 2 --trust-remote-code "
@@ -16,7 +17,7 @@ SERVE = (
 def next_line(done: subprocess.CompletedProcess[str]) -> str:
     """The command that the output names as the next one; empty if there is none."""
     assert done.returncode == 0, done.stderr
-    lines = [line.removeprefix("next: ") for line in done.stderr.splitlines() if line.startswith("next: ")]
+    lines = [line.removeprefix("next: ") for line in said(done.stderr).splitlines() if line.startswith("next: ")]
     assert len(lines) <= 1
     return lines[0] if lines else ""
 

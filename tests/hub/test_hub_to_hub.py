@@ -13,6 +13,7 @@ from faults import Fault
 from hub_cli import HubCli
 from loopback import TOKEN, LoopbackHub
 from published import WITHOUT_SOURCE, assert_published
+from said import said
 
 from k2convert.job import workers
 from k2convert.job.shard import ShardTask
@@ -211,7 +212,7 @@ def test_a_repository_is_shown_as_it_was_given(
     server.store.add_folder("moon/other", source)
     refused = hub_cli("run", "hf://moon/other", "out")
     assert refused.returncode == 1
-    assert refused.stderr.startswith("error: hf://moon/other: config.json: model_type is 'deepseek_v3'")
+    assert said(refused.stderr).startswith("error: hf://moon/other: config.json: model_type is 'deepseek_v3'")
 
 
 def test_planning_a_remote_source_downloads_no_shard_and_writes_nothing(
@@ -422,7 +423,7 @@ def test_an_endpoint_that_is_no_address_ends_every_command_in_one_line(
     }[verb]
     done = hub_process(verb, *arguments, HF_ENDPOINT="http://[::1")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: HF_ENDPOINT is 'http://[::1': not an address")
+    assert said(done.stderr).startswith("error: HF_ENDPOINT is 'http://[::1': not an address")
 
 
 def test_a_work_folder_that_cannot_be_made_is_named(tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from faults import Fault, Kind
 from hub_cli import HubCli, cli_environment, command
 from loopback import LoopbackHub
+from said import said
 
 from k2convert.checkpoint.header import read_header as header_of
 from scripts.fixture_maker.damage import edit_json
@@ -196,7 +197,7 @@ def test_a_result_without_shards_is_named(tiny_on_hub: LoopbackHub, hub_cli: Hub
     tiny_on_hub.store.create("me/empty")
     shown = hub_cli("validate", "hf://me/empty")
     assert (shown.returncode, shown.stdout) == (1, "")
-    assert shown.stderr == (
+    assert said(shown.stderr) == (
         "error: hf://me/empty: has no shards, so it holds no result. Check the name and the revision.\n"
     )
 
@@ -209,7 +210,7 @@ def test_errors_name_the_repository_and_not_a_temporary_folder(
     for verb in ("validate", "report"):
         shown = hub_cli(verb, "hf://me/out")
         assert (shown.returncode, shown.stdout) == (1, "")
-        assert shown.stderr.splitlines()[-1].startswith("error: hf://me/out: holds a BF16 copy")
+        assert said(shown.stderr).splitlines()[-1].startswith("error: hf://me/out: holds a BF16 copy")
         assert str(temporary.folder) not in shown.stderr
 
 
@@ -219,8 +220,10 @@ def test_the_next_command_serves_the_repository(
     commit = tiny_on_hub.store.add_folder("me/out", published).refs["main"]
     shown = hub_cli("validate", f"hf://me/out@{commit}")
     assert shown.returncode == 0
-    assert shown.stderr.splitlines()[-1].startswith(
-        f"next: vllm serve me/out --revision {commit} --tensor-parallel-size"
+    assert (
+        said(shown.stderr)
+        .splitlines()[-1]
+        .startswith(f"next: vllm serve me/out --revision {commit} --tensor-parallel-size")
     )
     assert str(temporary.folder) not in shown.stdout + shown.stderr
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from in_process import run
+from said import said
 
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.writer import ShardWriter
@@ -47,7 +48,7 @@ def plant(path: Path, target: Path) -> None:
 
 
 def message(capsys: pytest.CaptureFixture[str]) -> str:
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    errors = [line for line in said(capsys.readouterr().err).splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     return errors[0]
 

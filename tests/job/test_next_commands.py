@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from said import said
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -14,7 +15,7 @@ RunCli = Callable[..., subprocess.CompletedProcess[str]]
 def next_line(done: subprocess.CompletedProcess[str]) -> str:
     """The command that the output names as the next one; empty if there is none."""
     assert done.returncode == 0, done.stderr
-    lines = [line.removeprefix("next: ") for line in done.stderr.splitlines() if line.startswith("next: ")]
+    lines = [line.removeprefix("next: ") for line in said(done.stderr).splitlines() if line.startswith("next: ")]
     assert len(lines) <= 1
     return lines[0] if lines else ""
 

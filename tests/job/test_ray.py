@@ -15,6 +15,7 @@ import pytest
 from forked_runs import contents, finish, send, start
 from in_process import run
 from ray_nodes import Nodes
+from said import said
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("own_handlers")
@@ -141,7 +142,7 @@ def test_an_expected_error_names_the_node(
     (out / ".k2convert").mkdir(parents=True)
     (out / "model-00001-of-000003.safetensors").mkdir()
     assert run(*job(small, out, nodes)) == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    lines = [line for line in said(capsys.readouterr().err).splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert re.search(r"node \S+ \(\w+\): .*model-00001", lines[0]), lines
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from said import said
 
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
@@ -397,7 +398,7 @@ def test_inspect_names_what_it_finds(k25: Path, run_cli: RunCli) -> None:
 
 def following(done: CompletedProcess[str]) -> list[str]:
     """The words of the command that the output names as the next one."""
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("next: "))
+    (line,) = (line for line in said(done.stderr).splitlines() if line.startswith("next: "))
     return shlex.split(line.removeprefix("next: "))
 
 

@@ -18,6 +18,7 @@ import pytest
 from blake3 import blake3
 from in_process import run
 from numpy.typing import NDArray
+from said import said
 from statistics_makers import HEADER, moe_layer, random_statistics
 
 from k2convert.calibrate.columns import digest_of_exponents
@@ -332,8 +333,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: object, code: int = 1) 
     assert shown.out == ""
     if code == 2:
         return " ".join(shown.err.replace("\u2502", " ").split())
-    assert shown.err.startswith("error: ")
-    assert shown.err.count("\n") == 1
+    assert said(shown.err).startswith("error: ")
+    assert said(shown.err).count("\n") == 1
     assert not Path(str(words[1])).exists(), "nothing is written"
     return shown.err
 

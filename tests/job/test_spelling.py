@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from said import said
 
 from k2convert.cli.app import main
 from k2convert.errors import HubError
@@ -48,8 +49,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     printed = capsys.readouterr()
     assert stopped.value.code == 1, printed.err
     assert printed.out == ""
-    assert printed.err.startswith("error: ")
-    assert printed.err.count("\n") == 1
+    assert said(printed.err).startswith("error: ")
+    assert said(printed.err).count("\n") == 1
     return printed.err
 
 
@@ -135,4 +136,4 @@ def test_the_real_command_answers_at_once(here: Path) -> None:
     command = [sys.executable, "-m", "k2convert", "run", "Kimi-K2/Thinkin", "out"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=10, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: Kimi-K2/Thinkin: no such folder")
+    assert said(done.stderr).startswith("error: Kimi-K2/Thinkin: no such folder")

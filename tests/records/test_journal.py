@@ -51,7 +51,7 @@ def messages(result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> li
         printed = capsys.readouterr()
         assert ended.value.code == 1
         assert "Traceback" not in printed.err
-        *_, last = printed.err.splitlines()
+        *_, last = said(printed.err).splitlines()
         assert last.startswith("error: ")
         said.append(last)
     return said
