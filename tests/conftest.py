@@ -118,14 +118,14 @@ def k2_headers(checkpoints: Path) -> Path:
 class RunCli(Protocol):
     """`run_cli("inspect", folder, COLUMNS="200")`: arguments by position, environment by keyword."""
 
-    def __call__(self, *args: str | Path, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]: ...
+    def __call__(self, *args: str | Path, timeout: float = 600, **env: str) -> subprocess.CompletedProcess[str]: ...
 
 
 @pytest.fixture(scope="session")
 def run_cli() -> RunCli:
     """Run the real `k2convert` command in a process of its own."""
 
-    def run(*args: str | Path, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(*args: str | Path, timeout: float = 600, **env: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "k2convert", *map(str, args)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)

@@ -53,7 +53,7 @@ def test_an_interrupted_hub_job_says_what_is_done_and_its_status_gives_the_comma
             time.sleep(0.05)
         running = hub_process("status", "k2convert-work/me--out").stdout
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert re.search(r"^interrupted: [23] of 5 shards are converted\. The same command resumes$", errors, re.MULTILINE)
     assert "next: k2convert run hf://moon/tiny hf://me/out --yes\n" in errors

@@ -72,7 +72,7 @@ def test_several_shards_are_converted_at_once_if_requested(
 
     def together(task: ShardTask, **options: Any) -> ShardRecord:
         if task.shard.name in SHARDS[:2]:
-            both.wait(timeout=60)  # the first waits here until another thread has come with the second
+            both.wait(timeout=300)  # the first waits here until another thread has come with the second
         return convert(task, **options)
 
     monkeypatch.setattr(workers, "convert_shard", together)

@@ -195,7 +195,7 @@ def test_stages_overlap() -> None:
 
     def meet_at(name: str, expected: str) -> None:
         if name == expected:
-            meeting.wait(timeout=60)
+            meeting.wait(timeout=300)
 
     class Meeting(Branch):
         def upload(self, name: str) -> None:

@@ -1,9 +1,10 @@
 """What looks like a repository but is not written as one is refused at once, with the right spelling."""
 
 import os
+import socket
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,19 +34,21 @@ ADDRESSES = {
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder to work in, and a Hub that nobody may ask."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    return tmp_path
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.setblocking(False)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        yield tmp_path
+        with pytest.raises(BlockingIOError):
+            hub.accept()  # nobody called
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     """Run a command that must end at once in one line and exit code 1, and return the line."""
-    start = time.monotonic()
     with pytest.raises(SystemExit) as stopped:
         main([str(word) for word in words])
-    assert time.monotonic() - start < 5, "it asked the network"
     printed = capsys.readouterr()
     assert stopped.value.code == 1, printed.err
     assert printed.out == ""
@@ -134,6 +137,6 @@ def test_a_long_address_is_cut_in_the_message(here: Path) -> None:
 
 def test_the_real_command_answers_at_once(here: Path) -> None:
     command = [sys.executable, "-m", "k2convert", "run", "Kimi-K2/Thinkin", "out"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=10, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=120, check=False)
     assert done.returncode == 1
     assert said(done.stderr).startswith("error: Kimi-K2/Thinkin: no such folder")
