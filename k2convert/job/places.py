@@ -91,15 +91,15 @@ def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[
         folder = Path(temporary) / ref.repo
         folder.mkdir(parents=True)
         remote = _resolve(hub, ref, pinned)
-        with _shown_as(text, folder):
+        with shown_as(text, folder):
             with remedy(_REMOTE_REMEDY):
                 checkpoint = open_remote(hub, remote, folder=folder)
             yield Source(checkpoint, remote)
 
 
 @contextmanager
-def _shown_as(text: str, folder: Path) -> Generator[None]:
-    """Name the repository, not its temporary folder, in the messages of expected errors."""
+def shown_as(text: str, folder: Path) -> Generator[None]:
+    """Name a folder by `text` in the messages of expected errors."""
     try:
         yield
     except K2ConvertError as error:
@@ -125,7 +125,7 @@ def open_result(text: str, *, hub: Hub) -> Generator[Result]:
         folder.mkdir(parents=True)
         fetch_small_files(hub, remote, folder=folder)
         mark_other_files(remote, folder=folder)
-        with _shown_as(text, folder):
+        with shown_as(text, folder):
             yield Result(folder, remote)
 
 

@@ -1,31 +1,28 @@
 """Shards as tasks of a Ray cluster, in place of the loop over shards. The per-shard function is that of a local run.
 
-Ray places tasks, starts those of dead workers again and takes in nodes that join. The driver holds the lock, writes the
-journal, commits to the Hub and assembles. With the Hub at an end, a node fetches the sources of its shard, converts
-it, uploads it and removes both, in a temporary folder of its own. A task that a killed node began leaves at most a
-temporary file; doing a shard twice gives the same bytes.
+Ray places tasks and uses nodes that join. The driver holds the lock, starts the tasks of dead workers again, writes the
+journal, commits to the Hub and assembles. With the Hub at an end, a node fetches the sources of its shard, converts it,
+uploads it and removes both, in a temporary folder of its own (job/node_room.py). Doing a shard twice gives the same
+bytes.
 """
 
-import fcntl
 import importlib
+import math
 import pickle
 import re
-import shutil
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any, Final
 
 from k2convert import __version__
 from k2convert.checkpoint.files import own_suffix
 from k2convert.checkpoint.names import UPLOADS_FOLDER, WORK_FOLDER
-from k2convert.errors import DiskFullError, InvalidCheckpointError, K2ConvertError, PlanError, require_extra
+from k2convert.errors import InvalidCheckpointError, K2ConvertError, PlanError, require_extra
 from k2convert.hub.branch import Branch
 from k2convert.hub.client import Hub
 from k2convert.hub.download import download_shard
@@ -33,23 +30,27 @@ from k2convert.hub.preflight import Target
 from k2convert.hub.source import RemoteRepo
 from k2convert.hub.xet import bound_memory
 from k2convert.job import machine
+from k2convert.job.node_room import new_rooms, open_room
 from k2convert.job.shard import InterruptedRun, ShardTask, convert_shard
 from k2convert.job.uploads import Uploads
+from k2convert.records.events import Events
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
 
 MAX_RETRIES: Final = 5  # of a task whose worker or node died
-_FREE_SHARE: Final = 0.9  # of a node's free disk, unless --max-disk says otherwise
-_MAX_PLACES: Final = 256  # shards that a node may have in work
 _POLL_SECONDS: Final = 0.2
 _ANSWER_SECONDS: Final = 20
+_IDLE_SECONDS: Final = 5.0  # without a running task, until the first line that says so
+_IDLE_AGAIN_SECONDS: Final = 60.0
+_LAUNCHED: Final = "ray.io/node-group"  # Ray's label of nodes that a launcher or autoscaler started, not `ray start`
 
 
 @dataclass(frozen=True, slots=True)
 class NodeTask:
     """One shard's work on a node. `remote` is the source if it is on the Hub; `target` and `branch` are the result's.
 
-    `disk_bytes` is what the sources and result of any shard of the job take, `max_disk` what a node may use.
+    `disk_bytes` is what the sources and result of any shard of the job take, `max_disk` what a node may use. `rooms`
+    is how the names of the run's folders on nodes begin.
     """
 
     task: ShardTask
@@ -58,6 +59,7 @@ class NodeTask:
     branch: str = ""
     disk_bytes: int = 0
     max_disk: int | None = None
+    rooms: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,10 @@ def do_on_node(work: NodeTask, *, cpus: int) -> NodeResult:
         with machine.open_threads(1, num_converting=cpus) as threads:
             return NodeResult(convert_shard(task, threads=threads))
     bound_memory()
-    with _room(work) as folder, machine.open_threads(1, num_converting=cpus) as threads:
+    with (
+        open_room(work.rooms, shard_bytes=work.disk_bytes, max_disk=work.max_disk) as folder,
+        machine.open_threads(1, num_converting=cpus) as threads,
+    ):
         if work.remote is not None:
             for name in task.shard.source_shards:
                 download_shard(Hub(), work.remote, name, target=folder / name, stop=Event())
@@ -103,44 +108,66 @@ def answer_on_node(data: bytes, *, cpus: int) -> bytes:
         return pickle.dumps(K2ConvertError(str(error)))
 
 
-@contextmanager
-def _room(work: NodeTask) -> Generator[Path]:
-    """Wait until this machine has room for one more shard, and make a folder for it."""
-    root = Path(tempfile.gettempdir()) / f"k2convert-{work.task.fingerprint[:12]}"
-    root.mkdir(exist_ok=True)
-    allowed = work.max_disk or int(shutil.disk_usage(root).free * _FREE_SHARE)
-    if allowed < work.disk_bytes:
-        raise DiskFullError(
-            f"{root}: a shard takes {work.disk_bytes:,} bytes, but this node may use {allowed:,}. "
-            "Allow more with --max-disk, or set TMPDIR on the node to a larger disk."
-        )
-    with ExitStack() as stack:
-        while (mine := _take_place(root, min(allowed // work.disk_bytes, _MAX_PLACES), stack)) is None:
-            time.sleep(_POLL_SECONDS)
-        mine.mkdir()
-        try:
-            yield mine
-        finally:
-            shutil.rmtree(mine, ignore_errors=True)
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the nodes of a cluster have, and how many shards they convert at a time.
+
+    `lack` says why that is none, `can_grow` whether a launcher or an autoscaler may start more nodes.
+    """
+
+    nodes: int
+    cpus: int
+    gpus: int
+    shards_at_a_time: int
+    lack: str = ""
+    can_grow: bool = False
 
 
-def _take_place(root: Path, number: int, stack: ExitStack) -> Path | None:
-    """Lock one of so many places until `stack` ends; returns its folder, empties what killed tasks left in others."""
-    mine: Path | None = None
-    for place in range(number):
-        lock = (root / f"{place}.lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            continue
-        shutil.rmtree(root / str(place), ignore_errors=True)
-        if mine is None:
-            mine = root / str(place)
-            stack.enter_context(lock)
-        else:
-            lock.close()
-    return mine
+def _capacity(found: Iterable[Mapping[str, Any]], *, cpus: int, with_gpu: bool) -> Capacity:
+    """Compare what Ray says of its nodes with a task of so many CPUs, and a GPU if asked."""
+    nodes = [node for node in found if node["Alive"]]
+    offers = [(int(n["Resources"].get("CPU", 0)), int(n["Resources"].get("GPU", 0))) for n in nodes]
+    at_a_time = sum(min(c // cpus, g) if with_gpu else c // cpus for c, g in offers)
+    largest = max((c for c, g in offers if g or not with_gpu), default=0)
+    lack = ""
+    if not at_a_time and not any(c for c, _ in offers):
+        lack = "no node has CPUs: start one with `ray start`"
+    elif not at_a_time and largest == 0:
+        lack = "no node with CPUs has a GPU: pass --device cpu"
+    elif not at_a_time:
+        which = "node with a GPU" if with_gpu else "node"
+        lack = f"no {which} has {cpus} CPUs (largest: {largest}): pass --cpus-per-shard {largest}"
+    can_grow = not any(c for c, _ in offers) or any(_LAUNCHED in node.get("Labels", {}) for node in nodes)
+    num_cpus, num_gpus = (sum(numbers) for numbers in zip(*offers, strict=True)) if offers else (0, 0)
+    return Capacity(len(nodes), num_cpus, num_gpus, at_a_time, lack, can_grow)
+
+
+class _Load:
+    """Which shards of a run wait for a node, and which run on one; any thread may ask whether to say that none runs."""
+
+    def __init__(self) -> None:
+        self._lock, self._running, self._due = Lock(), dict[str, bool](), math.inf
+
+    def update(self, shard: str, *, is_running: bool) -> None:
+        with self._lock:
+            if not self._running or is_running:
+                self._due = time.monotonic() + _IDLE_SECONDS
+            self._running[shard] = is_running
+
+    def remove(self, shard: str) -> None:
+        with self._lock:
+            del self._running[shard]
+
+    def idle_line(self) -> str | None:
+        """Return the line that says that every shard waits, when it is due."""
+        with self._lock:
+            now = time.monotonic()
+            if any(self._running.values()):
+                self._due = now + _IDLE_SECONDS
+            elif now >= self._due:
+                self._due = now + _IDLE_AGAIN_SECONDS
+                return f"waiting for a node: {len(self._running)} shards queued, 0 running"
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,26 +176,37 @@ class Cluster:
 
     ray: Any
     remote_function: Any
+    cpus: int
+    with_gpu: bool
     max_disk: int | None
+    rooms: str = field(default_factory=new_rooms)
+    _load: _Load = field(default_factory=_Load)
 
-    def convert(self, work: NodeTask, *, stop: Event) -> NodeResult:
+    @property
+    def capacity(self) -> Capacity:
+        """What the cluster has now."""
+        return _capacity(self.ray.nodes(), cpus=self.cpus, with_gpu=self.with_gpu)
+
+    def convert(self, work: NodeTask, *, stop: Event, events: Events) -> NodeResult:
         """Do one shard on some node; raises InterruptedRun when `stop` is set, K2ConvertError naming the node."""
-        ray, work = self.ray, replace(work, max_disk=self.max_disk)
-        reference = self.remote_function.remote(pickle.dumps(work))
-        while not ray.wait([reference], timeout=_POLL_SECONDS)[0]:
-            if stop.is_set():
-                ray.cancel(reference, force=True)
-                raise InterruptedRun
-        try:
-            node, answer = ray.get(reference)
-        except ray.exceptions.RayTaskError:  # an unexpected error in the task keeps its traceback
-            raise
-        except ray.exceptions.RayError as error:
-            lines = str(error).strip().splitlines()
-            raise K2ConvertError(
-                f"{work.task.shard.name}: its task was lost {MAX_RETRIES + 1} times ({lines[-1] if lines else error}). "
-                "Finished work is kept: check the cluster and run the same command again."
-            ) from error
+        ray, name, work = self.ray, work.task.shard.name, replace(work, max_disk=self.max_disk, rooms=self.rooms)
+        data, retries, report = pickle.dumps(work), 0, None
+        while report is None:
+            try:
+                report = self._report(name, data, stop, events)
+            except ray.exceptions.RayTaskError:  # an unexpected error in the task keeps its traceback
+                raise
+            except ray.exceptions.RayError as error:
+                retries += 1
+                if retries <= MAX_RETRIES:
+                    events.note(f"{name}: its worker died; converting it again")
+                    continue
+                lines = str(error).strip().splitlines()
+                raise K2ConvertError(
+                    f"{name}: its task was lost {MAX_RETRIES + 1} times ({lines[-1] if lines else error}). "
+                    "Finished work is kept: check the cluster and run the same command again."
+                ) from error
+        node, answer = report
         if isinstance(answer, str):
             raise PlanError(f"node {node} has {answer}, but this is k2convert {__version__}. Install the same there.")
         result = pickle.loads(answer)
@@ -177,10 +215,31 @@ class Cluster:
             raise result
         return replace(result, node=node)
 
+    def _report(self, name: str, data: bytes, stop: Event, events: Events) -> Any:
+        """Start a task and return its last report. It has two: it started, and what it did."""
+        reports, report = self.remote_function.remote(data), None
+        try:
+            for is_running in (False, True):
+                self._load.update(name, is_running=is_running)
+                while not self.ray.wait([reports], timeout=_POLL_SECONDS)[0]:
+                    if stop.is_set():
+                        self.ray.cancel(reports, force=True)
+                        raise InterruptedRun
+                    if line := self._load.idle_line():
+                        lack = self.capacity.lack
+                        events.note(f"{line}; {lack}, or wait until the cluster grows" if lack else line)
+                report = self.ray.get(next(reports))
+        finally:
+            self._load.remove(name)
+        return report
+
 
 @contextmanager
 def connect(address: str, *, cpus: int, with_gpu: bool, max_disk: int | None) -> Generator[Cluster]:
-    """Connect to a running Ray cluster. A task takes `cpus` CPUs, and a GPU if asked; raises PlanError without one."""
+    """Connect to a running Ray cluster. A task takes `cpus` CPUs, and a GPU if asked.
+
+    Raises PlanError without a cluster, and if no node is large enough and none will join.
+    """
     require_extra("ray", purpose="--ray")
     ray: Any = importlib.import_module("ray")  # it has no complete types
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -197,23 +256,31 @@ def connect(address: str, *, cpus: int, with_gpu: bool, max_disk: int | None) ->
 
     version = __version__
 
-    def on_node(data: bytes) -> tuple[str, bytes | str]:  # sent by value: a node may have another k2convert, or none
+    def on_node(data: bytes) -> Any:  # sent by value: a node may have another k2convert, or none
         from importlib import import_module
 
+        yield None
         ray: Any = import_module("ray")
         node = f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:6]})"
         try:
             from k2convert import __version__ as found
         except ImportError:
-            return node, "no k2convert"
+            yield node, "no k2convert"
+            return
         if found != version:
-            return node, f"k2convert {found}"
+            yield node, f"k2convert {found}"
+            return
         from k2convert.job.ray import answer_on_node
 
-        return node, answer_on_node(data, cpus=cpus)
+        yield node, answer_on_node(data, cpus=cpus)
 
-    options = {"num_cpus": cpus, "num_gpus": int(with_gpu), "max_retries": MAX_RETRIES}
+    options = {"num_cpus": cpus, "num_gpus": int(with_gpu), "max_retries": 0, "num_returns": "streaming"}
     try:
-        yield Cluster(ray, ray.remote(**options, scheduling_strategy="SPREAD")(on_node), max_disk)
+        remote_function = ray.remote(**options, scheduling_strategy="SPREAD")(on_node)
+        cluster = Cluster(ray, remote_function, cpus, with_gpu, max_disk)
+        found = cluster.capacity
+        if found.lack and not found.can_grow:
+            raise PlanError(f"--ray {address}: {found.lack}.")
+        yield cluster
     finally:
         ray.shutdown()

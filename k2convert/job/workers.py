@@ -67,7 +67,8 @@ class Workers:
         )
         sizes = (sum(limits.source_bytes.get(s, 0) for s in i.sources) + i.output_bytes for i in job.items)
         branch = "" if job.target is None else branch_name(job.digest)
-        result = cluster.convert(NodeTask(task, job.source.remote, job.target, branch, max(sizes)), stop=self.stop)
+        work = NodeTask(task, job.source.remote, job.target, branch, max(sizes))
+        result = cluster.convert(work, stop=self.stop, events=self.events)
         self.records[item.name] = result.record
         if uploads is None:
             self.journal.record(result.record)
