@@ -26,8 +26,8 @@ class Nodes:
     def address(self) -> str:
         return str(self.cluster.address)
 
-    def add(self) -> None:
-        self.nodes.append(self.cluster.add_node(num_cpus=1, **SMALL))
+    def add(self, cpus: int = 1) -> None:
+        self.nodes.append(self.cluster.add_node(num_cpus=cpus, **SMALL))
 
     def kill(self, raylet: int) -> None:
         """Kill a node's raylet with SIGKILL."""

@@ -16,7 +16,7 @@ from k2convert.job.parts import FROM_SCHEDULER, Part, read_part
 if TYPE_CHECKING:
     from k2convert.cli.options import RunOptions
     from k2convert.job.prepare import Job
-    from k2convert.job.ray import Cluster
+    from k2convert.job.ray import Capacity, Cluster
 
 
 def complete_part(words: Sequence[str]) -> list[str]:
@@ -59,6 +59,15 @@ def open_cluster(options: "RunOptions") -> "Generator[Cluster | None]":
     gpu = options.device == "cuda"
     with connect(options.ray, cpus=options.cpus_per_shard, with_gpu=gpu, max_disk=max_disk) as cluster:
         yield cluster
+
+
+def capacity_line(found: "Capacity") -> str:
+    """Return what a cluster has, and how many shards it converts at a time."""
+    counts = [(found.nodes, "node"), (found.cpus, "CPU"), (found.gpus, "GPU")]
+    has = ", ".join(f"{count:,} {unit}{'s' if count != 1 else ''}" for count, unit in counts if count or unit != "GPU")
+    if found.lack:
+        return f"cluster: {has}; {found.lack}, or wait until the cluster grows"
+    return f"cluster: {has}; {found.shards_at_a_time:,} shards at a time; the time is not estimated"
 
 
 def check_cluster(options: "RunOptions") -> None:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import typer
@@ -18,7 +18,7 @@ from k2convert.cli.feedback import (
     walk_document,
     walk_line,
 )
-from k2convert.cli.machines import check_cluster, chosen_part, open_cluster, run_part
+from k2convert.cli.machines import capacity_line, check_cluster, chosen_part, open_cluster, run_part
 from k2convert.cli.options import RunOptions, command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.recipe_overrides import check_kv_cache, has_text, recipe_overrides
@@ -110,11 +110,18 @@ def run(options: RunOptions) -> None:
 
 
 def _show_plan(job: Job, options: RunOptions) -> None:
-    with Waiting("measures the disk and the kernels", quiet=options.quiet):
-        estimated = estimate(job)
+    estimated, capacity = None, None
+    if options.ray is None:
+        with Waiting("measures the disk and the kernels", quiet=options.quiet):
+            estimated = estimate(job)
+    else:
+        with Waiting("looks at the cluster", quiet=options.quiet), open_cluster(options) as cluster:
+            capacity = cluster and cluster.capacity
     seconds = None if job.feedback is None else estimate_walk(job, job.feedback, options)
     if options.as_json:
-        document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
+        document = plan_document(job, source=options.source)
+        document |= {} if estimated is None else {"estimate": estimate_document(estimated)}
+        document |= {} if capacity is None else {"cluster": asdict(capacity)}
         if job.feedback is not None:
             document["calibration"] = walk_document(job, job.feedback) | {"seconds": round(seconds or 0, 1)}
         console.print_json(document)
@@ -122,7 +129,10 @@ def _show_plan(job: Job, options: RunOptions) -> None:
         show_plan(job, source=options.source)
         if job.feedback is not None:
             console.print_line(walk_line(job.feedback))
-        show_estimate(job, estimated)
+        if estimated is not None:
+            show_estimate(job, estimated)
+        if capacity is not None:
+            console.print_line(capacity_line(capacity))
         if seconds is not None:
             time_text = console.format_seconds(seconds)
             console.print_line(f"time of the calibration: about {time_text}, an estimate from one expert here")

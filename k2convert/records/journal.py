@@ -115,6 +115,7 @@ class Journal:
         found = self.job()
         if found is None:
             self.describe(job)
+            self.sweep(job)
             return []
         self._check_same(found, job)
         moved: list[str] = []
@@ -285,16 +286,17 @@ class Journal:
         return (self.folder / UPLOADS_FOLDER / f"{shard}.json").exists()
 
     def sweep(self, job: JobDescription) -> None:
-        """Remove the half-written shards and records of a killed run, and nothing else of a similar name.
+        """Remove the half-written shards, records and job descriptions of a killed run, and nothing of a similar name.
 
         Other files that were half-written are not removed here: they are written again under the same names.
         """
-        for folder, suffix in ((self.destination, ""), (self._records, ".json")):
+        records = [f"{shard}.json" for shard in job.shards]
+        for folder, files in ((self.destination, [*job.shards]), (self._records, records), (self.folder, [JOB_NAME])):
             make_folder(folder, root=self.destination)
             names = [path.name for path in list_folder(folder) if path.name.endswith(TEMPORARY_SUFFIX)]
             with opened_folder(folder, root=self.destination) as descriptor:
                 for name in names:
-                    if any(is_temporary(name, of=f"{shard}{suffix}") for shard in job.shards):
+                    if any(is_temporary(name, of=file) for file in files):
                         with suppress(DestinationError):  # a folder of that name is not ours
                             remove_file(folder / name, descriptor)
 

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hub_cli import HubCli, cli_environment, command
@@ -75,4 +76,31 @@ def test_nodes_fetch_convert_and_send_whoever_dies(
     assert done.returncode == 0, done.stderr
     for path in local_result.glob("*.safetensors"):
         assert (workplace / "shared" / path.name).read_bytes() == path.read_bytes()
-    assert not list(temporary.rglob("*.safetensors*")), "nodes keep nothing"
+    assert not list(temporary.glob("k2convert-*")), "nodes keep nothing"
+
+
+def test_nodes_follow_no_link_in_their_folder_for_temporary_files(
+    hub_cli: HubCli, workplace: Path, nodes: Nodes, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, earlier = f"k2convert-ray-{16 * 'a'}", f"k2convert-ray-{16 * 'b'}"
+    monkeypatch.setattr("k2convert.job.node_room.secrets", SimpleNamespace(token_hex=lambda num: num * "aa"))
+    victim = workplace / "victim"
+    (victim / "0").mkdir(parents=True)
+    (victim / "lock").write_text("precious")
+    for rooms in (chosen, earlier):
+        (temporary / f"{rooms}-0").symlink_to(victim, target_is_directory=True)
+    (temporary / f"{earlier}-1").mkdir(mode=0o700)
+    os.mkfifo(temporary / f"{earlier}-1" / "lock")
+
+    refused = hub_cli(*FOLDER_JOB, "--ray", nodes.address)
+    assert refused.returncode == 1
+    lines = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert re.search(rf"error: node \S+ \(\w+\): {temporary}/{chosen}-0: is not a folder that", lines[0])
+
+    (temporary / f"{chosen}-0").unlink()
+    done = hub_cli(*FOLDER_JOB, "--ray", nodes.address)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in temporary.glob("k2convert-*")) == [f"{earlier}-0", f"{earlier}-1"]
+    assert (victim / "0").is_dir()
+    assert (victim / "lock").read_text() == "precious"

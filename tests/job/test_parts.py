@@ -69,6 +69,21 @@ def test_overlapping_parts_and_a_killed_one_do_no_harm(tiny: Path, whole: dict[s
     assert contents(out) == whole
 
 
+def test_what_a_part_killed_at_its_start_leaves_is_removed_by_the_run(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code = (
+        "import os, signal, sys\nfrom k2convert.checkpoint import files\nfrom k2convert.cli.app import main\n"
+        "files.place_first = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\nmain(sys.argv[1:])"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, "run", small, out, "--part", "1/2"], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    work = out / ".k2convert"
+    assert len(list(work.glob("job.json.????????????????.tmp"))) == 1
+    (work / "job.json.0123456789abcdef.tmp.mine").touch()
+    assert run("run", small, out) == 0
+    assert [path.name for path in work.glob("*.tmp*")] == ["job.json.0123456789abcdef.tmp.mine"]
+
+
 def test_a_part_does_not_convert_again_what_is_recorded(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run("run", small, out, "--part", "1/2") == 0
@@ -142,12 +157,12 @@ def test_the_part_is_read_from_slurm() -> None:
             read_part(FROM_SCHEDULER, environment)
 
 
-def test_the_slurm_script_does_all_parts(small: Path, tmp_path: Path) -> None:
+def test_an_array_of_tasks_with_the_same_command_does_all_parts(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     paths = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     for task in (7, 8):
         done = subprocess.run(
-            ["bash", ROOT / "scripts" / "slurm_array", small, out, "--device", "cpu"],
+            ["sh", "-c", f"k2convert run {small} {out} --device cpu --part"],  # what sbatch --wrap does
             env={"PATH": paths, "HOME": str(tmp_path)} | slurm(task, 7, 2, MAX=8, STEP=1),
             capture_output=True,
             text=True,

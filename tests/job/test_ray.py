@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -34,6 +35,17 @@ def job(source: Path, out: Path, nodes: Nodes) -> tuple[str, ...]:
     return ("run", str(source), str(out), "--ray", nodes.address, "--cpus-per-shard", "1")
 
 
+def begin(*words: str) -> subprocess.Popen[str]:
+    """Start the command; its lines on stderr can be read."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "k2convert", *words],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+
+
 @pytest.fixture(scope="module")
 def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files of a local run."""
@@ -60,9 +72,9 @@ def test_a_killed_worker_or_node_changes_no_byte(
     victim: str, tiny: Path, whole: dict[str, bytes], nodes: Nodes, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    driver = start(*job(tiny, out, nodes))
+    driver = begin(*job(tiny, out, nodes))
     while not list(out.glob("*.tmp")):
-        assert driver.is_alive()
+        assert driver.poll() is None
     processes = nodes.working()
     for process in processes:
         os.kill(process, signal.SIGSTOP)
@@ -74,8 +86,9 @@ def test_a_killed_worker_or_node_changes_no_byte(
     for process in processes:
         if process != worker:
             os.kill(process, signal.SIGCONT)
-    driver.join(120)
-    assert driver.exitcode == 0
+    _, said = driver.communicate(timeout=120)
+    assert driver.returncode == 0, said
+    assert re.search(r"model-0000\d-of-\d+\.safetensors: its worker died; converting it again\n", said)
     assert contents(out) == whole
     assert not list(out.rglob("*.tmp"))
 
@@ -133,6 +146,67 @@ def test_a_job_waits_for_nodes_that_join_late_and_refuses_another_version(
         assert re.search(r"error: node \S+ \(\w+\) has k2convert 0\.0\.9, but this is", capsys.readouterr().err)
     finally:
         nodes.close()
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--cpus-per-shard", "4"), "no node has 4 CPUs (largest: 1): pass --cpus-per-shard 1."),
+        (("--device", "cuda"), "no node with CPUs has a GPU: pass --device cpu."),
+    ],
+    ids=["cpus", "gpus"],
+)
+def test_a_cluster_without_a_node_for_a_task_is_refused(
+    words: tuple[str, ...],
+    said: str,
+    more: tuple[str, ...],
+    small: Path,
+    nodes: Nodes,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "cuda" in words:
+        pytest.importorskip("torch")
+    assert run(*job(small, tmp_path / "out", nodes), *words, *more) == 1
+    assert f"error: --ray {nodes.address}: {said}\n" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.safetensors*"))
+
+
+def test_a_job_says_that_it_waits_for_a_cluster_to_grow(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as changed:
+        changed.setenv("RAY_NODE_TYPE_NAME", "workers")  # as a launcher does, in place of `ray start`
+        nodes = Nodes(1)
+    try:
+        driver = begin(*job(small, tmp_path / "out", nodes)[:-1], "2")
+        assert driver.stderr is not None
+        line = next(line for line in driver.stderr if "waiting" in line)
+        assert line.endswith(
+            "waiting for a node: 3 shards queued, 0 running; no node has 2 CPUs (largest: 1): "
+            "pass --cpus-per-shard 1, or wait until the cluster grows\n"
+        )
+        nodes.add(cpus=2)
+        _, said = driver.communicate(timeout=120)
+        assert driver.returncode == 0, said
+    finally:
+        nodes.close()
+
+
+def test_a_dry_run_shows_the_cluster_and_no_time_of_this_machine(
+    small: Path, nodes: Nodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = len(nodes.nodes)
+    assert run(*job(small, tmp_path / "out", nodes), "--dry-run") == 0
+    said = capsys.readouterr().out
+    has = f"{number + 1} nodes, {number} CPU{'s' if number > 1 else ''}"
+    assert f"cluster: {has}; {number} shards at a time; the time is not estimated\n" in said
+    assert "time: " not in said
+    assert run(*job(small, tmp_path / "out", nodes), "--dry-run", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["cluster"]["shards_at_a_time"] == number
+    assert "estimate" not in document
 
 
 def test_an_expected_error_names_the_node(
