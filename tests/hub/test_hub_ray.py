@@ -32,11 +32,13 @@ def temporary() -> Iterator[Path]:
 
 
 @pytest.fixture
-def nodes(tiny_on_hub: LoopbackHub, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """Three nodes whose workers have this test's Hub and folder for temporary files in their environment."""
+def nodes(
+    request: pytest.FixtureRequest, tiny_on_hub: LoopbackHub, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Nodes]:
+    """Three nodes, or as many as a test asks for, whose workers have this test's Hub and folder for temporary files in their environment."""
     with monkeypatch.context() as changed:
         changed.setenv("TMPDIR", str(temporary))
-        cluster = Nodes(3)
+        cluster = Nodes(getattr(request, "param", 3))
     yield cluster
     cluster.close()
 
@@ -79,6 +81,7 @@ def test_nodes_fetch_convert_and_send_whoever_dies(
     assert not list(temporary.glob("k2convert-*")), "nodes keep nothing"
 
 
+@pytest.mark.parametrize("nodes", [1], indirect=True, ids=["one node"])
 def test_nodes_follow_no_link_in_their_folder_for_temporary_files(
     hub_cli: HubCli, workplace: Path, nodes: Nodes, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,9 +103,11 @@ def test_rooms_are_private_one_for_each_task_and_removed(top: Path) -> None:
         assert enter() == f"{top / ROOMS}-1"
         assert enter(EARLIER) == f"{top / EARLIER}-0", "another run has rooms of its own"
         assert first.resolve() == top / f"{ROOMS}-0"
-    with pytest.raises(DestinationError, match=rf"^{re.escape(f'{top / ROOMS}-0/a')} is bad$"):
-        with open_room(ROOMS, shard_bytes=1, max_disk=1) as first:
-            raise DestinationError(f"{first / 'a'} is bad")
+    with (
+        pytest.raises(DestinationError, match=rf"^{re.escape(f'{top / ROOMS}-0/a')} is bad$"),
+        open_room(ROOMS, shard_bytes=1, max_disk=1) as first,
+    ):
+        raise DestinationError(f"{first / 'a'} is bad")
     assert not list(top.iterdir())
 
 
@@ -130,6 +132,8 @@ def test_the_rooms_of_dead_tasks_are_removed(top: Path) -> None:
 
 def test_names_cannot_be_foreseen_and_a_small_disk_is_refused(top: Path) -> None:
     assert new_rooms() != new_rooms()
-    with pytest.raises(DiskFullError, match=rf"^{re.escape(str(top))}: a shard takes 2 bytes, but this node may use 1"):
-        with open_room(ROOMS, shard_bytes=2, max_disk=1):
-            pass
+    with (
+        pytest.raises(DiskFullError, match=rf"^{re.escape(str(top))}: a shard takes 2 bytes, but this node may use 1"),
+        open_room(ROOMS, shard_bytes=2, max_disk=1),
+    ):
+        pass
