@@ -35,7 +35,7 @@ def temporary() -> Iterator[Path]:
 def nodes(
     request: pytest.FixtureRequest, tiny_on_hub: LoopbackHub, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Nodes]:
-    """Three nodes, or as many as a test asks for, whose workers have this test's Hub and folder for temporary files in their environment."""
+    """Three nodes, or as many as a test asks for. Their workers have its Hub and folder for temporary files."""
     with monkeypatch.context() as changed:
         changed.setenv("TMPDIR", str(temporary))
         cluster = Nodes(getattr(request, "param", 3))
