@@ -90,7 +90,7 @@ def inspect(source: InspectedArgument, as_json: JsonOption = False) -> None:
 @app.command()
 @takes(FitOptions)
 def fit(options: FitOptions) -> None:
-    """Say from its headers which GPUs hold CHECKPOINT, and with how much KV cache."""
+    """Say from its headers which GPUs hold CHECKPOINT, and with how much KV cache. Exit code 3 if it does not fit."""
     from k2convert.cli.fit import fit
 
     fit(options)

@@ -10,14 +10,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from k2convert.errors import OutputError
 
 _PIPE_WIDTH: Final = 160
-_MIN_TEXT_WIDTH: Final = 24  # a column of text may wrap down to this
+_BETWEEN: Final = 3  # a line and its blanks between two columns
+_MIN_TEXT_WIDTH: Final = 12  # a column of text may wrap down to this, or to its longest word
+_LONGEST_WORD: Final = 40  # a longer word, such as the path of a file, may be broken
 _VERDICT_STYLES: Final = {"pass": "green", "warn": "yellow", "fail": "bold red", "skipped": "yellow", "CHANGED": "red"}
 
 _out = Console(highlight=False, soft_wrap=True)
@@ -60,29 +64,69 @@ def print_json(document: Any) -> None:
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
 ) -> None:
-    """Print a table on stdout. Columns are right-aligned, except those in `left`, which may wrap.
+    """Print a table on stdout. Columns are right-aligned, except those in `left`, which may wrap between words.
 
-    Numbers never wrap: the last columns are left out if the terminal is too narrow for all. Verdicts are colored on a
+    No cell is ever cut. A table too wide for the terminal has its headings and texts over several lines; if that is not
+    enough, each row becomes a block of lines "heading: cell". A pipe has room for everything. Verdicts are colored on a
     terminal.
     """
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-    widths = [_least_width([row[i] for row in rows], column, i in left) for i, column in enumerate(columns)]
-    shown = len(columns)
-    while shown > 1 and sum(widths[:shown]) + 3 * (shown - 1) > out.width:
-        shown -= 1
-    table = Table(title=Text(title), title_justify="left", show_edge=False, pad_edge=False)
-    for i, column in enumerate(columns[:shown]):
-        table.add_column(column, justify="left" if i in left else "right", overflow="fold", min_width=widths[i])
-    for row in rows:
-        table.add_row(*(Text(cell, style=_VERDICT_STYLES.get(cell, "")) for cell in row[:shown]))
+    cells = [[Text(cell, style=_VERDICT_STYLES.get(cell, "")) for cell in row] for row in rows]
+    least = [_least_width([row[i] for row in cells], column, i in left) for i, column in enumerate(columns)]
+    needed = sum(least) + _BETWEEN * (len(columns) - 1)
+    is_terminal = sys.stdout.isatty()
+    out = Console(highlight=False, width=None if is_terminal else max(_PIPE_WIDTH, needed))
+    table = _table(columns, cells, least, left, out.width) if needed <= out.width else _blocks(columns, cells)
     with _on_stdout():
+        out.print(Text(title, style="italic"), soft_wrap=not is_terminal)
         out.print(table)
 
 
-def _least_width(cells: Sequence[str], column: str, may_wrap: bool) -> int:
+def _table(
+    columns: Sequence[str], rows: Sequence[Sequence[Text]], least: Sequence[int], left: Sequence[int], width: int
+) -> Table:
+    """Return a table whose columns are as wide as there is room for, the widest being narrowed first."""
+    natural = [
+        max(cell_len(text) for text in (column, *(row[i].plain for row in rows))) for i, column in enumerate(columns)
+    ]
+    room = width - _BETWEEN * (len(columns) - 1)
+    widths = natural
+    for limit in range(max(natural), 0, -1):
+        widths = [max(few, min(many, limit)) for few, many in zip(least, natural, strict=True)]
+        if sum(widths) <= room:
+            break
+    table = Table(show_edge=False, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i in left else "right", overflow="fold", width=widths[i])
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _blocks(columns: Sequence[str], rows: Sequence[Sequence[Text]]) -> Group:
+    """Return each row as a block: its first cell, and the others with their headings. Empty cells are left out."""
+    lines: list[RenderableType] = []
+    for row in rows:
+        lines.append(_named(columns[0], row[0]))
+        lines += [
+            Padding(_named(*pair), (0, 0, 0, 2), expand=False)
+            for pair in zip(columns[1:], row[1:], strict=True)
+            if pair[1]
+        ]
+    return Group(*lines)
+
+
+def _named(name: str, cell: Text) -> Text:
+    text = Text(f"{name}: " if name else "", overflow="fold")
+    return text.append_text(cell)
+
+
+def _least_width(cells: Sequence[Text], column: str, may_wrap: bool) -> int:
     """Return the least width of a column: of its longest cell, or of a part of it, and of every word of its title."""
-    longest = max(map(len, cells), default=0)
-    return max(min(longest, _MIN_TEXT_WIDTH) if may_wrap else longest, *map(len, column.split()), 1)
+    longest = max((cell.cell_len for cell in cells), default=0)
+    if may_wrap:
+        words = (cell_len(word) for cell in cells for word in cell.plain.split())
+        longest = min(longest, max(_MIN_TEXT_WIDTH, min(max(words, default=0), _LONGEST_WORD)))
+    return max(longest, *map(cell_len, column.split()), 1)
 
 
 def print_line(text: str) -> None:

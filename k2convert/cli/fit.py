@@ -1,20 +1,29 @@
 """The verb `fit`: which GPUs hold a checkpoint, with how much KV cache, and how fast one request can be."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import typer
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
-from k2convert.cli.fit_options import FitOptions
+from k2convert.cli.fit_options import AUTO, FitOptions
 from k2convert.cli.fit_serving import serve_commands, serving_document, show_serving
-from k2convert.cli.fit_view import fit_document, fit_notes, holder_document, show_fit, show_holders, speed_document
+from k2convert.cli.fit_view import (
+    fit_document,
+    fit_notes,
+    holder_document,
+    show_fit,
+    show_holders,
+    show_ways_out,
+    speed_document,
+    ways_document,
+)
 from k2convert.cli.options import parse_size
 from k2convert.fit.gpus import GPUS, Gpu, find_gpu
 from k2convert.fit.layouts import complete_layout
-from k2convert.fit.memory import CONTEXT, Settings, fit_layout
-from k2convert.fit.search import Holder, find_holders
+from k2convert.fit.memory import CONTEXT, Fit, Settings, fit_layout
+from k2convert.fit.search import Holder, find_holders, most_experts, ways_out
 from k2convert.fit.speed import EstimatedSpeed, estimate_speeds
 from k2convert.fit.subject import Subject, read_subject
 from k2convert.hub.client import Hub
@@ -22,37 +31,54 @@ from k2convert.job.places import open_source
 
 
 def fit(options: FitOptions) -> None:
-    """Read the headers and answer; raises FitError for a GPU that is not known or a layout that cannot be."""
+    """Read the headers and answer; raises FitError for a GPU that is not known or a layout that cannot be.
+
+    Exits with 3 if the model does not fit.
+    """
     gpu = _chosen_gpu(options)
     with open_source(options.checkpoint, hub=Hub(notify=console.print_note)) as opened:
-        subject = read_subject(opened.checkpoint, experts=options.experts)
+        whole = read_subject(opened.checkpoint)
     settings = Settings(
-        kv=options.kv or subject.kv,
+        kv=options.kv or whole.kv,
         context=options.context or CONTEXT,
         requests=options.requests,
         utilization=options.utilization,
         overhead_bytes=parse_size(options.overhead),
     )
-    asked = _Asked(options.checkpoint, opened.checkpoint, subject, settings)
-    if gpu is None or options.count is None:
-        _answer_all(asked, gpu, as_json=options.as_json)
-    else:
-        _answer_one(asked, gpu, options.count, options)
-    if not options.as_json and subject.recipe is not None and options.experts is None:
-        console.print_next(console.command("k2convert", "run", options.checkpoint, "DEST", "--dry-run"))
+    is_pruned = options.experts not in (None, AUTO)
+    subject = whole.with_experts(int(options.experts or 0)) if is_pruned else whole
+    asked = _Asked(options, opened.checkpoint, whole, subject, settings)
+    count = options.count
+    fits = _answer_all(asked, gpu) if gpu is None or count is None else _answer_one(asked, gpu, count)
+    if not fits:
+        raise typer.Exit(3)
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The checkpoint as the user named it, what it is, and the user's settings."""
+    """What the user asked, the checkpoint, what it is as a whole and with the experts asked for."""
 
-    name: str
+    options: FitOptions
     checkpoint: Checkpoint
+    whole: Subject
     subject: Subject
     settings: Settings
 
     def document(self, **more: Any) -> dict[str, Any]:
-        return fit_document(self.name, self.subject, self.settings) | more
+        return fit_document(self.options.checkpoint, self.subject, self.settings) | more
+
+    def print_next(self, *, experts: int | None = None) -> None:
+        """Print the command that makes what fits."""
+        place = self.options.checkpoint
+        experts = experts or self.subject.shape.num_experts
+        if experts != self.whole.shape.num_experts:
+            source = place if self.subject.recipe is not None else "SOURCE"
+            words = ("run", source, "DEST", "--keep-experts", "FILE", "--experts", experts)
+        elif self.subject.recipe is not None:
+            words = ("run", place, "DEST", "--dry-run")
+        else:
+            return
+        console.print_next(console.command("k2convert", *words))
 
 
 def _chosen_gpu(options: FitOptions) -> Gpu | None:
@@ -65,7 +91,7 @@ def _chosen_gpu(options: FitOptions) -> Gpu | None:
     if options.memory is not None and options.count is None:
         raise typer.BadParameter("--memory needs --count")
     chosen = {"--tp": options.tp, "--ep": options.ep, "--pp": options.pp, "--dp-attention": options.dp_attention}
-    chosen |= {"--dcp": options.dcp > 1, "--estimate": options.estimate}
+    chosen |= {"--dcp": options.dcp > 1, "--estimate": options.estimate, "--experts auto": options.experts == AUTO}
     given = [name for name, value in chosen.items() if value]
     if given and options.count is None:
         raise typer.BadParameter(f"{', '.join(given)}: needs --gpu or --memory, and --count")
@@ -74,20 +100,49 @@ def _chosen_gpu(options: FitOptions) -> Gpu | None:
     return None if options.gpu is None else find_gpu(options.gpu)
 
 
-def _answer_all(asked: _Asked, gpu: Gpu | None, *, as_json: bool) -> None:
-    """Say which GPUs, or which counts of one, hold the model."""
+def _answer_all(asked: _Asked, gpu: Gpu | None) -> bool:
+    """Say which GPUs, or which counts of one, hold the model. Return whether any do."""
     subject, settings = asked.subject, asked.settings
     gpus = GPUS.values() if gpu is None else (gpu,)
     holders = find_holders(subject.weights, subject.shape, settings=settings, gpus=gpus)
-    if as_json:
+    if asked.options.as_json:
         console.print_json(asked.document(fits=[holder_document(h, subject, settings) for h in holders]))
-        return
-    show_holders(asked.name, subject, settings, holders)
+    else:
+        show_holders(asked.options.checkpoint, subject, settings, holders)
+        if holders:
+            asked.print_next()
+    return bool(holders)
 
 
-def _answer_one(asked: _Asked, gpu: Gpu, count: int, options: FitOptions) -> None:
-    """Say what a count of GPUs holds, with memory by role and speed."""
-    subject, settings = asked.subject, asked.settings
+def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
+    """Say what a count of GPUs holds, with memory by role and speed, or what would fit. Return whether it fits."""
+    options, settings = asked.options, asked.settings
+    holder = Holder(gpu, _fit(asked, gpu, count))
+    if options.experts == AUTO and (most := most_experts(asked.whole, holder, settings=settings)) is not None:
+        asked = replace(asked, subject=asked.whole.with_experts(most[0]))
+        holder = Holder(gpu, most[1])
+    subject = asked.subject
+    ways = None if holder.fit.holds else ways_out(asked.whole, holder, settings=settings)
+    estimates = _estimates(subject, holder) if options.estimate else []
+    commands = serve_commands(subject, asked.checkpoint, holder, options=options)
+    if options.as_json:
+        one = holder_document(holder, subject, settings) | speed_document(subject, holder, estimates)
+        one |= serving_document(commands) | ({} if ways is None else {"ways_out": ways_document(ways)})
+        console.print_json(asked.document(fits=[one]))
+        return holder.fit.holds
+    show_fit(options.checkpoint, subject, settings, holder, estimates)
+    show_serving(commands, known=fit_notes(holder, settings))
+    if ways is None:
+        asked.print_next()
+    else:
+        show_ways_out(ways, holder, whole=asked.whole)
+        if ways.experts:
+            asked.print_next(experts=ways.experts[0][0])
+    return holder.fit.holds
+
+
+def _fit(asked: _Asked, gpu: Gpu, count: int) -> Fit:
+    options, subject = asked.options, asked.subject
     layout = complete_layout(
         count,
         subject.shape,
@@ -97,16 +152,7 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int, options: FitOptions) -> Non
         data_attention=options.dp_attention,
         decode_context=options.dcp,
     )
-    fit = fit_layout(subject.weights, subject.shape, layout, memory_bytes=gpu.memory_bytes, settings=settings)
-    holder = Holder(gpu, fit)
-    estimates = _estimates(subject, holder) if options.estimate else []
-    commands = serve_commands(subject, asked.checkpoint, holder, options=options)
-    if options.as_json:
-        one = holder_document(holder, subject, settings) | speed_document(subject, holder, estimates)
-        console.print_json(asked.document(fits=[one | serving_document(commands)]))
-        return
-    show_fit(asked.name, subject, settings, holder, estimates)
-    show_serving(commands, known=fit_notes(holder, settings))
+    return fit_layout(subject.weights, subject.shape, layout, memory_bytes=gpu.memory_bytes, settings=asked.settings)
 
 
 def _estimates(subject: Subject, holder: Holder) -> list[EstimatedSpeed]:

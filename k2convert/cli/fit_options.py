@@ -1,12 +1,21 @@
 """The options of `fit`."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from k2convert.choices import ServedKvCache
 from k2convert.cli.options import JsonOption, existing_place, size_option
+from k2convert.errors import quoted
+
+AUTO: Final = "auto"
+
+
+def _experts_option(text: str | None) -> str | None:
+    if text is not None and text != AUTO and not (text.isdecimal() and 0 < len(text) < 10 and int(text)):
+        raise typer.BadParameter(f"{quoted(text)} is not a number of experts. Pass one such as 192, or auto.")
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +56,15 @@ class FitOptions:
     overhead: Annotated[
         str, typer.Option(help="Memory for activations, CUDA graphs and NCCL on each GPU.", callback=size_option)
     ] = "3GB"
-    experts: Annotated[int | None, typer.Option(min=1, help="Experts a layer if it is pruned.", show_default=False)] = (
-        None
-    )
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help="Experts per layer if it is pruned; auto: the most that fit on --count GPUs.",
+            callback=_experts_option,
+            show_default=False,
+        ),
+    ] = None
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Ask AIConfigurator for the speed (pip install 'k2convert[fit]').")
     ] = False

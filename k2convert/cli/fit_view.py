@@ -7,7 +7,8 @@ from typing import Any
 from k2convert.cli.console import format_bytes, print_line, print_note, print_table
 from k2convert.fit.gpus import NVFP4_NOTES
 from k2convert.fit.memory import KV_BYTES, Fit, Settings
-from k2convert.fit.search import Holder, fp8_and_bf16_tokens
+from k2convert.fit.needs import gigabytes
+from k2convert.fit.search import Holder, WaysOut, fp8_and_bf16_tokens
 from k2convert.fit.serving import FP8_NOTE
 from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, published_speeds, speed_ceiling
 from k2convert.fit.subject import Subject
@@ -49,6 +50,8 @@ def holder_document(holder: Holder, subject: Subject, settings: Settings) -> dic
         "kv_tokens_bf16": bf16,
         "longest_request": fit.longest,
         "requests": fit.request_slots,
+        "max_context": subject.shape.max_context,
+        "requests_of_max_context": None if (longest := subject.shape.max_context) is None else fit.slots_of(longest),
         "each": {
             "memory": fit.memory_bytes,
             "usable": fit.usable_bytes,
@@ -80,27 +83,35 @@ def show_holders(name: str, subject: Subject, settings: Settings, holders: Seque
     _show_subject(name, subject)
     if not holders:
         print_line(f"no known GPUs hold it with {_wanted(settings)}")
+        print_line("with --gpu and --count, `fit` computes how many experts would fit")
         return
+    lengths = _lengths(subject, settings)
     rows = [
         (
             f"{holder.fit.layout.num_gpus} x {holder.gpu.title}",
             str(holder.fit.layout),
-            format_bytes(holder.memory_bytes),
-            format_bytes(holder.fit.weight_bytes),
-            *(f"{count:,}" for count in fp8_and_bf16_tokens(subject.weights, subject.shape, holder, settings=settings)),
-            f"{holder.fit.request_slots:,}",
+            gigabytes(holder.memory_bytes),
+            gigabytes(holder.fit.weight_bytes),
+            f"{holder.fit.tokens:,}",
+            *(f"{holder.fit.slots_of(length):,}" for length in lengths),
         )
         for holder in holders
     ]
-    requests = f"requests of {settings.context:,} ({settings.kv})"
-    columns = ("GPUs", "layout", "memory", "weights on each", "KV tokens, fp8", "KV tokens, bf16", requests)
+    columns = ("GPUs", "layout", "memory", "weights on each", "KV tokens", *(f"requests of {n:,}" for n in lengths))
     print_table(f"GPUs that hold it with {_wanted(settings)}", columns, rows, left=(0, 1))
+    if (longest := subject.shape.max_context) in lengths:
+        print_line(f"{longest:,} tokens are the most that the model was made for (max_position_embeddings)")
     _show_notes(_general_notes(settings))
 
 
+def _lengths(subject: Subject, settings: Settings) -> tuple[int, ...]:
+    """Return the lengths of requests to count: the one asked for, and the model's maximum."""
+    longest = subject.shape.max_context
+    return (settings.context,) if longest in (None, settings.context) else (settings.context, longest)
+
+
 def _wanted(settings: Settings) -> str:
-    many = "1 request" if settings.requests == 1 else f"{settings.requests:,} requests"
-    return f"{many} of {settings.context:,} tokens, KV cache in {settings.kv}"
+    return f"{_requests(settings.requests)} of {settings.context:,} tokens, KV cache in {settings.kv}"
 
 
 def show_fit(
@@ -109,7 +120,8 @@ def show_fit(
     """Print what some GPUs hold, by role, and how fast one request can be."""
     _show_subject(name, subject)
     fit = holder.fit
-    print_line(f"{fit.layout.num_gpus} x {holder.gpu.title}, {fit.layout}: {_verdict(fit, settings)}")
+    verdict = _verdict(fit, settings, _lengths(subject, settings))
+    print_line(f"{fit.layout.num_gpus} x {holder.gpu.title}, {fit.layout}: {verdict}")
     rows = [(role.value, format_bytes(count)) for role, count in fit.weights.items()]
     rows += [
         ("all weights", format_bytes(fit.weight_bytes)),
@@ -123,19 +135,47 @@ def show_fit(
     _show_notes(fit_notes(holder, settings))
 
 
-def _verdict(fit: Fit, settings: Settings) -> str:
+def _verdict(fit: Fit, settings: Settings, lengths: Sequence[int]) -> str:
     if fit.pool_bytes <= 0:
         return f"does not fit: {format_bytes(-fit.pool_bytes)} too much on a GPU"
     room = f"{fit.tokens:,} tokens of {settings.kv} KV cache"
-    slots = f"{fit.request_slots:,} request{'' if fit.request_slots == 1 else 's'} of {settings.context:,} tokens"
+    slots = " or ".join(f"{_requests(fit.slots_of(length))} of {length:,} tokens" for length in lengths)
     return f"{'fits' if fit.holds else 'does not fit'}: {room}, {slots}"
+
+
+def _requests(count: int) -> str:
+    return f"{count:,} request{'' if count == 1 else 's'}"
+
+
+def show_ways_out(ways: WaysOut, holder: Holder, *, whole: Subject) -> None:
+    """Print what would fit: fewer experts of the whole model, or more GPUs."""
+    layout = holder.fit.layout
+    for count, fit in ways.experts:
+        print_line(
+            f"fits with {count:,} of {whole.shape.num_experts:,} experts per layer: {fit.tokens:,} tokens of KV cache, "
+            f"{_requests(fit.request_slots)} of {fit.context:,} tokens"
+        )
+    if not ways.experts:
+        print_line(f"no number of experts fits on {layout.num_gpus} x {holder.gpu.title} as {layout}")
+    if ways.gpus is not None:
+        print_line(f"fits with all experts on {ways.gpus} x {holder.gpu.title}")
+
+
+def ways_document(ways: WaysOut) -> dict[str, Any]:
+    """Return what would fit as plain data."""
+    return {
+        "experts": [
+            {"experts_per_layer": count, "context": fit.context, "kv_tokens": fit.tokens} for count, fit in ways.experts
+        ],
+        "count": ways.gpus,
+    }
 
 
 def _show_subject(name: str, subject: Subject) -> None:
     how = "" if subject.recipe is None else f", as `run` would convert it (recipe {subject.recipe.name})"
     print_line(
         f"{name} ({subject.family.name}){how}: {format_bytes(subject.weights.num_bytes)} of weights, "
-        f"{subject.shape.num_experts} experts a layer"
+        f"{subject.shape.num_experts} experts per layer"
     )
     fp8, bf16 = (f"{subject.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
     print_line(f"KV cache of one token: {fp8} bytes in fp8, {bf16} in bf16, on every GPU of a layer")

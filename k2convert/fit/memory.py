@@ -82,8 +82,12 @@ class Fit:
     @property
     def request_slots(self) -> int:
         """Requests of `context` tokens that the cache holds at one time."""
+        return self.slots_of(self.context)
+
+    def slots_of(self, length: int) -> int:
+        """Return how many requests of this length the cache holds at one time."""
         groups = self.tokens // self.longest if self.longest else 0
-        return groups * (self.longest // self.context)
+        return groups * (self.longest // length)
 
     @property
     def holds(self) -> bool:

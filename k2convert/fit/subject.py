@@ -1,7 +1,7 @@
 """What `fit` asks about: a source as it would be converted, or a checkpoint as it is."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from k2convert.checkpoint.index import Checkpoint
@@ -30,18 +30,18 @@ class Subject:
         """Values that the KV cache keeps for one token."""
         return self.shape.kv_values * self.shape.num_layers
 
+    def with_experts(self, count: int) -> "Subject":
+        """Return the pruned model; raises FitError for an impossible count."""
+        shape = self.shape.with_experts(count)
+        return replace(self, shape=shape, weights=self.weights.with_experts(count, of=self.shape.num_experts))
 
-def read_subject(checkpoint: Checkpoint, *, experts: int | None = None) -> Subject:
-    """Weigh an opened checkpoint; with `experts`, as if a layer had only its first ones.
 
-    Raises PlanError for a checkpoint of no known family, FitError for one that is not MLA or an impossible count.
-    """
+def read_subject(checkpoint: Checkpoint) -> Subject:
+    """Weigh an opened checkpoint; raises PlanError for one of no known family, FitError for one that is not MLA."""
     family = detect_family(checkpoint)
     shape = read_shape(checkpoint.config, family=family, where=str(checkpoint.folder))
     recipe = load_recipe(family.recipe) if is_int4(checkpoint.tensors.values()) else None
-    kept = None if experts is None else (experts, shape.num_experts)
-    shape = shape if experts is None else shape.with_experts(experts)
-    weights = weigh(checkpoint.tensors.values(), family=family, recipe=recipe, experts=kept)
+    weights = weigh(checkpoint.tensors.values(), family=family, recipe=recipe)
     return Subject(family, shape, weights, recipe, _declared_kv(checkpoint.config))
 
 

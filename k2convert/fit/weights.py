@@ -6,7 +6,7 @@ Kimi-K2.5 (`scripts/fixtures k2.5-headers`) that takes a third of the time of fi
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, Protocol
 
@@ -61,22 +61,30 @@ class Weights:
             sums[part.role] += part.num_bytes
         return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
 
+    def with_experts(self, kept: int, *, of: int) -> "Weights":
+        """Return the weights with fewer of each layer's experts. The experts of a layer, and their rows of the router,
+        have the same bytes.
+        """
+        return Weights(tuple(_with_experts(part, kept, of) for part in self.parts))
+
 
 _SPLIT_ROLES: Final = frozenset(
     (Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION, Role.EMBEDDINGS, Role.LM_HEAD)
 )
 
 
-def weigh(
-    tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = None, experts: tuple[int, int] | None = None
-) -> Weights:
+def _with_experts(part: Part, kept: int, total: int) -> Part:
+    if part.role not in (Role.EXPERTS, Role.ROUTER):
+        return part
+    return replace(part, num_bytes=part.num_bytes * kept // total)
+
+
+def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = None) -> Weights:
     """Add up the bytes of tensors; raises PlanError naming a tensor that no model of the family has.
 
     With a `recipe`, INT4 projections, and BF16 ones of its roles, count with the bytes that they would have converted.
-    `experts` are (kept, all) experts of a layer: the first are kept, and routers in proportion.
     """
-    kept, total = experts or (None, 0)
-    places: dict[str, tuple[Role, int | None, bool] | None] = {}
+    places: dict[str, tuple[Role, int | None, bool]] = {}
     sums: dict[tuple[Role, int | None, bool], int] = defaultdict(int)
     for tensor in tensors:
         name = tensor.name
@@ -84,14 +92,9 @@ def weigh(
             continue
         module, _, parameter = name.rpartition(".")
         if module not in places:
-            places[module] = _place(name, module, family, kept)
+            places[module] = _place(name, module, family)
         place = places[module]
-        if place is None:
-            continue
-        num_bytes = tensor.num_bytes if recipe is None else _converted_bytes(tensor, parameter, place[0], recipe)
-        if kept is not None and place[0] == Role.ROUTER:
-            num_bytes = num_bytes * kept // total
-        sums[place] += num_bytes
+        sums[place] += tensor.num_bytes if recipe is None else _converted_bytes(tensor, parameter, place[0], recipe)
     return Weights(tuple(Part(*place, num_bytes) for place, num_bytes in sums.items()))
 
 
@@ -100,11 +103,9 @@ def is_int4(tensors: Iterable[Tensor]) -> bool:
     return any(tensor.dtype == "I32" and tensor.name.endswith(f".{WEIGHT_PACKED}") for tensor in tensors)
 
 
-def _place(name: str, module: str, family: Family, kept: int | None) -> tuple[Role, int | None, bool] | None:
-    """Return role, layer and whether tensor parallelism splits a tensor's module; None for a pruned expert."""
+def _place(name: str, module: str, family: Family) -> tuple[Role, int | None, bool]:
+    """Return role, layer and whether tensor parallelism splits a tensor's module."""
     place = family.classify(module) or parse_tensor_name(name, family=family)  # which raises PlanError
-    if kept is not None and place.expert is not None and place.expert >= kept:
-        return None
     is_whole = module.rpartition(".")[2] in family.unsplit_attention
     return place.role, place.layer, place.role in _SPLIT_ROLES and not is_whole
 

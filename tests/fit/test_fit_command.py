@@ -35,9 +35,9 @@ def changed_copy(source: Path, folder: Path, **config: int | None) -> None:
 def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
     """The document of `fit ... --json`."""
 
-    def fit(*words: object) -> dict[str, Any]:
+    def fit(*words: object, code: int = 0) -> dict[str, Any]:
         capsys.readouterr()
-        assert command("fit", *words, "--json") == 0
+        assert command("fit", *words, "--json") == code
         return json.loads(capsys.readouterr().out)
 
     return fit
@@ -112,7 +112,7 @@ def test_the_commands_that_serve_it_follow_from_what_was_asked(
     assert fit["serve"]["vllm"]["command"].startswith(f"vllm serve {result} --tensor-parallel-size 2")
     assert fit["serve"]["tensorrt-llm"]["command"] is None
     assert "no option for decode context" in fit["serve"]["tensorrt-llm"]["notes"][0]
-    [fit] = answer(tiny, "--memory", "2GB", "--count", "1")["fits"]
+    [fit] = answer(tiny, "--memory", "2GB", "--count", "1", code=3)["fits"]
     assert fit["serve"] == {}
     capsys.readouterr()
     assert command("fit", tiny, *words) == 0
@@ -159,14 +159,69 @@ def test_known_gpus_are_listed_smallest_first(tiny: Path, answer: Answer) -> Non
 
 
 def test_what_does_not_fit_says_how_much_is_missing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("fit", tiny, "--memory", "2GB", "--count", "1") == 0
+    assert command("fit", tiny, "--memory", "2GB", "--count", "1") == 3
     shown = capsys.readouterr()
     assert "does not fit: 1.1" in shown.out
     assert "MISSING" in shown.out
-    assert command("fit", tiny, "--memory", "10GB", "--count", "1", "--overhead", "1GB", "--requests", "1000000") == 0
+    assert "no number of experts fits on 1 x GPU of 2GB as TP1" in shown.out
+    assert "next:" not in shown.err
+    assert command("fit", tiny, "--memory", "10GB", "--count", "1", "--overhead", "1GB", "--requests", "1000000") == 3
     assert "does not fit: " in capsys.readouterr().out
-    assert command("fit", tiny, "--requests", "1000000000") == 0
-    assert "no known GPUs hold it with 1,000,000,000 requests of 8,192 tokens" in capsys.readouterr().out
+    assert command("fit", tiny, "--requests", "1000000000") == 3
+    shown = capsys.readouterr()
+    assert "no known GPUs hold it with 1,000,000,000 requests of 8,192 tokens" in shown.out
+    assert "next:" not in shown.err
+
+
+RTX = ("--gpu", "rtx-pro-6000", "--count", "4")
+
+
+def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(
+    k2_headers: Path, capsys: pytest.CaptureFixture[str], answer: Answer
+) -> None:
+    assert command("fit", k2_headers, *RTX) == 3
+    shown = capsys.readouterr()
+    assert (
+        "fits with 224 of 384 experts per layer: 11,905 tokens of KV cache, 1 request of 8,192 tokens\n"
+        "fits with 176 of 384 experts per layer: 266,310 tokens of KV cache, 1 request of 262,144 tokens\n"
+        "fits with all experts on 8 x RTX PRO 6000\n"
+    ) in shown.out
+    assert shown.err.endswith(f"next: k2convert run {k2_headers} DEST --keep-experts FILE --experts 224\n")
+    [found] = answer(k2_headers, *RTX, code=3)["fits"]
+    assert [way["experts_per_layer"] for way in found["ways_out"]["experts"]] == [224, 176]
+    assert found["ways_out"]["count"] == 8
+    for experts, code in ((224, 0), (232, 3)):
+        [fit] = answer(k2_headers, *RTX, "--experts", experts, code=code)["fits"]
+        assert fit["holds"] is (code == 0)
+        assert fit["kv_tokens"] == (11905 if experts == 224 else 0)
+    [fit] = answer(k2_headers, *RTX[:2], "--count", "8")["fits"]
+    assert fit["holds"]
+    assert (fit["max_context"], fit["requests"], fit["requests_of_max_context"]) == (262144, 26, 0)
+
+
+def test_experts_auto_keeps_the_most_that_fit(
+    k2_headers: Path, tiny: Path, result: Path, capsys: pytest.CaptureFixture[str], answer: Answer
+) -> None:
+    assert answer(k2_headers, *RTX, "--experts", "auto")["experts_per_layer"] == 224
+    assert answer(k2_headers, *RTX, "--experts", "auto", "--context", "131072")["experts_per_layer"] == 200
+    whole = answer(tiny, "--gpu", "h200", "--count", "1", "--experts", "auto")
+    assert whole == answer(tiny, "--gpu", "h200", "--count", "1"), "all of them fit"
+    nothing = answer(tiny, "--memory", "2GB", "--count", "1", "--experts", "auto", code=3)
+    assert nothing["experts_per_layer"] == 16
+    capsys.readouterr()
+    for place, source in ((tiny, tiny), (result, "SOURCE")):
+        assert command("fit", place, "--gpu", "h200", "--count", "1", "--experts", "10") == 0
+        following = f"next: k2convert run {source} DEST --keep-experts FILE --experts 10\n"
+        assert capsys.readouterr().err.endswith(following)
+
+
+def test_the_list_counts_requests_of_the_model_s_maximum(k2_headers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("fit", k2_headers, "--gpu", "b200") == 0
+    table = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row] for row in table[:2]] == [
+        ["4 x B200", "TP4", "773.1 GB", "150.2 GB", "350,433", "42", "1"],
+        ["8 x B200", "TP8", "1,546.2 GB", "76.2 GB", "1,403,531", "171", "5"],
+    ]
 
 
 def test_tables_name_the_layout_the_gpu_and_the_next_command(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +262,9 @@ def test_what_cannot_be_is_one_line(
         (("--count", "4"), "--count needs --gpu or --memory"),
         (("--tp", "4"), "--tp: needs --gpu or --memory, and --count"),
         (("--memory", "much", "--count", "1"), "not a size"),
+        (("--experts", "auto", "--gpu", "b200"), "--experts auto: needs --gpu or --memory, and --count"),
+        (("--experts", "0"), "'0' is not a number of experts. Pass one such as 192, or auto."),
+        (("--experts", "most"), "'most' is not a number of experts"),
     ],
 )
 def test_options_that_need_others_are_usage_errors(
