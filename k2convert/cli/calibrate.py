@@ -23,6 +23,7 @@ from k2convert.job.layer_pass import (
 from k2convert.job.machine import choose_devices
 from k2convert.job.places import open_source
 from k2convert.job.statistics_file import check_statistics_path
+from k2convert.report.formatting import counted
 
 
 def calibrate(options: CalibrateOptions) -> None:
@@ -119,8 +120,8 @@ def _show_plan(job: CalibrationJob, options: CalibrateOptions, seconds: float) -
 def _plan_line(job: CalibrationJob) -> str:
     names = ", ".join(name for name, _ in job.header.texts)
     return (
-        f"{job.num_layers} layers on {job.header.tokens:,} tokens of {names}, in {job.header.windows:,} windows of "
-        f"{job.header.window:,}"
+        f"{job.num_layers} layers on {job.header.tokens:,} tokens of {names}, in "
+        f"{counted(job.header.windows, 'window')} of {job.header.window:,}"
     )
 
 

@@ -14,6 +14,7 @@ from k2convert.job.machine import choose_devices
 from k2convert.job.places import Source
 from k2convert.job.prepare import Job
 from k2convert.records.calibration import CalibrationRecord
+from k2convert.report.formatting import counted
 
 
 def read_calibration_text(options: RunOptions, source: Source) -> CalibrationText:
@@ -73,7 +74,7 @@ def walk_line(plan: FeedbackPlan) -> str:
     header, names = plan.header, ", ".join(name for name, _ in plan.header.texts)
     return (
         f"calibrates while it converts: {plan.num_layers} layers on {header.tokens:,} tokens of {names}, in "
-        f"{header.windows:,} windows of {header.window:,}"
+        f"{counted(header.windows, 'window')} of {header.window:,}"
     )
 
 

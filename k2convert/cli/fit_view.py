@@ -12,6 +12,7 @@ from k2convert.fit.search import Holder, WaysOut, fp8_and_bf16_tokens
 from k2convert.fit.serving import FP8_NOTE
 from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, published_speeds, speed_ceiling
 from k2convert.fit.subject import Subject
+from k2convert.report.formatting import counted
 
 _DP_NOTE = (
     "DP attention as vLLM runs it (data parallelism): all weights but the experts are on every GPU. SGLang "
@@ -111,7 +112,7 @@ def _lengths(subject: Subject, settings: Settings) -> tuple[int, ...]:
 
 
 def _wanted(settings: Settings) -> str:
-    return f"{_requests(settings.requests)} of {settings.context:,} tokens, KV cache in {settings.kv}"
+    return f"{counted(settings.requests, 'request')} of {settings.context:,} tokens, KV cache in {settings.kv}"
 
 
 def show_fit(
@@ -139,12 +140,8 @@ def _verdict(fit: Fit, settings: Settings, lengths: Sequence[int]) -> str:
     if fit.pool_bytes <= 0:
         return f"does not fit: {format_bytes(-fit.pool_bytes)} too much on a GPU"
     room = f"{fit.tokens:,} tokens of {settings.kv} KV cache"
-    slots = " or ".join(f"{_requests(fit.slots_of(length))} of {length:,} tokens" for length in lengths)
+    slots = " or ".join(f"{counted(fit.slots_of(length), 'request')} of {length:,} tokens" for length in lengths)
     return f"{'fits' if fit.holds else 'does not fit'}: {room}, {slots}"
-
-
-def _requests(count: int) -> str:
-    return f"{count:,} request{'' if count == 1 else 's'}"
 
 
 def show_ways_out(ways: WaysOut, holder: Holder, *, whole: Subject) -> None:
@@ -153,7 +150,7 @@ def show_ways_out(ways: WaysOut, holder: Holder, *, whole: Subject) -> None:
     for count, fit in ways.experts:
         print_line(
             f"fits with {count:,} of {whole.shape.num_experts:,} experts per layer: {fit.tokens:,} tokens of KV cache, "
-            f"{_requests(fit.request_slots)} of {fit.context:,} tokens"
+            f"{counted(fit.request_slots, 'request')} of {fit.context:,} tokens"
         )
     if not ways.experts:
         print_line(f"no number of experts fits on {layout.num_gpus} x {holder.gpu.title} as {layout}")

@@ -149,7 +149,7 @@ def _rate_text(phase: str, meter: Meter) -> str:
     if rate == 0:
         return "stalled"
     if phase == "calibrate":
-        return f"{rate:,.0f} tokens/s a layer"
+        return f"{rate:,.0f} tokens/s per layer"
     return f"{rate:.1f} experts/s" if phase == "layers" else format_rate(rate)
 
 

@@ -1,20 +1,31 @@
 """How a statistics file is shown: a table for people, plain data for --json."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from k2convert.calibrate.columns import Calibration
+from k2convert.calibrate.columns import MIN_TOKENS, Calibration
 from k2convert.calibrate.layer_statistics import LayerStatistics
 from k2convert.calibrate.statistics import Statistics, open_statistics
+from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
 from k2convert.cli.console import command, print_json, print_line, print_next, print_table
-from k2convert.errors import shortened
+from k2convert.errors import CalibrationError, shortened
+
+_CHECKPOINT_SUFFIXES: Final = (".json", SHARD_SUFFIX)
 
 
 def inspect_statistics(path: Path, *, as_json: bool) -> None:
     """Show a statistics file; raises CalibrationError if it is not one."""
-    found = open_statistics(path)
+    try:
+        found = open_statistics(path)
+    except CalibrationError:
+        if path.suffix in _CHECKPOINT_SUFFIXES and (path.parent / CONFIG_NAME).is_file():
+            raise CalibrationError(
+                f"{path}: not a statistics file, but a file of a checkpoint. To inspect that, pass the folder: "
+                f"{path.parent}"
+            ) from None
+        raise
     if as_json:
         print_json(statistics_document(found))
         return
@@ -80,14 +91,17 @@ def show_statistics(statistics: Statistics) -> None:
         "tokens: least",
         "median",
         "most",
-        "too few",
+        f"experts below {MIN_TOKENS} tokens",
         "scaled channels",
-        "max |x|",
-        "max |z|",
+        "largest input of gate and up",
+        "largest input of down",
     )
     print_table(f"{len(rows)} layers", columns, rows)
     if any(layer["fallback"] for layer in document["layers"].values()):
-        print_line("experts with too few tokens have an importance in down_proj that is drawn toward an even one")
+        print_line(
+            f"an expert that saw fewer than {MIN_TOKENS} tokens has an importance in down_proj that is drawn toward an "
+            "even one"
+        )
 
 
 def _row(number: str, layer: dict[str, Any]) -> tuple[str, ...]:

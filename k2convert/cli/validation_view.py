@@ -72,10 +72,14 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
     if rule.skip_reason:
         print_line(f"rule: skipped ({rule.skip_reason})")
     elif rule.tensors > rule.measured:
+        by = (
+            f"by the kernels and {rule.sampled_blocks:,} by the reference arithmetic"
+            if rule.sampled_blocks
+            else "by the rule's arithmetic (it has no kernel)"
+        )
         print_line(
-            f"rule {rule.rule}: {rule.tensors - rule.measured:,} tensors made again from the source, all "
-            f"{rule.blocks:,} blocks by the kernels and {rule.sampled_blocks:,} by the reference arithmetic; "
-            f"{len(rule.mismatches):,} tensors differ"
+            f"rule {rule.rule}: {rule.tensors - rule.measured:,} tensors regenerated from the source, all "
+            f"{rule.blocks:,} blocks {by}; {len(rule.mismatches):,} tensors differ"
         )
     if rule.measured:
         print_line(

@@ -33,7 +33,7 @@ def plan_document(job: Job, *, source: str) -> dict[str, Any]:
         "fingerprint": job.description.fingerprint,
         "devices": list(limits.devices),
         "workers": limits.workers,
-        "actions": action_counts(plan) | {"drop": {"source_tensors": plan.num_dropped}},
+        "actions": action_counts(plan),
         "tensor_bytes_in": job.source.checkpoint.tensor_bytes,
         "tensor_bytes_out": plan.data_bytes,
         "num_tensors_out": sum(len(shard.outputs) for shard in plan.jobs),
@@ -86,8 +86,8 @@ def _show_calibration(job: Job) -> None:
         if found["norm_scaling"]:
             layers = f"{found['scaled_layers']} layer{'s' if found['scaled_layers'] != 1 else ''}"
             print_line(
-                f"norm scaling: {found['scaled_channels']:,} channels of {layers}; the tensors under scale change by "
-                "exact powers of two"
+                f"norm scaling: {found['scaled_channels']:,} channels of {layers}; these are multiplied by powers "
+                "of two, which is exact"
             )
 
 
@@ -127,16 +127,15 @@ def show_plan(job: Job, *, source: str) -> None:
     print_table(f"{len(shards)} shards", ("shard", "tensors", "in", "out", "state"), rows)
     rows = [
         (
-            name,
+            "copy, times powers of two" if name == "scale" else name,
             f"{action['source_tensors']:,}",
-            format_bytes(action["bytes_in"]) if "bytes_in" in action else "",
-            f"{action['tensors']:,}" if "tensors" in action else "",
-            format_bytes(action["bytes_out"]) if "bytes_out" in action else "",
+            format_bytes(action["bytes_in"]),
+            f"{action['tensors']:,}",
+            format_bytes(action["bytes_out"]),
         )
         for name, action in document["actions"].items()
     ]
     print_table("tensors", ("action", "source tensors", "in", "result tensors", "out"), rows)
-    print_line("convert includes the tensors under drop: weight_shape becomes the result's shape")
     show_pruning(job)
     _show_calibration(job)
     if job.uses_hub:

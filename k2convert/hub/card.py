@@ -129,7 +129,7 @@ def _title(facts: CardFacts) -> str:
     name = facts.repo.partition("/")[2]
     width = "W4A4: 4-bit weights and activations" if facts.is_w4a4 else "W4A16: 4-bit weights, 16-bit activations"
     base = described_base(facts.base, facts.pruning)
-    lines = [f"# {name}", f"{base} its {facts.roles} converted to NVFP4 ({width})."]
+    lines = [f"# {name}", f"{base[0].upper()}{base[1:]} its {facts.roles} converted to NVFP4 ({width})."]
     if facts.picture is not None:
         lines.append(f"![Error of the converted weights]({facts.picture})")
     return "\n\n".join(lines)

@@ -93,13 +93,12 @@ class ShardJob:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole job, decided. `num_dropped` counts the weight_shape tensors: the result's shapes replace them."""
+    """The whole job, decided."""
 
     family: str
     recipe: Recipe
     excludes: tuple[str, ...]
     jobs: tuple[ShardJob, ...]
-    num_dropped: int
 
     @property
     def data_bytes(self) -> int:
@@ -164,8 +163,7 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
     if recipe.target == "nvfp4":
         unconverted = claim.family.unconverted(recipe.roles, claim.architecture)
         excludes = exclude_list(unconverted, layout=recipe.layout)
-    num_dropped = sum(p.shape is not None for p in projections.values())
-    return Plan(claim.family.name, recipe, tuple(excludes), tuple(jobs), num_dropped)
+    return Plan(claim.family.name, recipe, tuple(excludes), tuple(jobs))
 
 
 def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) -> dict[str, ColumnScaling]:

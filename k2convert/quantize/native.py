@@ -62,7 +62,7 @@ class NativeQuantizer:
         if not RULES[self.rule].uses_importance:
             importance = None
         is_bf16 = isinstance(source, Bf16Weight)
-        if self.rule not in cpu.KERNELS:
+        if not has_kernel(self.rule):
             return self._by_definition(source, magnitude, global_scale, seed, importance)
         if not is_bf16 and (source.column_exponents is not None or importance is not None):
             return self._convert_columns(source, magnitude, global_scale, seed, importance)
@@ -147,6 +147,11 @@ class NativeQuantizer:
         if self.rule not in cuda.KERNELS:
             return cpu.convert_int4(source, rule=self.rule, global_scale=global_scale)
         return cuda.convert_int4(source, rule=self.rule, global_scale=global_scale, device=self.device)
+
+
+def has_kernel(rule: Rule) -> bool:
+    """Return whether a rule has compiled kernels; without, its reference arithmetic converts."""
+    return rule in cpu.KERNELS
 
 
 def create_native_quantizer(rule: Rule, device: str) -> NativeQuantizer:

@@ -10,7 +10,7 @@ from typing import Any
 from k2convert.calibrate.columns import MIN_TOKENS
 from k2convert.records.calibration import CalibrationRecord, LayerCalibration
 from k2convert.report.feedback import feedback_document
-from k2convert.report.formatting import percent
+from k2convert.report.formatting import counted, percent, with_exponents
 
 LAYER_COLUMNS = ("layer", "tokens an expert: least", "median", "most", f"experts under {MIN_TOKENS}", "channels scaled")
 _MOST_EXPERTS = 12
@@ -33,7 +33,7 @@ def sentences(record: CalibrationRecord) -> tuple[str, ...]:
     """Return what was done, one thing a sentence."""
     found = [
         f"Calibrated on {record.tokens:,} tokens of {_listed([name for name, _ in record.texts])}, in "
-        f"{record.windows:,} windows of up to {record.window:,} tokens.",
+        f"{counted(record.windows, 'window')} of up to {record.window:,} tokens.",
     ]
     if record.dropped_windows:
         found.append(f"Windows left out because their activations were not finite: {record.dropped_windows:,}.")
@@ -68,7 +68,11 @@ def _layer_row(number: int, layer: LayerCalibration) -> tuple[str, ...]:
     names = [str(expert) for expert in few[:_MOST_EXPERTS]]
     rest = len(few) - len(names)
     listed = ", ".join(names) + (f" and {rest:,} more" if rest else "")
-    counts = [f"2^{exponent}: {count:,}" for exponent, count in sorted(layer.exponents.items()) if exponent and count]
+    counts = [
+        with_exponents(f"2^{exponent}: {count:,}")
+        for exponent, count in sorted(layer.exponents.items())
+        if exponent and count
+    ]
     return (
         str(number),
         f"{min(tokens):,}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from k2convert.errors import MalformedFileError, quoted
-from k2convert.report.formatting import decibels
+from k2convert.report.formatting import decibels, with_exponents
 
 VERDICTS = ("pass", "warn", "fail", "skipped")
 
@@ -91,7 +91,7 @@ def _read_rule(rule: Mapping[str, Any]) -> Rule:
         raise ValueError(f"verdict {verdict}")
     return Rule(
         number=int(rule["number"]),
-        title=str(rule["title"]),
+        title=with_exponents(str(rule["title"])),
         verdict=verdict,
         count=int(rule["count"]),
         note=str(rule["note"]),

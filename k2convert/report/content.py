@@ -103,11 +103,11 @@ def counts(metrics: WeightMetrics) -> tuple[Count, ...]:
         _count("codes of -8", metrics.num_minus_eight, codes, "allowed, but never written by the model's training"),
         _count(
             "blocks clipped to the normal scales", metrics.blocks_outside_normal, blocks,
-            "a scale below 2^-6 or above 448 would have given less error",
+            "a scale below 2⁻⁶ or above 448 would have given less error",
         ),
         _count("blocks with a subnormal scale", subnormal, blocks, "Marlin kernels on Hopper flush them to zero"),
         _count("blocks at 448", histogram.get(_LARGEST_BYTE, 0), blocks, "the largest scale"),
-        _count("tensors with a wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales differ by > 2^13"),
+        _count("tensors with a wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales differ by > 2¹³"),
         Count("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
         Count("block scales used", " to ".join(f"{v:g}" for v in extremes) or NOT_COUNTED, "", "smallest and largest"),
     )  # fmt: skip

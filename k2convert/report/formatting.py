@@ -1,6 +1,7 @@
 """Numbers as text, the same in the page, the Markdown and the checks."""
 
 import math
+import re
 
 
 def decibels(value: float | None) -> str:
@@ -29,7 +30,21 @@ def power_of_two(exponent: int) -> str:
     """Return "8" or "2⁻⁶"."""
     if 0 <= exponent <= 9:
         return f"{2**exponent}"
-    return "2" + "".join("⁻" if c == "-" else "⁰¹²³⁴⁵⁶⁷⁸⁹"[int(c)] for c in str(exponent))
+    return f"2{_raised(str(exponent))}"
+
+
+def _raised(exponent: str) -> str:
+    return "".join("⁻" if c == "-" else "⁰¹²³⁴⁵⁶⁷⁸⁹"[int(c)] for c in exponent)
+
+
+def with_exponents(text: str) -> str:
+    """Return a text of the terminal with "2⁻⁶" for each "2^-6"."""
+    return re.sub(r"\b2\^(-?[0-9]+)", lambda found: f"2{_raised(found[1])}", text)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return "1 window" or "2,000 windows"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def short_count(value: float, _position: object = None) -> str:

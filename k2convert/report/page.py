@@ -43,9 +43,16 @@ class Chart:
     narrow: Markup
 
 
+def _with_code(text: str) -> Markup:
+    """Return a sentence with what is between backticks as code."""
+    parts = text.split("`")
+    return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts))
+
+
 def render_page(report: Report, checks: Checks | None) -> str:
     """Return the whole HTML document. The same report always gives the same text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters["code"] = _with_code
     template = environment.from_string(_text("page.html.jinja"))
     # The digest is of exactly the text between the script tags. Our script contains no closing tag.
     script = _text("page.js")

@@ -20,7 +20,8 @@ class RuleReport:
 
     `rule` is None if they could not be made again, and `skip_reason` says why. `measured` tensors have codes of a walk
     through the layers, which were measured but not made again. `blocks` were made again by the kernels,
-    `sampled_blocks` of them by the reference arithmetic too. `mismatches` maps modules to what differs.
+    `sampled_blocks` of them by the reference arithmetic too; for a rule without a kernel, none are, because `blocks`
+    were made by it. `mismatches` maps modules to what differs.
     """
 
     rule: str | None

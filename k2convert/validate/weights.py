@@ -27,7 +27,7 @@ from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Int4Weight, SourceWei
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels.codes import measure_codes
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.native import CPU, create_native_quantizer
+from k2convert.quantize.native import CPU, create_native_quantizer, has_kernel
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import Magnitude, measure
 from k2convert.validate.decode import DecodedError, measure_decoded
@@ -68,10 +68,10 @@ class WrittenWeight:
 class CheckedWeight:
     """What was found on one weight. `problems` are empty if it is what the rule gives, or if there is no rule.
 
-    `num_blocks` were made again by the kernels, `sampled_blocks` of them by the reference arithmetic too; both are zero
-    for a weight that is measured only. `metrics` are the figures that the conversion must have recorded; None if the
-    bytes differ or there is no rule. `has_exact_scale` is false if a divisor was all there is to tell the global scale
-    from.
+    `num_blocks` were made again by the kernels, `sampled_blocks` of them by the reference arithmetic too, none if the
+    rule has no kernel; both are zero for a weight that is measured only. `metrics` are the figures that the
+    conversion must have recorded; None if the bytes differ or there is no rule. `has_exact_scale` is false if a
+    divisor was all there is to tell the global scale from.
     """
 
     module: str
@@ -147,7 +147,7 @@ def _check(
         weight.source, name=weight.module, magnitude=shared, global_scale=expected, importance=weight.importance
     )
     problems += _difference(weight, again)
-    sampled, wrong = _check_sample(weight, rule, scale)
+    sampled, wrong = _check_sample(weight, rule, scale) if has_kernel(rule) else (0, 0)
     if wrong:
         problems.append(f"{wrong:,} of {sampled:,} sampled blocks are not what the reference arithmetic gives")
     return CheckedWeight(

@@ -48,6 +48,8 @@ def test_the_table_says_what_was_read_and_what_each_layer_saw(
     median = sum(tokens[1:3]) // 2
     assert rows["2"][1:7] == ["4", *map(str, (least, median, most, 1, scaled))]
     assert rows["0"][1] == "dense"
+    heading, _, _ = captured.out.partition("╇")
+    assert all(words in " ".join(heading.split()) for words in ("experts below 64 tokens", "largest input of down"))
     assert f"next: k2convert run SOURCE DEST --statistics '{path}'" in captured.err
 
 
@@ -88,8 +90,8 @@ def test_unusable_files_end_with_one_line(tmp_path: Path, capsys: pytest.Capture
     for path, complaint in (
         (tmp_path / "cut", "truncated"),
         (tmp_path / "nan", "layer 2: norm_exponents has values outside -4..4"),
-        (tiny / "config.json", "the header claims"),
-        (tiny / "model-00001-of-000005.safetensors", "not a statistics file"),
+        (tiny / "config.json", f"To inspect that, pass the folder: {tiny}"),
+        (tiny / "model-00001-of-000005.safetensors", "not a statistics file, but a file of a checkpoint. To inspect"),
     ):
         for words in ((path,), (path, "--json")):
             assert inspect(*words) == 1

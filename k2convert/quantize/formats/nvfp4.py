@@ -54,9 +54,16 @@ class Nvfp4Weight:
 
 
 def check_global_scale(global_scale: float) -> None:
-    """Refuse a global scale that is not a positive finite FP32 number (FormatError)."""
-    if not (math.isfinite(global_scale) and global_scale > 0 and float(np.float32(global_scale)) == global_scale):
-        raise FormatError(f"the global scale must be a positive finite FP32 number, not {global_scale!r}")
+    """Refuse a global scale that is not positive, finite and exactly representable in FP32 (FormatError)."""
+    if not (math.isfinite(global_scale) and global_scale > 0):
+        raise FormatError(f"the global scale must be a positive finite number, not {global_scale!r}")
+    with np.errstate(over="ignore"):
+        nearest = float(np.float32(global_scale))
+    if nearest != global_scale:
+        raise FormatError(
+            f"the global scale {global_scale!r} is not exactly representable in FP32 (nearest: {nearest!r}). "
+            "Round it: float(numpy.float32(scale))."
+        )
 
 
 def dequantize_nvfp4(weight: Nvfp4Weight) -> NDArray[np.float64]:

@@ -29,7 +29,10 @@ from k2convert.quantize.rules.weighted import quantize_weighted
 
 
 class GlobalScale(Protocol):
-    """Chooses the global scale of a set of tensors from their merged magnitude."""
+    """Chooses the global scale of a set of tensors from their merged magnitude.
+
+    It is positive, finite and exactly representable in FP32, in which it is stored: `float(np.float32(scale))`.
+    """
 
     def __call__(self, magnitude: Magnitude, *, is_int4: bool) -> float: ...
 
