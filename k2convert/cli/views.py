@@ -86,8 +86,8 @@ def _show_calibration(job: Job) -> None:
         if found["norm_scaling"]:
             layers = f"{found['scaled_layers']} layer{'s' if found['scaled_layers'] != 1 else ''}"
             print_line(
-                f"norm scaling: {found['scaled_channels']:,} channels of {layers}; these are multiplied by powers "
-                "of two, which is exact"
+                f"norm scaling: {found['scaled_channels']:,} channels of {layers} are multiplied by powers of two, "
+                "which is exact"
             )
 
 

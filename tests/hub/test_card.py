@@ -204,7 +204,8 @@ def test_unknown_licence_and_base_are_said_to_be_unknown(facts: CardFacts) -> No
     card = build_card(replace(facts, base_model=None, source=SourceCard()))
     assert front_matter(card)["license"] == "unknown"
     assert "base_model" not in front_matter(card)
-    assert "a Kimi K2 model with its routed experts" in card
+    assert "\n\nA Kimi K2 model with its routed experts" in card
+    assert "- Source: a Kimi K2 model, " in card
 
 
 @pytest.mark.parametrize("before", ["\ufeff", "\n", "\r\n\r\n", "\ufeff\n"])

@@ -138,6 +138,18 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, edit_json: E
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 5, 6, 7, 8), line
 
 
+def test_commands_and_exponents_are_set_as_such(reported: ReportFiles) -> None:
+    page, markdown = reported.page.read_text(), reported.markdown.read_text()
+    body = page[page.index("<body") :]
+    assert "<code>k2convert fit</code> computes" in body
+    assert "`" not in re.sub(r"<script.*?</script>", "", body, flags=re.DOTALL)
+    assert "no block scale is below 2⁻⁶" in body
+    for text in (body, markdown):
+        assert "a scale below 2⁻⁶ or above 448" in text
+        assert "differ by &gt; 2¹³" in text or "differ by > 2¹³" in text
+        assert not re.search(r"2\^-?\d", text)
+
+
 def test_charts_follow_the_pages_colors(converted: Path) -> None:
     report = collect_report(folder=converted)
     svg = to_svg(draw_block_scales(report.total.scale_histogram, palette=THEMED, is_narrow=True), name="x", label="y")

@@ -7,12 +7,14 @@ and give the metrics. Its block scale is amax / 4, the scale under which the lar
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import k2convert
+from k2convert.plan.recipe import recipes_folder
 from k2convert.quantize.kernels import _cpu
 
 TOY = """
@@ -48,9 +50,13 @@ ROW = '''
 }
 """One row for each word'''
 
-PROGRAM = '''
-import json, sys
+FINDERS = """
+import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+"""
+
+PROGRAM = '''
+import json
 import numpy as np
 import k2convert
 from k2convert.quantize.formats.bf16 import Bf16Weight
@@ -121,22 +127,53 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_a_rule_is_added_by_a_word_a_file_and_a_row(tmp_path: Path) -> None:
-    copy = tmp_path / "k2convert"
+def add_toy_rule(folder: Path) -> Path:
+    """Return a copy of the package with the rule, in the folder."""
+    copy = folder / "k2convert"
     shutil.copytree(Path(k2convert.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__", "cpp"))
     shutil.copy(_cpu.__file__, copy / "quantize" / "kernels")
     rules = copy / "quantize" / "rules"
-    edit(copy / "choices.py", '"optimal", "plain"]', '"optimal", "plain", "toy"]')
+    edit(copy / "choices.py", "\nRule = Literal[", '\nRule = Literal["toy", ')
     (rules / "toy.py").write_text(TOY)
     table = rules / "__init__.py"
     line = "from k2convert.quantize.rules.toy import quantize_toy, toy_global_scale\n"
     edit(table, "\n\nclass GlobalScale", f"{line}\n\nclass GlobalScale")
     edit(table, '\n}\n"""One row for each word', ROW)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    return copy
+
+
+def run_copy(folder: Path, program: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a program that imports the copy in the folder."""
+    return subprocess.run(
+        [sys.executable, "-c", FINDERS + program, *map(str, words)],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
+
+
+def test_a_rule_is_added_by_a_word_a_file_and_a_row(tmp_path: Path) -> None:
+    copy = add_toy_rule(tmp_path)
+    done = run_copy(tmp_path, PROGRAM)
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["package"] == str(copy / "__init__.py")
     assert 12 < printed["int4"] < 25
     assert 12 < printed["bf16"] < 25
+
+
+def test_validate_says_that_a_rule_has_no_kernel(tmp_path: Path, cut: Path) -> None:
+    add_toy_rule(tmp_path)
+    shutil.copytree(recipes_folder(), tmp_path / "recipes")
+    program = "from k2convert.cli.app import main; main(sys.argv[1:])"
+    done = run_copy(tmp_path, program, "run", cut, "out", "--rule", "toy", "--quiet")
+    assert done.returncode == 0, done.stderr
+    done = run_copy(tmp_path, program, "validate", "out", "--source", cut, "--quiet")
+    assert re.search(
+        r"^rule toy: 12 tensors regenerated from the source, all [0-9,]+ blocks by the rule's arithmetic "
+        r"\(it has no kernel\); 0 tensors differ$",
+        done.stdout,
+        re.MULTILINE,
+    ), done.stdout + done.stderr
