@@ -91,6 +91,7 @@ def record(*, tokens: tuple[int, ...], weighted: bool = True, norm_scaling: bool
 
 def test_sentences_say_only_what_was_done() -> None:
     weighted = " ".join(sentences(record(tokens=(64, 70))))
+    assert ", in 1 window of up to 64 tokens." in weighted
     assert "Each of the 2 experts saw at least 64 tokens." in weighted
     assert "Norm scaling" not in weighted
     scaled = " ".join(sentences(record(tokens=(1,), weighted=False, norm_scaling=True)))
