@@ -85,23 +85,16 @@ def show_statistics(statistics: Statistics) -> None:
     versions = (f"{shortened(name)} {shortened(version)}" for name, version in document["versions"].items())
     print_line(f"made with {', '.join(versions)}")
     rows = [_row(number, layer) for number, layer in document["layers"].items()]
-    columns = (
-        "layer",
-        "experts",
-        "tokens: least",
-        "median",
-        "most",
-        f"experts below {MIN_TOKENS} tokens",
-        "scaled channels",
-        "largest input of gate and up",
-        "largest input of down",
+    few = f"below {MIN_TOKENS}"
+    columns = ("layer", "tokens: least", "median", "most", few, "scaled", "max x", "max z")
+    experts = max(len(layer["tokens"]) for layer in document["layers"].values())
+    print_table(f"{len(rows)} layers, {experts:,} experts per MoE layer", columns, rows)
+    print_line(
+        f"{few}: experts that saw fewer than {MIN_TOKENS} tokens, so that their importance in down is drawn toward an "
+        "even one"
     )
-    print_table(f"{len(rows)} layers", columns, rows)
-    if any(layer["fallback"] for layer in document["layers"].values()):
-        print_line(
-            f"an expert that saw fewer than {MIN_TOKENS} tokens has an importance in down_proj that is drawn toward an "
-            "even one"
-        )
+    print_line("scaled: channels that norm scaling multiplies by a power of two")
+    print_line("max x: the largest input of gate and up. max z: the largest input of down")
 
 
 def _row(number: str, layer: dict[str, Any]) -> tuple[str, ...]:
@@ -109,8 +102,7 @@ def _row(number: str, layer: dict[str, Any]) -> tuple[str, ...]:
     scaled = sum(count for exponent, count in layer["exponents"].items() if exponent != "0")
     largest = max(*layer["down_amax"], layer["shared_down_amax"] or 0.0)
     return (
-        number,
-        "dense" if layer["dense"] else f"{len(tokens):,}",
+        f"{number} dense" if layer["dense"] else number,
         f"{min(tokens):,}",
         f"{int(np.median(tokens)):,}",
         f"{max(tokens):,}",
