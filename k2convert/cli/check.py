@@ -158,10 +158,9 @@ class _Opened:
 
     def bytes_to_read(self, layers: tuple[int, ...] | None) -> int:
         """The bytes of the result that a validation reads; of `layers`, about as many as the source's."""
-        source = self.seen
-        if not layers or source is None or not self.shards.is_remote:
+        if not layers or self.source is None or not self.shards.is_remote:
             return self.num_bytes
-        return layer_bytes(source, layers)
+        return layer_bytes(self.source, layers)
 
 
 @contextmanager
@@ -202,13 +201,15 @@ def _say_layers_cost(opened: "_Opened", request: LayersRequest, *, quiet: bool) 
     """Say what --layers will take, before anything is read; None if the result cannot be opened."""
     from k2convert.validate.layers.cost import layers_cost
 
-    if (source := opened.seen) is None:
+    if (source := opened.seen) is None or opened.source is None:
         return None
     try:
         with Waiting("measures one expert", quiet=quiet):
             converted = None if opened.shards.is_remote else open_checkpoint(opened.folder)
             is_text = isinstance(request.hidden_states, Windows)
-            cost = layers_cost(source=source, converted=converted, layers=request.layers, is_text=is_text)
+            cost = layers_cost(
+                source=source, whole=opened.source, converted=converted, layers=request.layers, is_text=is_text
+            )
     except K2ConvertError:  # the validation says what is wrong
         return None
     numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"

@@ -7,7 +7,7 @@ from typing import Any
 from k2convert.cli.console import print_line, print_table, print_verdict
 from k2convert.validate.contract.findings import MAX_OFFENDERS, ContractReport
 from k2convert.validate.decode import DecodedError
-from k2convert.validate.layers.result import LayersReport
+from k2convert.validate.layers.result import LayersReport, Variant, labels, reference_name
 from k2convert.validate.results import Comparison, ValidationReport, WeightsReport
 
 
@@ -18,6 +18,8 @@ def show_validation(report: ValidationReport) -> None:
         _show_weights("weight error, decoded from the written bytes", report.weights)
     if report.layers is not None:
         _show_layers(report.layers)
+    if report.layers_skipped:
+        print_line(f"reference layers: skipped ({report.layers_skipped})")
     if report.comparison is not None:
         _show_comparison(report.comparison)
     print_verdict(report.folder, passed=report.passed)
@@ -103,20 +105,36 @@ def _show_comparison_with(what: str, compared: int, mismatches: Sequence[str], s
 
 
 def _show_layers(report: LayersReport) -> None:
+    """Show every layer's rows, the result's own first, and the routers, of which most have the same words."""
+    found = {error.variant for layer in report.layers for error in layer.errors}
     rows = [
         (
-            f"{layer.layer} {error.variant}",
+            str(layer.layer),
+            label,
             f"{error.sqnr_db:.2f} dB",
             f"{error.cosine:.6f}",
-            f"{error.worst_expert} ({error.worst_expert_sqnr_db:.2f} dB)",
-            "unchanged" if layer.router_unchanged else "CHANGED",
+            "" if error.worst_expert is None else f"{error.worst_expert} ({error.worst_expert_sqnr_db:.2f} dB)",
         )
         for layer in report.layers
-        for error in layer.errors
+        for variant, label in labels(found).items()
+        if (error := layer.error(Variant(variant))) is not None
     ]
-    title = f"reference layers, error of the output against INT4 in FP32 ({report.hidden_states})"
-    print_table(title, ("layer", "output SQNR", "cosine", "worst expert", "router"), rows)
+    against = reference_name(found)
+    title = f"reference layers, error of the output against {against} in FP32 ({report.hidden_states})"
+    print_table(title, ("layer", "computed with", "output SQNR", "cosine", "worst expert"), rows, left=(0, 1))
+    for router in dict.fromkeys(layer.router for layer in report.layers):
+        same = [str(layer.layer) for layer in report.layers if layer.router == router]
+        where = "" if len(same) == len(report.layers) else f" (layer {', '.join(same)})"
+        print_line(f"router: {router}{where}")
+    if Variant.PRUNING_ALONE in found:
+        print_line(
+            "pruning: all rows of a layer have the same inputs, the hidden states of the whole INT4 model, without the "
+            "errors of the layers below"
+        )
     for layer in report.layers:
+        if layer.pruning is not None:
+            share = f"{100 * layer.pruning.router_weight_left_out:.1f} %"
+            print_line(f"layer {layer.layer}: the experts left out have {share} of the router's weight")
         for failure in layer.failures:
             print_line(f"layer {layer.layer}: {failure}")
 

@@ -157,15 +157,17 @@ class Shards:
             yield
 
     @contextmanager
-    def around_layer(self, part: Subject, layer: int) -> Generator[None]:
-        """Bring what is needed of one layer, and drop it at the end. `part` is the subject's `of_layer`."""
+    def around_layer(self, part: Subject, layer: int, *, source: Checkpoint) -> Generator[None]:
+        """Bring what is needed of one layer, and drop it at the end. `part` is the subject's `of_layer`.
+
+        `source` is the whole one, also of a pruned result.
+        """
         of_result: Ranges = {}
         of_source: Ranges = {}
         _add(of_result, part.tensors.values())
         stem = part.family.layer.format(layer=layer)
         wanted = (f"{stem}.mlp.", f"{stem}.post_attention_layernorm.")
-        source = part.source.tensors if part.source is not None else {}
-        _add(of_source, (tensor for name, tensor in source.items() if name.startswith(wanted)))
+        _add(of_source, (tensor for name, tensor in source.tensors.items() if name.startswith(wanted)))
         needs = self._remote(of_result, of_source)
         self._check_room([needs])
         with _on_disk(needs):

@@ -72,13 +72,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """Everything that `validate` found. `passed` decides the exit code."""
+    """Everything that `validate` found. `passed` decides the exit code.
+
+    `layers_skipped` says why reference layers are missing that were asked for.
+    """
 
     folder: str
     contract: ContractReport
     weights: WeightsReport | None
     layers: LayersReport | None
     comparison: Comparison | None
+    layers_skipped: str = ""
 
     @property
     def passed(self) -> bool:
@@ -168,6 +172,7 @@ def validation_document(report: ValidationReport) -> dict[str, Any]:
         "contract": report.contract.to_dict(),
         "weights": None if report.weights is None else _weights_document(report.weights),
         "layers": None if report.layers is None else report.layers.to_dict(),
+        "layers_skipped": report.layers_skipped or None,
         "against": None,
     }
     if report.comparison is not None:

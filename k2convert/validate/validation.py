@@ -72,7 +72,7 @@ def validate_checkpoint(
     Weights, `layers` and the comparison with the folder `against` need `source`, the whole one also of a pruned result;
     without it they are left out.
     `reference` also decodes every tensor with the layout's own library. `visitor` gets all bytes of the folder's
-    shards. Reference layers are computed only if the contract holds. `shards` brings those that are on the Hub; of a
+    shards. Reference layers are computed only if the contract holds; else the report says why not. `shards` brings those that are on the Hub; of a
     result or source there, only the given `layers` are read. `statistics` are those of the conversion, from which its
     weights are made again; CalibrationError if they are others.
     """
@@ -86,16 +86,20 @@ def validate_checkpoint(
     calibration = None if statistics is None else calibration_of(subject, statistics)
     subject = replace(subject, scaling=read_scaling(subject, shards=shards, calibration=calibration))
     source = subject.source
-    if layers is not None and source is not None and shards.is_remote:
+    if layers is not None and source is not None and whole is not None and shards.is_remote:
         return _validate_layers(
-            subject, source, layers, reference=reference, events=events, shards=shards, calibration=calibration
+            subject, source, whole, layers, reference=reference, events=events, shards=shards, calibration=calibration
         )
     contract, weights = _measure(
         subject, reference=reference, events=events, visitor=visitor, shards=shards, calibration=calibration
     )
-    layers_report = None
-    if layers is not None and source is not None and contract.passed:
-        layers_report = _compute_layers(layers, subject=subject, source=source, events=events, shards=shards)
+    layers_report, skipped = None, ""
+    if layers is not None and (source is None or whole is None):
+        skipped = subject.no_source
+    elif layers is not None and not contract.passed:
+        skipped = _broken_rules(contract)
+    elif layers is not None and source is not None and whole is not None:
+        layers_report = _compute_layers(layers, subject, source, whole, events=events, shards=shards)
     comparison = None
     if against is not None and source is not None and weights is not None:
         other, theirs = _open_other(against, subject, whole), replace(shards, result=None)
@@ -103,7 +107,13 @@ def validate_checkpoint(
         their_contract, their_weights = _measure(other, reference=False, events=events, visitor=None, shards=theirs)
         assert their_weights is not None
         comparison = compare(str(against), weights, their_contract, their_weights)
-    return ValidationReport(str(folder), contract, weights, layers_report, comparison)
+    return ValidationReport(str(folder), contract, weights, layers_report, comparison, skipped)
+
+
+def _broken_rules(contract: ContractReport) -> str:
+    """Return which rules do not hold, as the reason why reference layers were not computed."""
+    rules = ", ".join(map(str, contract.failed))
+    return f"rule {rules} does not hold" if len(contract.failed) == 1 else f"rules {rules} do not hold"
 
 
 def _open_other(folder: Path, subject: Subject, source: Checkpoint | None) -> Subject:
@@ -121,6 +131,7 @@ def _open_other(folder: Path, subject: Subject, source: Checkpoint | None) -> Su
 def _validate_layers(
     subject: Subject,
     source: Checkpoint,
+    whole: Checkpoint,
     request: LayersRequest,
     *,
     reference: bool,
@@ -134,18 +145,26 @@ def _validate_layers(
     contracts: list[ContractReport] = []
     weights: list[WeightsReport] = []
     computed: list[LayersReport] = []
+    skipped: list[str] = []
     for layer in request.layers or moe_layers(source):
         part, wanted = subject.of_layer(layer), replace(request, layers=(layer,))
-        with shards.around_layer(part, layer):
+        with shards.around_layer(part, layer, source=whole):
             contract, measured = _measure(
                 part, reference=reference, events=events, visitor=None, shards=LOCAL, calibration=calibration
             )
             contracts.append(contract)
             weights += [] if measured is None else [measured]
             if contract.passed:
-                computed.append(_compute_layers(wanted, subject=subject, source=source, events=events, shards=shards))
+                computed.append(_compute_layers(wanted, subject, source, whole, events=events, shards=shards))
+            else:
+                skipped.append(f"layer {layer}: {_broken_rules(contract)}")
     return ValidationReport(
-        str(subject.folder), merge_contracts(contracts), merge_weights(weights), merge_layers(computed), comparison=None
+        folder=str(subject.folder),
+        contract=merge_contracts(contracts),
+        weights=merge_weights(weights),
+        layers=merge_layers(computed),
+        comparison=None,
+        layers_skipped="; ".join(skipped),
     )
 
 
@@ -218,7 +237,13 @@ def _recorded(subject: Subject) -> dict[str, ProjectionRecord]:
 
 
 def _compute_layers(
-    request: LayersRequest, *, subject: Subject, source: Checkpoint, events: Events, shards: Shards
+    request: LayersRequest,
+    subject: Subject,
+    source: Checkpoint,
+    whole: Checkpoint,
+    *,
+    events: Events,
+    shards: Shards,
 ) -> LayersReport:
     from k2convert.validate.layers.check import check_layers, moe_layers
 
@@ -233,6 +258,7 @@ def _compute_layers(
         tokens=request.tokens,
         budget=LayerBudget(layer_sqnr_db=budget.layer_sqnr_db, expert_sqnr_db=budget.expert_sqnr_db),
         scaling=subject.scaling,
+        whole=whole if subject.is_pruned else None,
         events=events,
     )
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from k2convert.forward.mlp import PROJECTIONS
+from k2convert.forward.mlp import read_mlp as read_source_mlp
 from k2convert.forward.router import Routing
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.workers import run_in_order
 from k2convert.quantize.metrics.weight_metrics import decibels
-from k2convert.validate.layers.result import W4A4_VARIANTS, Variant, VariantError
+from k2convert.validate.layers.result import AGAINST_WHOLE, W4A4_VARIANTS, Variant, VariantError
 from k2convert.validate.layers.versions import MlpOutputs, read_mlp
 
 PROBE_TOKENS = 2
@@ -61,15 +63,18 @@ def compute_block(
     converted: WeightReader,
     with_fp4_inputs: bool,
     exponents: NDArray[np.int8] | None = None,
+    whole: Tensor | None = None,
     progress: Callable[[int, int], None],
 ) -> BlockError:
     """Compute the block `stem` for f32 [T, hidden] from both checkpoints and compare every variant's output.
 
     `with_fp4_inputs` adds the W4A4 variants; it needs a checkpoint with input scales. The converted weights get channel
-    j of the input times 2**exponents[j], int8 [hidden].
+    j of the input times 2**exponents[j], int8 [hidden]. `whole` is the output f64 [T, hidden] of the block before it
+    was pruned, if it was.
     """
     num_experts = routing.scores.shape[1]
-    variants = [variant for variant in Variant if with_fp4_inputs or variant not in W4A4_VARIANTS]
+    left_out = AGAINST_WHOLE if with_fp4_inputs else (*AGAINST_WHOLE, *W4A4_VARIANTS)
+    variants = [variant for variant in Variant if variant not in left_out]
     outputs = _Outputs(
         torch.zeros_like(hidden_TK, dtype=torch.float64),
         {variant: torch.zeros_like(hidden_TK, dtype=torch.float64) for variant in variants},
@@ -97,7 +102,35 @@ def compute_block(
         outputs.shared_sqnr_db.update({variant: sqnr_db(reference, result) for variant, result in results.items()})
         outputs.add(torch.arange(hidden_TK.shape[0]), reference, results, None)
     errors = tuple(_variant_error(variant, outputs) for variant in variants)
+    if whole is not None:
+        served = Variant.CONVERTED_W4A4 if with_fp4_inputs else Variant.CONVERTED
+        errors += (
+            _output_error(Variant.PRUNING_ALONE, whole, outputs.reference),
+            _output_error(Variant.PRUNED_RESULT, whole, outputs.variants[served]),
+        )
     return BlockError(errors, tuple(outputs.expert_sqnr_db[Variant.CONVERTED]), num_reached)
+
+
+def int4_output(
+    stem: str, hidden_TK: Tensor, routing: Routing, *, source: WeightReader, progress: Callable[[int, int], None]
+) -> Tensor:
+    """Return the output f64 [T, hidden] of the block `stem` with the source's weights."""
+    total, num_experts = torch.zeros_like(hidden_TK, dtype=torch.float64), routing.scores.shape[1]
+    mlps = [(f"{stem}.experts.{expert}", *routing.tokens_of(expert)) for expert in range(num_experts)]
+    if source.has_layer(f"{stem}.shared_experts.{PROJECTIONS[0]}"):
+        mlps.append((f"{stem}.shared_experts", torch.arange(hidden_TK.shape[0]), torch.ones(hidden_TK.shape[0])))
+
+    def run_mlp(call: tuple[str, Tensor, Tensor]) -> Tensor:
+        module, tokens, weights = call
+        if tokens.numel() == 0:
+            return hidden_TK[tokens]
+        return read_source_mlp(source, module)(hidden_TK[tokens]) * weights.unsqueeze(-1)
+
+    for place, output in enumerate(run_in_order(run_mlp, mlps, workers=os.cpu_count() or 1)):
+        total.index_add_(0, mlps[place][1], output.double())
+        if place < num_experts:
+            progress(place + 1, num_experts)
+    return total
 
 
 def _probe_tokens(routing: Routing, expert: int) -> Tensor:
@@ -107,17 +140,26 @@ def _probe_tokens(routing: Routing, expert: int) -> Tensor:
 
 
 def _variant_error(variant: Variant, outputs: _Outputs) -> VariantError:
-    result, experts = outputs.variants[variant], outputs.expert_sqnr_db[variant]
-    cosine = torch.nn.functional.cosine_similarity(outputs.reference, result, dim=-1)
+    experts = outputs.expert_sqnr_db[variant]
     worst = min(range(len(experts)), key=experts.__getitem__)
-    return VariantError(
-        variant=variant,
-        sqnr_db=sqnr_db(outputs.reference, result),
-        cosine=float(cosine.mean()),
-        worst_cosine=float(cosine.min()),
+    return replace(
+        _output_error(variant, outputs.reference, outputs.variants[variant]),
         worst_expert=worst,
         worst_expert_sqnr_db=experts[worst],
         shared_experts_sqnr_db=outputs.shared_sqnr_db.get(variant),
+    )
+
+
+def _output_error(variant: Variant, reference: Tensor, result: Tensor) -> VariantError:
+    cosine = torch.nn.functional.cosine_similarity(reference, result, dim=-1)
+    return VariantError(
+        variant=variant,
+        sqnr_db=sqnr_db(reference, result),
+        cosine=float(cosine.mean()),
+        worst_cosine=float(cosine.min()),
+        worst_expert=None,
+        worst_expert_sqnr_db=None,
+        shared_experts_sqnr_db=None,
     )
 
 

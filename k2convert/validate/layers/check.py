@@ -8,6 +8,10 @@ read one by one, so a K2 layer needs under 4 GB.
 An expert that no token chose is run on the tokens with the highest scores for it. So it is checked too, but it adds
 nothing to the layer's output. Input scales are used as stored for each expert; engines that use one per layer take the
 largest, which is the same number if they are constant.
+
+A pruned result is compared with the kept experts of the source: its conversion is judged. Beside it stands what pruning
+costs: the same hidden states through all experts of the source. Those of a text are computed by the whole source, so
+every row of a layer has the same inputs, and no layer has the errors of the layers below.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,12 +30,12 @@ from k2convert.calibrate.text import Windows
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
-from k2convert.forward.router import read_router
+from k2convert.forward.router import Routing, read_router
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family, parse_tensor_name
 from k2convert.records.events import SILENT, Events
-from k2convert.validate.layers.block import BlockError, compute_block
-from k2convert.validate.layers.result import LayerBudget, LayerResult, LayersReport, Variant
+from k2convert.validate.layers.block import BlockError, compute_block, int4_output
+from k2convert.validate.layers.result import LayerBudget, LayerPruning, LayerResult, LayersReport, Variant, labels
 from k2convert.validate.layers.text_states import states_of_text
 from k2convert.validate.scaling import NO_SCALING, Scaling, misfit
 
@@ -61,26 +66,31 @@ def check_layers(
     seed: int = 0,
     budget: LayerBudget,
     scaling: Scaling = NO_SCALING,
+    whole: Checkpoint | None = None,
     events: Events = SILENT,
 ) -> LayersReport:
     """Compute MoE layers from both checkpoints and judge the difference; CheckpointError if one cannot be computed.
 
     `hidden_states` is a file of captured states (see forward/hidden_states.py), or the windows of a text, which the
-    source's layers compute in FP32; without it they are drawn from `seed`.
+    source's layers compute in FP32; without it they are drawn from `seed`. `whole` is the source with all experts if
+    `source` has only those that a pruned result keeps: its layers compute the text.
     `scaling` is the converted checkpoint's norm scaling: its blocks get the states that its norms give.
     """
     check_layers_exist(source, layers)
-    with closing(WeightReader(source)) as from_source, closing(WeightReader(converted)) as from_converted:
+    with (
+        closing(WeightReader(source)) as from_source,
+        closing(WeightReader(whole or source)) as from_whole,
+        closing(WeightReader(converted)) as from_converted,
+    ):
         results: list[LayerResult] = []
+        read = _Readers(from_source, from_converted, None if whole is None else from_whole)
         if isinstance(hidden_states, Windows):
-            found = states_of_text(from_source, hidden_states.ids, layers, events=events)
+            found = states_of_text(from_whole, hidden_states.ids, layers, events=events)
         else:
             found = _given_states(from_source, layers, hidden_states, tokens=tokens, seed=seed)
         for layer, states in found:
             stem = detect_family(source).layer.format(layer=layer)
-            results.append(
-                _check_layer(layer, f"{stem}.mlp", states, from_source, from_converted, budget, scaling, events)
-            )
+            results.append(_check_layer(layer, f"{stem}.mlp", states, read, budget, scaling, events))
     return LayersReport(_described(hidden_states, seed=seed), budget, tuple(results))
 
 
@@ -104,17 +114,31 @@ def _given_states(
             yield layer, draw_hidden_states(norm, config=config, layer=layer, tokens=tokens, seed=seed)
 
 
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """The checkpoints. `whole` is the source with all experts; None if `source` has them."""
+
+    source: WeightReader
+    converted: WeightReader
+    whole: WeightReader | None
+
+
 def _check_layer(
     layer: int,
     stem: str,
     states: Tensor,
-    source: WeightReader,
-    converted: WeightReader,
+    read: _Readers,
     budget: LayerBudget,
     scaling: Scaling,
     events: Events,
 ) -> LayerResult:
-    routing = read_router(source, stem)(states)
+    source, converted = read.source, read.converted
+    routing, progress = read_router(source, stem)(states), partial(events.experts_computed, layer)
+    pruning = whole = None
+    if read.whole is not None:
+        all_routing = read_router(read.whole, stem)(states)
+        pruning = _pruning(all_routing, kept=source.info(f"{stem}.gate.weight").rows or ())
+        whole = int4_output(stem, states, all_routing, source=read.whole, progress=progress)
     has_scales = converted.read_converted(f"{stem}.experts.0.down_proj").input_scale is not None
     exponents = scaling.exponents.get(layer)
     block = compute_block(
@@ -125,7 +149,8 @@ def _check_layer(
         converted=converted,
         with_fp4_inputs=has_scales,
         exponents=exponents,
-        progress=partial(events.experts_computed, layer),
+        whole=whole,
+        progress=progress,
     )
     unchanged = all(_is_same(f"{stem}.gate.{name}", source, converted, scaling) for name in ROUTER_PARAMETERS)
     return LayerResult(
@@ -136,7 +161,15 @@ def _check_layer(
         router_unchanged=unchanged,
         errors=block.errors,
         failures=_failures(block, budget=budget, router_unchanged=unchanged),
+        pruning=pruning,
     )
+
+
+def _pruning(routing: Routing, *, kept: Sequence[int]) -> LayerPruning:
+    """Return what the router of all experts gives those that are not `kept`."""
+    dropped = ~torch.isin(routing.experts, torch.tensor(kept, dtype=torch.int64))
+    share = float(routing.weights[dropped].double().sum() / routing.weights.double().sum())
+    return LayerPruning(routing.scores.shape[1], share)
 
 
 def _is_same(name: str, source: WeightReader, converted: WeightReader, scaling: Scaling) -> bool:
@@ -160,7 +193,7 @@ def _failures(block: BlockError, *, budget: LayerBudget, router_unchanged: bool)
         if error.variant is Variant.CONVERTED and error.sqnr_db < budget.layer_sqnr_db:
             failures.append(f"output SQNR {error.sqnr_db:.2f} dB, under the budget of {budget.layer_sqnr_db:g} dB")
         elif error.sqnr_db == -math.inf:
-            failures.append(f"{error.variant}: the output is not finite")
+            failures.append(f"{labels([e.variant for e in block.errors])[error.variant]}: the output is not finite")
     for expert, sqnr in sorted(enumerate(block.expert_sqnr_db), key=lambda item: item[1]):
         if sqnr < budget.expert_sqnr_db:
             failures.append(f"expert {expert}: SQNR {sqnr:.2f} dB, under the budget of {budget.expert_sqnr_db:g} dB")

@@ -27,7 +27,8 @@ _TOKENS_AN_EXPERT = 8
 class LayersCost:
     """What computing `layers` takes; `seconds` is None if the first expert cannot be computed.
 
-    `num_below` of the layers are computed only to get the hidden states of a text; `num_experts` has theirs too.
+    `num_below` of the layers are computed only to get the hidden states of a text; `num_experts` has theirs too, and
+    those of the whole layers that a pruned result is compared with.
     """
 
     layers: tuple[int, ...]
@@ -38,28 +39,32 @@ class LayersCost:
 
 
 def layers_cost(
-    *, source: Checkpoint, converted: Checkpoint | None, layers: Sequence[int], is_text: bool
+    *, source: Checkpoint, whole: Checkpoint, converted: Checkpoint | None, layers: Sequence[int], is_text: bool
 ) -> LayersCost:
     """Return the cost of computing `layers` (empty: all) from both checkpoints. Computes one expert a few times.
 
     `converted` is None if shards are still to be fetched: then no time is measured. `is_text`: the hidden states are
-    those of a text, which the layers below compute.
+    those of a text, which the layers below compute. `whole` is the source with all experts: of a pruned result, not
+    `source`.
     """
     family = detect_family(source)
     architecture = family.read_architecture(source.config, str(source.folder))
     chosen = tuple(layers) or moe_layers(source)
     stems = tuple(f"{family.layer.format(layer=layer)}.mlp." for layer in chosen)
+    is_pruned = whole is not source
     num_bytes = sum(
         tensor.num_bytes
-        for checkpoint in (source, converted or source)
+        for checkpoint in (source, converted or source, *((whole,) if is_pruned else ()))
         for name, tensor in checkpoint.tensors.items()
         if name.startswith(stems)
     )
     below = range(max(chosen)) if is_text and chosen else range(0)
     stems_below = tuple(f"{family.layer.format(layer=layer)}." for layer in below)
-    num_bytes += sum(t.num_bytes for name, t in source.tensors.items() if name.startswith(stems_below))
+    num_bytes += sum(t.num_bytes for name, t in whole.tensors.items() if name.startswith(stems_below))
     experts = architecture.num_experts * len(chosen)
-    experts_below = architecture.num_experts * len([layer for layer in below if layer in architecture.moe_layers])
+    num_whole = family.read_architecture(whole.config, str(whole.folder)).num_experts
+    experts_below = num_whole * len([layer for layer in below if layer in architecture.moe_layers])
+    experts_below += num_whole * len(chosen) if is_pruned else 0
     seconds = None
     if stems and converted is not None:
         seconds = _seconds(f"{stems[0]}experts.0", source, converted, experts=experts, experts_below=experts_below)

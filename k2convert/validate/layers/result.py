@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 
 class Variant(StrEnum):
@@ -17,9 +18,37 @@ class Variant(StrEnum):
     PLAIN_W4A4 = "plain-w4a4"
     ACTIVATIONS_ONLY = "activations-only"
     """The source's weights with FP4 activations: the error that no weight conversion can remove."""
+    PRUNING_ALONE = "pruning-alone"
+    """The source's weights of the kept experts, against those of all experts."""
+    PRUNED_RESULT = "pruned-result"
+    """The result as it is served, against the source's weights of all experts."""
 
 
 W4A4_VARIANTS = (Variant.CONVERTED_W4A4, Variant.PLAIN_W4A4, Variant.ACTIVATIONS_ONLY)
+
+AGAINST_WHOLE = (Variant.PRUNING_ALONE, Variant.PRUNED_RESULT)
+"""The variants of a pruned result that are compared with all experts of the source."""
+
+_LABELS: Final[dict[str, str]] = {
+    Variant.CONVERTED_W4A4: "this result as served (W4A4)",
+    Variant.CONVERTED: "its weights alone (W4A16)",
+    Variant.PLAIN_W4A4: "usual rule, W4A4",
+    Variant.PLAIN: "usual rule (plain)",
+    Variant.ACTIVATIONS_ONLY: "INT4 weights with FP4 activations",
+    Variant.PRUNING_ALONE: "pruning alone, against the whole INT4",
+    Variant.PRUNED_RESULT: "this result as served, against the whole INT4",
+}
+
+
+def labels(found: Collection[str]) -> dict[str, str]:
+    """Return what people read for each of the variants `found`, in the order in which they are shown."""
+    served = {} if Variant.CONVERTED_W4A4 in found else {Variant.CONVERTED: "this result as served (W4A16)"}
+    return {variant: label for variant, label in (_LABELS | served).items() if variant in found}
+
+
+def reference_name(found: Collection[str]) -> str:
+    """Return what the variants are compared with that are not compared with the whole INT4."""
+    return "the pruned INT4" if Variant.PRUNING_ALONE in found else "INT4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +65,36 @@ class LayerBudget:
 
 @dataclass(frozen=True, slots=True)
 class VariantError:
-    """Error of one layer's output against the INT4 source in FP32.
+    """Error of one layer's output against the INT4 source in FP32: of a pruned result, against its kept experts.
 
     `sqnr_db` over all tokens, `cosine` the mean over tokens and `worst_cosine` the least; experts are judged by their
-    own outputs. Infinite if nothing differs, -infinite if a value is not finite.
+    own outputs. Infinite if nothing differs, -infinite if a value is not finite. The variants that are compared with
+    all experts have no figures of experts.
     """
 
     variant: Variant
     sqnr_db: float
     cosine: float
     worst_cosine: float
-    worst_expert: int
-    worst_expert_sqnr_db: float
+    worst_expert: int | None
+    worst_expert_sqnr_db: float | None
     shared_experts_sqnr_db: float | None
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPruning:
+    """How many experts the source's layer has, and the share of its router's weight that the dropped ones get."""
+
+    num_source_experts: int
+    router_weight_left_out: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerResult:
-    """One MoE layer: `num_reached` of `num_experts` experts were chosen by some token (the others were still run)."""
+    """One MoE layer: `num_reached` of `num_experts` experts were chosen by some token (the others were still run).
+
+    The router of a pruned result is unchanged if it has the source's rows of the kept experts.
+    """
 
     layer: int
     tokens: int
@@ -62,6 +103,16 @@ class LayerResult:
     router_unchanged: bool
     errors: tuple[VariantError, ...]
     failures: tuple[str, ...]
+    pruning: LayerPruning | None = None
+
+    @property
+    def router(self) -> str:
+        """The router in words."""
+        if not self.router_unchanged:
+            return "CHANGED"
+        if self.pruning is None:
+            return "unchanged"
+        return f"renumbered, {self.num_experts} of {self.pruning.num_source_experts} rows"
 
     def error(self, variant: Variant) -> VariantError | None:
         """The error of one variant; None for W4A4 if the checkpoint has no input scales."""
