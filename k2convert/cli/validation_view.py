@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from k2convert.cli.console import print_line, print_table, print_verdict
+from k2convert.records.pruning import share_words
 from k2convert.validate.contract.findings import MAX_OFFENDERS, ContractReport
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.layers.result import LayersReport, Variant, labels, reference_name
@@ -126,15 +127,13 @@ def _show_layers(report: LayersReport) -> None:
         same = [str(layer.layer) for layer in report.layers if layer.router == router]
         where = "" if len(same) == len(report.layers) else f" (layer {', '.join(same)})"
         print_line(f"router: {router}{where}")
-    if Variant.PRUNING_ALONE in found:
+    if weights := report.router_weights_left_out:
+        print_line(f"share of the router's weight that the dropped experts have: {share_words(weights)}")
         print_line(
-            "pruning: all rows of a layer have the same inputs, the hidden states of the whole INT4 model, without the "
-            "errors of the layers below"
+            "all rows of a layer have the same inputs; with --text they are the hidden states of the whole INT4 model, "
+            "so they do not have the errors of the layers below"
         )
     for layer in report.layers:
-        if layer.pruning is not None:
-            share = f"{100 * layer.pruning.router_weight_left_out:.1f} %"
-            print_line(f"layer {layer.layer}: the experts left out have {share} of the router's weight")
         for failure in layer.failures:
             print_line(f"layer {layer.layer}: {failure}")
 

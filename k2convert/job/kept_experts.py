@@ -1,12 +1,13 @@
 """`run --keep-experts FILE`: which experts a job keeps, read from a list, from REAP's report, or chosen by scores.
 
-    list            {"experts": {"1": [0, 5, ..], ..}, "of": 384, "chosen_by": ".."}; see records/pruning.py
+    list            {"experts": {"1": [0, 5, ..], ..}, "of": 384, "chosen_by": "..", "left_out": ..}; see
+                    records/pruning.py
     REAP's report   {"model.layers.1.mlp": [0, 5, ..], ..}: report_path of llm-compressor's REAPPruningModifier
-    scores          {"scores": {"1": [0.5, 0.25, ..], ..}, "of": 384, "chosen_by": ".."}, one number an expert
+    scores          {"scores": {"1": [0.5, 0.25, ..], ..}, "of": 384, "chosen_by": ".."}, one number per expert
     statistics      the file of `k2convert calibrate`, which has REAP's saliency
 
 Layers are those of the model, experts are numbered as in the source. `of`, how many experts a layer of the model has,
-and `chosen_by`, one phrase, may be left out. With scores and statistics, --experts says how many to keep.
+`chosen_by`, one phrase, and `left_out` may be left out. With scores and statistics, --experts says how many to keep.
 """
 
 import math
@@ -27,16 +28,17 @@ from k2convert.models import detect_family
 from k2convert.models.names import Architecture
 from k2convert.plan.pruning import KeptExperts, check_kept, choose_experts
 from k2convert.plan.recipe import Recipe
-from k2convert.records.pruning import PruningRecord, check_phrase, parse_layers
+from k2convert.records.pruning import PruningRecord, check_phrase, left_out, parse_layers, parse_left_out
 from k2convert.validate.remote import Ranges, RemoteShards
 
 REAP_REPORT: Final = "the REAP report of llm-compressor"
 _REAP_MODULE: Final = re.compile(r"(?:\w+\.)*layers\.(0|[1-9][0-9]{0,5})\.\w+")
-_OWN_KEYS: Final = ("experts", "scores", "of", "chosen_by")
+_OWN_KEYS: Final = ("experts", "scores", "of", "chosen_by", "left_out")
 _MAX_NAMED_TEXTS: Final = 3
 _REMEDY: Final = (
     'Pass {"experts": {"1": [0, 5], ...}}, a REAP report of llm-compressor, or scores: the README has the forms.'
 )
+_OF_THIS_MODEL: Final = "Use a file made for this model."
 
 
 def prune_source(source: Source, recipe: Recipe, *, hub: Hub) -> Source:
@@ -44,6 +46,8 @@ def prune_source(source: Source, recipe: Recipe, *, hub: Hub) -> Source:
 
     Raises PlanError or CalibrationError naming file, layer and remedy if the file cannot be used for this model.
     """
+    if recipe.keep_experts is None and recipe.experts is not None:
+        raise PlanError(f"--experts {recipe.experts} needs --keep-experts FILE with scores (keep_experts in a recipe).")
     if recipe.keep_experts is None:
         return source
     return source.pruned(_read(Path(recipe.keep_experts), recipe.experts, source, hub))
@@ -53,24 +57,23 @@ def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRec
     checkpoint = source.checkpoint
     architecture = detect_family(checkpoint).read_architecture(checkpoint.config, str(checkpoint.folder))
     if count is not None and count > architecture.num_experts:
-        raise PlanError(f"--experts {count}: the model has {architecture.num_experts} experts a layer. Keep fewer.")
+        raise PlanError(f"--experts {count}: the model has {architecture.num_experts} experts per layer. Keep fewer.")
     raw = _contents(path)
     if raw is None:
         found = open_statistics(path)
         check_statistics_source(found, checkpoint)
         _check_norms(found, source, hub)
-        scores, phrase = _saliency(found, architecture), _statistics_phrase(found)
+        scores, choices = _per_expert(found, architecture)
         kept = choose_experts(scores, _needed(count, path), checkpoint.config)
+        shares = left_out(kept, scores, choices)
+        record = PruningRecord(kept, architecture.num_experts, _statistics_phrase(found), shares)
     else:
         with remedy(_REMEDY):
             document = parse_json_object(raw, where=str(path))
-        try:
-            kept, phrase = _parse(document, count, path, architecture, checkpoint.config)
-        except ValueError as error:
-            raise PlanError(f"{path}: {error}. {_REMEDY}") from None
-    with _naming(path):
-        check_kept(kept, architecture, checkpoint.config)
-    return PruningRecord(kept, architecture.num_experts, phrase)
+        record = _parse(document, count, path, architecture, checkpoint.config)
+    with _refusing(path):
+        check_kept(record.kept, architecture, checkpoint.config)
+    return record
 
 
 def _contents(path: Path) -> str | None:
@@ -97,41 +100,56 @@ def _contents(path: Path) -> str | None:
 
 def _parse(
     document: Mapping[str, Any], count: int | None, path: Path, architecture: Architecture, config: Mapping[str, Any]
-) -> tuple[KeptExperts, str | None]:
-    """Return the experts that a JSON file keeps, and whose scores chose them; ValueError, PlanError."""
+) -> PruningRecord:
+    """Return the experts that a JSON file keeps, not yet checked against the model; raises PlanError."""
+    total = architecture.num_experts
     if document and all(_REAP_MODULE.fullmatch(name) for name in document):
-        return _listed(_reap_layers(document), count, path), REAP_REPORT
-    if unknown := sorted(document.keys() - set(_OWN_KEYS)):
-        raise ValueError(f"unknown key {quoted(unknown[0])}; known keys: {', '.join(_OWN_KEYS)}")
-    if ("experts" in document) == ("scores" in document):
-        raise ValueError("has to have one of the keys 'experts' and 'scores'")
-    phrase = check_phrase(document.get("chosen_by"))
-    if "of" in document and (type(document["of"]) is not int or document["of"] != architecture.num_experts):
+        with _refusing(path, "Pass the report as llm-compressor wrote it."):
+            return PruningRecord(_listed(_reap_layers(document), count), total, REAP_REPORT)
+    with _refusing(path, _REMEDY):
+        if unknown := sorted(document.keys() - set(_OWN_KEYS)):
+            raise ValueError(f"unknown key {quoted(unknown[0])}; known keys: {', '.join(_OWN_KEYS)}")
+        if ("experts" in document) == ("scores" in document):
+            raise ValueError("has to have one of the keys 'experts' and 'scores'")
+        name = "experts" if "experts" in document else "scores"
+        layers = parse_layers(document[name], name=name)
+    with _refusing(path, "Shorten 'chosen_by', or leave it out."):
+        phrase = check_phrase(document.get("chosen_by"))
+    if "of" in document and (type(document["of"]) is not int or document["of"] != total):
         raise PlanError(
-            f"{path}: is for a model with {quoted(document['of'])} experts a layer, but this model has "
-            f"{architecture.num_experts}. Use a list made for this model."
+            f"{path}: is for a model with {quoted(document['of'])} experts per layer, but this model has {total}. "
+            f"{_OF_THIS_MODEL}"
         )
-    if "experts" in document:
-        return _listed(parse_layers(document["experts"], name="experts"), count, path), phrase
-    scores = parse_layers(document["scores"], name="scores")
-    for layer, values in scores.items():
+    if name == "experts":
+        with _refusing(path, "List each expert by its number in the source."):
+            kept = _listed(layers, count)
+        with _refusing(path, "Leave out 'left_out'."):
+            return PruningRecord(kept, total, phrase, parse_left_out(document.get("left_out"), layers=kept.layers))
+    with _refusing(path, "Give each expert one finite number."):
+        _check_scores(layers)
+    for layer, values in layers.items():
+        if len(values) != total:
+            raise PlanError(
+                f"{path}: layer {layer} has {len(values)} scores, but the model has {total} experts per layer. "
+                f"{_OF_THIS_MODEL}"
+            )
+    kept = choose_experts(layers, _needed(count, path), config)
+    return PruningRecord(kept, total, phrase or "unnamed scores", left_out(kept, layers))
+
+
+def _check_scores(layers: Mapping[int, list[Any]]) -> None:
+    for layer, values in layers.items():
         if wrong := [value for value in values if not _is_score(value)]:
             raise ValueError(f"layer {layer}: the score {quoted(wrong[0])} is not a finite number")
-        if len(values) != architecture.num_experts:
-            raise PlanError(
-                f"{path}: layer {layer} has {len(values)} scores, but the model has {architecture.num_experts} experts "
-                "a layer. Use scores of this model."
-            )
-    return choose_experts(scores, _needed(count, path), config), phrase or "unnamed scores"
 
 
 def _is_score(value: object) -> bool:
     return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 1 << 53)
 
 
-def _listed(layers: Mapping[int, list[Any]], count: int | None, path: Path) -> KeptExperts:
+def _listed(layers: Mapping[int, list[Any]], count: int | None) -> KeptExperts:
     if count is not None:
-        raise PlanError(f"{path}: lists the experts to keep, so there is nothing to choose. Leave out --experts.")
+        raise PlanError("lists the experts to keep, so there is nothing to choose. Leave out --experts.")
     for layer, experts in layers.items():
         if wrong := [expert for expert in experts if type(expert) is not int]:
             raise ValueError(f"layer {layer}: {quoted(wrong[0])} is not the number of an expert")
@@ -151,20 +169,23 @@ def _reap_layers(document: Mapping[str, Any]) -> dict[int, list[Any]]:
 
 def _needed(count: int | None, path: Path) -> int:
     if count is None:
-        raise PlanError(f"{path}: has scores, so it has to be said how many experts to keep. Add --experts N.")
+        raise PlanError(f"{path}: has scores, but does not say how many experts to keep. Add --experts N.")
     return count
 
 
-def _saliency(found: Statistics, architecture: Architecture) -> dict[int, list[float]]:
+def _per_expert(found: Statistics, architecture: Architecture) -> tuple[dict[int, list[float]], dict[int, list[int]]]:
+    """Return the saliency of every expert, and how often the router chose it, by layer."""
     scores: dict[int, list[float]] = {}
+    choices: dict[int, list[int]] = {}
     for number in architecture.moe_layers:
-        scores[number] = found.layer(number).saliency.tolist()
-        if len(scores[number]) != architecture.num_experts:
+        layer = found.layer(number)
+        scores[number], choices[number] = layer.saliency.tolist(), layer.tokens.tolist()
+        if layer.num_experts != architecture.num_experts:
             raise CalibrationError(
-                f"{found.path}: layer {number} has {len(scores[number])} experts, but the source has "
+                f"{found.path}: layer {number} has {layer.num_experts} experts, but the source has "
                 f"{architecture.num_experts}. Make statistics of this source with `k2convert calibrate`."
             )
-    return scores
+    return scores, choices
 
 
 def _statistics_phrase(found: Statistics) -> str:
@@ -187,8 +208,11 @@ def _check_norms(found: Statistics, source: Source, hub: Hub) -> None:
 
 
 @contextmanager
-def _naming(path: Path) -> Generator[None]:
+def _refusing(path: Path, then: str = "") -> Generator[None]:
+    """Name the file in a PlanError, which has its remedy; a ValueError becomes one that says what to do then."""
     try:
         yield
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise PlanError(f"{path}: {error}. {then}") from None

@@ -113,10 +113,10 @@ def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[st
     if not layers:
         raise PlanError("the model has no MoE layers, so no experts can be chosen. Leave out the list of experts.")
     if wrong := sorted(set(kept.layers) ^ set(layers)):
-        where = "has no layer" if wrong[0] in layers else "names the layer"
+        where = "has no layer" if wrong[0] in layers else "has the layer"
         raise PlanError(
-            f"the list of experts {where} {wrong[0]}, but the model's MoE layers are {layers[0]}..{layers[-1]} "
-            f"({len(layers)}). Use a list made for this model."
+            f"{where} {wrong[0]}, but the model's MoE layers are {layers[0]}..{layers[-1]} ({len(layers)}). Use a file "
+            "made for this model."
         )
     for layer, experts in kept.layers.items():
         if outside := [e for e in experts if not 0 <= e < total]:
@@ -128,8 +128,8 @@ def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[st
             raise PlanError(f"layer {layer}: expert {twice[0]} is in the list twice. Name each expert once.")
         if len(experts) != kept.num_experts:
             raise PlanError(
-                f"layer {layer} keeps {len(experts)} experts, layer {layers[0]} keeps {kept.num_experts}. Engines need "
-                "the same number in every layer."
+                f"layer {layer} keeps {len(experts)} experts, but layer {layers[0]} keeps {kept.num_experts}. Keep the "
+                "same number in every layer: engines need that."
             )
     _check_router(kept, total, text_config(config))
 
@@ -140,12 +140,16 @@ def _check_router(kept: KeptExperts, total: int, config: Mapping[str, Any]) -> N
     num_groups, used_groups = _count(config, "n_group"), _count(config, "topk_group")
     if count < top_k:
         raise PlanError(
-            f"{count} experts a layer are kept, but each token uses {top_k} (num_experts_per_tok). Keep more."
+            f"{count} experts per layer are kept, but each token uses {top_k} (num_experts_per_tok). Keep at least "
+            f"{top_k}."
         )
     if num_groups == 1:
         return
     if total % num_groups or count % num_groups:
-        raise PlanError(f"{count} of {total} experts cannot form {num_groups} equal groups (n_group). Keep a multiple.")
+        raise PlanError(
+            f"{count} of {total} experts cannot form {num_groups} equal groups (n_group). Keep a multiple of "
+            f"{num_groups}."
+        )
     size, new_size = total // num_groups, count // num_groups
     for layer, experts in kept.layers.items():
         for group in range(num_groups):

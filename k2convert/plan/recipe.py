@@ -91,8 +91,6 @@ class Recipe(BaseModel):
             raise ValueError("quantizer 'reference' does not support norm scaling; remove 'norm_scaling'")
         if self.norm_scaling and self.target != "nvfp4":
             raise ValueError(f"norm scaling is for NVFP4; remove 'norm_scaling' or 'target: {self.target}'")
-        if self.experts is not None and self.keep_experts is None:
-            raise ValueError("experts: says how many experts to keep by the scores in a file; add 'keep_experts'")
         return self
 
     def document(self) -> dict[str, Any]:

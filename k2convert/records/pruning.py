@@ -1,15 +1,18 @@
 """Which experts a result keeps: the part `pruning` of the ledger and of a job. A result with all experts has none.
 
-    {"of": 384, "chosen_by": "REAP saliency on code.txt" or null, "experts": {"1": [0, 5, ..], "2": ..}}
+    {"of": 384, "chosen_by": "REAP saliency on code.txt" or null, "experts": {"1": [0, 5, ..], "2": ..},
+     "left_out": {"1": {"score": 0.12, "choices": 0.2}, "2": ..}}
 
 `experts` maps each MoE layer to the numbers of its kept experts in the source, ascending; `of` is how many the source
-has. It is also the form of a file for `run --keep-experts`, where only `experts` is required. This module is the only
-one that knows the form.
+has. `left_out`, only if the scores are known, has the shares of each layer that the dropped experts had: of the scores,
+and of the choices of the router, which only statistics count (else null). It is also the form of a file for `run
+--keep-experts`, where only `experts` is required. This module is the only one that knows the form.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final, cast
 
@@ -21,15 +24,28 @@ from k2convert.models import detect_family
 from k2convert.plan.pruning import KeptExperts, keep_experts
 
 MAX_PHRASE: Final = 200
+_DIGITS: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """The shares of a layer that its dropped experts had: of all scores, and of the router's choices, if counted."""
+
+    score: float
+    choices: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class PruningRecord:
-    """The experts that a result keeps, of how many in the source, and in one phrase whose scores chose them."""
+    """The experts that a result keeps, of how many in the source, and in one phrase whose scores chose them.
+
+    `left_out` has the shares of each layer that were left out; None if the scores are not known.
+    """
 
     kept: KeptExperts
     num_source_experts: int
     scores: str | None = None
+    left_out: Mapping[int, LeftOut] | None = None
 
     @property
     def digest(self) -> str:
@@ -40,7 +56,18 @@ class PruningRecord:
     def line(self) -> str:
         """What is kept, in one line for people."""
         chosen = "" if self.scores is None else f", chosen by {self.scores}"
-        return f"keeps {self.kept.num_experts} of {self.num_source_experts} experts a layer{chosen}"
+        return f"keeps {self.kept.num_experts} of {self.num_source_experts} experts per layer{chosen}"
+
+    @property
+    def shares(self) -> dict[str, str]:
+        """What was left out of what, on average and in the worst layer; empty if the scores are not known."""
+        found = self.left_out or {}
+        choices = {layer: part.choices for layer, part in found.items() if part.choices is not None}
+        is_counted = bool(choices)
+        shares = {"saliency" if is_counted else "scores": {layer: part.score for layer, part in found.items()}}
+        if is_counted:
+            shares["router's choices"] = choices
+        return {what: share_words(parts) for what, parts in shares.items() if parts}
 
     def view(self, source: Checkpoint) -> Checkpoint:
         """Return `source` with only the kept experts; raises PlanError if the list is not of this model."""
@@ -55,7 +82,10 @@ class PruningRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"of": self.num_source_experts, "chosen_by": self.scores, "experts": _experts(self.kept)}
+        found = {"of": self.num_source_experts, "chosen_by": self.scores, "experts": _experts(self.kept)}
+        if self.left_out is None:
+            return found
+        return found | {"left_out": {str(layer): asdict(part) for layer, part in self.left_out.items()}}
 
     @classmethod
     def from_dict(cls, document: Any) -> "PruningRecord":
@@ -63,7 +93,7 @@ class PruningRecord:
         if not isinstance(document, Mapping):
             raise ValueError("pruning is not an object")
         stated = cast(Mapping[str, Any], document)
-        if different := stated.keys() ^ {"of", "chosen_by", "experts"}:
+        if different := (stated.keys() - {"left_out"}) ^ {"of", "chosen_by", "experts"}:
             raise ValueError(f"{quoted(sorted(different))} missing or unknown")
         count, scores = stated["of"], stated["chosen_by"]
         if type(count) is not int or count < 1:
@@ -73,7 +103,54 @@ class PruningRecord:
         kept = {layer: _ascending(layer, experts, below=count) for layer, experts in layers.items()}
         if len({len(experts) for experts in kept.values()}) != 1:
             raise ValueError("experts: not the same number in each layer")
-        return cls(KeptExperts(kept), count, scores)
+        return cls(KeptExperts(kept), count, scores, parse_left_out(stated.get("left_out"), layers=kept))
+
+
+def left_out(
+    kept: KeptExperts, scores: Mapping[int, Sequence[float]], choices: Mapping[int, Sequence[int]] | None = None
+) -> dict[int, LeftOut] | None:
+    """Return the shares of the experts that are not kept; None if there are scores of which there are no shares."""
+    if any(min(values) < 0 or not 0 < sum(values) < math.inf for values in scores.values()):
+        return None
+    counted = choices or {}
+    return {
+        layer: LeftOut(_share(scores[layer], experts), _share(counted[layer], experts) if layer in counted else None)
+        for layer, experts in kept.layers.items()
+    }
+
+
+def _share(values: Sequence[float], kept: Sequence[int]) -> float:
+    dropped = [value for expert, value in enumerate(values) if expert not in kept]
+    return round(math.fsum(dropped) / math.fsum(values), _DIGITS)
+
+
+def share_words(shares: Mapping[int, float]) -> str:
+    """Return the shares of layers in words: the mean and the worst."""
+    worst = max(shares, key=lambda layer: shares[layer])
+    mean = math.fsum(shares.values()) / len(shares)
+    return f"{100 * mean:.1f} % on average, {100 * shares[worst]:.1f} % in layer {worst}"
+
+
+def parse_left_out(document: Any, *, layers: Mapping[int, Any]) -> dict[int, LeftOut] | None:
+    """Return the shares that a document states for `layers`; raises ValueError if it is not such a document."""
+    if document is None:
+        return None
+    stated = cast(dict[str, Any], document) if isinstance(document, dict) else {}
+    if set(stated) != {str(layer) for layer in layers}:
+        raise ValueError("left_out is not an object with an entry for each layer of experts")
+    return {layer: _parse_shares(layer, stated[str(layer)]) for layer in layers}
+
+
+def _parse_shares(layer: int, document: Any) -> LeftOut:
+    stated = cast(dict[str, Any], document) if isinstance(document, dict) else {}
+    score, choices = stated.get("score"), stated.get("choices")
+    if set(stated) == {"score", "choices"} and _is_share(score) and (choices is None or _is_share(choices)):
+        return LeftOut(cast(float, score), choices)
+    raise ValueError(f"left_out: layer {layer} does not have the shares 'score' and 'choices', numbers from 0 to 1")
+
+
+def _is_share(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= cast(float, value) <= 1
 
 
 def check_phrase(value: object) -> str | None:

@@ -72,9 +72,9 @@ def validate_checkpoint(
     Weights, `layers` and the comparison with the folder `against` need `source`, the whole one also of a pruned result;
     without it they are left out.
     `reference` also decodes every tensor with the layout's own library. `visitor` gets all bytes of the folder's
-    shards. Reference layers are computed only if the contract holds; else the report says why not. `shards` brings those that are on the Hub; of a
-    result or source there, only the given `layers` are read. `statistics` are those of the conversion, from which its
-    weights are made again; CalibrationError if they are others.
+    shards. Reference layers are computed only if the contract holds; else the report says why not. `shards` brings
+    those that are on the Hub; of a result or source there, only the given `layers` are read. `statistics` are those of
+    the conversion, from which its weights are made again; CalibrationError if they are others.
     """
     whole, subject = source, open_subject(folder, source=source, read=shards.header_reader)
     check_operands(subject)

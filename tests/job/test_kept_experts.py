@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from k2convert.hub.client import Hub
 from k2convert.job.kept_experts import REAP_REPORT, prune_source
 from k2convert.job.places import Source
 from k2convert.plan.recipe import load_recipe
-from k2convert.records.pruning import PruningRecord
+from k2convert.records.pruning import LeftOut, PruningRecord
 
 RECIPE = "kimi-k2-thinking-nvfp4"
 LAYERS = ("1", "2", "3")
@@ -94,12 +95,22 @@ def test_equally_many_of_each_group_are_chosen(tiny: Path, tmp_path: Path) -> No
         read(path, tiny, experts=10, **groups)
 
 
-def test_the_saliency_of_statistics_chooses(tiny: Path, statistics: Path) -> None:
+def test_the_saliency_of_statistics_chooses(tiny: Path, statistics: Path, tmp_path: Path) -> None:
     found = read(statistics, tiny, experts=10)
     for number, kept in found.kept.layers.items():
-        saliency = open_statistics(statistics).layer(number).saliency
+        layer = open_statistics(statistics).layer(number)
+        saliency = layer.saliency
         assert set(kept) == set(np.argsort(-saliency)[:10].tolist())
+        dropped = [expert for expert in range(16) if expert not in kept]
+        assert found.left_out is not None
+        assert found.left_out[number].score == pytest.approx(saliency[dropped].sum() / saliency.sum(), abs=1e-5)
+        assert found.left_out[number].choices == pytest.approx(
+            layer.tokens[dropped].sum() / layer.tokens.sum(), abs=1e-5
+        )
     assert found.scores == "REAP saliency on 8,192 tokens of emma.txt, a text"
+    again = read(written(tmp_path / "again.json", found.to_dict()), tiny)
+    assert again == found, "the shares travel with the list"
+    assert PruningRecord.from_dict(found.to_dict()) == found
 
 
 def rewritten(path: Path, statistics: Path, *, norm: str | None = None, headers: str | None = None) -> Path:
@@ -137,13 +148,13 @@ def with_layer(values: Any, layer: str = "2") -> dict[str, Any]:
         (with_layer([0, *range(7)]), None, "layer 2: expert 0 is in the list twice"),
         (with_layer([*range(7), 16]), None, "layer 2: expert 16 is not in the model, which has 0..15"),
         (with_layer([-1, *range(7)]), None, "layer 2: expert -1 is not in the model"),
-        (with_layer(list(range(9))), None, "layer 2 keeps 9 experts, layer 1 keeps 8"),
+        (with_layer(list(range(9))), None, "layer 2 keeps 9 experts, but layer 1 keeps 8"),
         (with_layer([]), None, "layer 2 keeps 0 experts"),
-        ({"experts": in_each_layer([0, 1, 2])}, None, "each token uses 4 (num_experts_per_tok). Keep more"),
+        ({"experts": in_each_layer([0, 1, 2])}, None, "each token uses 4 (num_experts_per_tok). Keep at least 4."),
         ({"experts": {"1": EIGHT, "2": EIGHT}}, None, "has no layer 3, but the model's MoE layers are 1..3"),
-        (with_layer(EIGHT, "7"), None, "names the layer 7"),
-        (LIST | {"of": 384}, None, "is for a model with 384 experts a layer, but this model has 16"),
-        (LIST | {"of": True}, None, "is for a model with True experts"),
+        (with_layer(EIGHT, "7"), None, "has the layer 7"),
+        (LIST | {"of": 384}, None, "is for a model with 384 experts per layer, but this model has 16"),
+        (LIST | {"of": True}, None, "is for a model with True experts per layer"),
         (with_layer([*range(7), True]), None, "layer 2: True is not the number of an expert"),
         (with_layer([*range(7), 7.0]), None, "layer 2: 7.0 is not the number of an expert"),
         (with_layer("0-7"), None, "experts: layer 2 is not a list"),
@@ -160,10 +171,10 @@ def with_layer(values: Any, layer: str = "2") -> dict[str, Any]:
         (REAP, 10, "lists the experts to keep, so there is nothing to choose. Leave out --experts"),
         (REAP | {"a.layers.3.mlp": EIGHT}, None, "has layer 3 twice, the second time as a.layers.3.mlp"),
         (REAP | {"layers.x.mlp": EIGHT}, None, "unknown key 'layers.x.mlp'"),
-        (SCORES, None, "has scores, so it has to be said how many experts to keep. Add --experts N"),
+        (SCORES, None, "has scores, but does not say how many experts to keep. Add --experts N"),
         (SCORES, 3, "each token uses 4"),
-        (SCORES, 17, "--experts 17: the model has 16 experts a layer. Keep fewer"),
-        ({"scores": in_each_layer([1.0] * 8)}, 8, "layer 1 has 8 scores, but the model has 16 experts a layer"),
+        (SCORES, 17, "--experts 17: the model has 16 experts per layer. Keep fewer"),
+        ({"scores": in_each_layer([1.0] * 8)}, 8, "layer 1 has 8 scores, but the model has 16 experts per layer"),
         ({"scores": in_each_layer([True] * 16)}, 8, "layer 1: the score True is not a finite number"),
         ({"scores": in_each_layer([float("nan")] * 16)}, 8, "layer 1: the score nan is not a finite number"),
         ({"scores": {"1": [1.0] * 16}}, 8, "has no layer 2"),
@@ -178,8 +189,55 @@ def test_what_cannot_be_used_is_refused(
         read(path, tiny, experts=count)
     message = str(refused.value)
     assert says in message
-    assert message.startswith((str(path), "--experts 17"))
-    assert "\n" not in message
+    assert message.startswith((f"{path}: ", "--experts 17"))
+    assert message.count(str(path)) == message.startswith(str(path)), "the file is named once"
+    assert re.search(r"\n|\.\.(\s|$)", message) is None
+
+
+FORMS = "Pass {"
+
+
+@pytest.mark.parametrize(
+    ("document", "count", "ends"),
+    [
+        (LIST | {"of": 384}, None, "but this model has 16. Use a file made for this model."),
+        (LIST, 8, "so there is nothing to choose. Leave out --experts."),
+        (REAP, 10, "so there is nothing to choose. Leave out --experts."),
+        (SCORES, None, "has scores, but does not say how many experts to keep. Add --experts N."),
+        (with_layer([*range(7), True]), None, "List each expert by its number in the source."),
+        (LIST | {"chosen_by": 5}, None, "Shorten 'chosen_by', or leave it out."),
+        (LIST | {"left_out": {"1": {}}}, None, "Leave out 'left_out'."),
+        (LIST | {"left_out": in_each_layer({"score": 1.5, "choices": None})}, None, "Leave out 'left_out'."),
+        ({"scores": in_each_layer(["1"] * 16)}, 8, "Give each expert one finite number."),
+        (REAP | {"a.layers.3.mlp": EIGHT}, None, "Pass the report as llm-compressor wrote it."),
+        (LIST | {"keep": 8}, None, "or scores: the README has the forms."),
+    ],
+)
+def test_a_refusal_has_the_one_remedy_that_helps(
+    document: object, count: int | None, ends: str, tiny: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(K2ConvertError) as refused:
+        read(written(tmp_path / "list.json", document), tiny, experts=count)
+    message = str(refused.value)
+    assert message.endswith(ends)
+    assert (FORMS in message) == ("README" in ends)
+
+
+@pytest.mark.parametrize(
+    ("scores", "shares"),
+    [
+        ([0.0, 1.0, 2.0, 1.0] * 4, 0.25),
+        ([-1.0, 1.0, 2.0, 1.0] * 4, None),
+        ([0] * 16, None),
+        ([1e308] * 16, None),
+    ],
+)
+def test_the_share_of_the_scores_is_recorded_if_they_are_parts_of_a_sum(
+    scores: list[float], shares: float | None, tiny: Path, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "scores.json", {"scores": in_each_layer(scores)})
+    found = read(path, tiny, experts=8).left_out
+    assert found == (None if shares is None else dict.fromkeys((1, 2, 3), LeftOut(shares, None)))
 
 
 @pytest.mark.parametrize(
@@ -210,10 +268,10 @@ def test_a_file_of_another_kind_is_refused(content: bytes | None, says: str, tin
         (("--target", "int4", "--keep-experts", "LIST", "--rule", "plain"), 2, "--to int4 only drops experts"),
         (("--target", "int4", "--keep-experts", "LIST", "--statistics", "LIST"), 2, "leave out --statistics"),
         (("--to", "int4", "--keep-experts", "LIST", "--calibrate", "LIST"), 2, "leave out --calibrate"),
-        (("--experts", "8"), 1, "experts 8: experts: says how many experts to keep by the scores in a file"),
+        (("--experts", "8"), 1, "--experts 8 needs --keep-experts FILE with scores"),
         (("--keep-experts", "LIST", "--experts", "8"), 1, "Leave out --experts"),
-        (("--recipe", "RECIPE", "--to", "bf16"), 0, "keeps 8 of 16 experts a layer"),
-        (("--recipe", "RECIPE"), 0, "keeps 8 of 16 experts a layer"),
+        (("--recipe", "RECIPE", "--to", "bf16"), 0, "keeps 8 of 16 experts per layer"),
+        (("--recipe", "RECIPE"), 0, "keeps 8 of 16 experts per layer"),
     ],
 )
 def test_options_and_recipe_keys(

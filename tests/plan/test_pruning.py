@@ -56,11 +56,11 @@ EIGHT = tuple(range(8))
     ("layers", "config", "words"),
     [
         ({1: EIGHT, 2: EIGHT}, {}, "no layer 3"),
-        ({1: EIGHT, 2: EIGHT, 3: EIGHT, 4: EIGHT}, {}, "names the layer 4"),
+        ({1: EIGHT, 2: EIGHT, 3: EIGHT, 4: EIGHT}, {}, "has the layer 4"),
         ({1: EIGHT, 2: (*range(7), 16), 3: EIGHT}, {}, "layer 2: expert 16 is not in the model, which has 0..15"),
         ({1: EIGHT, 2: (-1, *range(7)), 3: EIGHT}, {}, "layer 2: expert -1 is not in the model"),
         ({1: EIGHT, 2: EIGHT, 3: (0, 0, *range(1, 7))}, {}, "layer 3: expert 0 is in the list twice"),
-        ({1: EIGHT, 2: tuple(range(9)), 3: EIGHT}, {}, "layer 2 keeps 9 experts, layer 1 keeps 8"),
+        ({1: EIGHT, 2: tuple(range(9)), 3: EIGHT}, {}, "layer 2 keeps 9 experts, but layer 1 keeps 8"),
         (dict.fromkeys(LAYERS, EIGHT), {"num_experts_per_tok": 9}, "each token uses 9"),
         (dict.fromkeys(LAYERS, EIGHT), {"n_group": 3}, "cannot form 3 equal groups"),
         (dict.fromkeys(LAYERS, EIGHT), {"n_group": 2}, "8 experts of group 0 are kept, but the router needs 4"),

@@ -132,6 +132,11 @@ class LayersReport:
         """Whether every layer kept its router and stayed within the budget."""
         return not any(layer.failures for layer in self.layers)
 
+    @property
+    def router_weights_left_out(self) -> dict[int, float]:
+        """The share of the router's weight that the dropped experts have, by layer; empty if none were dropped."""
+        return {one.layer: one.pruning.router_weight_left_out for one in self.layers if one.pruning is not None}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; figures that are not finite become None."""
         return {"passed": self.passed, **_plain(asdict(self))}
