@@ -35,7 +35,7 @@ def show_inspection(found: Inspection) -> None:
     )
     if (pruning := found.pruning) is not None:
         chosen = "" if pruning["chosen_by"] is None else f", chosen by {pruning['chosen_by']}"
-        print_line(f"keeps {pruning['kept']} of {pruning['of']} experts a layer{chosen}")
+        print_line(f"keeps {pruning['kept']} of {pruning['of']} experts per layer{chosen}")
     print_line(
         f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
         f"({format_bytes(found.tensor_bytes)}), {_projections(found)}"

@@ -4,6 +4,7 @@ from typing import Any
 
 from k2convert.cli.console import format_bytes, print_line
 from k2convert.job.prepare import Job
+from k2convert.records.pruning import share_words
 
 
 def pruning_document(job: Job) -> dict[str, Any]:
@@ -26,3 +27,5 @@ def show_pruning(job: Job) -> None:
             f"{job.source.pruning.line}: drops {dropped['source_tensors']:,} tensors, "
             f"{format_bytes(dropped['bytes_in'])} of the source; the result has {format_bytes(job.plan.data_bytes)}"
         )
+        for what, shares in job.source.pruning.shares.items():
+            print_line(f"left out of the {what}: {share_words(shares)}")

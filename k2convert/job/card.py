@@ -24,7 +24,7 @@ from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.report import write_report
 from k2convert.report.feedback import feedback_totals
 from k2convert.report.needs import result_needs
-from k2convert.report.pruning import WARNING
+from k2convert.report.pruning import WARNING, layer_table, left_out_sentences
 from k2convert.validate.results import ValidationReport, validation_document
 
 
@@ -97,7 +97,16 @@ def _card_pruning(ledger: Ledger) -> CardPruning | None:
     found = ledger.pruning
     if found is None:
         return None
-    return CardPruning(found.kept.num_experts, found.num_source_experts, found.scores, WARNING)
+    columns, rows = layer_table(found)
+    return CardPruning(
+        num_kept=found.kept.num_experts,
+        num_experts=found.num_source_experts,
+        scores=found.scores,
+        warning=WARNING,
+        left_out=left_out_sentences(found),
+        columns=columns,
+        rows=rows,
+    )
 
 
 def _card_calibration(ledger: Ledger) -> CardCalibration | None:

@@ -59,15 +59,13 @@ class PruningRecord:
         return f"keeps {self.kept.num_experts} of {self.num_source_experts} experts per layer{chosen}"
 
     @property
-    def shares(self) -> dict[str, str]:
-        """What was left out of what, on average and in the worst layer; empty if the scores are not known."""
+    def shares(self) -> dict[str, dict[int, float]]:
+        """The shares left out of each layer, by what they are shares of; empty if the scores are not known."""
         found = self.left_out or {}
         choices = {layer: part.choices for layer, part in found.items() if part.choices is not None}
-        is_counted = bool(choices)
-        shares = {"saliency" if is_counted else "scores": {layer: part.score for layer, part in found.items()}}
-        if is_counted:
-            shares["router's choices"] = choices
-        return {what: share_words(parts) for what, parts in shares.items() if parts}
+        scores = {layer: part.score for layer, part in found.items()}
+        shares = {"saliency": scores, "router's choices": choices} if choices else {"scores": scores}
+        return shares if found else {}
 
     def view(self, source: Checkpoint) -> Checkpoint:
         """Return `source` with only the kept experts; raises PlanError if the list is not of this model."""
@@ -128,7 +126,7 @@ def share_words(shares: Mapping[int, float]) -> str:
     """Return the shares of layers in words: the mean and the worst."""
     worst = max(shares, key=lambda layer: shares[layer])
     mean = math.fsum(shares.values()) / len(shares)
-    return f"{100 * mean:.1f} % on average, {100 * shares[worst]:.1f} % in layer {worst}"
+    return f"{100 * mean:.1f} % on average, at most {100 * shares[worst]:.1f} % (layer {worst})"
 
 
 def parse_left_out(document: Any, *, layers: Mapping[int, Any]) -> dict[int, LeftOut] | None:

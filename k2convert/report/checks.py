@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from k2convert.errors import MalformedFileError, quoted
 from k2convert.report.formatting import decibels, with_exponents
+from k2convert.validate.layers.result import labels, reference_name
 
 VERDICTS = ("pass", "warn", "fail", "skipped")
 
@@ -39,6 +40,8 @@ class Verdicts:
 class Checks:
     """A validation ready to be shown. `layers` are table rows, `sentences` say what else was compared.
 
+    `against` is what the layers' rows are compared with. `router_weights` is the share of the router's weight in each
+    layer that the dropped experts have.
     `has_passed` is false if a rule is broken, or if a weight, a layer or the journal does not fit.
     """
 
@@ -48,15 +51,10 @@ class Checks:
     layers: tuple[tuple[str, ...], ...]
     hidden_states: str
     sentences: tuple[str, ...]
+    against: str = "INT4"
+    router_weights: Mapping[int, float] = field(default_factory=dict[int, float])
 
 
-_VARIANTS = {
-    "converted": "converted weights",
-    "converted-w4a4": "converted weights, FP4 activations",
-    "plain": "plain weights",
-    "plain-w4a4": "plain weights, FP4 activations",
-    "activations-only": "INT4 weights, FP4 activations",
-}
 LAYER_COLUMNS = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
 
 
@@ -65,19 +63,26 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
     try:
         rules = tuple(_read_rule(rule) for rule in document["contract"]["rules"])
         layers = cast("Mapping[str, Any]", document.get("layers") or {})
-        verdicts = _tally(rules)
+        computed = cast("list[Mapping[str, Any]]", layers.get("layers", ()))
+        verdicts, found = _tally(rules), {str(error["variant"]) for layer in computed for error in layer["errors"]}
         return Checks(
             has_passed=not verdicts.failed and bool(document.get("passed", True)),
             rules=rules,
             verdicts=verdicts,
-            layers=tuple(row for layer in layers.get("layers", ()) for row in _layer_rows(layer)),
+            layers=tuple(row for layer in computed for row in _layer_rows(layer)),
             hidden_states=_last_part(layers.get("hidden_states", "")),
             sentences=(
                 *_summary(document["contract"]),
                 *_weight_sentences(document),
-                *_layer_sentences(layers),
+                *_layer_sentences(document, layers),
                 *_against_sentences(document),
             ),
+            against=reference_name(found),
+            router_weights={
+                int(layer["layer"]): float(layer["pruning"]["router_weight_left_out"])
+                for layer in computed
+                if layer.get("pruning")
+            },
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedFileError(
@@ -116,20 +121,30 @@ def _tally(rules: tuple[Rule, ...]) -> Verdicts:
 
 
 def _layer_rows(layer: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    errors: dict[str, Mapping[str, Any]] = {str(error["variant"]): error for error in layer["errors"]}
     return [
         (
             str(int(layer["layer"])),
-            _VARIANTS.get(str(error["variant"]), str(error["variant"])),
+            label,
             decibels(error["sqnr_db"]),
             "" if error["cosine"] is None else f"{float(error['cosine']):.6f}",
-            f"{int(error['worst_expert'])}: {decibels(error['worst_expert_sqnr_db'])}",
+            _worst_expert(error),
         )
-        for error in layer["errors"]
+        for variant, label in labels(errors).items()
+        for error in (errors[variant],)
     ]
 
 
-def _layer_sentences(layers: Mapping[str, Any]) -> list[str]:
+def _worst_expert(error: Mapping[str, Any]) -> str:
+    if error["worst_expert"] is None:
+        return ""
+    return f"{int(error['worst_expert'])}: {decibels(error['worst_expert_sqnr_db'])}"
+
+
+def _layer_sentences(document: Mapping[str, Any], layers: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
+    if skipped := document.get("layers_skipped"):
+        found.append(f"Reference layers were skipped: {skipped}.")
     for layer in layers.get("layers", ()):
         number = int(layer["layer"])
         if not layer["router_unchanged"]:

@@ -33,7 +33,9 @@ def render_markdown(report: Report, checks: Checks | None, *, page: str, picture
     rows = [(c.label, c.value, c.share, c.meaning) for c in content.counts(report.total)]
     parts += ["### Counts", _table(("", "", "share", ""), rows)]
     if (pruned := report.provenance.pruning) is not None:
-        parts += ["### Pruned experts", *map(escape, pruning.sentences(pruned))]
+        parts += ["### Pruned experts", *map(escape, pruning.sentences(pruned, checks))]
+        columns, shares = pruning.layer_table(pruned, checks)
+        parts += [_table(columns, shares)] if shares else []
     if (found := report.provenance.calibration) is not None:
         parts += ["### Calibration", *map(escape, calibration.sentences(found))]
         parts.append(_table(calibration.LAYER_COLUMNS, calibration.layer_rows(found)))
@@ -62,7 +64,7 @@ def _contract(checks: Checks) -> list[str]:
     if checks.layers:
         parts += [
             "### Reference layers",
-            "Error of the output of whole MoE blocks against the INT4 weights in FP32. Hidden states: "
+            f"Error of the output of MoE blocks against {checks.against} in FP32. Hidden states: "
             f"{escape(checks.hidden_states)}.",
             _table(LAYER_COLUMNS, checks.layers),
         ]

@@ -56,7 +56,8 @@ def render_page(report: Report, checks: Checks | None) -> str:
     template = environment.from_string(_text("page.html.jinja"))
     # The digest is of exactly the text between the script tags. Our script contains no closing tag.
     script = _text("page.js")
-    calibration = report.provenance.calibration
+    calibration, pruned = report.provenance.calibration, report.provenance.pruning
+    pruning_columns, pruning_rows = pruning.layer_table(pruned, checks) if pruned else ([], [])
     return template.render(
         name=page_name(report),
         made_on=report.made_on,
@@ -79,7 +80,9 @@ def render_page(report: Report, checks: Checks | None) -> str:
         feedback_sentences=feedback.sentences(calibration) if calibration else (),
         feedback_columns=feedback.LAYER_COLUMNS,
         feedback_rows=feedback.layer_rows(calibration) if calibration else [],
-        pruning_sentences=pruning.sentences(pruned) if (pruned := report.provenance.pruning) else (),
+        pruning_sentences=pruning.sentences(pruned, checks) if pruned else (),
+        pruning_columns=pruning_columns,
+        pruning_rows=pruning_rows,
         role_columns=content.role_columns(report),
         role_rows=content.role_rows(report),
         worst=list(zip(report.worst, content.worst_rows(report.worst), strict=True)),

@@ -88,7 +88,7 @@ def test_a_job_publishes_what_was_compared_through_the_list(
     assert "Kept: 2 of 4 routed experts in each layer" in card
     assert "### Pruned experts" in report
     assert hub_cli("validate", "hf://me/job", "--source", "hf://moon/whole").returncode == 0
-    assert "keeps 2 of 4 experts a layer" in " ".join(hub_cli("inspect", "hf://me/job").stdout.split())
+    assert "keeps 2 of 4 experts per layer" in " ".join(hub_cli("inspect", "hf://me/job").stdout.split())
 
 
 def wrong_rows(monkeypatch: pytest.MonkeyPatch) -> str:

@@ -250,7 +250,7 @@ def test_an_interrupted_run_resumes_with_the_same_list_and_refuses_others(
     capsys.readouterr()
     assert run("status", tmp_path / "out") == 0
     shown = capsys.readouterr()
-    assert "keeps 10 of 16 experts a layer, chosen by a made-up list" in shown.out
+    assert "keeps 10 of 16 experts per layer, chosen by a made-up list" in shown.out
     assert f"--keep-experts {kept}" in shown.err, "the command that resumes"
     assert run("status", tmp_path / "out", "--json") == 0
     document = json.loads(capsys.readouterr().out)["pruning"]
@@ -299,6 +299,6 @@ def test_a_dry_run_says_what_is_dropped(
     assert document["fingerprint"]["num_kept_experts"] == "10 of 16"
     assert run(*words) == 0
     shown = capsys.readouterr().out
-    assert "keeps 10 of 16 experts a layer, chosen by a made-up list: drops 162 tensors, 1.01 MB" in shown
+    assert "keeps 10 of 16 experts per layer, chosen by a made-up list: drops 162 tensors, 1.01 MB" in shown
     assert "the result has 6.45 MB" in shown
     assert not (tmp_path / "out").exists()

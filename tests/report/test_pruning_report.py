@@ -22,7 +22,7 @@ from k2convert.validate.results import ValidationReport
 from k2convert.validate.validation import validate_checkpoint
 from scripts.fixture_maker.damage import edit_json
 
-KEEPS = "keeps 2 of 4 experts a layer, chosen by REAP saliency on <novels> | of 1813"
+KEEPS = "keeps 2 of 4 experts per layer, chosen by REAP saliency on <novels> | of 1813"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_page_and_markdown_say_what_is_kept_with_the_warning(reported: ReportFil
         assert "2 of 4 routed experts are kept in each of 2 MoE layers; 50.0 % were left out." in found
         assert WARNING in found
         assert "Only leaving out experts saves space" in found
-        assert "2 of 4 a layer, chosen by REAP saliency on &lt;novels" in found
+        assert "2 of 4 per layer, chosen by REAP saliency on &lt;novels" in found
         assert "<novels>" not in found
     assert figures_document(reported.report)["pruning"] == {"kept": 2, "of": 4, "chosen_by": KEEPS.partition("by ")[2]}
 
@@ -105,10 +105,10 @@ def test_the_card_says_what_is_kept_with_the_warning(pruned: Path, validated: Va
     matter, body = card(pruned, validated)
     assert matter["base_model_relation"] == "quantized"
     assert {"pruned", "reap", "nvfp4"} <= set(matter["tags"])
-    assert "with 2 of its 4 experts a layer, and with its routed experts converted to NVFP4" in body
+    assert "with 2 of its 4 experts per layer, and with its routed experts converted to NVFP4" in body
     assert "Kept: 2 of 4 routed experts in each layer, chosen by REAP saliency on &lt;novels\\> \\| of 1813." in body
     assert f"**Measure it before you use it.** {WARNING}" in body
-    assert "smaller than the INT4 source only by the 2 of 4 experts a layer that were left out" in body
+    assert "smaller than the INT4 source only by the 2 of 4 experts per layer that were left out" in body
     assert "19 of 19 rules" in body
 
 
