@@ -88,6 +88,9 @@ def test_a_job_publishes_what_was_compared_through_the_list(
     assert "Kept: 2 of 4 routed experts in each layer" in card
     assert "### Pruned experts" in report
     assert hub_cli("validate", "hf://me/job", "--source", "hf://moon/whole").returncode == 0
+    layers = ("--layers", "1", "--tokens", "8", "--json")
+    found = json.loads(hub_cli("validate", "hf://me/job", "--source", "hf://moon/whole", *layers).stdout)["layers"]
+    assert found["layers"][0]["pruning"]["num_source_experts"] == 4, "the dropped experts are fetched too"
     assert "keeps 2 of 4 experts per layer" in " ".join(hub_cli("inspect", "hf://me/job").stdout.split())
 
 

@@ -18,7 +18,7 @@ from k2convert.job.card import card_files
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.document import figures_document
 from k2convert.report.pruning import WARNING
-from k2convert.validate.results import ValidationReport
+from k2convert.validate.results import ValidationReport, validation_document
 from k2convert.validate.validation import validate_checkpoint
 from scripts.fixture_maker.damage import edit_json
 
@@ -71,6 +71,44 @@ def test_page_and_markdown_say_what_is_kept_with_the_warning(reported: ReportFil
         assert "2 of 4 per layer, chosen by REAP saliency on &lt;novels" in found
         assert "<novels>" not in found
     assert figures_document(reported.report)["pruning"] == {"kept": 2, "of": 4, "chosen_by": KEEPS.partition("by ")[2]}
+
+
+def test_the_shares_left_out_are_in_report_and_card_layer_by_layer(
+    pruned: Path, validated: ValidationReport, tmp_path: Path
+) -> None:
+    ledger = pruned / "k2convert.json"
+    before = ledger.read_bytes()
+    shares = {"1": {"score": 0.125, "choices": 0.2}, "2": {"score": 0.25, "choices": 0.4}}
+    layer = {"layer": 2, "errors": [], "failures": [], "router_unchanged": True}
+    document = validation_document(validated) | {
+        "layers": {
+            "hidden_states": "text: eval.txt",
+            "layers": [layer | {"pruning": {"num_source_experts": 4, "router_weight_left_out": 0.3}}],
+        }
+    }
+    try:
+        edit_json(ledger, lambda found: found["pruning"].update(left_out=shares))
+        files = write_report(folder=pruned, out=tmp_path, validation=document)
+        _, body = card(pruned, validated)
+    finally:
+        ledger.write_bytes(before)
+    page, text = files.page.read_text().replace("&#39;", "'"), files.markdown.read_text()
+    for found in (page, text, body):
+        assert "Left out of the saliency: 18.8 % on average, at most 25.0 % (layer 2)" in found
+        assert "Left out of the router's choices: 30.0 % on average, at most 40.0 % (layer 2)" in found
+    for found in (page, text):
+        assert "Left out of the router's weight, text: eval.txt: 30.0 % on average, at most 30.0 % (layer 2)" in found
+    assert "| 1 | 12.5 % | 20.0 % |  |" in text
+    assert "| 2 | 25.0 % | 40.0 % | 30.0 % |" in text
+    assert "| layer | saliency left out | router's choices left out |" in body
+    assert "| 2 | 25.0 % | 40.0 % |" in body
+    left_out = figures_document(files.report)["pruning"]["left_out"]
+    assert left_out == shares
+
+
+def test_a_list_without_scores_says_so(pruned: Path, validated: ValidationReport, reported: ReportFiles) -> None:
+    for found in (reported.page.read_text(), reported.markdown.read_text(), card(pruned, validated)[1]):
+        assert "The list came without scores, so it is not known which share of them was left out." in found
 
 
 def test_a_report_on_all_experts_says_nothing_of_pruning(pruned: Path, tmp_path: Path) -> None:

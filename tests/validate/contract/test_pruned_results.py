@@ -292,7 +292,7 @@ def test_layers_on_the_hidden_states_of_a_text(
     assert run("validate", found.folder, *words) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["layers"]["layers"][0]["num_experts"] == 2
-    assert "computes 4 experts on 32 tokens" in " ".join(shown.err.split())
+    assert "computes 10 experts on 32 tokens" in " ".join(shown.err.split())
 
 
 @pytest.fixture
