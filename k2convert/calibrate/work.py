@@ -33,6 +33,7 @@ from k2convert.checkpoint.names import (
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.errors import CheckpointError, DestinationError, ResumeError, remedy
+from k2convert.records.command import say_own_command
 from k2convert.records.events import SILENT, Events, Keep
 from k2convert.records.job_description import describe_changes
 from k2convert.records.lock import lock_destination
@@ -103,8 +104,8 @@ class WorkFolder:
             return job
         if changes := describe_changes(found.identity, job.identity):
             raise ResumeError(
-                f"{self.folder}: holds a different pass: {changes}. Repeat it with the same options, choose a "
-                "different name for the statistics, or delete this folder to start over."
+                f"{self.folder}: holds a different pass: {changes}. {say_own_command(self.folder)}Repeat it with the "
+                "same options, choose a different name for the statistics, or delete this folder to start over."
             )
         if changed := changed_shards(found.source, job.source):
             raise ResumeError(

@@ -27,6 +27,7 @@ from k2convert.cli.options import (
     QuietOption,
     RunOptions,
     SourceOption,
+    StatusArgument,
     YesOption,
     existing_place,
     new_place,
@@ -115,38 +116,11 @@ def calibrate(options: CalibrateOptions) -> None:
 
 
 @app.command()
-def status(destination: DestinationArgument, as_json: JsonOption = False) -> None:
-    """Say how far a conversion is, and where it was published."""
-    from k2convert.cli import console
-    from k2convert.cli.feedback import walk_state
-    from k2convert.cli.published import published_document, show_published, show_repository
-    from k2convert.cli.views import show_status, status_document
-    from k2convert.hub.client import SCHEME
-    from k2convert.records.journal import Journal
+def status(destination: StatusArgument, as_json: JsonOption = False) -> None:
+    """Say how far a conversion or a calibration is, and where it was published."""
+    from k2convert.cli.status import status
 
-    if destination.startswith(SCHEME):
-        show_repository(destination, as_json=as_json)
-        return
-    folder = Path(destination)
-    state = Journal(folder).state()
-    walk = walk_state(folder)
-    if as_json:
-        document = status_document(state) | ({} if walk is None else {"calibration": walk})
-        console.print_json(document | published_document(folder))
-        return
-    show_status(folder, state)
-    if walk is not None and state.progress is None:
-        console.print_line(f"calibrate: {walk['finished_layers']} of {walk['layers']} layers are done")
-    if show_published(folder):
-        return
-    if state.is_complete:
-        if state.job.recipe["target"] == "nvfp4":
-            console.print_next(console.command("k2convert", "validate", destination))
-    elif not state.is_running:
-        if state.command is not None:
-            console.print_next(state.command.line(here=str(Path.cwd())))
-        else:
-            console.print_note("not running: the same `k2convert run` command resumes it")
+    status(destination, as_json=as_json)
 
 
 @app.command()

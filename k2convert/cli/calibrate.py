@@ -1,6 +1,8 @@
 """`calibrate`: plan a pass over the layers, say what it takes, and do it."""
 
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -9,7 +11,7 @@ from k2convert.calibrate.statistics import StatisticsHeader
 from k2convert.calibrate.work import WorkFolder
 from k2convert.cli import console
 from k2convert.cli.calibrate_options import CalibrateOptions
-from k2convert.cli.options import parse_size
+from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.texts import check_time, read_texts
 from k2convert.errors import require_extra
@@ -23,6 +25,7 @@ from k2convert.job.layer_pass import (
 from k2convert.job.machine import choose_devices
 from k2convert.job.places import open_source
 from k2convert.job.statistics_file import check_statistics_path
+from k2convert.records.command import JobCommand
 from k2convert.report.formatting import counted
 
 
@@ -80,7 +83,8 @@ def calibrate(options: CalibrateOptions) -> None:
         if options.dry_run:
             _show_plan(job, options, seconds)
         else:
-            _do(job, options, seconds)
+            command = JobCommand(command_words("calibrate", options), str(Path.cwd()))
+            _do(replace(job, command=command), options, seconds)
 
 
 def _estimate(job: CalibrationJob, options: CalibrateOptions) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -89,7 +90,10 @@ def run_part(job: "Job", part: Part, options: "RunOptions") -> None:
     from k2convert.cli.options import command_words
     from k2convert.cli.progress import Display
     from k2convert.job.execute import execute_part, part_extent
+    from k2convert.records.command import JobCommand
 
+    whole = JobCommand(command_words("run", replace(options, part=None)), str(Path.cwd()))
+    job = replace(job, command=whole)
     extent = part_extent(job, part, job.finished)
     display = Display("convert", extent, quiet=options.quiet)
     try:
@@ -97,11 +101,11 @@ def run_part(job: "Job", part: Part, options: "RunOptions") -> None:
             execute_part(job, part, events=events)
     except BaseException as error:
         error.add_note(f"{display.tally.shards} of this part's {extent.shards} shards are converted")
-        error.add_note(console.command(*command_words(options)))
+        error.add_note(console.command(*command_words("run", options)))
         raise
     if options.as_json:
         console.print_json({"part": str(part), "shards": extent.shards, "shards_of_job": len(job.plan.jobs)})
         return
     console.print_line(f"part {part}: {extent.shards} of the {len(job.plan.jobs)} shards are converted")
     console.print_note("when all parts are done, the command without --part writes index and config:")
-    console.print_next(console.command(*command_words(replace(options, part=None))))
+    console.print_next(whole.line(here=whole.folder))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, TypeVar, cast, get_type_hints
 
 import typer
 
+from k2convert.checkpoint.names import WORK_SUFFIX
 from k2convert.choices import Activations, Device, KvCache, Layout, QuantizerKind, Rule, Target
 from k2convert.errors import PlanError
 
@@ -23,6 +24,11 @@ def existing_place(value: Any) -> Any:
     from k2convert.job.spelling import check_source
 
     return _checked(value, check_source)
+
+
+def status_place(value: Any) -> Any:
+    """Callback of `status`: the statistics file of an unfinished calibration is not there yet, but its folder is."""
+    return value if Path(f"{value}{WORK_SUFFIX}").is_dir() else existing_place(value)
 
 
 def new_place(value: Any) -> Any:
@@ -94,6 +100,15 @@ DestinationArgument = Annotated[
     typer.Argument(
         help="Folder of the converted checkpoint, or hf://owner/name[@revision].",
         callback=existing_place,
+        show_default=False,
+    ),
+]
+StatusArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DESTINATION",
+        help="Folder of a conversion, statistics file of a calibration, or hf://owner/name[@revision].",
+        callback=status_place,
         show_default=False,
     ),
 ]
@@ -250,10 +265,11 @@ def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., Non
     return decorate
 
 
-def command_words(options: RunOptions) -> tuple[str, ...]:
-    """Return the command that has these options: what resumes the job."""
-    words = ["k2convert", "run", options.source, options.destination]
-    for field in fields(options)[2:]:
+def command_words(verb: str, options: Any) -> tuple[str, ...]:
+    """Return the command that has these options, the first two as arguments: what resumes the job."""
+    known = fields(options)
+    words = ["k2convert", verb, *(str(getattr(options, field.name)) for field in known[:2])]
+    for field in known[2:]:
         value = getattr(options, field.name)
         if value == field.default or field.name == "dry_run":
             continue

@@ -9,6 +9,7 @@ from k2convert.cli import console
 from k2convert.errors import HubError, remedy
 from k2convert.hub.client import Hub, parse_repo
 from k2convert.hub.source import RemoteRepo, read_file, resolve_source
+from k2convert.records.command import read_command
 from k2convert.records.ledger import TOTAL, Ledger, parse_ledger
 from k2convert.records.publication import find_published, has_left
 
@@ -83,6 +84,8 @@ def show_published(folder: Path) -> bool:
         return False
     if found is None:
         console.print_note("uploaded, but not known to be on main: the same `k2convert run` command finishes the job")
+        if (command := read_command(folder)) is not None:
+            console.print_next(command.line(here=str(Path.cwd())))
     else:
         console.print_next(console.command("k2convert", "validate", f"hf://{found.repo}"))
     return True

@@ -172,7 +172,7 @@ def _do(job: Job, options: RunOptions) -> None:
     job = _verify(job, options)
     if job.target is not None:
         confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes, ask=typer.confirm)
-    command = JobCommand(command_words(options), str(Path.cwd()))
+    command = JobCommand(command_words("run", options), str(Path.cwd()))
     job = replace(job, command=command)
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
     display = Display("transfer" if job.uses_hub else "convert", extent, quiet=options.quiet)

@@ -252,7 +252,7 @@ def status_document(state: JobState) -> dict[str, Any]:
         "pending": [name for name in state.job.shards if name not in state.finished],
         "progress": state.progress,
         "progress_age": round(state.progress_age) if state.progress is not None else None,
-        "resume": None if state.command is None else state.command.line(here=str(Path.cwd())),
+        "resume": None if state.command is None or state.is_complete else state.command.line(here=str(Path.cwd())),
         "recipe": state.job.recipe,
         "fingerprint": state.job.fingerprint,
         **({} if state.job.pruning is None else {"pruning": state.job.pruning.to_dict()}),
@@ -263,12 +263,12 @@ def show_status(destination: Path, state: JobState) -> None:
     """Print a job's state."""
     document = status_document(state)
     word = "complete" if state.is_complete else "running" if state.is_running else "not finished"
-    print_line(
-        f"{destination}: {word}: {document['finished_shards']} of {document['shards']} shards, "
-        f"{format_bytes(document['finished_bytes'])} of {format_bytes(document['bytes'])}"
-    )
+    shards = f"{destination}: {word}: {document['finished_shards']} of {document['shards']} shards"
     if state.progress is not None:
-        _show_progress(state.progress, state.progress_age)
+        print_line(shards)
+        show_progress(state.progress, state.progress_age)
+    else:
+        print_line(f"{shards}, {format_bytes(document['finished_bytes'])} of {format_bytes(document['bytes'])}")
     print_line(
         f"recipe {state.job.recipe['name']}: rule {state.job.recipe['rule']}, layout {state.job.recipe['layout']}"
     )
@@ -276,12 +276,14 @@ def show_status(destination: Path, state: JobState) -> None:
         print_line(state.job.pruning.line)
 
 
-def _show_progress(progress: Mapping[str, Any], age: float) -> None:
+def show_progress(progress: Mapping[str, Any], age: float) -> None:
     """Print what the running process last said about its phases."""
     for name, phase in progress["phases"].items():
         done, total, rate = phase["done"], phase["total"], phase["rate"]
         if unit := phase.get("unit"):
-            print_line(f"{name}: layer {min(done // unit + 1, total // unit)} of {total // unit}")
+            speed = f", {rate:,.0f} tokens/s per layer" if rate and done < total else ""
+            layer = f"layer {min(done // unit + 1, total // unit)} of {total // unit}"
+            print_line(f"{name}: {layer} on {unit:,} tokens{speed}")
             continue
         speed = f", {format_rate(rate)}" if rate and done < total else ""
         print_line(f"{name}: {format_bytes(min(done, total))} of {format_bytes(total)}{speed}")

@@ -38,7 +38,7 @@ from k2convert.job.uploads import Uploads
 from k2convert.job.verify import shards_to_hash, verify_shards
 from k2convert.job.workers import Workers
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.records.command import forget_command, keep_command
+from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events, Extent, Phase
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
@@ -106,11 +106,9 @@ def execute(job: Job, *, events: Events = SILENT, cluster: Cluster | None = None
         if walk is not None:
             walk.plan.work.remove()
         if uploads is None or job.target is None:
-            forget_command(folder)
             return Outcome(records, None, calibrated=job.calibrated)
         machine.release_buffers()
         commit, validation = publish_result(job, job.target, uploads, names)
-        forget_command(folder)
         return Outcome(records, commit, validation, job.calibrated)
 
 
@@ -127,6 +125,8 @@ def execute_part(job: Job, part: Part, *, events: Events = SILENT) -> Outcome:
     journal = Journal(folder, suffix=own_suffix())
     with journal.shared():
         journal.join(job.description)
+        if job.command is not None:
+            keep_command(folder, job.command, suffix=journal.suffix)
         records = journal.finished(job.digest)
         items = [item for item in part.items(job.items) if item.name not in records]
         events.begun(part_extent(job, part, records))

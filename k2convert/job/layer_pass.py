@@ -35,6 +35,7 @@ from k2convert.models import detect_family
 from k2convert.models.names import Architecture
 from k2convert.plan.plan import claim_projections
 from k2convert.plan.recipe import load_recipe
+from k2convert.records.command import JobCommand, keep_command
 from k2convert.records.events import SILENT, Events, Extent, Phase
 from k2convert.records.fingerprint import job_fingerprint
 from k2convert.validate.remote import RemoteShards
@@ -47,7 +48,7 @@ class CalibrationJob:
     """A planned calibration. Nothing has been written yet.
 
     `header` is that of the statistics file, without dropped windows. `disk_needed` and `disk_allowed` are bytes at one
-    time. `shards` is None for a source in a folder.
+    time. `shards` is None for a source in a folder. `command` is what the user typed.
     """
 
     source: Source
@@ -61,6 +62,7 @@ class CalibrationJob:
     shards: LayerShards | None
     disk_needed: int
     disk_allowed: int
+    command: JobCommand | None = None
 
     @property
     def num_layers(self) -> int:
@@ -139,6 +141,7 @@ def prepare_calibration(
         "seed": seed,
         "token_ids": blake3(windows.ids.tobytes()).hexdigest(),
         "device": devices[0].partition(":")[0],
+        "layers": architecture.num_layers,
     }
     states = windows.ids.size * architecture.hidden_size * 4 * min(architecture.num_layers - 1, 2)
     small = states + 2 * statistics_bytes(architecture)
@@ -196,6 +199,8 @@ def execute_calibration(job: CalibrationJob, *, events: Events = SILENT) -> Stat
     with work.locked(events=events) as keep:
         was_begun = work.job() is not None
         begun = work.begin(job.job)
+        if job.command is not None:
+            keep_command(work.folder, job.command)
         first = work.num_finished()
         if was_begun:
             events.note(f"{work.statistics}: resuming: {first} of {num_layers} layers done")

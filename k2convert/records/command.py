@@ -1,6 +1,6 @@
-"""The command that resumes an unfinished job, for `status` and for the line that an interrupt leaves.
+"""The command of a job: it resumes an unfinished one, and says what a finished one was made from.
 
-DEST/.k2convert/command.json    the words of the command and the folder it was given in; removed when the job is done
+DEST/.k2convert/command.json    the words of the command and the folder it was given in
 """
 
 import json
@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from k2convert.checkpoint.files import read_json_file, write_atomically, writing
-from k2convert.checkpoint.folders import opened_folder, remove_file
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_json_file, write_atomically
 from k2convert.checkpoint.names import COMMAND_NAME, WORK_FOLDER
 from k2convert.errors import K2ConvertError
 
@@ -27,17 +26,25 @@ class JobCommand:
         command = shlex.join(self.words)
         return command if self.folder == here else f"cd {shlex.quote(self.folder)} && {command}"
 
+    def place(self, word: str, *, here: str) -> str:
+        """Return a path or an address of the command, as it is written in the folder `here`."""
+        is_same = self.folder == here or "://" in word
+        return word if is_same else str(Path(self.folder) / word)
 
-def keep_command(destination: Path, command: JobCommand) -> None:
-    """Keep the command that resumes the job, until `forget_command`."""
-    write_atomically(_path(destination), json.dumps(asdict(command)).encode(), root=destination)
+    def value(self, option: str) -> str | None:
+        """Return what was given with an option; None without it."""
+        return dict(zip(self.words, self.words[1:], strict=False)).get(option)
 
 
-def forget_command(destination: Path) -> None:
-    """Remove the command: the job is done."""
-    path = _path(destination)
-    with writing(path), opened_folder(path.parent, root=destination) as folder:
-        remove_file(path, folder)
+def keep_command(destination: Path, command: JobCommand, *, suffix: str = TEMPORARY_SUFFIX) -> None:
+    """Keep the command of a job. `suffix` is that of the temporary file."""
+    write_atomically(_path(destination), json.dumps(asdict(command)).encode(), root=destination, suffix=suffix)
+
+
+def say_own_command(destination: Path) -> str:
+    """Return the sentence that names the command of the job in a folder, with a space after it; "" without one."""
+    command = read_command(destination)
+    return "" if command is None else f"Its own command is `{command.line(here=str(Path.cwd()))}`. "
 
 
 def read_command(destination: Path) -> JobCommand | None:

@@ -44,7 +44,7 @@ from k2convert.errors import (
     quoted,
 )
 from k2convert.records.checksum import seal, unseal
-from k2convert.records.command import JobCommand, read_command
+from k2convert.records.command import JobCommand, read_command, say_own_command
 from k2convert.records.events import SILENT, Events, Keep
 from k2convert.records.job_description import JobDescription, describe_changes
 from k2convert.records.lock import lock_destination, read_lock, share_destination
@@ -56,8 +56,8 @@ from k2convert.records.source_identity import Identities, changed_shards, moved_
 class JobState:
     """What `status` shows: the job, its finished shards, and whether it is complete or running.
 
-    `command` resumes an unfinished job; jobs that another program began have none. `progress` is what the running
-    process last said (Tally.summary), `progress_age` how many seconds ago that was.
+    `command` is what began or last resumed the job; jobs that another program began have none. `progress` is what the
+    running process last said (Tally.summary), `progress_age` how many seconds ago that was.
     """
 
     job: JobDescription
@@ -148,8 +148,8 @@ class Journal:
     def _check_same(self, found: JobDescription, job: JobDescription) -> None:
         if changes := describe_changes(found.fingerprint, job.fingerprint):
             raise ResumeError(
-                f"{self.destination}: holds a different job: {changes}. Choose a different folder, or delete this one "
-                "to start over."
+                f"{self.destination}: holds a different job: {changes}. {say_own_command(self.destination)}Choose a "
+                "different folder, or delete this one to start over."
             )
 
     def _accept_source(self, job: JobDescription, before: Identities, now: Identities) -> Identities:

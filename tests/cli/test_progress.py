@@ -108,17 +108,17 @@ def test_status_of_a_running_job_shows_its_rate_and_eta(
         tally.keep()
         status = run_cli("status", out)
         document = json.loads(run_cli("status", out, "--json").stdout)
-    assert "convert: 4.00 MB of 10.00 MB, 500 kB/s\nETA 0:00:12\n" in status.stdout
+    assert f"{out}: running: 5 of 5 shards\nconvert: 4.00 MB of 10.00 MB, 500 kB/s\nETA 0:00:12\n" in status.stdout
     assert "next:" not in status.stderr
     assert document["running"]
     assert document["progress"]["seconds_left"] == 12
     assert not (out / ".k2convert" / "lock").read_text()
 
 
-def test_a_finished_job_leaves_no_command_behind(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
+def test_a_finished_job_leaves_its_command_for_status(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
     assert run_cli("run", tiny, tmp_path / "out").returncode == 0
     names = {path.name for path in (tmp_path / "out" / ".k2convert").iterdir()}
-    assert names == {"job.json", "lock", "shards"}
+    assert names == {"command.json", "job.json", "lock", "shards"}
 
 
 def test_a_dry_run_estimates_time_and_memory_and_leaves_nothing(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:

@@ -58,11 +58,18 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+def finished(folder: Path) -> dict[str, bytes]:
+    """The files of a finished job but the command, which names the folder."""
+    found = contents(folder)
+    del found[f"{WORK_FOLDER}/{COMMAND_NAME}"]
+    return found
+
+
 def problems_after_crash(destination: Path, whole: dict[str, bytes]) -> list[str]:
     """What no crash may leave: a file under its final name that is not whole, or a config before the shards."""
     found = contents(destination)
     final = {name: data for name, data in found.items() if not name.endswith(".tmp")}
-    command = final.pop(f"{WORK_FOLDER}/{COMMAND_NAME}", None)  # removed when the job is done
+    command = final.pop(f"{WORK_FOLDER}/{COMMAND_NAME}", None)  # it names the destination
     wrong = [f"{name} is half-written" for name, data in final.items() if whole.get(name) != data]
     if command is not None and "words" not in json.loads(command):
         wrong.append(f"{COMMAND_NAME} is half-written")
@@ -87,7 +94,7 @@ def try_point(source: Path, destination: Path, whole: dict[str, bytes], crashes:
         wrong += problems_after_crash(destination, whole)
     if (code := run(source, destination)) != 0:
         wrong.append(f"resume: exit code {code}")
-    elif contents(destination) != whole:
+    elif finished(destination) != whole:
         wrong.append("resume: other bytes")
     with suppress(FileNotFoundError):
         shutil.rmtree(destination)
@@ -98,7 +105,7 @@ def crash_everywhere(source: Path, folder: Path) -> dict[str, object]:
     """Crash at every call; for some of them crash during the resume too."""
     call(source, folder / "warm-up")
     calls = logged(source, folder / "whole")
-    whole = contents(folder / "whole")
+    whole = finished(folder / "whole")
     points = range(1, len(calls) + 1)
     wrong: list[str] = []
     tried = 0

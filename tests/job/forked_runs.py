@@ -48,5 +48,5 @@ def send(process: BaseProcess, number: signal.Signals) -> None:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a result but the lock, whose content is the last owner's business."""
-    files = (p for p in folder.rglob("*") if p.is_file() and p.name != "lock")
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name not in ("lock", "command.json"))
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}

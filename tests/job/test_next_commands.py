@@ -47,7 +47,7 @@ def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Pa
         serve,
     ]
     assert follow("inspect", "DEST") == ["k2convert validate DEST", serve]
-    assert follow("status", "DEST") == ["k2convert validate DEST", serve]
+    assert follow("status", "DEST") == [f"k2convert validate DEST --source {quoted}", serve]
     assert follow("report", "DEST", "--source", name) == ["k2convert publish DEST --repo owner/name"]
 
 

@@ -411,7 +411,7 @@ def test_next_command_can_be_pasted(tiny: Path, run_cli: RunCli, tmp_path: Path)
     assert following(run_cli(*words, "--dry-run")) == ["k2convert", *words]
     validate = ["k2convert", "validate", str(destination)]
     assert following(run_cli(*words)) == [*validate, "--source", str(source)]
-    assert following(run_cli("status", destination)) == validate
+    assert following(run_cli("status", destination)) == [*validate, "--source", str(source)]
     assert following(run_cli(*validate[1:]))[2] == str(destination)
     assert following(run_cli("report", destination))[2] == str(destination)
 

@@ -1,0 +1,139 @@
+"""`status` of what is no unfinished conversion: a source, a calibration, a statistics file, parts, a finished job."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from statistics_makers import random_statistics
+
+from k2convert.calibrate.work import WorkFolder
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.records.command import read_command
+from k2convert.records.events import Extent
+from k2convert.records.tally import Tally
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def following(done: subprocess.CompletedProcess[str]) -> str:
+    """The command that the output names as the next one."""
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("next: "))
+    return line.removeprefix("next: ")
+
+
+@pytest.fixture
+def stopped(run_cli: RunCli, short: Path, tmp_path: Path) -> Path:
+    """The statistics file of a calibration that stopped in its last layer, whose norm has a NaN."""
+    source = Path(shutil.copytree(short, tmp_path / "a source"))
+    norm = open_checkpoint(source).tensors["model.layers.2.input_layernorm.weight"]
+    with (source / norm.shard).open("r+b") as file:
+        file.seek(norm.begin)
+        file.write((0x7FC0).to_bytes(2, "little"))
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    words = ("--text", tmp_path / "text.txt", "--tokens", "128", "--window", "64", "--device", "cpu", "--quiet")
+    assert run_cli("calibrate", source, tmp_path / "s.stats", *words).returncode == 1
+    return tmp_path / "s.stats"
+
+
+def test_status_of_a_stopped_calibration_gives_its_layers_and_its_command(run_cli: RunCli, stopped: Path) -> None:
+    for place in (stopped, f"{stopped}.work"):
+        shown = run_cli("status", place)
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout == f"{stopped}: calibration not finished: 2 of 3 layers, 128 tokens at most\n"
+        words = shlex.split(following(shown))
+        start = words.index("k2convert")
+        assert words[start : start + 4] == ["k2convert", "calibrate", str(stopped.parent / "a source"), str(stopped)]
+        assert words[-3:] == ["--device", "cpu", "--quiet"]
+    document = json.loads(run_cli("status", stopped, "--json").stdout)
+    found = [document[key] for key in ("complete", "running", "finished_layers", "layers")]
+    assert found == [False, False, 2, 3]
+
+
+def test_a_pass_with_other_options_is_refused_with_the_command_of_the_pass(run_cli: RunCli, stopped: Path) -> None:
+    words = ("--text", stopped.parent / "text.txt", "--tokens", "192", "--window", "64", "--device", "cpu", "--quiet")
+    done = run_cli("calibrate", stopped.parent / "a source", stopped, *words)
+    assert done.returncode == 1
+    command = read_command(WorkFolder(stopped).folder)
+    assert command is not None
+    assert f"tokens was 128, now 192. Its own command is `{command.line(here=str(Path.cwd()))}`. " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_status_of_a_running_calibration_has_rate_and_eta(run_cli: RunCli, stopped: Path) -> None:
+    clock = [0.0]
+    extent = Extent({"calibrate": (384, 128)}, layer_tokens=128)
+    tally = Tally(extent, note=print, clock=lambda: clock[0])
+    with WorkFolder(stopped).locked() as keep:
+        tally.begun(extent, keep=keep)
+        for _ in range(8):
+            clock[0] += 1
+            tally.tokens_computed(8)
+        tally.keep()
+        shown = run_cli("status", stopped)
+    assert shown.stdout.splitlines() == [
+        f"{stopped}: calibration running: 2 of 3 layers, 128 tokens at most",
+        "calibrate: layer 2 of 3 on 128 tokens, 8 tokens/s per layer",
+        "ETA 0:00:24",
+    ]
+    assert shown.stderr == ""
+
+
+def test_status_of_a_statistics_file_names_its_uses(run_cli: RunCli, cut: Path, tmp_path: Path) -> None:
+    path = random_statistics(tmp_path / "s.stats", cut)
+    shown = run_cli("status", path)
+    assert re.match(rf"{path}: complete statistics: 2 layers, 8,192 tokens of \S.*, \S+ [kM]B\n", shown.stdout)
+    assert f"k2convert run SOURCE DEST --statistics {path}\n" in shown.stdout
+    assert following(shown) == f"k2convert inspect {path}"
+    other = run_cli("status", cut / "config.json")
+    assert (other.returncode, other.stderr.count("\n")) == (1, 1)
+
+
+def test_status_of_a_source_says_that_it_is_one(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
+    done = run_cli("status", tiny)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: {tiny}: is an INT4 source, not a result. `k2convert run {tiny} DEST` converts it.\n"
+    )
+    (tmp_path / "empty").mkdir()
+    assert "holds no conversion" in run_cli("status", tmp_path / "empty").stderr
+
+
+def test_status_of_all_parts_gives_the_command_that_ends_the_job(run_cli: RunCli, cut: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run_cli("run", cut, out, "--rule", "plain", "--part", "1/1").returncode == 0
+    shown = run_cli("status", out)
+    assert "not finished: 5 of 5 shards" in shown.stdout
+    assert following(shown) == f"k2convert run {cut} {out} --rule plain"
+
+
+def test_status_of_a_finished_job_names_source_and_statistics(
+    run_cli: RunCli, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    random_statistics(tmp_path / "s.stats", cut)
+    Path("source").symlink_to(cut)
+    done = run_cli("run", "source", "out", "--statistics", "s.stats")
+    expected = "k2convert validate out --source source --statistics s.stats"
+    assert following(done) == following(run_cli("status", "out")) == expected
+    assert json.loads(run_cli("status", "out", "--json").stdout)["resume"] is None
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    given = f"--source {tmp_path}/source --statistics {tmp_path}/s.stats"
+    assert following(run_cli("status", "../out")) == f"k2convert validate ../out {given}"
+
+
+def test_other_options_are_refused_with_the_command_of_the_job(run_cli: RunCli, cut: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run_cli("run", cut, out, "--layout", "compressed-tensors", "--part", "1/2").returncode == 0
+    done = run_cli("run", cut, out)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: {out}: holds a different job: layout was 'compressed-tensors', now 'modelopt'. Its own command is "
+        f"`k2convert run {cut} {out} --layout compressed-tensors`. Choose a different folder, or delete this one to "
+        "start over.\n"
+    )
