@@ -222,7 +222,8 @@ def report(
 def publish(
     destination: FolderArgument,
     repo: Annotated[
-        str, typer.Option(help="Repository to publish to: owner/name.", callback=not_address, show_default=False)
+        str,
+        typer.Option(help="Repository: owner/name[@branch].", callback=not_address, show_default=False),
     ],
     public: PublicOption = False,
     yes: YesOption = False,
@@ -237,7 +238,7 @@ def publish(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Validate a converted checkpoint and publish it on the Hub, in one commit on main."""
+    """Validate a converted checkpoint and publish it on the Hub, in one commit on main or a branch."""
     from k2convert.cli.publish import publish
 
     publish(

@@ -38,7 +38,7 @@ def calibrate(options: CalibrateOptions) -> None:
 
     statistics = options.statistics
     check_statistics_path(statistics, source=None)
-    hub = Hub(notify=console.print_event)
+    hub = Hub(notify=console.notifier(quiet=options.quiet))
     begun = WorkFolder(statistics).job()
     pinned: Any = None if begun is None else begun.identity.get("source_revision")
     with (
@@ -70,7 +70,7 @@ def calibrate(options: CalibrateOptions) -> None:
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
         )
         waiting.end()
-        for note in windows.notes:
+        for note in () if options.quiet else windows.notes:
             console.print_note(f"note: {note}")
         finished = job.finished_header()
         if finished is not None:

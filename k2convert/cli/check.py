@@ -69,7 +69,7 @@ def validate(
         require_extra("calibrate", purpose="--text")
     request = None if layers is None else LayersRequest(layers, hidden_states, tokens)
     calibrated = None if statistics is None else open_statistics(statistics)
-    with _open(destination, source) as opened:
+    with _open(destination, source, quiet=quiet) as opened:
         _check_operands(opened.source, layers=layers, hidden_states=hidden_states, against=against)
         if request is not None and opened.source is not None and text:
             request = replace(request, hidden_states=_read_text(text, opened.source, tokens=tokens))
@@ -153,7 +153,7 @@ class _Opened:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the result's shards."""
+        """The tensor bytes of the result's shards."""
         return self.shards.result_bytes() if self.shards.result is not None else folder_bytes(self.folder)
 
     def bytes_to_read(self, layers: tuple[int, ...] | None) -> int:
@@ -164,9 +164,9 @@ class _Opened:
 
 
 @contextmanager
-def _open(destination: str, source: str | None) -> Generator[_Opened]:
+def _open(destination: str, source: str | None, *, quiet: bool) -> Generator[_Opened]:
     """Open a result and, if given, its source; either may be hf://owner/name[@revision]."""
-    hub = Hub(notify=console.print_event)
+    hub = Hub(notify=console.notifier(quiet=quiet))
     with open_result(destination, hub=hub) as result, open_origin(source, hub=hub) as (origin, shards):
         if result.remote is not None:
             headers = read_headers(hub, result.remote, folder=result.folder)
@@ -252,7 +252,7 @@ def report(
 
     The report on a repository goes into the current folder, unless `out` says otherwise.
     """
-    with _open(destination, source) as opened:
+    with _open(destination, source, quiet=quiet) as opened:
         folder, is_remote = opened.folder, opened.shards.result is not None
         check_folder(folder)
         out = Path() if out is None and is_remote else out

@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -150,6 +150,15 @@ def print_note(text: str) -> None:
 def print_event(text: str) -> None:
     """Print one line about a running stage on stderr: with its time in UTC, unless a person watches it live."""
     print_note(text if errors_are_shown_live() else f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}")
+
+
+def notifier(*, quiet: bool) -> Callable[[str], None]:
+    """Return what takes lines about a running stage: print_event, or nothing if the user asked for quiet."""
+    return ignore if quiet else print_event
+
+
+def ignore(_: str) -> None:
+    """Drop a line."""
 
 
 def _to_stderr(text: Text, *, soft_wrap: bool = True) -> None:

@@ -25,7 +25,7 @@ def read_calibration_text(options: RunOptions, source: Source) -> CalibrationTex
     windows = read_texts(
         source, text=options.calibrate, token_ids=options.token_ids, tokens=tokens, window=window, seed=seed
     )
-    for note in windows.notes:
+    for note in () if options.quiet else windows.notes:
         console.print_note(f"note: {note}")
     devices = choose_devices(options.device)
     return CalibrationText(

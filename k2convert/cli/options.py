@@ -118,7 +118,7 @@ FolderArgument = Annotated[
 ResultArgument = Annotated[
     str,
     typer.Argument(
-        help="Folder of the converted checkpoint, or hf://owner/name.", callback=new_place, show_default=False
+        help="Folder of the converted checkpoint, or hf://owner/name[@branch].", callback=new_place, show_default=False
     ),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Show no progress on stderr.")]

@@ -41,7 +41,7 @@ class Display:
         """`what` names the stage in plain lines. `quiet` shows nothing but still counts, for `status`."""
         self._quiet = quiet
         self._is_live = not quiet and console.errors_are_shown_live()
-        self.tally = Tally(extent, note=_ignore if quiet else console.print_event)
+        self.tally = Tally(extent, note=console.notifier(quiet=quiet))
         self.rows = Rows(self.tally)
         self._lines = _Lines(what, self.tally)
         self._live: Live | None = None
@@ -77,10 +77,6 @@ class Display:
             if time.monotonic() - kept >= KEEP_SECONDS:
                 kept = time.monotonic()
                 self.tally.keep()
-
-
-def _ignore(text: str) -> None:
-    pass
 
 
 @dataclass(slots=True)

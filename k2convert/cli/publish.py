@@ -10,9 +10,9 @@ from k2convert.cli.check import open_origin
 from k2convert.cli.progress import Display
 from k2convert.cli.run import confirm, print_notices, show_commit
 from k2convert.hub.branch import Branch, branch_name
-from k2convert.hub.client import SCHEME, Hub, RepoRef, check_endpoint, parse_repo
+from k2convert.hub.client import SCHEME, Hub, RepoRef, check_endpoint, parse_repo, target_revision
 from k2convert.hub.xet import bound_memory
-from k2convert.job.places import Destination, repo_without_revision
+from k2convert.job.places import Destination
 from k2convert.job.publish import (
     Publication,
     base_model_name,
@@ -23,6 +23,7 @@ from k2convert.job.publish import (
 from k2convert.records.events import Extent
 from k2convert.records.publication import Published, check_shards_are_here, find_published, has_left, record_published
 from k2convert.validate.remote import Shards
+from k2convert.validate.results import folder_bytes
 
 
 def publish(
@@ -40,16 +41,18 @@ def publish(
 
     Without `source`, the rules that compare with it are skipped.
     """
-    name = repo_without_revision(_parse_repo(repo))
+    ref = _parse_repo(repo)
+    revision = target_revision(ref)
     if has_left(folder):
-        _show_left(folder, name, as_json=as_json)
+        _show_left(folder, str(ref).removeprefix(SCHEME), as_json=as_json)
         return
     check_endpoint()
     bound_memory()
-    hub = Hub(notify=console.print_event)
+    hub = Hub(notify=console.notifier(quiet=quiet))
     publication = prepare_publication(
         folder,
-        repo=name,
+        repo=ref.repo,
+        revision=revision,
         private=private,
         base_model=None if base_model is None else base_model_name(_parse_repo(base_model)),
         hub=hub,
@@ -58,19 +61,20 @@ def publish(
     print_notices(target)
     if publication.is_published:
         Branch(hub, target, branch_name(ledger.digest)).delete()  # a run killed after its last commit leaves it
-        console.print_note(f"{target.repo}: main already holds this result")
+        console.print_note(f"{target.repo}: {revision} already holds this result")
         commit = str(target.head)
     else:
         others = ", ".join(map(str, publication.others))
-        console.print_note(f"publishes {len(ledger.shards)} shards and these files: {others}")
+        if not quiet:
+            console.print_note(f"publishes {len(ledger.shards)} shards and these files: {others}")
         with open_origin(source, hub=hub) as (origin, shards):
             confirm(target, total_bytes=ledger.num_bytes, yes=yes, ask=typer.confirm)
             commit = _publish(publication, source=origin, shards=shards, quiet=quiet)
-    record_published(folder, Published(target.repo, commit))
+    record_published(folder, Published(target.name, commit))
     if as_json:
         console.print_json({"repo": target.repo, "commit": commit, "private": target.private})
     else:
-        show_commit(hub, Destination(folder, target.repo), commit)
+        show_commit(hub, Destination(folder, target.repo, revision), commit)
 
 
 def _show_left(folder: Path, repo: str, *, as_json: bool) -> None:
@@ -88,9 +92,10 @@ def _show_left(folder: Path, repo: str, *, as_json: bool) -> None:
 
 def _publish(publication: Publication, *, source: Checkpoint | None, shards: Shards, quiet: bool) -> str:
     total_bytes = publication.ledger.num_bytes
-    with Display("validate", Extent({"check": (total_bytes, 0)}), quiet=quiet) as events:
+    with Display("validate", Extent({"check": (folder_bytes(publication.folder), 0)}), quiet=quiet) as events:
         validation, hashes = validate_publication(publication, source=source, shards=shards, events=events)
-    console.print_note(validation.contract.summary)
+    if not quiet:
+        console.print_note(validation.contract.summary)
     with Display("publish", Extent({"upload": (total_bytes, 0)}), quiet=quiet) as events:
         return publish_folder(publication, validation, hashes, events=events)
 

@@ -35,7 +35,7 @@ from k2convert.cli.views import (
 )
 from k2convert.errors import HubError, missing_module, require_extra
 from k2convert.hub.branch import Branch, branch_name
-from k2convert.hub.client import Hub
+from k2convert.hub.client import MAIN, Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import redacted
 from k2convert.hub.xet import bound_memory
@@ -67,7 +67,7 @@ def run(options: RunOptions) -> None:
     if has_text(options):
         require_extra("calibrate", purpose="--calibrate")
     statistics = None if options.statistics is None else open_statistics(options.statistics)
-    hub = Hub(notify=console.print_event)
+    hub = Hub(notify=console.notifier(quiet=options.quiet))
     pinned = Journal(destination.folder).pinned_revision()
     with (
         Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
@@ -144,8 +144,8 @@ def _show_plan(job: Job, options: RunOptions) -> None:
 
 def _show_published(job: Job, target: Target, *, as_json: bool) -> None:
     Branch(job.hub, target, branch_name(job.digest)).delete()  # a run killed after its last commit leaves it
-    record_published(job.destination.folder, Published(target.repo, str(target.head)))
-    console.print_note(f"{target.repo}: main already holds this result")
+    record_published(job.destination.folder, Published(target.name, str(target.head)))
+    console.print_note(f"{target.repo}: {target.revision} already holds this result")
     if as_json:
         console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
 
@@ -191,7 +191,7 @@ def _do(job: Job, options: RunOptions) -> None:
         error.add_note(command.line(here=command.folder))  # both are shown after an interrupt
         raise
     if job.target is not None and outcome.commit is not None:
-        record_published(job.destination.folder, Published(job.target.repo, outcome.commit))
+        record_published(job.destination.folder, Published(job.target.name, outcome.commit))
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
 
 
@@ -241,8 +241,10 @@ def print_notices(target: Target) -> None:
 
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     """Print where a result was published, and how to serve it."""
-    console.print_line(f"{redacted(hub.endpoint)}/{destination.repo} at commit {commit}")
-    print_serve(str(destination.repo), folder=destination.folder)
+    revision = None if destination.revision == MAIN else destination.revision
+    branch = "" if revision is None else f", branch {revision},"
+    console.print_line(f"{redacted(hub.endpoint)}/{destination.repo}{branch} at commit {commit}")
+    print_serve(str(destination.repo), folder=destination.folder, revision=revision)
 
 
 def confirm(target: Target, *, total_bytes: int, yes: bool, ask: Callable[[str], bool]) -> None:
@@ -252,5 +254,5 @@ def confirm(target: Target, *, total_bytes: int, yes: bool, ask: Callable[[str],
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise HubError(f"{target.repo}: publishing without a terminal needs --yes.")
     kind = "private" if target.private else "PUBLIC"
-    if not ask(f"Publish {total_bytes / 1e9:,.1f} GB to the {kind} repository {target.repo}?"):
+    if not ask(f"Publish {console.format_bytes(total_bytes)} to the {kind} repository {target.name}?"):
         raise HubError(f"{target.repo}: not published.")

@@ -3,6 +3,9 @@
     work branch  k2convert-<fingerprint>   shards in groups, with their records under .k2convert/
     main         one commit                CommitOperationCopy of every shard (no bytes move) + config, index, card, ...
 
+A result may go to another branch than main, as a new version: the same, and in that branch's commit the files of main
+that are not of the result are deleted. Here "main" is the branch that the result goes to.
+
 Readers of main never see half a model. The branch is the state: after an interruption its tree shows which shards are
 uploaded. A local copy may be deleted only after the branch lists the shard with the sha256 computed here. Commits in
 groups stay below the Hub's limit of 128 commits per hour and repository.
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import ChangedFileError, HubError
-from k2convert.hub.client import Hub, ignore
+from k2convert.hub.client import MAIN, Hub, ignore
 from k2convert.hub.download import file_sha256
 from k2convert.hub.operations import SentCount, counted_operation
 from k2convert.hub.preflight import Target
@@ -27,11 +30,14 @@ from k2convert.hub.request_errors import HubRequestError, explained, redacted
 from k2convert.hub.source import RemoteFile, list_files, matches, read_file
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi
+
+    Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
 
 MAX_COMMITS_PER_HOUR = 120  # the Hub's limit is 128; the rest is for the account's other work
 GROUP_SHARDS = 8
 GROUP_SECONDS = 300.0
+_ATTRIBUTES_NAME = ".gitattributes"  # the Hub's own file
 
 
 def branch_name(digest: str) -> str:
@@ -85,17 +91,24 @@ class Branch:
             f"create the repository {repo}",
             lambda: api.create_repo(repo, repo_type="model", private=self.target.private, exist_ok=True),
         )
-        info = self.hub.call(f"look up {repo}", lambda: api.model_info(repo, revision="main"))
+        info = self.hub.call(f"look up {repo}", lambda: api.model_info(repo, revision=MAIN))
         if self.target.private and not info.private:
             raise HubError(
                 f"{repo}: is public, but a private one was requested. Pass --public, or choose another repository."
             )
         self.head = info.sha or ""
-        self.hub.call(
-            f"create the branch {self.name} of {repo}",
-            lambda: api.create_branch(repo, branch=self.name, revision=self.head, exist_ok=True),
-        )
+        self._create_branch(self.name)
+        if self.target.revision != MAIN:
+            self.head = self.target.head or self.head
         self.on_branch = list_files(self.hub, repo, self.name)
+
+    def _create_branch(self, name: str) -> None:
+        """Create a branch at `head`, if it is missing."""
+        api = self.hub.api()
+        self.hub.call(
+            f"create the branch {name} of {self.repo}",
+            lambda: api.create_branch(self.repo, branch=name, revision=self.head, exist_ok=True),
+        )
 
     def read_records(self, *, wanted: Callable[[str], bool]) -> dict[str, bytes]:
         """The wanted small files that earlier runs committed with their shards, by path below .k2convert/."""
@@ -177,7 +190,7 @@ class Branch:
             return []
         self._wait_for_the_hour()
         api, group = self.hub.api(), [pending.upload for pending in taken]
-        operations: list[CommitOperationAdd | CommitOperationCopy] = [pending.operation for pending in taken]
+        operations: list[Operation] = [pending.operation for pending in taken]
         for pending in taken:
             for path, data in pending.records.items():
                 operations.append(CommitOperationAdd(f"{WORK_FOLDER}/{path}", data))
@@ -192,14 +205,14 @@ class Branch:
     def _create_commit(
         self,
         action: str,
-        operations: "list[CommitOperationAdd | CommitOperationCopy]",
+        operations: "list[Operation]",
         *,
         message: str,
         on_main: bool = False,
     ) -> None:
         """Commit to the work branch, or to main if main has not moved; this also uploads small files."""
         api = self.hub.api()
-        revision, parent = ("main", self.head) if on_main else (self.name, None)
+        revision, parent = (self.target.revision, self.head) if on_main else (self.name, None)
 
         def attempt() -> None:
             with _transfer_errors(action):
@@ -243,9 +256,9 @@ class Branch:
         `shards` maps names to (sha256, size), all on the branch; `files` are the other files. main must not have moved
         since `open`. Raises HubError; the job can then be run again.
         """
-        from huggingface_hub import CommitOperationAdd, CommitOperationCopy
+        from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
-        api = self.hub.api()
+        api, revision = self.hub.api(), self.target.revision
         # By commit, not by name: main gets exactly the files checked here, even if the branch moves meanwhile.
         branch = self.hub.call(f"look up {self.name}", lambda: api.model_info(self.repo, revision=self.name)).sha
         self.on_branch = list_files(self.hub, self.repo, branch or self.name)
@@ -256,27 +269,32 @@ class Branch:
                 "that fails too, find out who else writes to that branch."
             )
         on_main = list_files(self.hub, self.repo, self.head)
-        operations: list[CommitOperationAdd | CommitOperationCopy] = [
+        operations: list[Operation] = [
             CommitOperationCopy(name, name, src_revision=branch or self.name)
             for name, (sha256, _) in sorted(shards.items())
             if name not in on_main or on_main[name].sha256 != sha256
         ]
         operations += [CommitOperationAdd(path, content) for path, content in sorted(files.items())]
+        if revision != MAIN and self.target.head is None:
+            self._create_branch(revision)
+            others = on_main.keys() - shards.keys() - files.keys() - {_ATTRIBUTES_NAME}
+            operations += [CommitOperationDelete(path) for path in sorted(others)]
         self._wait_for_the_hour()
+        action = f"commit the model to {revision} of {self.repo}"
         try:
-            self._create_commit(f"commit the model to main of {self.repo}", operations, message=message, on_main=True)
+            self._create_commit(action, operations, message=message, on_main=True)
         except HubRequestError as error:
             # If the answer to a commit is lost, the retry finds that main has moved, because of that commit.
             if error.status != 412 or not self._is_on_main(shards, files):
                 raise
         if not self._is_on_main(shards, files):
-            raise HubError(f"{self.repo}: main lacks the committed files. Look at its history, then run again.")
+            raise HubError(f"{self.repo}: {revision} lacks the committed files. Look at its history, then run again.")
         self.delete()
-        info = self.hub.call(f"look up {self.repo}", lambda: api.model_info(self.repo, revision="main"))
+        info = self.hub.call(f"look up {self.repo}", lambda: api.model_info(self.repo, revision=revision))
         return info.sha or ""
 
     def _is_on_main(self, shards: Mapping[str, tuple[str, int]], files: Mapping[str, Path | bytes]) -> bool:
-        listed = list_files(self.hub, self.repo, "main")
+        listed = list_files(self.hub, self.repo, self.target.revision)
         for name, expected in shards.items():
             if name not in listed or (listed[name].sha256, listed[name].num_bytes) != expected:
                 return False

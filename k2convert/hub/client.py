@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SCHEME = "hf://"
+MAIN = "main"
 STALL_SECONDS = 60.0  # a connection without a byte for this long is broken; the library's client sets no limit
 NUM_ATTEMPTS = 6
 FIRST_RETRY_SECONDS = 1.0  # after the first failure; it doubles with each, up to MAX_RETRY_SECONDS, with jitter
@@ -42,6 +43,14 @@ class RepoRef:
 
     def __str__(self) -> str:
         return f"{SCHEME}{self.repo}" + (f"@{self.revision}" if self.revision else "")
+
+
+def target_revision(ref: RepoRef) -> str:
+    """Return the branch that a result goes to: main, or the one in the address; raises HubError if it is no branch."""
+    name = ref.revision or MAIN
+    if re.fullmatch(r"[0-9a-f]{40}|refs/.*|k2convert-.*", name):
+        raise HubError(f"{ref}: results go to a branch, and {name} is not one of yours. Write {SCHEME}{ref.repo}@v2.")
+    return name
 
 
 def parse_repo(text: str) -> RepoRef | None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.errors import HubError
-from k2convert.hub.client import Hub, parse_repo
+from k2convert.hub.client import MAIN, SCHEME, Hub, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteFile, RemoteRepo, list_files, read_file
 from k2convert.hub.source_card import Licence
@@ -24,13 +24,23 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A destination that passed the checks; `head` is main's commit, or None if the repository does not exist yet."""
+    """A destination that passed the checks: a repository, and `revision`, the branch that the result goes to.
+
+    `head` is the branch's commit and `files` are its files. A branch that does not exist yet, or is where main is, has
+    neither.
+    """
 
     repo: str
     private: bool
     head: str | None
     files: dict[str, RemoteFile]
     notices: tuple[str, ...]
+    revision: str = MAIN
+
+    @property
+    def name(self) -> str:
+        """The name of the result: owner/name[@branch]."""
+        return self.repo if self.revision == MAIN else f"{self.repo}@{self.revision}"
 
 
 def check_target(
@@ -41,6 +51,7 @@ def check_target(
     file_bytes: Mapping[str, int],
     licence: Licence,
     source: RemoteRepo | None,
+    revision: str = MAIN,
 ) -> Target:
     """Check token, name, visibility, sizes and license; raises HubError for anything that would fail later.
 
@@ -54,17 +65,23 @@ def check_target(
     too_large = [name for name, size in file_bytes.items() if size > MAX_FILE_BYTES]
     if too_large:
         raise HubError(f"{repo}: {too_large[0]} is larger than 50 GB, the Hub's limit per file. Split it first.")
-    head, is_private, files = _existing(hub, repo)
-    if head is not None and private and not is_private:
+    main, was_private = _look_up(hub, repo, MAIN)
+    if was_private is False and private:
         raise HubError(f"{repo}: is public, but a private repository was requested. Pass --public to use it.")
-    notices = [*_size_notices(account, namespace, file_bytes, private=is_private if head else private)]
-    if head is not None and is_private and not private:
+    is_private = private if was_private is None else was_private
+    notices = [*_size_notices(account, namespace, file_bytes, private=is_private)]
+    if was_private and not private:
         notices.append(f"{repo} is private, and --public does not change that. Change it on the settings page")
-    if source is not None and source.private and not (is_private if head else private):
+    if source is not None and source.private and not is_private:
         notices.append(f"{source.repo} is private, but the result will be public")
     if licence.id is None:
         notices.append("the source states no license, and the card says so. Check that you may publish the result")
-    return Target(repo, is_private if head else private, head, files, tuple(notices))
+    head = main
+    if revision != MAIN and main is not None:
+        head, _ = _look_up(hub, repo, revision)
+        head = None if head == main else head  # a run that was killed before its commit leaves such a branch
+    files = {} if head is None else list_files(hub, repo, head)
+    return Target(repo, is_private, head, files, tuple(notices), revision)
 
 
 def _account(hub: Hub) -> dict[str, Any]:
@@ -116,15 +133,16 @@ def _may_write(scopes: dict[str, Any], repo: str, namespace: str) -> bool:
     return False
 
 
-def _existing(hub: Hub, repo: str) -> tuple[str | None, bool, dict[str, RemoteFile]]:
+def _look_up(hub: Hub, repo: str, revision: str) -> tuple[str | None, bool | None]:
+    """Return the commit of a branch, and whether its repository is private; Nones if it does not exist."""
     api = hub.api()
     try:
-        info = hub.call(f"look up {repo}", lambda: api.model_info(repo))
+        info = hub.call(f"look up {repo}", lambda: api.model_info(repo, revision=revision))
     except HubRequestError as error:
         if error.status in (401, 404):
-            return None, True, {}
+            return None, None
         raise
-    return info.sha, bool(info.private), list_files(hub, repo, "main")
+    return info.sha, bool(info.private)
 
 
 def _size_notices(
@@ -149,7 +167,7 @@ def _size_notices(
 
 
 def read_published(hub: Hub, target: Target, name: str) -> bytes | None:
-    """A file of main, or None if main has no weight files; raises HubError if main has weights but not this file."""
+    """A file of the target's branch, or None if that has no weights; raises HubError if it has, but not this file."""
     if target.head is None or not any(path.endswith(_WEIGHTS) for path in target.files):
         return None
     if name not in target.files:
@@ -158,7 +176,9 @@ def read_published(hub: Hub, target: Target, name: str) -> bytes | None:
 
 
 def other_weights_error(target: Target) -> HubError:
-    """Return the error for a repository whose main has the weights of something else."""
+    """Return the error for a branch that has the weights of something else."""
+    other = f"{SCHEME}{target.repo}@v2" if target.revision == MAIN else "a different revision"
     return HubError(
-        f"{target.repo}: main already holds other weights, and they are not replaced. Choose a new repository."
+        f"{target.repo}: {target.revision} already holds other weights, and they are not replaced. Publish to {other}, "
+        "or choose a new repository."
     )

@@ -34,12 +34,13 @@ def card_files(
     repo: str,
     base_model: str | None,
     source: SourceCard,
+    revision: str | None = None,
     validation: ValidationReport,
     tensors: Iterable[Tensor],
 ) -> dict[str, bytes]:
     """Return the model card of a finished folder, and the report that it shows, by file name.
 
-    `tensors` are those of the result's shards, which need not be here.
+    `tensors` are those of the result's shards, which need not be here. `revision` is the branch if it is not main.
     """
     needs = result_needs(folder, tensors)
     files = report_files(folder, name=repo, validation=validation, needs=needs)
@@ -59,7 +60,7 @@ def card_files(
         picture=REPORT_PICTURE_NAME if has_picture else None,
         model_kind=family.model_kind,
         tags=family.tags,
-        serving=_serving(result_deployment(ledger, config, model=repo)),
+        serving=_serving(result_deployment(ledger, config, model=repo, revision=revision)),
         kept=_kept_parts(family, ledger.recipe["roles"]),
         has_vision=family.has_vision,
         rule_summary=rule.summary,

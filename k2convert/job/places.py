@@ -15,7 +15,7 @@ from typing import Final
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import DestinationError, HubError, K2ConvertError, remedy
-from k2convert.hub.client import SCHEME, Hub, RepoRef, parse_repo
+from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_revision
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteRepo, fetch_small_files, mark_other_files, open_remote, resolve_source
 from k2convert.hub.source_card import SourceCard, read_source_card_file
@@ -66,13 +66,16 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A folder to write to, and the repository that the result goes to, if it goes to the Hub."""
+    """A folder to write to, and the repository and its branch that the result goes to, if it goes to the Hub."""
 
     folder: Path
     repo: str | None = None
+    revision: str = MAIN
 
     def __str__(self) -> str:
-        return f"{SCHEME}{self.repo}" if self.repo is not None else str(self.folder)
+        if self.repo is None:
+            return str(self.folder)
+        return str(RepoRef(self.repo, None if self.revision == MAIN else self.revision))
 
 
 @contextmanager
@@ -141,18 +144,12 @@ def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> RemoteRepo:
 
 
 def read_destination(text: str, *, work_folder: Path | None) -> Destination:
-    """Return a folder, or hf://owner/name with its work folder; raises HubError for a revision."""
+    """Return a folder, or hf://owner/name[@branch] with its work folder; raises HubError if that is no branch."""
     ref = parse_repo(text) if text.startswith(SCHEME) else None
     if ref is None:
         return Destination(Path(text))
-    return Destination(work_folder or WORK_ROOT / ref.repo.replace("/", "--"), repo_without_revision(ref))
-
-
-def repo_without_revision(ref: RepoRef) -> str:
-    """Return the name of a repository to publish to; raises HubError if a revision is given."""
-    if ref.revision is not None:
-        raise HubError(f"{ref}: results are published on main in one commit. Leave out @{ref.revision}.")
-    return ref.repo
+    name = str(ref).removeprefix(SCHEME).replace("/", "--")
+    return Destination(work_folder or WORK_ROOT / name, ref.repo, target_revision(ref))
 
 
 def check_destination(destination: Path, *, source: Path | None) -> None:

@@ -143,7 +143,7 @@ def prepare(
     finished = Journal(folder).finished(description.digest)
     target, card, published = None, SourceCard(), False
     if destination.repo is not None:
-        target = _check_target(plan, source, repo=destination.repo, private=private, hub=hub)
+        target = _check_target(plan, source, destination, repo=destination.repo, private=private, hub=hub)
         card = accepted_card(hub, source.card)
         published = is_published(hub, target, description.fingerprint)
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
@@ -243,7 +243,9 @@ def source_identities(source: Source) -> Identities:
     return {shard: hub_identity(remote.shard(shard).sha256) for shard in checkpoint.headers}
 
 
-def _check_target(plan: Plan, source: Source, *, repo: str, private: bool, hub: Hub) -> Target:
+def _check_target(
+    plan: Plan, source: Source, destination: Destination, *, repo: str, private: bool, hub: Hub
+) -> Target:
     check_endpoint()
     if plan.recipe.target != "nvfp4":
         raise PlanError(
@@ -252,12 +254,18 @@ def _check_target(plan: Plan, source: Source, *, repo: str, private: bool, hub: 
         )
     file_bytes = {item.name: item.output_bytes for item in output_items(plan)}
     return check_target(
-        hub, repo=repo, private=private, file_bytes=file_bytes, licence=source.card.licence, source=source.remote
+        hub,
+        repo=repo,
+        private=private,
+        file_bytes=file_bytes,
+        licence=source.card.licence,
+        source=source.remote,
+        revision=destination.revision,
     )
 
 
 def is_published(hub: Hub, target: Target, fingerprint: Mapping[str, Any]) -> bool:
-    """Return whether main has the finished result of this job; raises HubError if it has any other weights."""
+    """Return whether the target's branch has this job's result; raises HubError if it has any other weights."""
     data = read_published(hub, target, LEDGER_NAME)
     if data is None:
         return False

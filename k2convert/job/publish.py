@@ -16,7 +16,7 @@ from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.errors import CheckpointError, HubError, InvalidCheckpointError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
-from k2convert.hub.client import Hub, RepoRef, check_endpoint
+from k2convert.hub.client import MAIN, Hub, RepoRef, check_endpoint
 from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
@@ -66,7 +66,7 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         failed = ", ".join(map(str, validation.contract.failed))
         reason = f"rules {failed}" if failed else "decoded weights differ from the records"
         raise UnservableError(
-            f"{target.repo}: the result does not validate ({reason}), so main was not changed. The shards are on "
+            f"{target.repo}: the result does not validate ({reason}), so {target.revision} was not changed. The shards are on "
             f"the branch {uploads.branch.name}.",
             validation,
         )
@@ -74,6 +74,7 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     extra = card_files(
         folder,
         repo=target.repo,
+        revision=None if target.revision == MAIN else target.revision,
         base_model=job.source.repo,
         source=job.card,
         validation=validation,
@@ -115,7 +116,9 @@ class Publication:
     is_published: bool
 
 
-def prepare_publication(folder: Path, *, repo: str, private: bool, base_model: str | None, hub: Hub) -> Publication:
+def prepare_publication(
+    folder: Path, *, repo: str, revision: str, private: bool, base_model: str | None, hub: Hub
+) -> Publication:
     """Check a folder's ledger, the token and the repository; raises CheckpointError or HubError. Uploads nothing."""
     check_endpoint()
     ledger = read_ledger(folder)
@@ -124,11 +127,19 @@ def prepare_publication(folder: Path, *, repo: str, private: bool, base_model: s
             f"{folder}: has the source's own weights (--to int4), but the card is written for NVFP4 results only. "
             "Publish it with `hf upload`."
         )
-    base, revision = (base_model, None) if base_model else (ledger.repo, ledger.revision)
-    source = None if base is None else resolve_source(hub, RepoRef(base, revision))
+    base, commit = (base_model, None) if base_model else (ledger.repo, ledger.revision)
+    source = None if base is None else resolve_source(hub, RepoRef(base, commit))
     card = SourceCard() if source is None else _fetch_card(hub, source)
     file_bytes = {name: shard.num_bytes for name, shard in ledger.shards.items()}
-    target = check_target(hub, repo=repo, private=private, file_bytes=file_bytes, licence=card.licence, source=source)
+    target = check_target(
+        hub,
+        repo=repo,
+        private=private,
+        file_bytes=file_bytes,
+        licence=card.licence,
+        source=source,
+        revision=revision,
+    )
     return Publication(
         folder=folder,
         ledger=ledger,
@@ -205,6 +216,7 @@ def publish_folder(
     extra = card_files(
         folder,
         repo=target.repo,
+        revision=None if target.revision == MAIN else target.revision,
         base_model=publication.base_model,
         source=publication.card,
         validation=validation,

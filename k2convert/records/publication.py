@@ -16,7 +16,7 @@ from k2convert.records.journal import Journal
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A repository, owner/name, and the commit of its main that has the result."""
+    """A repository, owner/name[@branch], and the commit of its main or that branch that has the result."""
 
     repo: str
     commit: str

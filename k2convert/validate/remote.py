@@ -79,7 +79,6 @@ class RemoteShards:
         """
         for shard, found in ranges.items():
             target, needed = self.folder / shard, self._needed(shard, found)
-            self.hub.notify(f"fetching {needed:,} bytes of {self.repo.repo}/{shard}")
             if needed == self.repo.shard(shard).num_bytes:
                 download_shard(self.hub, self.repo, shard, target=target, stop=stop or Event(), arrived=arrived)
             else:
@@ -111,10 +110,10 @@ class Shards:
         return read_header if self.result is None else self.result.header
 
     def result_bytes(self) -> int:
-        """Return the bytes of a remote result's shards."""
+        """Return the tensor bytes of a remote result's shards."""
         if self.result is None:
             return 0
-        return sum(h.file_bytes for h in self.result.headers.values() if isinstance(h, ShardHeader))
+        return sum(h.file_bytes - h.data_begin for h in self.result.headers.values() if isinstance(h, ShardHeader))
 
     def plan(self, subject: Subject, *, settle: Callable[[], None] = _nothing) -> "Around":
         """Return what makes the context in which one result shard is read; raises DiskFullError without room.

@@ -249,7 +249,8 @@ def test_a_repository_with_other_weights_is_left_alone(tiny_on_hub: LoopbackHub,
     tiny_on_hub.store.add_folder("me/out", tiny, private=True)
     done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes")
     assert done.returncode == 1
-    assert "already holds other weights" in done.stderr
+    assert "me/out: main already holds other weights, and they are not replaced. " in done.stderr
+    assert "Publish to hf://me/out@v2, or choose a new repository.\n" in done.stderr
     assert tiny_on_hub.store.repos["me/out"].num_commits("main") == 2
 
 
