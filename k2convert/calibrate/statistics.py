@@ -66,7 +66,7 @@ class Statistics:
     """An open statistics file. Layers are read and checked when they are asked for; any thread may ask.
 
     `digest` is the blake3 of the file, `layers` the numbers of its layers in order. `pruning` leaves out the experts
-    that it does not keep. The rest is StatisticsHeader's.
+    that it does not keep. `origin` is its address, if it came from the Hub. The rest is StatisticsHeader's.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Statistics:
     ) -> None:
         self.path = path
         self.digest = digest
+        self.origin: str | None = None
         self.source_headers = header.source_headers
         self.texts = header.texts
         self.tokens = header.tokens

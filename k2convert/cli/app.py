@@ -27,6 +27,7 @@ from k2convert.cli.options import (
     QuietOption,
     RunOptions,
     SourceOption,
+    StatisticsOption,
     StatusArgument,
     YesOption,
     existing_place,
@@ -144,10 +145,7 @@ def validate(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to compute layers on.")] = 256,
     reference: Annotated[bool, typer.Option("--reference", help="Decode with the quantization libraries too.")] = False,
-    statistics: Annotated[
-        Path | None,
-        typer.Option(help="Statistics file of the conversion, to make weighted results again. Needs --source."),
-    ] = None,
+    statistics: StatisticsOption = None,
     against: Annotated[
         Path | None,
         typer.Option(
@@ -200,6 +198,7 @@ def _parse_layers(text: str | None) -> tuple[int, ...] | None:
 def report(
     destination: DestinationArgument,
     source: SourceOption = None,
+    statistics: StatisticsOption = None,
     validation: Annotated[
         Path | None, typer.Option(help="Output of `validate --json`, to be shown instead of reading the shards again.")
     ] = None,
@@ -213,9 +212,19 @@ def report(
     """Write report.html, report.md and report.png: what the conversion changed, in numbers and charts."""
     if source is not None and validation is not None:
         raise typer.BadParameter("--validation replaces the measurement: leave out --source")
+    if statistics is not None and source is None:
+        raise typer.BadParameter("--statistics needs --source")
     from k2convert.cli import check
 
-    check.report(destination, source=source, validation=validation, out=out, as_json=as_json, quiet=quiet)
+    check.report(
+        destination,
+        source=source,
+        statistics=statistics,
+        validation=validation,
+        out=out,
+        as_json=as_json,
+        quiet=quiet,
+    )
 
 
 @app.command()
@@ -235,16 +244,20 @@ def publish(
         ),
     ] = None,
     source: SourceOption = None,
+    statistics: StatisticsOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Validate a converted checkpoint and publish it on the Hub, in one commit on main or a branch."""
+    if statistics is not None and source is None:
+        raise typer.BadParameter("--statistics needs --source")
     from k2convert.cli.publish import publish
 
     publish(
         destination,
         repo=repo,
         source=source,
+        statistics=statistics,
         private=not public,
         yes=yes,
         base_model=base_model,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from k2convert.calibrate.statistics import open_statistics
+from k2convert.calibrate.statistics import Statistics
 from k2convert.calibrate.text import Windows, read_windows
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.header import ShardHeader, read_header
@@ -20,6 +20,7 @@ from k2convert.fit.needs import Needs
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.hub.source import read_headers
 from k2convert.job.places import open_result, open_source
+from k2convert.job.statistics_file import open_named_statistics
 from k2convert.models import vocabulary_size
 from k2convert.models.config import max_positions
 from k2convert.models.projections import SOURCE_REMEDY
@@ -53,7 +54,7 @@ def validate(
     text: tuple[Path, ...],
     tokens: int,
     reference: bool,
-    statistics: Path | None,
+    statistics: str | None,
     against: Path | None,
     as_json: bool,
     quiet: bool,
@@ -68,8 +69,7 @@ def validate(
     if text:
         require_extra("calibrate", purpose="--text")
     request = None if layers is None else LayersRequest(layers, hidden_states, tokens)
-    calibrated = None if statistics is None else open_statistics(statistics)
-    with _open(destination, source, quiet=quiet) as opened:
+    with _open(destination, source, statistics, quiet=quiet) as opened:
         _check_operands(opened.source, layers=layers, hidden_states=hidden_states, against=against)
         if request is not None and opened.source is not None and text:
             request = replace(request, hidden_states=_read_text(text, opened.source, tokens=tokens))
@@ -89,7 +89,7 @@ def validate(
                 layers=request,
                 events=events,
                 shards=opened.shards,
-                statistics=calibrated,
+                statistics=opened.statistics,
             )
         _show_found(_named(found, destination), opened.folder, as_json=as_json)
 
@@ -142,6 +142,7 @@ class _Opened:
     folder: Path
     source: Checkpoint | None
     shards: Shards
+    statistics: Statistics | None
 
     @property
     def seen(self) -> Checkpoint | None:
@@ -164,14 +165,18 @@ class _Opened:
 
 
 @contextmanager
-def _open(destination: str, source: str | None, *, quiet: bool) -> Generator[_Opened]:
-    """Open a result and, if given, its source; either may be hf://owner/name[@revision]."""
+def _open(destination: str, source: str | None, statistics: str | None, *, quiet: bool) -> Generator[_Opened]:
+    """Open a result and, if given, its source and statistics; any may be on the Hub."""
     hub = Hub(notify=console.notifier(quiet=quiet))
-    with open_result(destination, hub=hub) as result, open_origin(source, hub=hub) as (origin, shards):
+    with (
+        open_named_statistics(statistics, hub=hub) as calibrated,
+        open_result(destination, hub=hub) as result,
+        open_origin(source, hub=hub) as (origin, shards),
+    ):
         if result.remote is not None:
             headers = read_headers(hub, result.remote, folder=result.folder)
             shards = replace(shards, result=RemoteShards(hub, result.remote, result.folder, headers))
-        yield _Opened(result.folder, origin, shards)
+        yield _Opened(result.folder, origin, shards, calibrated)
 
 
 @contextmanager
@@ -246,13 +251,20 @@ def _check_operands(
 
 
 def report(
-    destination: str, *, source: str | None, validation: Path | None, out: Path | None, as_json: bool, quiet: bool
+    destination: str,
+    *,
+    source: str | None,
+    statistics: str | None,
+    validation: Path | None,
+    out: Path | None,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Write the report, with a validation from a file or of the folder, if the folder can be validated.
 
     The report on a repository goes into the current folder, unless `out` says otherwise.
     """
-    with _open(destination, source, quiet=quiet) as opened:
+    with _open(destination, source, statistics, quiet=quiet) as opened:
         folder, is_remote = opened.folder, opened.shards.result is not None
         check_folder(folder)
         out = Path() if out is None and is_remote else out
@@ -303,7 +315,13 @@ def _validate_for_report(
             )
         return None
     with Display("report", Extent({"check": (opened.num_bytes, 0)}), quiet=quiet) as events:
-        found = validate_checkpoint(folder=opened.folder, source=opened.source, events=events, shards=opened.shards)
+        found = validate_checkpoint(
+            folder=opened.folder,
+            source=opened.source,
+            events=events,
+            shards=opened.shards,
+            statistics=opened.statistics,
+        )
     return _named(found, destination)
 
 

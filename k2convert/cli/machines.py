@@ -82,6 +82,8 @@ def check_cluster(options: "RunOptions") -> None:
         raise typer.BadParameter("--calibrate goes through the layers in order: leave out --ray")
     if options.statistics is not None and str(options.source).startswith("hf://"):
         raise typer.BadParameter("--ray with --statistics needs a folder as source, not hf://")
+    if options.statistics is not None and options.statistics.startswith("hf://"):
+        raise typer.BadParameter("--ray needs --statistics FILE in a folder that all nodes see, not hf://")
 
 
 def run_part(job: "Job", part: Part, options: "RunOptions") -> None:

@@ -26,6 +26,15 @@ def existing_place(value: Any) -> Any:
     return _checked(value, check_source)
 
 
+def statistics_place(value: Any) -> Any:
+    """Callback of --statistics: check the spelling of an address."""
+    if value is not None and str(value).startswith("hf://"):
+        from k2convert.hub.named_file import parse_file_address
+
+        parse_file_address(value)
+    return value
+
+
 def status_place(value: Any) -> Any:
     """Callback of `status`: the statistics file of an unfinished calibration is not there yet, but its folder is."""
     return value if Path(f"{value}{WORK_SUFFIX}").is_dir() else existing_place(value)
@@ -129,6 +138,15 @@ SourceOption = Annotated[
         callback=existing_place,
     ),
 ]
+StatisticsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Statistics of the conversion, to regenerate weighted results: a file, or "
+        "hf://[datasets/]owner/name[@revision][/FILE]. Needs --source.",
+        metavar="FILE",
+        callback=statistics_place,
+    ),
+]
 PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Publish without asking.")]
 MaxDiskOption = Annotated[
@@ -156,8 +174,13 @@ class RunOptions:
         QuantizerKind | None, typer.Option(help="Own arithmetic, or compressed-tensors followed by ModelOpt.")
     ] = None
     statistics: Annotated[
-        Path | None,
-        typer.Option(help="Statistics file of `calibrate`, for rule weighted and norm scaling."),
+        str | None,
+        typer.Option(
+            help="Statistics of `calibrate`, for rule weighted and norm scaling: a file, or "
+            "hf://[datasets/]owner/name[@revision][/FILE].",
+            metavar="FILE",
+            callback=statistics_place,
+        ),
     ] = None
     calibrate: Annotated[
         list[Path] | None,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+from k2convert.calibrate.statistics import Statistics
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
 from k2convert.cli.check import open_origin
@@ -20,6 +21,7 @@ from k2convert.job.publish import (
     publish_folder,
     validate_publication,
 )
+from k2convert.job.statistics_file import open_named_statistics
 from k2convert.records.events import Extent
 from k2convert.records.publication import Published, check_shards_are_here, find_published, has_left, record_published
 from k2convert.validate.remote import Shards
@@ -31,6 +33,7 @@ def publish(
     *,
     repo: str,
     source: str | None,
+    statistics: str | None,
     private: bool,
     yes: bool,
     base_model: str | None,
@@ -67,9 +70,12 @@ def publish(
         others = ", ".join(map(str, publication.others))
         if not quiet:
             console.print_note(f"publishes {len(ledger.shards)} shards and these files: {others}")
-        with open_origin(source, hub=hub) as (origin, shards):
+        with (
+            open_named_statistics(statistics, hub=hub) as calibrated,
+            open_origin(source, hub=hub) as (origin, shards),
+        ):
             confirm(target, total_bytes=ledger.num_bytes, yes=yes, ask=typer.confirm)
-            commit = _publish(publication, source=origin, shards=shards, quiet=quiet)
+            commit = _publish(publication, source=origin, shards=shards, statistics=calibrated, quiet=quiet)
     record_published(folder, Published(target.name, commit))
     if as_json:
         console.print_json({"repo": target.repo, "commit": commit, "private": target.private})
@@ -90,10 +96,19 @@ def _show_left(folder: Path, repo: str, *, as_json: bool) -> None:
     console.print_next(console.command("k2convert", "validate", f"{SCHEME}{repo}"))
 
 
-def _publish(publication: Publication, *, source: Checkpoint | None, shards: Shards, quiet: bool) -> str:
+def _publish(
+    publication: Publication,
+    *,
+    source: Checkpoint | None,
+    shards: Shards,
+    statistics: Statistics | None,
+    quiet: bool,
+) -> str:
     total_bytes = publication.ledger.num_bytes
     with Display("validate", Extent({"check": (folder_bytes(publication.folder), 0)}), quiet=quiet) as events:
-        validation, hashes = validate_publication(publication, source=source, shards=shards, events=events)
+        validation, hashes = validate_publication(
+            publication, source=source, shards=shards, statistics=statistics, events=events
+        )
     if not quiet:
         console.print_note(validation.contract.summary)
     with Display("publish", Extent({"upload": (total_bytes, 0)}), quiet=quiet) as events:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import typer
 
-from k2convert.calibrate.statistics import open_statistics
 from k2convert.cli import console
 from k2convert.cli.feedback import (
     check_walk_time,
@@ -47,6 +46,7 @@ from k2convert.job.machine import has_driver
 from k2convert.job.places import Destination, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.job.publish import UnservableError
+from k2convert.job.statistics_file import open_named_statistics
 from k2convert.job.verify import shards_to_hash, verify_shards
 from k2convert.records.command import JobCommand
 from k2convert.records.events import Extent
@@ -66,13 +66,15 @@ def run(options: RunOptions) -> None:
         bound_memory()
     if has_text(options):
         require_extra("calibrate", purpose="--calibrate")
-    statistics = None if options.statistics is None else open_statistics(options.statistics)
     hub = Hub(notify=console.notifier(quiet=options.quiet))
     pinned = Journal(destination.folder).pinned_revision()
     with (
         Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
+        open_named_statistics(options.statistics, hub=hub) as statistics,
         open_source(options.source, hub=hub, pinned=pinned) as source,
     ):
+        if statistics is not None and statistics.origin is not None:
+            options = replace(options, statistics=statistics.origin)  # the commands that are kept or printed name it
         if source.remote is None and destination.repo is None and options.max_disk is not None:
             raise typer.BadParameter("--max-disk only applies to hf:// sources or destinations")
         recipe = choose_recipe(source.checkpoint, options.recipe, overrides)
@@ -229,7 +231,7 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
     elif job.plan.recipe.target == "nvfp4":
         given = () if job.uses_hub else ("--source", options.source)
         if given and options.statistics is not None:
-            given += ("--statistics", str(options.statistics))
+            given += ("--statistics", options.statistics)
         console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 from k2convert.checkpoint.files import (
     MAX_SMALL_FILE_BYTES,
@@ -28,12 +28,14 @@ from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError, MalformedFileError, quoted
-from k2convert.hub.client import NUM_ATTEMPTS, Hub, RepoRef
+from k2convert.hub.client import NUM_ATTEMPTS, Hub
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 NUM_THREADS = 16
+MODEL: Final = "model"
+DATASET: Final = "dataset"
 _COMMIT = re.compile("[0-9a-f]{40}")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".npz")
 
@@ -50,12 +52,13 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class RemoteRepo:
-    """A repository at one commit."""
+    """A repository at one commit; `kind` is the Hub's word for it."""
 
     repo: str
     commit: str
     private: bool
     files: dict[str, RemoteFile]
+    kind: str = MODEL
 
     def shard(self, name: str) -> RemoteFile:
         """The file of a shard; raises HubError if it is missing or the Hub has no sha256 for it."""
@@ -72,18 +75,27 @@ class RemoteRepo:
         return file
 
 
-def resolve_source(hub: Hub, ref: RepoRef) -> RemoteRepo:
+class _Revision(Protocol):
+    """What a repository and a revision of it are named by."""
+
+    @property
+    def repo(self) -> str: ...
+    @property
+    def revision(self) -> str | None: ...
+
+
+def resolve_source(hub: Hub, ref: _Revision, *, kind: str = MODEL) -> RemoteRepo:
     """Resolve a revision to its commit once, and list the commit's files with their sizes and hashes."""
     api = hub.api()
     action = f"look up {ref.repo}" + (f" at revision {ref.revision}" if ref.revision else "")
-    info = hub.call(action, lambda: api.model_info(ref.repo, revision=ref.revision))
+    info = hub.call(action, lambda: api.repo_info(ref.repo, revision=ref.revision, repo_type=kind))
     commit = info.sha
     if not isinstance(commit, str) or _COMMIT.fullmatch(commit) is None:
         raise HubError(f"could not {action}: the Hub names no commit. Check that the repository is not empty.")
-    return RemoteRepo(ref.repo, commit, bool(info.private), list_files(hub, ref.repo, commit))
+    return RemoteRepo(ref.repo, commit, bool(info.private), list_files(hub, ref.repo, commit, kind=kind), kind)
 
 
-def list_files(hub: Hub, repo: str, revision: str) -> dict[str, RemoteFile]:
+def list_files(hub: Hub, repo: str, revision: str, *, kind: str = MODEL) -> dict[str, RemoteFile]:
     """All files at a revision, by path."""
     api = hub.api()
 
@@ -91,7 +103,7 @@ def list_files(hub: Hub, repo: str, revision: str) -> dict[str, RemoteFile]:
         from huggingface_hub.hf_api import RepoFile
 
         files: dict[str, RemoteFile] = {}
-        for entry in api.list_repo_tree(repo, recursive=True, revision=revision):
+        for entry in api.list_repo_tree(repo, recursive=True, revision=revision, repo_type=kind):
             if isinstance(entry, RepoFile):
                 sha256 = entry.lfs.sha256 if entry.lfs is not None else None
                 file = RemoteFile(entry.path, entry.size, sha256, None if sha256 else entry.blob_id)
@@ -114,21 +126,24 @@ def file_url(hub: Hub, source: RemoteRepo, path: str) -> str:
     """The address of a file's bytes; it has the commit, so a later push cannot change a resumed download."""
     from huggingface_hub import hf_hub_url
 
-    return hf_hub_url(source.repo, path, revision=source.commit, endpoint=hub.endpoint)
+    return hf_hub_url(source.repo, path, revision=source.commit, repo_type=source.kind, endpoint=hub.endpoint)
 
 
 def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile) -> bytes:
-    """The bytes of a small file, checked against the Hub's hash; raises HubError if they stay wrong."""
-    from huggingface_hub import hf_hub_url
+    """The bytes of a small file at a commit or a branch: see fetch_file."""
+    return fetch_file(hub, RemoteRepo(repo, revision, private=True, files={}), file)
 
-    url = hf_hub_url(repo, file.path, revision=revision, endpoint=hub.endpoint)
+
+def fetch_file(hub: Hub, source: RemoteRepo, file: RemoteFile) -> bytes:
+    """The bytes of a small file, checked against the Hub's hash; raises HubError if they stay wrong."""
+    url = file_url(hub, source, file.path)
     for _ in range(NUM_ATTEMPTS):
         data = hub.fetch_range(url, begin=0, end=file.num_bytes)
         if matches(data, file):
             return data
         hub.notify(f"{file.path} arrived with a wrong hash; fetching it again")
     raise HubError(
-        f"{repo}/{file.path}: arrived {NUM_ATTEMPTS} times with bytes that do not match the Hub's hash. "
+        f"{source.repo}/{file.path}: arrived {NUM_ATTEMPTS} times with bytes that do not match the Hub's hash. "
         "Check the proxy."
     )
 

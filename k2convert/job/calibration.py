@@ -189,6 +189,7 @@ def calibration_record(found: Statistics, calibration: Calibration, architecture
         norm_scaling=calibration.norm_scaling,
         exponents_digest=calibration.exponents_digest(),
         layers={number: _layer_record(calibration, number) for number in architecture.moe_layers},
+        statistics_from=found.origin,
     )
 
 

@@ -101,12 +101,12 @@ def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[
 
 
 @contextmanager
-def shown_as(text: str, folder: Path) -> Generator[None]:
-    """Name a folder by `text` in the messages of expected errors."""
+def shown_as(text: str, temporary: Path) -> Generator[None]:
+    """Name the repository, not its temporary folder or file, in the messages of expected errors."""
     try:
         yield
     except K2ConvertError as error:
-        error.args = tuple(arg.replace(str(folder), text) if isinstance(arg, str) else arg for arg in error.args)
+        error.args = tuple(arg.replace(str(temporary), text) if isinstance(arg, str) else arg for arg in error.args)
         raise
 
 

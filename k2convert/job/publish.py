@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
+from k2convert.calibrate.statistics import Statistics
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME
@@ -66,8 +67,8 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         failed = ", ".join(map(str, validation.contract.failed))
         reason = f"rules {failed}" if failed else "decoded weights differ from the records"
         raise UnservableError(
-            f"{target.repo}: the result does not validate ({reason}), so {target.revision} was not changed. The shards are on "
-            f"the branch {uploads.branch.name}.",
+            f"{target.repo}: the result does not validate ({reason}), so {target.revision} was not "
+            f"changed. The shards are on the branch {uploads.branch.name}.",
             validation,
         )
     files: dict[str, Path | bytes] = {name: folder / name for name in names}
@@ -170,15 +171,23 @@ def published_files(folder: Path, shards: set[str]) -> list[Path]:
 
 
 def validate_publication(
-    publication: Publication, *, source: Checkpoint | None = None, shards: Shards = LOCAL, events: Events = SILENT
+    publication: Publication,
+    *,
+    source: Checkpoint | None = None,
+    shards: Shards = LOCAL,
+    statistics: Statistics | None = None,
+    events: Events = SILENT,
 ) -> tuple[ValidationReport, ShardHashes]:
     """Validate the folder and hash its shards in the same pass; raises UnservableError if a rule fails.
 
     Without the `source`, the rules that compare with it are skipped. `shards` says where the source's shards are.
+    With the `statistics` of the conversion the weights are regenerated; CalibrationError if they are others.
     """
     folder, hashes = publication.folder, ShardHashes()
     with remedy("Run the conversion again: it replaces what is damaged."):
-        validation = validate_checkpoint(folder=folder, source=source, events=events, visitor=hashes, shards=shards)
+        validation = validate_checkpoint(
+            folder=folder, source=source, events=events, visitor=hashes, shards=shards, statistics=statistics
+        )
     if not validation.passed:
         raise UnservableError(
             f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why.", validation

@@ -1,7 +1,9 @@
 """The statistics file that a pass or a walk ends with: where it goes, its header, and how it is put together."""
 
 import platform
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -9,13 +11,17 @@ from typing import Any, Final
 
 from k2convert import __version__
 from k2convert.calibrate.layer_statistics import LayerStatistics
-from k2convert.calibrate.statistics import StatisticsHeader, open_statistics, write_statistics
+from k2convert.calibrate.statistics import Statistics, StatisticsHeader, open_statistics, write_statistics
 from k2convert.calibrate.text import Windows
 from k2convert.calibrate.work import WorkFolder
 from k2convert.errors import CalibrationError, DestinationError, quoted
+from k2convert.hub.client import SCHEME, Hub
+from k2convert.hub.named_file import fetch_named_file
+from k2convert.job.places import shown_as
 from k2convert.models.names import Architecture
 
 _LIBRARIES: Final = ("numpy", "torch", "transformers", "tokenizers", "tiktoken")
+STATISTICS_SUFFIX: Final = ".stats"
 _LAYER_SLACK_BYTES: Final = 1 << 16  # of the files of a layer, without the arrays
 
 
@@ -30,6 +36,23 @@ def check_statistics_path(path: Path, *, source: Path | None) -> None:
             raise DestinationError(f"{path}: {parent} is a file, not a folder. Choose a different name.")
     if source is not None and path.resolve().is_relative_to(source.resolve()):
         raise DestinationError(f"{path}: is inside the source, which is never written to. Choose a path outside it.")
+
+
+@contextmanager
+def open_named_statistics(text: str | None, *, hub: Hub) -> Generator[Statistics | None]:
+    """Open a statistics file, or one of the Hub, which is here for the block; None without a name.
+
+    Raises CalibrationError, HubError. `Statistics.origin` is then the address with its commit.
+    """
+    if text is None or not text.startswith(SCHEME):
+        yield None if text is None else open_statistics(Path(text))
+        return
+    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
+        path, origin = fetch_named_file(hub, text, suffix=STATISTICS_SUFFIX, folder=Path(temporary))
+        with shown_as(origin, path):
+            found = open_statistics(path)
+            found.origin = origin
+            yield found
 
 
 def statistics_header(windows: Windows, *, source_headers: str, seed: int) -> StatisticsHeader:

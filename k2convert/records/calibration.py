@@ -9,6 +9,8 @@ A result of rule `feedback` has `"feedback": true` after `norm_scaling`, and eac
     "feedback": {"ridge": 0.15, "ridge_gain": 0.4, "shrinkage": 0.5, "down_ridges": [null, 1.5],
                  "down_shrinkages": [null, 0.6], "inherited_error": .., "optimal_error": .., "feedback_error": ..}
 
+If the statistics came from the Hub, "statistics_from" is their address with the commit.
+
 This module is the only one that knows its form.
 """
 
@@ -101,9 +103,10 @@ class LayerCalibration:
 class CalibrationRecord:
     """What a result was calibrated with.
 
-    `statistics` is the digest of the statistics file, `texts` are the names and digests of its texts. `weighted` and
-    `norm_scaling` say what it was used for. `exponents_digest` is None if no channel was scaled. `layers` are the MoE
-    layers. `feedback` says whether the rule was `feedback`; then each layer has its own part of that name.
+    `statistics` is the digest of the statistics file, `texts` are the names and digests of its texts. `weighted`
+    and `norm_scaling` say what it was used for. `exponents_digest` is None if no channel was scaled. `layers` are
+    the MoE layers. `statistics_from` is the file's address with its commit, if it came from the Hub. `feedback`
+    says whether the rule was `feedback`; then each layer has its own part of that name.
     """
 
     statistics: str
@@ -118,11 +121,13 @@ class CalibrationRecord:
     exponents_digest: str | None
     layers: dict[int, LayerCalibration]
     feedback: bool = False
+    statistics_from: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         return {
             "statistics": self.statistics,
+            **({} if self.statistics_from is None else {"statistics_from": self.statistics_from}),
             "texts": [{"name": name, "blake3": digest} for name, digest in self.texts],
             **{key: getattr(self, key) for key in _NUMBERS},
             "weighted": self.weighted,
@@ -135,8 +140,8 @@ class CalibrationRecord:
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "CalibrationRecord":
         """Rebuild a record from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
-        feedback = "feedback" in _object(document, "calibration")
-        stated = _object(document, "calibration", keys=_KEYS | {"feedback"} if feedback else _KEYS)
+        optional = _object(document, "calibration").keys() & {"feedback", "statistics_from"}
+        stated, feedback = _object(document, "calibration", keys=_KEYS | optional), "feedback" in optional
         if feedback and stated["feedback"] is not True:
             raise ValueError(f"feedback is {quoted(stated['feedback'])}")
         digest, layers = stated["exponents_digest"], _object(stated["layers"], "layers")
@@ -151,6 +156,7 @@ class CalibrationRecord:
             exponents_digest=None if digest is None else _text(stated, "exponents_digest"),
             layers={_number(number, "layers"): _layer(layer, feedback=feedback) for number, layer in layers.items()},
             feedback=feedback,
+            statistics_from=_text(stated, "statistics_from") if "statistics_from" in optional else None,
         )
 
 

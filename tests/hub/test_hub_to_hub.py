@@ -142,7 +142,7 @@ def test_publish_refuses_what_does_not_validate(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--repo", "me/out@dev"), "results are published on main in one commit. Leave out @dev"),
+        (("--repo", "me/out@refs/pr/1"), "results go to a branch, and refs/pr/1 is not one of yours"),
         (("--repo", "me-/out"), "not a repository"),
         (("--repo", "me/out", "--base-model", "x"), "hf://x: not a repository"),
         (("--repo", "me/out", "--base-model", "moon/tiny@v1"), "Leave out @v1"),
