@@ -102,7 +102,7 @@ RECORDS: dict[str, Change] = {
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("lock", "command.json"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
