@@ -4,11 +4,47 @@ from collections.abc import Mapping
 from typing import Any, Final, cast
 
 from k2convert.checkpoint.layouts import QUANTIZATION_KEYS
-from k2convert.errors import PlanError, quoted
+from k2convert.errors import PlanError, cut, quoted
 from k2convert.models.names import Architecture
 
 EXPERTS_KEY: Final = "n_routed_experts"
-MAX_COUNT: Final = 100_000  # layers and experts are enumerated, so an absurd count would take all memory
+BOUNDS: Final[dict[str, int]] = {
+    "num_hidden_layers": 1_000,
+    "num_nextn_predict_layers": 1_000,
+    "first_k_dense_replace": 1_000,
+    "moe_layer_freq": 1_000,
+    "attn_res_block_size": 1_000,
+    EXPERTS_KEY: 10_000,
+    "num_experts": 10_000,
+    "n_shared_experts": 10_000,
+    "num_shared_experts": 10_000,
+    "num_experts_per_tok": 10_000,
+    "num_experts_per_token": 10_000,
+    "n_group": 10_000,
+    "num_expert_group": 10_000,
+    "topk_group": 10_000,
+    "num_attention_heads": 10_000,
+    "num_key_value_heads": 10_000,
+    "num_heads": 10_000,
+    "hidden_size": 1_000_000,
+    "routed_expert_hidden_size": 1_000_000,
+    "intermediate_size": 1_000_000,
+    "moe_intermediate_size": 1_000_000,
+    "q_lora_rank": 1_000_000,
+    "kv_lora_rank": 1_000_000,
+    "head_dim": 1_000_000,
+    "qk_nope_head_dim": 1_000_000,
+    "qk_rope_head_dim": 1_000_000,
+    "v_head_dim": 1_000_000,
+    "short_conv_kernel_size": 1_000_000,
+    "vocab_size": 100_000_000,
+    "max_position_embeddings": 1_000_000_000,
+    "original_max_position_embeddings": 1_000_000_000,
+    "sliding_window": 1_000_000_000,
+}
+"""The most that a field of the language model may be: its numbers size loops and memory. No model comes near."""
+
+_NESTED: Final = ("rope_scaling", "rope_parameters", "linear_attn_config")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -20,17 +56,13 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """Read the counts of config.json; raises PlanError naming `where` and a missing or invalid field."""
     text = text_config(config)
+    check_bounds(config, where)
 
     def count(key: str, default: int | None = None) -> int:
         value = text.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise PlanError(
                 f"{where}: config.json: {key} is {quoted(value)}, expected a count. Use the model's own config."
-            )
-        if value > MAX_COUNT:
-            raise PlanError(
-                f"{where}: config.json: {key} is more than {MAX_COUNT:,}, which no model has. "
-                "Use the model's own config."
             )
         return value
 
@@ -44,6 +76,20 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         hidden_size=count("hidden_size"),
         moe_intermediate_size=count("moe_intermediate_size"),
     )
+
+
+def check_bounds(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a number that no model has, before it sizes a loop or memory (PlanError)."""
+    text = text_config(config)
+    parts = [("", text), *((f"{key}.", text[key]) for key in _NESTED if isinstance(text.get(key), Mapping))]
+    for prefix, part in parts:
+        for key in BOUNDS.keys() & part.keys():
+            value = part[key]
+            if isinstance(value, int | float) and not abs(value) <= BOUNDS[key]:
+                raise PlanError(
+                    f"{where}: config.json: {prefix}{key} is {cut(quoted(value), 40)}, more than any model has. The "
+                    f"limit is {BOUNDS[key]:,}. Use the model's own config."
+                )
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
