@@ -129,6 +129,18 @@ def cut(text: str, limit: int = 300) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+_BIDI: Final = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_CONTROLS: Final = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), *_BIDI)}
+
+
+def visible(text: str) -> str:
+    """Return a text in which nothing can command a terminal: C0, DEL, C1, ends of lines and bidi marks are escapes.
+
+    Names and messages from checkpoints and file names hold anything. The console shows every text through this.
+    """
+    return text.translate(_CONTROLS)
+
+
 def shortened(text: str) -> str:
     """Return a name as it is if it is plain text of at most 80 characters, else `quoted`."""
     return text if len(text) <= MAX_QUOTED and text.isprintable() else quoted(text)

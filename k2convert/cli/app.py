@@ -14,7 +14,7 @@ import typer
 
 from k2convert import __version__
 from k2convert.cli.calibrate_options import CalibrateOptions
-from k2convert.cli.failures import explain
+from k2convert.cli.failures import UsageError, explain, explain_usage
 from k2convert.cli.fit_options import FitOptions
 from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrupted
 from k2convert.cli.machines import complete_part
@@ -35,7 +35,7 @@ from k2convert.cli.options import (
     not_address,
     takes,
 )
-from k2convert.errors import InvalidCheckpointError, K2ConvertError
+from k2convert.errors import InvalidCheckpointError, K2ConvertError, visible
 
 app = typer.Typer(
     name="k2convert",
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     _prepare_streams()
     try:
         catch_interrupts()
-        app(args=complete_part(sys.argv[1:] if arguments is None else arguments))
+        code = app(args=complete_part(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except Interrupted as interrupt:
         sys.exit(say_interrupted(*getattr(interrupt, "__notes__", ())))
     except InvalidCheckpointError as error:
@@ -298,13 +298,19 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except K2ConvertError as error:
         _say(str(error))
         sys.exit(1)
+    except UsageError as error:
+        sys.stderr.write(explain_usage(error))
+        sys.exit(2)
+    except typer.Abort:
+        sys.stderr.write("Aborted!\n")
+        sys.exit(1)
     except Exception as error:
         line = explain(error)
         if line is None:
             raise
         _say(line)
         sys.exit(1)
-    sys.exit(0)
+    sys.exit(code or 0)
 
 
 def _prepare_streams() -> None:
@@ -326,4 +332,4 @@ def _say(message: str) -> None:
 
         console.print_error(message)
     except Exception:  # whatever fails now, the message comes first
-        sys.stderr.write(f"error: {message}\n")
+        sys.stderr.write(f"error: {visible(message)}\n")

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from k2convert.errors import OutputError
+from k2convert.errors import OutputError, visible
 
 _PIPE_WIDTH: Final = 160
 _BETWEEN: Final = 3  # a line and its blanks between two columns
@@ -24,8 +24,17 @@ _MIN_TEXT_WIDTH: Final = 12  # a column of text may wrap down to this, or to its
 _LONGEST_WORD: Final = 40  # a longer word, such as the path of a file, may be broken
 _VERDICT_STYLES: Final = {"pass": "green", "warn": "yellow", "fail": "bold red", "skipped": "yellow", "CHANGED": "red"}
 
+_JSON_CONTROLS: Final = {
+    code: f"\\u{code:04x}" for code in range(0x7F, 0x206A) if visible(chr(code)) != chr(code)
+}  # JSON itself escapes those below
+
 _out = Console(highlight=False, soft_wrap=True)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def escaped(text: str, style: str = "") -> Text:
+    """Return a text as the console prints it: as it is, without markup, its control characters as escapes."""
+    return Text(visible(text), style=style)
 
 
 def error_console() -> Console:
@@ -58,7 +67,7 @@ def print_json(document: Any) -> None:
     """Print one JSON document on stdout, in ASCII if stdout takes nothing else."""
     takes_all = (sys.stdout.encoding or "").lower().startswith("utf")
     with _on_stdout():
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not takes_all) + "\n")
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not takes_all).translate(_JSON_CONTROLS) + "\n")
 
 
 def print_table(
@@ -70,14 +79,14 @@ def print_table(
     enough, each row becomes a block of lines "heading: cell". A pipe has room for everything. Verdicts are colored on a
     terminal.
     """
-    cells = [[Text(cell, style=_VERDICT_STYLES.get(cell, "")) for cell in row] for row in rows]
+    cells = [[escaped(cell, _VERDICT_STYLES.get(cell, "")) for cell in row] for row in rows]
     least = [_least_width([row[i] for row in cells], column, i in left) for i, column in enumerate(columns)]
     needed = sum(least) + _BETWEEN * (len(columns) - 1)
     is_terminal = sys.stdout.isatty()
     out = Console(highlight=False, width=None if is_terminal else max(_PIPE_WIDTH, needed))
     table = _table(columns, cells, least, left, out.width) if needed <= out.width else _blocks(columns, cells)
     with _on_stdout():
-        out.print(Text(title, style="italic"), soft_wrap=not is_terminal)
+        out.print(escaped(title, "italic"), soft_wrap=not is_terminal)
         out.print(table)
 
 
@@ -132,19 +141,19 @@ def _least_width(cells: Sequence[Text], column: str, may_wrap: bool) -> int:
 def print_line(text: str) -> None:
     """Print one line of result on stdout. On a terminal it wraps between words."""
     with _on_stdout():
-        _out.print(Text(text), soft_wrap=not _out.is_terminal)
+        _out.print(escaped(text), soft_wrap=not _out.is_terminal)
 
 
 def print_verdict(subject: str, *, passed: bool) -> None:
     """Print whether something passed on stdout, in color on a terminal."""
     style = _VERDICT_STYLES["pass" if passed else "fail"]
     with _on_stdout():
-        _out.print(Text.assemble(f"{subject}: ", ("passed" if passed else "FAILED", style)))
+        _out.print(Text.assemble(escaped(f"{subject}: "), ("passed" if passed else "FAILED", style)))
 
 
 def print_note(text: str) -> None:
     """Print one line for the person watching on stderr. On a terminal it wraps between words."""
-    _to_stderr(Text(text), soft_wrap=not _err.is_terminal)
+    _to_stderr(escaped(text), soft_wrap=not _err.is_terminal)
 
 
 def print_event(text: str) -> None:
@@ -178,12 +187,12 @@ def own_command(*, without: str) -> str:
 
 def print_next(command: str) -> None:
     """Print the next command to run on stderr, in one line that can be copied."""
-    _to_stderr(Text.assemble(("next: ", "dim"), command))
+    _to_stderr(Text.assemble(("next: ", "dim"), escaped(command)))
 
 
 def print_error(message: str) -> None:
     """Print a refusal or failure on stderr."""
-    _to_stderr(Text.assemble(("error: ", "bold red"), message), soft_wrap=not _err.is_terminal)
+    _to_stderr(Text.assemble(("error: ", "bold red"), escaped(message)), soft_wrap=not _err.is_terminal)
 
 
 def format_bytes(count: float) -> str:

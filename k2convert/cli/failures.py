@@ -1,10 +1,35 @@
-"""What the machine refuses, in one line each: memory, threads, files. Every other unknown exception is a bug."""
+"""What the machine refuses, in one line each: memory, threads, files. Every other unknown exception is a bug.
+
+And what typer refuses, in its own form but in plain words.
+"""
 
 import errno
+import io
 import os
-from typing import Final
+import re
+from typing import Any, Final
 
-from k2convert.errors import cut, shortened
+import typer
+
+from k2convert.errors import cut, shortened, visible
+
+UsageError: Final[type[Exception]] = typer.BadParameter.__bases__[
+    0
+]  # typer has it from click, or from its own copy of click
+
+_SAME_THING: Final = {
+    "convert": "run",
+    "quantize": "run",
+    "resume": "run",
+    "check": "validate",
+    "verify": "validate",
+    "evaluate": "validate",
+    "info": "inspect",
+    "show": "inspect",
+    "push": "publish",
+    "upload": "publish",
+}
+"""Words that other tools have for a command, where the spelling does not give it away."""
 
 _AGAIN: Final = "then run the same command again: finished work is kept."
 _NO_MEMORY: Final = (
@@ -37,6 +62,18 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, ValueError) and "null byte" in str(error):
         return "a name has a null character, which no file has. Choose a different name."
     return None
+
+
+def explain_usage(error: Any) -> str:
+    """Return what to print for a UsageError: usage and message; nothing if it printed help itself."""
+    shown = io.StringIO()
+    error.show(file=shown)
+    *lines, message = shown.getvalue().rstrip("\n").split("Error: ", 1)
+    message = " ".join(message.split()).replace(": Value error, ", ": ")
+    missing = re.fullmatch(r"No such command '(\w+)'\.", message)
+    if missing and missing[1] in _SAME_THING:
+        message += f" Did you mean '{_SAME_THING[missing[1]]}'?"
+    return f"{lines[0]}Error: {visible(message)}\n" if lines else message
 
 
 def _explain_file(error: OSError) -> str:

@@ -66,7 +66,9 @@ def say_interrupted(state: str = "finished work is kept; the same command resume
     release_interrupts()
     from contextlib import suppress
 
+    from k2convert.errors import visible
+
     with suppress(OSError, ValueError):  # nobody is watching
-        sys.stderr.write(f"interrupted: {state}\n" + (f"next: {command}\n" if command else ""))
+        sys.stderr.write(f"interrupted: {visible(state)}\n" + (f"next: {visible(command)}\n" if command else ""))
         sys.stderr.flush()
     return 130

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from k2convert.cli import console
 from k2convert.cli.console import format_bytes, format_rate, format_seconds
+from k2convert.errors import visible
 from k2convert.records.events import Extent
 from k2convert.records.tally import Meter, Tally
 
@@ -227,7 +228,8 @@ class Waiting:
         if quiet:
             return
         if console.errors_are_shown_live():
-            self._status = Status(Text(text, no_wrap=True, overflow="ellipsis"), console=console.error_console())
+            waiting = Text(visible(text), no_wrap=True, overflow="ellipsis")
+            self._status = Status(waiting, console=console.error_console())
         else:
             self._timer = threading.Timer(FIRST_LINE_SECONDS, console.print_event, (text,))
             self._timer.daemon = True

@@ -1,0 +1,72 @@
+"""Names and messages of a checkpoint show their control characters as escapes: they cannot command the terminal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from k2convert.errors import visible
+from scripts.fixture_maker.damage import edit_config, edit_header, edit_json
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202egnp"
+SHOWN = "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x7f\\u202egnp"
+INDEX, NORM = "model.safetensors.index.json", "model.layers.1.input_layernorm.weight"
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def rename_norm(source: Path) -> None:
+    shard = source / json.loads((source / INDEX).read_text())["weight_map"][NORM]
+    edit_json(source / INDEX, lambda i: i["weight_map"].update({EVIL: i["weight_map"].pop(NORM)}))
+    edit_header(shard, lambda header: header.update({EVIL: header.pop(NORM)}))
+
+
+def raise_in_template(source: Path) -> None:
+    (source / "chat_template.jinja").write_text("{{ raise_exception(messages[0].content) }}")
+    (source / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": EVIL}]}))
+
+
+CALIBRATE = ["calibrate", "SOURCE", "s.stats", "--text", "SOURCE/chat.jsonl", "--device", "cpu"]
+CASES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
+    "a tensor's name": (rename_norm, ["run", "SOURCE", "out", "--dry-run"], SHOWN),
+    "a tensor's name, fit": (rename_norm, ["fit", "SOURCE"], SHOWN),
+    "a config's words": (lambda s: edit_config(s, architectures=[EVIL]), ["inspect", "SOURCE"], SHOWN),
+    "a config's value": (lambda s: edit_config(s, hidden_size=EVIL), ["inspect", "SOURCE"], ""),
+    "a template's message": (raise_in_template, CALIBRATE, SHOWN),
+    "a command": (lambda _: None, [EVIL], SHOWN),
+    "an option": (lambda _: None, ["run", "SOURCE", "out", "--rule", EVIL], ""),
+    "a name that is not there": (lambda _: None, ["status", EVIL], SHOWN),
+    "a recipe's name": (lambda _: None, ["run", "SOURCE", "out", "--recipe", EVIL], ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_control_character_reaches_the_terminal(
+    name: str, k2_shaped: Path, tiny: Path, tmp_path: Path, run_cli: Run
+) -> None:
+    change, words, shown = CASES[name]
+    source = shutil.copytree(tiny if words[0] == "calibrate" else k2_shaped, tmp_path / "source")
+    change(source)
+    done = run_cli(*(word.replace("SOURCE", str(source)).replace("s.stats", str(tmp_path / "s")) for word in words))
+    printed = done.stdout + done.stderr
+    assert "Traceback" not in printed
+    assert shown in printed
+    assert all(visible(line) == line for line in printed.split("\n")), printed
+
+
+def test_a_folder_of_any_name_is_shown_and_stays_in_json(k2_shaped: Path, tmp_path: Path, run_cli: Run) -> None:
+    out = tmp_path / EVIL
+    for words in (["run", k2_shaped, out], ["status", out], ["validate", out], ["report", out]):
+        for more in ([], ["--json"]):
+            done = run_cli(*words, *more)
+            assert done.returncode == 0, done.stderr
+            assert all(visible(line) == line for line in (done.stdout + done.stderr).split("\n"))
+            if more and words[0] in ("run", "validate"):
+                assert EVIL in "".join(str(value) for value in json.loads(done.stdout).values())
+            elif more:
+                json.loads(done.stdout)
