@@ -34,6 +34,9 @@ Engine = Literal["vllm", "sglang", "tensorrt-llm"]
 Device = Literal["auto", "cpu", "cuda"]
 """Where weights are converted."""
 
+MAX_SEED: Final = 10**18 - 1
+"""The largest number that a statistics file has room for."""
+
 GROUP_SIZE: Final = 32
 """Input columns that share one INT4 scale."""
 

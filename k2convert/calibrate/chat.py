@@ -12,7 +12,7 @@ from typing import Any, Final, Self, cast
 
 from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, check_plain_file, mapping_or_empty, read_json_file
 from k2convert.checkpoint.names import CHAT_TEMPLATE_NAME, TOKENIZER_CONFIG_NAME
-from k2convert.errors import CalibrationError, cut, remedy
+from k2convert.errors import CalibrationError, cut, quoted, remedy
 
 MAX_SECONDS: Final = 10.0
 """Processor time for a conversation. Kimi's template needs a few milliseconds."""
@@ -84,8 +84,14 @@ def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
         config = read_json_file(config_path) if config_path.exists() else {}
     found = _read_jinja(folder / CHAT_TEMPLATE_NAME) or config.get("chat_template")
     entries = cast(list[Any], found) if isinstance(found, list) else [{"name": "default", "template": found}]
-    named = {entry.get("name"): entry.get("template") for entry in map(mapping_or_empty, entries)}
-    templates = {str(name): template for name, template in named.items() if isinstance(template, str)}
+    templates: dict[str, str] = {}
+    for name, template in ((entry.get("name"), entry.get("template")) for entry in map(mapping_or_empty, entries)):
+        if not isinstance(name, str):
+            raise CalibrationError(
+                f"{config_path}: chat_template has a template with the name {quoted(name)}, expected text. {_REMEDY}"
+            )
+        if isinstance(template, str):
+            templates[name] = template
     if "default" not in templates:
         raise CalibrationError(
             f"{folder}: has no chat template, neither {CHAT_TEMPLATE_NAME} nor a chat_template in "

@@ -6,7 +6,8 @@ character of a plain text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeGuard, cast
@@ -17,12 +18,13 @@ from numpy.typing import NDArray
 from k2convert.calibrate.chat import ChatTemplate
 from k2convert.calibrate.tokenizers import Tokenizer
 from k2convert.checkpoint.files import PIECE_BYTES, parse_json, parse_json_object
-from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, quoted
+from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, cut, quoted
 
 MAX_LINE_BYTES: Final = 16 << 20
 
 Ids = NDArray[np.integer[Any]]
 
+_FORMS: Final = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]} or {"text": "..."}'
 _IDS: Final = 'a list of token ids, or an object with the list "input_ids"'
 
 
@@ -111,8 +113,10 @@ class TokenArray:
             mapped: object = np.load(self.path, mmap_mode="r", allow_pickle=False)
         except OSError as error:
             raise _unreadable(self.path, error) from None
-        except (ValueError, EOFError, SyntaxError) as error:
-            raise CalibrationError(f"{self.path}: not an .npy file of numbers ({error}).") from None
+        except Exception as error:  # numpy reads the header as Python, and raises whatever it leads to
+            raise CalibrationError(
+                f"{self.path}: not an .npy file of numbers ({cut(str(error), 120)}). Save the array with numpy.save."
+            ) from None
         array = cast(Ids, mapped)
         if not isinstance(mapped, np.ndarray) or array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             raise CalibrationError(f"{self.path}: not integers of the shape [tokens] or [windows, tokens].")
@@ -129,8 +133,16 @@ def text_of_line(line: str, tokenizer: Tokenizer, template: ChatTemplate) -> Ids
     if isinstance(text, str):
         return tokenizer.encode(text)
     if not (_are_objects(messages) and messages) or not (tools is None or _are_objects(tools)):
-        raise CalibrationError('has neither "text", a string, nor "messages", a list of objects.')
+        raise CalibrationError(f"{_other_form(document)} Write {_FORMS} on each line.")
     return tokenizer.encode(template.render(messages, tools), special=True)
+
+
+def _other_form(document: Mapping[str, Any]) -> str:
+    """Say what a line without text and messages has instead."""
+    for keys, form in ((("conversations",), "the form of ShareGPT"), (("prompt", "completion"), "pairs")):
+        if all(key in document for key in keys):
+            return f"has {' and '.join(map(json.dumps, keys))} ({form}), which are not read."
+    return 'has neither "text", a string, nor "messages", a list of objects.'
 
 
 def ids_of_line(line: str) -> Ids:

@@ -75,7 +75,14 @@ def read_windows(
     wanted, available = tokens // length, stream.size // length
     chosen = sorted(_shuffled(available, seed)[:wanted])
     ids = stream[: available * length].reshape(available, length)[chosen].astype(np.int64)
-    return Windows(ids, tuple((path.name, _digest(path)) for path in files), _notes(ids, tokens=tokens, window=window))
+    return Windows(
+        ids, tuple((_stated_name(path), _digest(path)) for path in files), _notes(ids, tokens=tokens, window=window)
+    )
+
+
+def _stated_name(path: Path) -> str:
+    """Return a file's name as text that every file can hold: bytes that are not UTF-8 become escapes."""
+    return path.name.encode(errors="backslashreplace").decode()
 
 
 def _notes(ids: NDArray[np.int64], *, tokens: int, window: int) -> tuple[str, ...]:

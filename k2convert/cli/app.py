@@ -19,6 +19,7 @@ from k2convert.cli.fit_options import FitOptions
 from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrupted
 from k2convert.cli.machines import complete_part
 from k2convert.cli.options import (
+    TEXT_FORMS,
     DestinationArgument,
     FolderArgument,
     InspectedArgument,
@@ -140,7 +141,7 @@ def validate(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text for --layers (.txt, .jsonl): the source's layers below are computed on it.", metavar="FILE"
+            help=f"Text for --layers ({TEXT_FORMS}): the source's layers below are computed on it.", metavar="FILE"
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to compute layers on.")] = 256,

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from k2convert.choices import Device
+from k2convert.choices import MAX_SEED, Device
 from k2convert.cli.options import (
+    TEXT_FORMS,
     TOKENS,
     WINDOW,
     JsonOption,
@@ -33,7 +34,7 @@ class CalibrateOptions:
     ]
     text: Annotated[
         list[Path] | None,
-        typer.Option(help='Text: .txt, or .jsonl with "text" or "messages". May be repeated.', show_default=False),
+        typer.Option(help=f"Text: {TEXT_FORMS}. May be repeated.", show_default=False),
     ] = None
     token_ids: Annotated[
         list[Path] | None,
@@ -41,7 +42,7 @@ class CalibrateOptions:
     ] = None
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to use.")] = TOKENS
     window: Annotated[int, typer.Option(min=1, help="Tokens that are seen together.")] = WINDOW
-    seed: Annotated[int, typer.Option(min=0, help="Decides which windows of the text are used.")] = 0
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Decides which windows of the text are used.")] = 0
     device: Annotated[Device, typer.Option(help="Where to compute.")] = "auto"
     max_disk: MaxDiskOption = None
     yes: Annotated[bool, typer.Option("--yes", help="Start a pass of more than 12 hours too.")] = False

@@ -10,13 +10,14 @@ from typing import Annotated, Any, Final, TypeVar, cast, get_type_hints
 import typer
 
 from k2convert.checkpoint.names import WORK_SUFFIX
-from k2convert.choices import Activations, Device, KvCache, Layout, QuantizerKind, Rule, Target
+from k2convert.choices import MAX_SEED, Activations, Device, KvCache, Layout, QuantizerKind, Rule, Target
 from k2convert.errors import PlanError
 
 T = TypeVar("T")
 
 TOKENS: Final = 131_072
 WINDOW: Final = 2048
+TEXT_FORMS: Final = '.txt; .jsonl with "text", or with "messages" and "tools" for the chat template'
 
 
 def existing_place(value: Any) -> Any:
@@ -184,7 +185,7 @@ class RunOptions:
     ] = None
     calibrate: Annotated[
         list[Path] | None,
-        typer.Option(help="Text for rule feedback: .txt or .jsonl. May be repeated.", show_default=False),
+        typer.Option(help=f"Text for rule feedback: {TEXT_FORMS}. May be repeated.", show_default=False),
     ] = None
     token_ids: Annotated[
         list[Path] | None,
@@ -192,7 +193,9 @@ class RunOptions:
     ] = None
     tokens: Annotated[int | None, typer.Option(min=1, help=f"Tokens of the text to use [default: {TOKENS}].")] = None
     window: Annotated[int | None, typer.Option(min=1, help=f"Tokens seen together [default: {WINDOW}].")] = None
-    seed: Annotated[int | None, typer.Option(min=0, help="Decides which windows are used [default: 0].")] = None
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=MAX_SEED, help="Decides which windows are used [default: 0].")
+    ] = None
     save_statistics: Annotated[
         Path | None,
         typer.Option(help="Write the statistics that --calibrate collects, as `calibrate` does.", show_default=False),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import CheckpointError
+from k2convert.errors import CheckpointError, remedy
 from k2convert.forward.weights import WeightReader
 from k2convert.models.config import text_config
 
@@ -32,7 +32,8 @@ MEAN_SHARE: Final = 0.3
 
 def load_hidden_states(path: Path, *, layer: int, hidden_size: int, tokens: int) -> Tensor:
     """Read the first `tokens` captured states of a layer as f32 [<= tokens, hidden]; CheckpointError if absent."""
-    header = read_header(path)
+    with remedy("Pass a safetensors file of hidden states, such as `scripts/eval capture` writes."):
+        header = read_header(path)
     name = TENSOR_NAME.format(layer=layer)
     info = header.tensors.get(name)
     if info is None:
@@ -42,12 +43,17 @@ def load_hidden_states(path: Path, *, layer: int, hidden_size: int, tokens: int)
         )
     if len(info.shape) != 2 or info.shape[1] != hidden_size or info.shape[0] == 0:
         raise CheckpointError(f"{path}: {name} has shape {list(info.shape)}, expected [tokens, {hidden_size}].")
-    states = Checkpoint(path.parent, "{}", {path.name: header}, header.tensors, {}, ())
-    reader = WeightReader(states)
+    reader = WeightReader(Checkpoint(path.parent, "{}", {path.name: header}, header.tensors, {}, ()))
     try:
-        return reader.read(name, num_rows=min(tokens, info.shape[0])).float()
+        states = reader.read(name, num_rows=min(tokens, info.shape[0])).float()
     finally:
         reader.close()
+    if bad := (~states.isfinite().all(dim=1)).nonzero().flatten().tolist():
+        raise CheckpointError(
+            f"{path}: {name} has NaN or infinite values in {len(bad)} of {states.shape[0]} rows, the first is row "
+            f"{bad[0]}. Capture the hidden states again, or remove these rows."
+        )
+    return states
 
 
 def draw_hidden_states(norm_weight: Tensor, *, config: dict[str, Any], layer: int, tokens: int, seed: int) -> Tensor:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
+from types import NoneType
 from typing import Any, Final, TypeVar
 
 from k2convert import __version__
 from k2convert.checkpoint.files import dump_json, mapping_or_empty, read_json_file
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.errors import CheckpointError, RecipeError, remedy, shortened
+from k2convert.errors import CheckpointError, RecipeError, quoted, remedy, shortened
 from k2convert.plan.plan import Plan
 from k2convert.plan.recipe import Recipe, build_recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metrics, total_metrics
@@ -28,6 +29,14 @@ from k2convert.records.pruning import PruningRecord
 from k2convert.records.shard_record import ShardRecord
 
 T = TypeVar("T")
+
+_FINGERPRINT_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "k2convert": (str,),
+    "arithmetic": (int,),
+    "source_revision": (str, NoneType),
+    "source_headers": (str,),
+    "source_config": (str,),
+}
 
 TOTAL: Final = "total"
 _REMEDY: Final = "Delete the file and run the conversion again: the file is written again from the records."
@@ -182,7 +191,7 @@ def parse_ledger(document: Mapping[str, Any]) -> Ledger:
     """Read a ledger leniently: what is missing or malformed is listed in `problems`."""
     problems: list[str] = []
     source = mapping_or_empty(document.get("source"))
-    headers = {n: d for n, d in mapping_or_empty(source.get("headers")).items() if isinstance(d, str)}
+    headers = _texts(source.get("headers", {}), "source.headers", problems)
     recipe = mapping_or_empty(document.get("recipe"))
     try:
         build_recipe(recipe, where=LEDGER_NAME)
@@ -194,16 +203,18 @@ def parse_ledger(document: Mapping[str, Any]) -> Ledger:
     repo, revision = (_text_or_none(source.get(key), f"source.{key}", problems) for key in ("repo", "revision"))
     if not revision and not headers:
         problems.append("source: has neither a revision nor the digests of its headers")
-    stated = _object(document, "versions", problems)
+    for key, kinds in _FINGERPRINT_TYPES.items():
+        if type(fingerprint.get(key)) not in kinds and fingerprint:
+            problems.append(f"fingerprint.{key}: {quoted(fingerprint.get(key))}")
     return Ledger(
-        tool_version=str(document.get("k2convert", "")),
+        tool_version=_text_or_none(document.get("k2convert"), "k2convert", problems) or "",
         family=_text_or_none(source.get("family"), "source.family", problems),
         repo=repo,
         revision=revision,
         headers=headers,
         recipe=recipe,
         fingerprint=fingerprint,
-        versions={name: str(value) for name, value in stated.items()},
+        versions=_texts(_object(document, "versions", problems), "versions", problems),
         shards=_parse_shards(_object(document, "shards", problems), problems),
         totals=_parse_totals(_object(document, "totals", problems), problems),
         calibration=_parse_part(document, "calibration", CalibrationRecord.from_dict, problems),
@@ -217,6 +228,15 @@ def _text_or_none(value: object, where: str, problems: list[str]) -> str | None:
         return value
     problems.append(f"{where}: not text")
     return None
+
+
+def _texts(stated: object, where: str, problems: list[str]) -> dict[str, str]:
+    """Return an object of texts; a problem for each value that is none, and for what is no object."""
+    if not isinstance(stated, dict):
+        problems.append(f"{where}: not an object")
+    found = mapping_or_empty(stated)
+    problems += [f"{where}.{shortened(name)}: not text" for name, text in found.items() if not isinstance(text, str)]
+    return {name: text for name, text in found.items() if isinstance(text, str)}
 
 
 def _object(document: Mapping[str, Any], key: str, problems: list[str]) -> dict[str, Any]:
@@ -233,10 +253,10 @@ def _parse_shards(entries: dict[str, Any], problems: list[str]) -> dict[str, Led
         digest, size, count = stated.get("blake3"), stated.get("bytes"), stated.get("tensors", 0)
         if PurePosixPath(name).name != name:
             problems.append(f"shards: {shortened(name)}: not a file name")
-        elif isinstance(digest, str) and type(size) is int and size >= 0:
-            shards[name] = LedgerShard(digest, size, count if type(count) is int else 0)
+        elif isinstance(digest, str) and all(type(number) is int and number >= 0 for number in (size, count)):
+            shards[name] = LedgerShard(digest, size, count)
         else:
-            problems.append(f"shards: {shortened(name)}: no blake3 and bytes")
+            problems.append(f"shards: {shortened(name)}: no blake3, bytes and tensors")
     return shards
 
 

@@ -107,6 +107,16 @@ def test_a_hostile_template_is_one_line(template: str, complaint: str, tmp_path:
     assert 'Use lines with "text"' in str(failure.value)
 
 
+def test_a_template_whose_name_is_no_text_is_one_line(tmp_path: Path) -> None:
+    for name in (["default"], 5, None, {}):
+        configure(tmp_path, chat_template=[{"name": name, "template": "x"}, {"name": "default", "template": "x"}])
+        with (
+            ChatTemplate(tmp_path) as renderer,
+            pytest.raises(CalibrationError, match=r"tokenizer_config\.json: chat_template has"),
+        ):
+            renderer.render([USER], None)
+
+
 def test_a_template_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.3)
     configure(tmp_path, chat_template="{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")

@@ -1,6 +1,7 @@
 """Windows of token ids: drawn by a seed, never overlapping, in bounded memory."""
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ def numbered(path: Path, count: int) -> Path:
     """A text of eight bytes a line, each line different."""
     path.write_text("".join(f"{i:07}\n" for i in range(count)))
     return path
+
+
+def npy(shape: str) -> bytes:
+    """An .npy file with any text as its shape."""
+    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(32)
 
 
 def test_windows_are_pieces_of_the_librarys_tokens(tiny: Path) -> None:
@@ -136,9 +143,11 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
         ("a.jsonl", b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", "line 1: not JSON"),
         ("a.jsonl", b'{"text": "\\ud83d"}', "line 1: not JSON .half of a surrogate"),
         ("a.jsonl", b'{"text": "' + b"x" * (16 << 20) + b'"}', "line 1: longer than 16,777,216 bytes"),
+        ("a.jsonl", b'{"conversations": [{"from": "human", "value": "x"}]}', r'line 1: has "conv.* on each line\.'),
+        ("a.jsonl", b'{"prompt": "x", "completion": "y"}', r'line 1: has "prompt" and "completion".* Write {"mess'),
         ("a.parquet", b"PAR1", r"does not end in \.txt or \.jsonl"),
     ],
-    ids=range(16),
+    ids=range(18),
 )
 def test_a_text_that_cannot_be_used_is_one_line(
     name: str, content: bytes, complaint: str, tmp_path: Path, folder: Path
@@ -155,6 +164,12 @@ def test_a_text_that_cannot_be_used_is_one_line(
     [
         ("a.npy", b"\x93NUMPY\x01\x00", "not an .npy file"),
         ("a.npy", b"\x80\x04K\x01.", "not an .npy file"),
+        ("a.npy", npy("(True,)"), "not an .npy file"),
+        ("a.npy", npy("(4,"), "not an .npy file"),
+        ("a.npy", npy("(" + "9" * 5000 + ",)"), "not an .npy file"),
+        ("a.npy", npy("(-4,)"), "not"),
+        ("a.npy", npy("(" * 3000), "not an .npy file"),
+        ("a.npy", npy("(4,), 'shape': [4]"), "not an .npy file"),
         ("a.jsonl", b"[1, 2.5]", 'line 1: not a list of token ids, or an object with the list "input_ids"'),
         ("a.jsonl", b"[[1], [2, 3]]", "line 1: not a list of token ids"),
         ("a.jsonl", b'[1]\n{"ids": [1]}', "line 2: not a list of token ids"),
@@ -165,13 +180,15 @@ def test_a_text_that_cannot_be_used_is_one_line(
         ("a.jsonl", b"[9223372036854775808]", "line 1: not a list of token ids"),
         ("a.txt", b"x", r"does not end in \.npy or \.jsonl"),
     ],
-    ids=range(11),
+    ids=range(17),
 )
 def test_token_ids_that_cannot_be_used_are_one_line(name: str, content: bytes, complaint: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CalibrationError, match=complaint) as failure:
         read(tmp_path / name, folder=None)
     assert "\n" not in str(failure.value)
+    assert str(tmp_path / name) in str(failure.value)
+    assert len(str(failure.value)) < 500
 
 
 def test_what_is_no_file_is_one_line(tmp_path: Path, folder: Path) -> None:

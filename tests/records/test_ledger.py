@@ -37,6 +37,12 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "source: has neither": lambda d: d.update(source={}),
     "source.repo": lambda d: d["source"].update(repo=5),
     "versions": lambda d: d.update(versions=[]),
+    "versions.python: not text": lambda d: d["versions"].update(python={"major": 3}),
+    "k2convert: not text": lambda d: d.update(k2convert=[1]),
+    "source.headers.x: not text": lambda d: d["source"]["headers"].update(x=1),
+    "source.headers: not an object": lambda d: d["source"].update(headers=[1]),
+    "fingerprint.arithmetic": lambda d: d["fingerprint"].update(arithmetic="1"),
+    "no blake3, bytes and tensors": lambda d: next(iter(d["shards"].values())).update(tensors={}),
     "shards": lambda d: d.update(shards={"../x.safetensors": {"blake3": "", "bytes": 1}}),
     "totals": lambda d: d["totals"]["total"].update(energy=-1.0),
 }

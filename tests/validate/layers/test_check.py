@@ -195,6 +195,21 @@ def test_captured_hidden_states_are_used(tiny: Path, plain: Path, tmp_path: Path
         check(tiny, plain, hidden_states=path, layers=(3,))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_hidden_states_that_are_no_numbers_are_refused_by_row(
+    value: float, tiny: Path, plain: Path, tmp_path: Path
+) -> None:
+    states = torch.randn(40, 256)
+    states[7, 3] = states[9, 0] = value
+    path = tmp_path / "states.safetensors"
+    save_file({"layers.2.mlp.input": states}, path)
+    with pytest.raises(
+        CheckpointError, match=r"states\.safetensors: layers\.2\..* in 2 of 32 rows, the first is row 7\."
+    ):
+        check(tiny, plain, hidden_states=path, tokens=32)
+    assert check(tiny, plain, hidden_states=path, tokens=7).layers[0].tokens == 7
+
+
 def test_a_seed_fixes_the_figures(tiny: Path, plain: Path) -> None:
     assert check(tiny, plain, seed=3) == check(tiny, plain, seed=3)
     assert check(tiny, plain, seed=3).layers != check(tiny, plain, seed=4).layers
