@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from k2convert.calibrate.chat import ChatTemplate
 from k2convert.calibrate.documents import Ids, LineFile, PlainFile, Source, TokenArray, ids_of_line, text_of_line
-from k2convert.calibrate.tokenizers import open_tokenizer
+from k2convert.calibrate.tokenizer_process import TokenizerProcess
 from k2convert.checkpoint.files import pieces
 from k2convert.errors import CalibrationError
 
@@ -61,7 +61,8 @@ def read_windows(
         if tokenizer is None:
             sources = [_ids_source(path) for path in files]
         else:
-            model, template = open_tokenizer(tokenizer), stack.enter_context(ChatTemplate(tokenizer))
+            model = stack.enter_context(TokenizerProcess(tokenizer))
+            template = stack.enter_context(ChatTemplate(tokenizer))
             of_line = partial(text_of_line, tokenizer=model, template=template)
             is_lines = [path.suffix.lower() == LINES for path in files]
             sources = [

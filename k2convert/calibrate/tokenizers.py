@@ -55,7 +55,7 @@ PIECE_CHARS: Final = 2 << 20
 
 _PANIC: Final = "PanicException"  # of tokenizers and tiktoken, whose code is Rust; it is not an Exception
 
-_BAD_FILE: Final = "Download the checkpoint's tokenizer files again, or pass token ids instead of text (--token-ids)."
+BAD_FILE: Final = "Download the checkpoint's tokenizer files again, or pass token ids instead of text (--token-ids)."
 
 
 class Tokenizer(Protocol):
@@ -76,7 +76,7 @@ def open_tokenizer(folder: Path) -> Tokenizer:
         return _JsonTokenizer(folder / TOKENIZER_NAME)
     if (folder / TIKTOKEN_NAME).exists():
         return _KimiTokenizer(folder / TIKTOKEN_NAME, _special_tokens(folder / TOKENIZER_CONFIG_NAME))
-    raise CalibrationError(f"{folder}: has neither {TOKENIZER_NAME} nor {TIKTOKEN_NAME}. {_BAD_FILE}")
+    raise CalibrationError(f"{folder}: has neither {TOKENIZER_NAME} nor {TIKTOKEN_NAME}. {BAD_FILE}")
 
 
 class _JsonTokenizer:
@@ -116,7 +116,7 @@ class _KimiTokenizer:
         if below or len(special) < len({*ids, *names}):
             raise CalibrationError(
                 f"{path.with_name(TOKENIZER_CONFIG_NAME)}: its special tokens do not fit {path.name}, which has "
-                f"{len(ranks):,} tokens ({quoted(below[0]) if below else 'a name is given twice'}). {_BAD_FILE}"
+                f"{len(ranks):,} tokens ({quoted(below[0]) if below else 'a name is given twice'}). {BAD_FILE}"
             )
         with _in_one_line(path):
             self._encoding: tiktoken.Encoding = tiktoken.Encoding(
@@ -170,21 +170,19 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise CalibrationError(
-                f"{path}: line {number} is not a token in base64 and its rank. {_BAD_FILE}"
-            ) from None
+            raise CalibrationError(f"{path}: line {number} is not a token in base64 and its rank. {BAD_FILE}") from None
     complete = set(ranks.values()) == set(range(len(ranks))) and all(bytes([i]) in ranks for i in range(256))
     if not complete or len(ranks) < len([line for line in lines if line]):
         raise CalibrationError(
             f"{path}: is not a whole tiktoken file: a rank or one of the 256 bytes is missing, or a token is there "
-            f"twice. {_BAD_FILE}"
+            f"twice. {BAD_FILE}"
         )
     return ranks
 
 
 def _special_tokens(path: Path) -> dict[int, str]:
     """Return id -> name of tokenizer_config.json's added_tokens_decoder."""
-    with remedy(_BAD_FILE):
+    with remedy(BAD_FILE):
         added = mapping_or_empty(read_json_file(path).get("added_tokens_decoder"))
     names: dict[int, str] = {}
     for key, entry in added.items():
@@ -192,14 +190,14 @@ def _special_tokens(path: Path) -> dict[int, str]:
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and isinstance(name, str) and name):
             raise CalibrationError(
                 f"{path}: added_tokens_decoder has the entry {quoted(key)}: {quoted(entry)}, expected a token id and "
-                f"an object with its content. {_BAD_FILE}"
+                f"an object with its content. {BAD_FILE}"
             )
         names[int(key)] = name
     return names
 
 
 def _read_small_file(path: Path) -> bytes:
-    with remedy(_BAD_FILE):
+    with remedy(BAD_FILE):
         check_plain_file(path)
     try:
         with path.open("rb") as file:
@@ -207,9 +205,7 @@ def _read_small_file(path: Path) -> bytes:
     except OSError as error:
         raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
     if len(raw) > MAX_SMALL_FILE_BYTES:
-        raise CalibrationError(
-            f"{path}: larger than {MAX_SMALL_FILE_BYTES:,} bytes, which no tokenizer is. {_BAD_FILE}"
-        )
+        raise CalibrationError(f"{path}: larger than {MAX_SMALL_FILE_BYTES:,} bytes, which no tokenizer is. {BAD_FILE}")
     return raw
 
 
@@ -222,4 +218,4 @@ def _in_one_line(path: Path) -> Generator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
         what = cut(str(cast(Any, error)) or type(error).__name__, 200)
-        raise CalibrationError(f"{path}: the tokenizer failed ({what}). {_BAD_FILE}") from None
+        raise CalibrationError(f"{path}: the tokenizer failed ({what}). {BAD_FILE}") from None

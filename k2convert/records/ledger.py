@@ -232,9 +232,9 @@ def _text_or_none(value: object, where: str, problems: list[str]) -> str | None:
 
 def _texts(stated: object, where: str, problems: list[str]) -> dict[str, str]:
     """Return an object of texts; a problem for each value that is none, and for what is no object."""
-    if not isinstance(stated, dict):
-        problems.append(f"{where}: not an object")
     found = mapping_or_empty(stated)
+    if found is not stated:
+        problems.append(f"{where}: not an object")
     problems += [f"{where}.{shortened(name)}: not text" for name, text in found.items() if not isinstance(text, str)]
     return {name: text for name, text in found.items() if isinstance(text, str)}
 
@@ -253,7 +253,7 @@ def _parse_shards(entries: dict[str, Any], problems: list[str]) -> dict[str, Led
         digest, size, count = stated.get("blake3"), stated.get("bytes"), stated.get("tensors", 0)
         if PurePosixPath(name).name != name:
             problems.append(f"shards: {shortened(name)}: not a file name")
-        elif isinstance(digest, str) and all(type(number) is int and number >= 0 for number in (size, count)):
+        elif isinstance(digest, str) and type(size) is int and size >= 0 and type(count) is int and count >= 0:
             shards[name] = LedgerShard(digest, size, count)
         else:
             problems.append(f"shards: {shortened(name)}: no blake3, bytes and tensors")
