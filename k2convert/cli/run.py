@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from k2convert.cli.views import (
     show_run,
     verification_line,
 )
-from k2convert.errors import HubError, missing_module, require_extra
+from k2convert.errors import HubError, InvalidCheckpointError, missing_module, require_extra
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import MAIN, Hub
 from k2convert.hub.preflight import Target
@@ -51,7 +51,7 @@ from k2convert.job.verify import shards_to_hash, verify_shards
 from k2convert.records.command import JobCommand
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
-from k2convert.records.ledger import summarize
+from k2convert.records.ledger import below_budget, summarize
 from k2convert.records.publication import Published, record_published
 
 
@@ -210,8 +210,11 @@ def _start_walk(job: Job, plan: FeedbackPlan, options: RunOptions) -> float:
 
 def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: float) -> None:
     totals = summarize(outcome.records.values())
+    missed = below_budget(outcome.records.values(), job.plan.recipe)
     if options.as_json:
         document = run_document(job, totals, seconds)
+        if missed:
+            document["below_budget"] = {"tensor_sqnr_db": job.plan.recipe.budget.tensor_sqnr_db, "tensors": missed}
         if job.uses_hub:
             document |= {
                 "destination": str(job.destination),
@@ -221,6 +224,7 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
             if outcome.validation is not None:
                 document["contract"] = contract_counts(outcome.validation.contract)
         console.print_json(document)
+        _refuse_below_budget(job, missed)
         return
     show_run(job, totals, seconds)
     show_outputs(outcome.calibrated)
@@ -233,6 +237,18 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
         if given and options.statistics is not None:
             given += ("--statistics", options.statistics)
         console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
+    _refuse_below_budget(job, missed)
+
+
+def _refuse_below_budget(job: Job, missed: Mapping[str, float]) -> None:
+    """Raise InvalidCheckpointError if `validate` will not accept the weight error. The result stays."""
+    if missed:
+        worst = ", ".join(f"{name} has {figure:.2f} dB" for name, figure in list(missed.items())[:3])
+        raise InvalidCheckpointError(
+            f"{job.destination.folder}: {len(missed)} {'tensor is' if len(missed) == 1 else 'tensors are'} below the "
+            f"error budget of {job.plan.recipe.budget.tensor_sqnr_db:g} dB, so `validate` fails: {worst}"
+            f"{', ...' if len(missed) > 3 else ''}. Choose a different rule, or set `budget` in the recipe."
+        )
 
 
 def print_notices(target: Target) -> None:

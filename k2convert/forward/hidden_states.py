@@ -14,6 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,9 +49,10 @@ def load_hidden_states(path: Path, *, layer: int, hidden_size: int, tokens: int)
         states = reader.read(name, num_rows=min(tokens, info.shape[0])).float()
     finally:
         reader.close()
-    if bad := (~states.isfinite().all(dim=1)).nonzero().flatten().tolist():
+    bad = np.flatnonzero(~np.isfinite(states.numpy()).all(axis=1))
+    if bad.size:
         raise CheckpointError(
-            f"{path}: {name} has NaN or infinite values in {len(bad)} of {states.shape[0]} rows, the first is row "
+            f"{path}: {name} has NaN or infinite values in {bad.size} of {states.shape[0]} rows, the first is row "
             f"{bad[0]}. Capture the hidden states again, or remove these rows."
         )
     return states

@@ -176,6 +176,14 @@ def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
     return totals
 
 
+def below_budget(records: Iterable[ShardRecord], recipe: Recipe) -> dict[str, float]:
+    """Return the SQNR in dB of the measured tensors that `validate` refuses by the recipe's budget, the worst first."""
+    measured = {p.module: WeightMetrics.from_dict(p.metrics) for r in records for p in r.projections if p.metrics}
+    figures = {name: metrics.sqnr_db for name, metrics in measured.items() if metrics.energy > 0.0}
+    missed = {name: figure for name, figure in figures.items() if not figure >= recipe.budget.tensor_sqnr_db}
+    return dict(sorted(missed.items(), key=lambda item: item[1]))
+
+
 def encode_ledger(path: Path, ledger: Ledger) -> bytes:
     """Return the bytes to write to `path`. If an equal ledger is there, its versions are kept: those that converted."""
     new = json.loads(ledger.to_bytes())

@@ -101,6 +101,17 @@ def test_a_planted_byte_with_fitting_hashes_stops_the_job_too(
     assert_published(tiny_on_hub, local_result)
 
 
+def test_a_result_below_the_error_budget_does_not_reach_main(
+    tiny_on_hub: LoopbackHub, hub_cli: HubCli, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "strict.yaml"
+    recipe.write_text("name: strict\nrule: plain\nbudget: {tensor_sqnr_db: 19.7}\n")
+    done = hub_cli(*JOB, "--recipe", str(recipe))
+    assert done.returncode == 3
+    assert "the result does not validate (rules 18), so main was not changed" in done.stderr
+    assert_nothing_on_main(tiny_on_hub)
+
+
 def stopped_before_main(server: LoopbackHub, hub_cli: HubCli) -> None:
     """Do the whole job except its last commit."""
     server.traffic.inject(Fault("POST", "/commit/main", status=403))

@@ -1,0 +1,53 @@
+"""Texts whose names are not UTF-8 are used, named and recorded like any other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+NAME, STATED = os.fsdecode(b"t\xe9xt.txt"), "t\\udce9xt.txt"
+
+
+@pytest.fixture
+def text(tiny: Path, tmp_path: Path) -> Path:
+    """A text in a folder, neither of which has a name in UTF-8."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    return Path(shutil.copy(tiny / "eval.txt", folder / NAME))
+
+
+def test_a_text_of_any_name_is_calibrated_on(text: Path, tiny: Path, run_cli: Run) -> None:
+    size = ("--tokens", "32", "--window", "16", "--device", "cpu")
+    statistics, out = text.parent / "s.stats", text.parent / "out"
+    commands = [
+        ("calibrate", tiny, statistics, "--text", text, *size, "--json"),
+        ("inspect", statistics, "--json"),
+        ("run", tiny, out, "--calibrate", text, *size, "--json"),
+        ("validate", out, "--source", tiny, "--layers", "1", "--text", text, "--tokens", "16", "--json"),
+    ]
+    for words in commands:
+        done = run_cli(*words)
+        assert "Traceback" not in done.stderr
+        assert json.loads(done.stdout)
+        assert done.returncode == 0 or (words[0] == "validate" and done.returncode == 3), done.stderr
+    assert STATED in json.loads(done.stdout)["layers"]["hidden_states"]
+    assert json.loads((out / "k2convert.json").read_text())["calibration"]["texts"][0]["name"] == STATED
+
+
+def test_a_seed_that_no_file_can_hold_is_a_usage_error(text: Path, tiny: Path, run_cli: Run) -> None:
+    for words in (
+        ("calibrate", tiny, text.parent / "s.stats", "--text"),
+        ("run", tiny, text.parent / "o", "--calibrate"),
+    ):
+        done = run_cli(*words, text, "--seed", str(10**18), "--dry-run")
+        assert done.returncode == 2
+        assert "Error: Invalid value for '--seed': " in done.stderr.splitlines()[-1]
+        done = run_cli(*words, text, "--seed", str(10**18 - 1), "--tokens", "32", "--device", "cpu", "--yes")
+        assert done.returncode == 0, done.stderr
