@@ -316,6 +316,25 @@ def test_senseless_words_are_usage_errors(words: list[str], capsys: pytest.Captu
     assert "Traceback" not in capsys.readouterr().err
 
 
+NEAR_NAMES = [
+    ("convert", "run"),
+    ("quantize", "run"),
+    ("verify", "validate"),
+    ("upload", "publish"),
+    ("info", "inspect"),
+    ("inspct", "inspect"),
+]
+
+
+@pytest.mark.parametrize(("word", "verb"), NEAR_NAMES)
+def test_a_near_name_of_a_command_names_the_command(word: str, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([word, "a", "b"])
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2
+    assert message == f"Error: No such command '{word}'. Did you mean '{verb}'?"
+
+
 OPTION_VALUES = [
     ("--input-scale", "0", "greater than 0"),
     ("--input-scale", "-1", "greater than 0"),
@@ -349,6 +368,7 @@ def test_a_bad_value_blames_its_option(
     assert stopped.value.code == 2
     assert re.match(rf"Error: Invalid value for '{option}'( / '--target')?: ", message)
     assert expected in message
+    assert "Value error" not in message
     assert not dest.exists()
 
 

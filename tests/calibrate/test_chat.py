@@ -9,6 +9,7 @@ import pytest
 
 from k2convert.calibrate import chat
 from k2convert.calibrate.chat import ChatTemplate
+from k2convert.calibrate.documents import text_of_line
 from k2convert.calibrate.tokenizers import open_tokenizer
 from k2convert.errors import CalibrationError
 
@@ -41,6 +42,15 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = 
     ([USER, {"role": "stop", "content": ""}, USER], []),
 ]
 
+EXAMPLE = (
+    '{"messages": [{"role": "user", "content": "How warm is it in Bonn?"}, {"role": "assistant", "content": "", '
+    '"tool_calls": [{"id": "functions.weather:0", "type": "function", "function": {"name": "weather", "arguments": '
+    '"{\\"city\\": \\"Bonn\\"}"}}]}, {"role": "tool", "tool_call_id": "functions.weather:0", "content": "12 degrees"}, '
+    '{"role": "assistant", "content": "12 degrees."}], "tools": [{"type": "function", "function": {"name": "weather", '
+    '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]}'
+)
+"""A line of a .jsonl file with a tool call, as the README shows it."""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny: Path) -> Path:
@@ -67,6 +77,28 @@ def test_a_conversation_equals_transformers_own(folder: Path) -> None:
             assert text == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
             ids = theirs.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False)
             assert ours.encode(text, special=True).tolist() == ids
+
+
+def test_the_example_line_is_rendered_with_its_tool_call(folder: Path) -> None:
+    line = json.loads(EXAMPLE)
+    call = json.dumps(line["messages"][1]["tool_calls"])
+    tools = json.dumps(line["tools"], separators=(",", ":"))
+    parts = [
+        ("user", "How warm is it in Bonn?"),
+        ("assistant", call),
+        ("tool", "12 degrees"),
+        ("assistant", "12 degrees."),
+    ]
+    said = "".join(f"<|im_{role}|>{role}<|im_middle|>{text}<|im_end|>\n" for role, text in parts)
+    expected = (
+        f"<|endoftext|><|im_system|>tool_declare<|im_middle|>{tools}<|im_end|><|im_system|>system<|im_middle|>"
+        f"You are <Kimi> & friends.<|im_end|>{said}"
+    )
+    with ChatTemplate(folder) as template:
+        rendered = template.render(line["messages"], line["tools"])
+        ids = text_of_line(EXAMPLE, open_tokenizer(folder), template)
+    assert "".join(rendered.split()) == "".join(expected.split())
+    assert (ids == open_tokenizer(folder).encode(rendered, special=True)).all()
 
 
 def test_the_template_is_found_where_transformers_finds_it(tmp_path: Path) -> None:
