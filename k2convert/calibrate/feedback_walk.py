@@ -28,7 +28,7 @@ from k2convert.calibrate.feedback_work import FeedbackWork
 from k2convert.calibrate.layer_codes import writing_layer_codes
 from k2convert.calibrate.statistics import LayerStatistics
 from k2convert.calibrate.walk import Progress, Save, Walk, advance, check_dropped, reading_inputs, writing_outputs
-from k2convert.calibrate.work import HiddenStates, writing_states
+from k2convert.calibrate.work import HiddenStates
 from k2convert.errors import CalibrationError
 from k2convert.forward.decoder import BlockObserver, DecoderLayer, embed
 from k2convert.forward.weights import WeightReader
@@ -121,7 +121,7 @@ class _Layer:
         if self._is_last:
             yield lambda _: None
             return
-        with writing_states(self._work.converted_path(self._layer + 1), self._walk.shape) as write:
+        with self._work.writing_states(self._work.converted_path(self._layer + 1), self._walk.shape) as write:
             yield write
 
     def _run_dense(self) -> int:
@@ -182,7 +182,8 @@ class _Layer:
     def _convert(self, inputs: LayerInputs, statistics: LayerStatistics) -> Tensor:
         """Convert the experts and keep their codes and what was decided; returns the residual f32 [T, K]."""
         is_scaled = self._feedback.norm_scaling and statistics.norm_exponents.any()
-        with writing_layer_codes(self._work.codes_path(self._layer), self._shapes()) as write:
+        path, record = self._work.codes_path(self._layer), self._work.record
+        with writing_layer_codes(path, self._shapes(), record=record) as write:
             converter = LayerConverter(
                 reader=self._reader,
                 mlp=self._mlp,
@@ -222,7 +223,7 @@ class _Layer:
         walk, done = self._walk, 0
         with (
             self._work.reading_hidden(self._layer + 1, walk.shape) as read,
-            writing_states(self._work.converted_path(self._layer + 1), walk.shape) as write,
+            self._work.writing_states(self._work.converted_path(self._layer + 1), walk.shape) as write,
         ):
             for first in range(0, walk.shape[0], walk.chunk):
                 states = read(first, min(first + walk.chunk, walk.shape[0])).copy()

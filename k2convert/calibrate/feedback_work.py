@@ -12,17 +12,17 @@ All files of a layer are complete before its statistics are written.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
 from k2convert.calibrate.layer_codes import LayerCodes
 from k2convert.calibrate.layer_statistics import LayerStatistics
-from k2convert.calibrate.statistics import Statistics, open_statistics
+from k2convert.calibrate.statistics import Statistics
 from k2convert.calibrate.work import WorkFolder
-from k2convert.checkpoint.files import dump_json, read_json_file, write_atomically
+from k2convert.checkpoint.files import dump_json, read_json_file
 from k2convert.checkpoint.names import SHARD_SUFFIX, WALK_NAME, WORK_FOLDER
-from k2convert.errors import CalibrationError, CheckpointError, remedy
 from k2convert.models import locate_module
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.calibration import FeedbackLayer
@@ -53,37 +53,33 @@ class FeedbackWork(WorkFolder):
         """The statistics file of all layers, written when the last one is done."""
         return self.folder / f"statistics{SHARD_SUFFIX}"
 
-    def sweep(self, first: int) -> None:
-        """Remove the hidden states that no layer from `first` on takes."""
-        super().sweep(first)
-        for layer in range(first):
-            self.remove_file(self.converted_path(layer))
+    def inputs(self, layer: int) -> tuple[Path, ...]:
+        """Return the files that a layer but the first takes: both streams."""
+        return (self.hidden_path(layer), self.converted_path(layer))
 
-    def begin_again(self) -> None:
-        """Forget every layer: the next walk begins with the first one. Its claims go first, the last one first."""
-        done = self.num_finished()
-        for layer in reversed(range(done)):
-            self.remove_file(self.layer_path(layer))
-        for layer in range(done + 1):
-            for path in (self.feedback_path(layer), self.codes_path(layer)):
-                self.remove_file(path)
-        self.sweep(done + 1)
+    def outputs(self, layer: int) -> tuple[Path, ...]:
+        """Return the files that say what was found in a layer, and its converted experts."""
+        return (self.layer_path(layer), self.feedback_path(layer), self.codes_path(layer))
+
+    def needed(self, codes: Collection[int]) -> dict[int, list[Path]]:
+        """Return what is needed of each layer besides its statistics: what was decided, and `codes` of some layers."""
+        kept, paths = self._digests(), dict[int, list[Path]]()
+        for layer in range(self.num_finished()):
+            feedback = [path for path in (self.feedback_path(layer),) if path.name in kept]
+            paths[layer] = [*feedback, *([self.codes_path(layer)] if layer in codes else [])]
+        return paths
 
     def write_feedback(self, layer: int, found: FeedbackLayer) -> None:
         """Keep what was decided in a layer."""
-        write_atomically(self.feedback_path(layer), dump_json(found.to_dict()))
+        self.write(self.feedback_path(layer), dump_json(found.to_dict()))
 
     def read_feedback(self, layer: int) -> FeedbackLayer | None:
         """Return what was decided in a layer, None if it has no experts; raises CheckpointError if it is damaged."""
         path = self.feedback_path(layer)
         if not path.exists():
             return None
-        with remedy(f"Delete {self.folder} and repeat the command."):
-            document = read_json_file(path)
-        try:
-            return FeedbackLayer.from_dict(document)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: {error}. Delete {self.folder} and repeat the command.") from None
+        self.check(path)
+        return FeedbackLayer.from_dict(read_json_file(path))
 
     def drop_codes(self, layer: int) -> None:
         """Remove a layer's converted experts: every shard has them."""
@@ -114,18 +110,14 @@ class LayerFiles:
         return self.file(0).tokens
 
     def layer(self, number: int) -> LayerStatistics:
-        """Return the statistics of a layer that is done; raises CalibrationError."""
+        """Return the statistics of a layer that is done; raises CheckpointError."""
         return self.file(number).layer(number)
 
     def file(self, number: int) -> Statistics:
-        """Return the open statistics of a layer that is done; raises CalibrationError."""
+        """Return the open statistics of a layer that is done; raises CheckpointError."""
         with self._lock:
             if number not in self._open:
-                path = self._work.layer_path(number)
-                try:
-                    self._open[number] = open_statistics(path)
-                except CalibrationError:
-                    raise CalibrationError(f"{path}: damaged. Delete {self.path} and repeat the command.") from None
+                self._open[number] = self._work.read_layer(number)
                 if len(self._open) > _OPEN_LAYERS:
                     self._open.popitem(last=False)
             self._open.move_to_end(number)
@@ -141,13 +133,15 @@ class CodesFolder:
         self._lock = Lock()
 
     def read(self, module: str) -> Nvfp4Weight:
-        """Return a converted projection; raises CheckpointError if its layer is not there."""
+        """Return a converted projection; raises CheckpointError if its layer is not there or damaged."""
         place = locate_module(module)
         assert place is not None
         assert place.layer is not None
         with self._lock:
             if place.layer not in self._open:
-                self._open[place.layer] = LayerCodes(self._work.codes_path(place.layer))
+                path = self._work.codes_path(place.layer)
+                self._work.check(path)
+                self._open[place.layer] = LayerCodes(path)
             codes = self._open[place.layer]
         return codes.read(module)
 

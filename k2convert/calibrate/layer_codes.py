@@ -5,13 +5,14 @@
         MODULE.block_scales  U8 [N, K/16]
         MODULE.global_scale  F32 [1]
 
-The file is complete or absent.
+The file is complete or absent. Its blake3 is kept by the work folder (work.py), which checks it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from k2convert.checkpoint.header import encode_header, read_header
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.choices import BLOCK_SIZE
-from k2convert.errors import CheckpointError, MalformedFileError
+from k2convert.errors import CheckpointError
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 
 _PACKED, _SCALES, _GLOBAL = "packed", "block_scales", "global_scale"
@@ -31,10 +32,13 @@ Write = Callable[[str, Nvfp4Weight], None]
 
 
 @contextmanager
-def writing_layer_codes(path: Path, shapes: Mapping[str, tuple[int, int]]) -> Generator[Write]:
+def writing_layer_codes(
+    path: Path, shapes: Mapping[str, tuple[int, int]], *, record: Callable[[Path, str], None]
+) -> Generator[Write]:
     """Yield a function that appends the projections [N, K] of `shapes`, which must come in this order.
 
-    The file appears at the end of the block. Raises DiskFullError, DestinationWriteError.
+    The file appears at the end of the block. `record` gets its blake3 before that.
+    Raises DiskFullError, DestinationWriteError.
     """
     tensors: list[tuple[str, str, tuple[int, ...], int]] = []
     for module, (rows, columns) in shapes.items():
@@ -55,19 +59,16 @@ def writing_layer_codes(path: Path, shapes: Mapping[str, tuple[int, int]]) -> Ge
                 writer.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
         yield write
-        writer.commit()
+        writer.commit(accept=partial(record, path))
 
 
 class LayerCodes:
     """The open codes of one layer; any thread may read."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file; raises CheckpointError if it is missing or damaged."""
+        """Open the file, which must be whole."""
         self._path = path
-        try:
-            self._tensors = read_header(path).tensors
-        except MalformedFileError as error:
-            raise CheckpointError(f"{error} Repeat the command: the layer is computed again.") from None
+        self._tensors = read_header(path).tensors
         self._reader = ShardReader(lambda _: path)
 
     def close(self) -> None:

@@ -8,6 +8,8 @@ Tensors are named `layers.N.` and the names of layer_statistics.py. Metadata, al
     texts             JSON: [{name, blake3}, ...] of the texts that were read
     tokens, window, windows, dropped_windows, seed    of the pass
     versions          JSON: library -> version
+    blake3            of everything else in the file: its header without this entry, with the other entries in the order
+                      of their names, and the bytes of the tensors
 
 The file is shareable: a conversion needs it, the source and no text, no torch and no GPU.
 """
@@ -35,9 +37,10 @@ from k2convert.errors import CalibrationError, MalformedFileError, SourceReadErr
 from k2convert.records.pruning import PruningRecord
 
 FORMAT: Final = "k2convert statistics"
-FORMAT_VERSION: Final = "1"
+FORMAT_VERSION: Final = "2"
 REMEDY: Final = "Make it again with `k2convert calibrate`, or get the file again."
 
+_CHECKSUM: Final = "blake3"
 _ALIGNMENT: Final = 8
 _CACHED_LAYERS: Final = 8  # 3.2 MB each for K2
 _DTYPES: Final[dict[str, type[np.generic]]] = {"F32": np.float32, "I64": np.int64, "I8": np.int8}
@@ -157,10 +160,12 @@ def _read_array(file: BinaryIO, tensor: TensorInfo) -> NDArray[Any]:
 
 
 def write_statistics(path: Path, layers: Sequence[LayerStatistics], header: StatisticsHeader) -> None:
-    """Write a statistics file atomically. The same layers and header give the same bytes.
+    """Write a statistics file atomically; raises DiskFullError, DestinationWriteError."""
+    write_atomically(path, encode_statistics(layers, header))
 
-    Raises DiskFullError, DestinationWriteError.
-    """
+
+def encode_statistics(layers: Sequence[LayerStatistics], header: StatisticsHeader) -> bytes:
+    """Return the bytes of a statistics file. The same layers and header give the same bytes."""
     arrays = {
         f"layers.{layer.layer}.{name}": np.ascontiguousarray(array)
         for layer in sorted(layers, key=lambda layer: layer.layer)
@@ -168,8 +173,12 @@ def write_statistics(path: Path, layers: Sequence[LayerStatistics], header: Stat
     }
     tensors = [(name, _DTYPE_NAMES[array.dtype], array.shape, array.nbytes) for name, array in arrays.items()]
     metadata = _metadata(header, {str(layer.layer): layer.norm_digest for layer in layers})
-    start = encode_header(tensors, metadata=metadata, alignment=_ALIGNMENT)
-    write_atomically(path, b"".join([start, *(array.reshape(-1).view(np.uint8).data for array in arrays.values())]))
+    data = [array.reshape(-1).view(np.uint8).data for array in arrays.values()]
+    checksum = _begin_checksum(tensors, metadata)
+    for piece in data:
+        checksum.update(piece)
+    metadata[_CHECKSUM] = checksum.hexdigest()
+    return b"".join([encode_header(tensors, metadata=metadata, alignment=_ALIGNMENT), *data])
 
 
 def _metadata(header: StatisticsHeader, norms: Mapping[str, str]) -> dict[str, str]:
@@ -211,10 +220,27 @@ def open_statistics(path: Path) -> Statistics:
         _check_tensors(shard, norms)
     except ValueError as error:
         raise CalibrationError(f"{path}: {error}. {REMEDY}") from None
-    digest = blake3()
+    digest, checksum = _read_digests(path, shard)
+    if stated.get(_CHECKSUM) != checksum:
+        raise CalibrationError(f"{path}: damaged: its checksum is wrong. {REMEDY}")
+    return Statistics(path, digest, header, norms, shard, identity)
+
+
+def _read_digests(path: Path, shard: ShardHeader) -> tuple[str, str]:
+    """Return the blake3 of a file, and that which it should state of everything else in it."""
+    tensors = [(info.name, info.dtype, info.shape, info.num_bytes) for info in shard.tensors.values()]
+    checksum, digest, position = _begin_checksum(tensors, shard.metadata), blake3(), 0
     for piece in pieces(path):
         digest.update(piece)
-    return Statistics(path, digest.hexdigest(), header, norms, shard, identity)
+        checksum.update(memoryview(piece)[max(shard.data_begin - position, 0) :])
+        position += len(piece)
+    return digest.hexdigest(), checksum.hexdigest()
+
+
+def _begin_checksum(tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> blake3:
+    """Return the checksum of a header, to which the bytes of the tensors are to be added."""
+    others = {key: value for key, value in sorted(metadata.items()) if key != _CHECKSUM}
+    return blake3(encode_header(tensors, metadata=others, alignment=_ALIGNMENT))
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:

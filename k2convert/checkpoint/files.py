@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
+from blake3 import blake3
+
 from k2convert.checkpoint.folders import create_file, opened_folder, place_first, remove_file, replace_file
 from k2convert.errors import (
     DestinationError,
@@ -172,6 +174,14 @@ def pieces(content: Content) -> Iterator[bytes]:
                 yield piece
     except OSError as error:
         raise SourceReadError(f"{content}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+
+
+def file_digest(path: Path) -> str:
+    """Return the blake3 of a file as hex, computed in pieces on all cores; raises SourceReadError."""
+    digest = blake3(max_threads=blake3.AUTO)
+    for piece in pieces(path):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def num_bytes_of(content: Content) -> int:

@@ -16,7 +16,7 @@ from typing import Final
 
 from k2convert.calibrate.columns import Calibration
 from k2convert.calibrate.feedback_work import CodesFolder, FeedbackWork, LayerFiles
-from k2convert.calibrate.statistics import LayerStatistics, open_statistics, write_statistics
+from k2convert.calibrate.statistics import LayerStatistics, open_statistics
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint
@@ -57,7 +57,7 @@ class OpenWalk:
 def open_walk(job: Job, items: Sequence[Item], events: Events) -> OpenWalk | None:
     """Begin or resume the walk of a job that has `items` to convert; None if the job has none, or it is done.
 
-    Begins again if something is gone that the items or the next layer need. Raises ResumeError, CheckpointError.
+    Begins again if something is damaged that the items or the next layer need. Raises ResumeError.
     """
     plan = job.feedback
     if plan is None:
@@ -69,15 +69,11 @@ def open_walk(job: Job, items: Sequence[Item], events: Events) -> OpenWalk | Non
             work.remove()  # the run that wrote the ledger was killed before it could
         return None
     make_folder(work.folder / WORK_FOLDER, root=job.destination.folder)
-    begun = work.begin(plan.job)
-    needs = [plan.needs[item.name] for item in items]
-    if gone := _what_is_gone(work, needs, num_layers=plan.num_layers):
-        events.note(f"{work.folder}: {gone}: the walk begins with the first layer again")
-        work.begin_again()
-    first = work.num_finished()
+    begun = work.begin(plan.job, events=events)
+    needed = {layer for item in items for layer in plan.needs[item.name].codes}
+    first = work.resume(num_layers=plan.num_layers, also=work.needed(needed), events=events)
     if first:
         events.note(f"{work.folder}: resuming: {first} of {plan.num_layers} layers done")
-    needed = {layer for need in needs for layer in need.codes}
     for layer in set(range(first)) - needed:
         work.drop_codes(layer)
     return OpenWalk(plan, begun.chunk, first)
@@ -91,19 +87,6 @@ def _check_kept(plan: FeedbackPlan, calibrated: CalibrationRecord) -> None:
             f"{path}: the conversion is complete, and its statistics were not kept. Leave out --save-statistics; "
             "`k2convert calibrate` makes them."
         )
-
-
-def _what_is_gone(work: FeedbackWork, needs: Sequence[ShardNeeds], *, num_layers: int) -> str | None:
-    """Return what a walk lacks to go on where it was, None if it lacks nothing."""
-    first = work.num_finished()
-    for layer in sorted({layer for need in needs for layer in need.codes if layer < first}):
-        if not work.codes_path(layer).is_file():
-            return f"the converted experts of layer {layer} are gone, but a shard needs them"
-    if 0 < first < num_layers:
-        for path in (work.hidden_path(first), work.converted_path(first)):
-            if not path.is_file():
-                return f"{path.name} is missing"
-    return None
 
 
 class LayerWalk:
@@ -212,7 +195,7 @@ class LayerWalk:
     def _save(self, layer: LayerStatistics, dropped: int) -> None:
         """Declare a layer done."""
         header = replace(self._plan.header, dropped=dropped)
-        write_statistics(self._plan.work.layer_path(layer.layer), [layer], header)
+        self._plan.work.write_layer(layer, header)
         with self._changed:
             self._num_done = layer.layer + 1
             is_needed = layer.layer in self._needed()
@@ -252,7 +235,7 @@ def walking(
 def finish_walk(job: Job, opened: OpenWalk) -> Job:
     """Put the statistics of a finished walk together, save them if asked for; returns the job with its record.
 
-    Raises CalibrationError or CheckpointError if a file of a layer is damaged.
+    Raises CheckpointError if a file of a layer is damaged.
     """
     plan, work = opened.plan, opened.plan.work
     gather_statistics(work, work.gathered_path, plan.header, num_layers=plan.num_layers)

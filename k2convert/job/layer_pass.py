@@ -10,7 +10,7 @@ from typing import Final
 
 from blake3 import blake3
 
-from k2convert.calibrate.statistics import LayerStatistics, StatisticsHeader, write_statistics
+from k2convert.calibrate.statistics import LayerStatistics, StatisticsHeader
 from k2convert.calibrate.text import Windows
 from k2convert.calibrate.work import PassJob, WorkFolder
 from k2convert.checkpoint.index import Checkpoint
@@ -198,10 +198,10 @@ def execute_calibration(job: CalibrationJob, *, events: Events = SILENT) -> Stat
     work, num_layers = job.work, job.num_layers
     with work.locked(events=events) as keep:
         was_begun = work.job() is not None
-        begun = work.begin(job.job)
+        begun = work.begin(job.job, events=events)
         if job.command is not None:
             keep_command(work.folder, job.command)
-        first = work.num_finished()
+        first = work.resume(num_layers=num_layers, also={}, events=events)
         if was_begun:
             events.note(f"{work.statistics}: resuming: {first} of {num_layers} layers done")
         with ExitStack() as stack:
@@ -224,7 +224,7 @@ def execute_calibration(job: CalibrationJob, *, events: Events = SILENT) -> Stat
             )
 
             def save(layer: LayerStatistics, dropped: int) -> None:
-                write_statistics(work.layer_path(layer.layer), [layer], replace(job.header, dropped=dropped))
+                work.write_layer(layer, replace(job.header, dropped=dropped))
 
             walk_layers(walk, work, save=save, events=events)
         header = gather_statistics(work, work.statistics, job.header, num_layers=num_layers)

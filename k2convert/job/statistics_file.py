@@ -14,7 +14,7 @@ from k2convert.calibrate.layer_statistics import LayerStatistics
 from k2convert.calibrate.statistics import Statistics, StatisticsHeader, open_statistics, write_statistics
 from k2convert.calibrate.text import Windows
 from k2convert.calibrate.work import WorkFolder
-from k2convert.errors import CalibrationError, DestinationError, quoted
+from k2convert.errors import DestinationError, quoted
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.hub.named_file import fetch_named_file
 from k2convert.job.places import shown_as
@@ -106,17 +106,13 @@ def found_header(path: Path, header: StatisticsHeader) -> StatisticsHeader | Non
 def gather_statistics(work: WorkFolder, path: Path, header: StatisticsHeader, *, num_layers: int) -> StatisticsHeader:
     """Write the statistics file from those of the layers; returns its header.
 
-    `header` has no dropped windows yet. Raises CalibrationError if the file of a layer is damaged.
+    `header` has no dropped windows yet. Raises CheckpointError if the file of a layer is damaged.
     """
     layers: list[LayerStatistics] = []
     dropped = 0
     for layer in range(num_layers):
-        layer_path = work.layer_path(layer)
-        try:
-            found = open_statistics(layer_path)
-            layers.append(found.layer(layer))
-        except CalibrationError:
-            raise CalibrationError(f"{layer_path}: damaged. Delete {work.folder} to start over.") from None
+        found = work.read_layer(layer)
+        layers.append(found.layer(layer))
         dropped = found.dropped
     header = replace(header, dropped=dropped)
     write_statistics(path, layers, header)

@@ -14,7 +14,7 @@ import pytest
 
 from k2convert.calibrate.feedback_walk import FeedbackWalk, walk_with_feedback
 from k2convert.calibrate.feedback_work import CodesFolder, FeedbackWork
-from k2convert.calibrate.statistics import LayerStatistics, StatisticsHeader, write_statistics
+from k2convert.calibrate.statistics import LayerStatistics, StatisticsHeader
 from k2convert.calibrate.walk import Walk
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job.layer_shards import local_layers
@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "forward"))
 def walked(source: Path, folder: Path, device: str) -> FeedbackWork:
     ids = np.random.default_rng(1).integers(0, 2048, size=(8, 24))
     work = FeedbackWork(folder)
-    work.folder.mkdir(parents=True)
+    (work.folder / ".k2convert").mkdir(parents=True)
     header = StatisticsHeader("0" * 64, (), ids.size, 24, 8, 0, 0, {})
     walk = Walk(ids, 2, 256, 0, 3, (device,), 2, partial(local_layers, open_checkpoint(source)))
 
     def save(layer: LayerStatistics, dropped: int) -> None:
-        write_statistics(work.layer_path(layer.layer), [layer], header)
+        work.write_layer(layer, header)
 
     feedback = FeedbackWalk(walk, norm_scaling=True, check_stop=lambda: None)
     walk_with_feedback(feedback, work, save=save, events=SILENT)

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 
 from k2convert.calibrate.columns import Calibration
 from k2convert.calibrate.feedback_walk import FeedbackWalk, walk_with_feedback
 from k2convert.calibrate.feedback_work import CodesFolder, FeedbackWork, LayerFiles
-from k2convert.calibrate.statistics import LayerStatistics, StatisticsHeader, write_statistics
+from k2convert.calibrate.statistics import LayerStatistics, StatisticsHeader
 from k2convert.calibrate.text import read_windows
 from k2convert.calibrate.walk import Walk, walk_layers
 from k2convert.calibrate.work import WorkFolder
@@ -64,7 +65,7 @@ def walked(
     work: FeedbackWork, walk: Walk, *, norm_scaling: bool = True, check_stop: Callable[[], None] = nothing
 ) -> FeedbackWork:
     """Do what is left of a walk; the hidden states that a layer takes are kept as `NAME.kept`."""
-    work.folder.mkdir(parents=True, exist_ok=True)
+    (work.folder / ".k2convert").mkdir(parents=True, exist_ok=True)
     shape = walk.ids.shape
     header = StatisticsHeader("0" * 64, (), walk.ids.size, shape[1], shape[0], 0, 0, {})
 
@@ -72,7 +73,7 @@ def walked(
         for path in (work.hidden_path(layer.layer + 1), work.converted_path(layer.layer + 1)):
             if path.exists():
                 shutil.copy(path, path.with_suffix(".kept"))
-        write_statistics(work.layer_path(layer.layer), [layer], header)
+        work.write_layer(layer, header)
 
     feedback = FeedbackWalk(walk, norm_scaling=norm_scaling, check_stop=check_stop)
     walk_with_feedback(feedback, work, save=save, events=SILENT)
@@ -94,9 +95,8 @@ def tiny_walk(tiny: Path, tiny_ids: Ids, tmp_path_factory: pytest.TempPathFactor
     return walked(FeedbackWork(tmp_path_factory.mktemp("walk")), planned(tiny, tiny_ids))
 
 
-def states(work: FeedbackWork, path: Path, walk: Walk) -> torch.Tensor:
-    with work.reading_states(path.with_suffix(".kept"), walk.shape) as read:
-        return torch.as_tensor(read(0, walk.shape[0]).copy())
+def states(path: Path) -> torch.Tensor:
+    return load_file(path.with_suffix(".kept"))["hidden_states"]
 
 
 def decoded(weight: Nvfp4Weight) -> LinearLayer:
@@ -106,11 +106,11 @@ def decoded(weight: Nvfp4Weight) -> LinearLayer:
 
 def test_the_statistics_are_those_of_a_pass(tiny: Path, tiny_ids: Ids, tiny_walk: FeedbackWork, tmp_path: Path) -> None:
     walk, work = planned(tiny, tiny_ids), WorkFolder(tmp_path / "pass")
-    work.folder.mkdir()
+    (work.folder / ".k2convert").mkdir(parents=True)
     header = StatisticsHeader("0" * 64, (), walk.ids.size, walk.ids.shape[1], walk.ids.shape[0], 0, 0, {})
 
     def save(layer: LayerStatistics, dropped: int) -> None:
-        write_statistics(work.layer_path(layer.layer), [layer], header)
+        work.write_layer(layer, header)
 
     walk_layers(walk, work, save=save, events=SILENT)
     for layer in range(walk.num_layers):
@@ -127,7 +127,7 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
     factors = np.ones(walk.hidden_size) if exponents is None else np.ldexp(1.0, exponents.astype(np.int32))
     with closing(WeightReader(open_checkpoint(tiny))) as reader, CodesFolder(work) as codes:
         decoder = DecoderLayer(reader, layer)
-        after, x, routing = decoder.attend(states(work, work.converted_path(layer), walk))
+        after, x, routing = decoder.attend(states(work.converted_path(layer)))
         assert routing is not None
         result = after + decoder.shared_output(x)
         scaled = x * torch.as_tensor(factors.astype(np.float32))
@@ -137,7 +137,7 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
             assert found[0].global_scale == found[1].global_scale
             mlp = Mlp(*map(decoded, found))
             result[tokens] += mlp(scaled[tokens]) * p[:, None]
-    expected = states(work, work.converted_path(layer + 1), walk).flatten(0, 1)
+    expected = states(work.converted_path(layer + 1)).flatten(0, 1)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -150,11 +150,10 @@ def test_each_layer_gives_more_of_the_int4_layer_than_rule_optimal(tiny_walk: Fe
     assert tiny_walk.read_feedback(0) is None
 
 
-def test_the_streams_begin_equal_and_part(tiny: Path, tiny_ids: Ids, tiny_walk: FeedbackWork) -> None:
-    walk = planned(tiny, tiny_ids)
-    first = [states(tiny_walk, path(1), walk) for path in (tiny_walk.hidden_path, tiny_walk.converted_path)]
+def test_the_streams_begin_equal_and_part(tiny_walk: FeedbackWork) -> None:
+    first = [states(path(1)) for path in (tiny_walk.hidden_path, tiny_walk.converted_path)]
     torch.testing.assert_close(*first, rtol=0, atol=0)
-    second = [states(tiny_walk, path(2), walk) for path in (tiny_walk.hidden_path, tiny_walk.converted_path)]
+    second = [states(path(2)) for path in (tiny_walk.hidden_path, tiny_walk.converted_path)]
     error = float((second[0] - second[1]).square().sum() / second[0].square().sum())
     assert 0 < error < 0.01
 
@@ -225,7 +224,7 @@ def test_beginning_again_forgets_every_layer(cut: Path, tmp_path: Path) -> None:
     work = walked(FeedbackWork(tmp_path / "work"), planned(cut, ids))
     before = files_of(work)
     work.drop_codes(1)
-    work.begin_again()
+    work.forget(0, num_layers=2)
     assert work.num_finished() == 0
     assert files_of(walked(work, planned(cut, ids))) == before
 

@@ -7,20 +7,21 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import pytest
+from damaged_files import DAMAGES, damage_file
 from said import said
 
-from k2convert.calibrate.statistics import open_statistics
+from k2convert.calibrate.statistics import StatisticsHeader, open_statistics
 from k2convert.calibrate.text import read_windows
 from k2convert.calibrate.work import WorkFolder
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.cli.app import main
-from k2convert.errors import CalibrationError
+from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.hub.client import Hub
 from k2convert.job.layer_pass import execute_calibration, prepare_calibration
 from k2convert.job.places import Source
@@ -279,21 +280,47 @@ def test_a_source_shard_that_changed_meanwhile_is_named(
     )
 
 
-def test_a_work_folder_without_its_hidden_states_is_refused(calibrate: Calibrate, text: Path, begun: Begun) -> None:
-    Path(f"{begun.statistics}.work", "hidden-001.safetensors").unlink()
-    done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL)
-    assert (done.code, done.err) == (
-        1,
-        f"error: {begun.statistics}.work/hidden-001.safetensors: missing. Delete {begun.statistics}.work to start "
-        "over.\n",
-    )
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["layer-000.safetensors", "hidden-001.safetensors", ".k2convert/calibration.json"])
+def test_a_damaged_work_file_is_named_and_the_pass_is_computed_again(
+    calibrate: Calibrate, cut: Path, text: Path, begun: Begun, whole: Path, name: str, damage: str
+) -> None:
+    path = Path(f"{begun.statistics}.work", name)
+    damage_file(path, damage, foreign=cut / "model-00002-of-000005.safetensors")
+    done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL[:-1])
+    assert done.code == 0, done.err
+    fact = "missing" if damage == "missing" and name[0] != "." else "damaged"
+    expected = f"{path}: {fact}: the calibration starts again at the beginning"
+    if (name, damage) == ("layer-000.safetensors", "missing"):
+        expected = ""  # nothing says that the layer was done
+    assert expected in done.err
+    assert begun.statistics.read_bytes() == whole.read_bytes()
 
 
-def test_damaged_statistics_of_a_layer_are_named(calibrate: Calibrate, text: Path, begun: Begun) -> None:
-    path = Path(f"{begun.statistics}.work", "layer-000.safetensors")
-    path.write_bytes(path.read_bytes()[:-1])
-    done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL)
-    assert (done.code, done.err) == (1, f"error: {path}: damaged. Delete {path.parent} to start over.\n")
+def test_a_pass_that_kept_earlier_hidden_states_goes_on_from_them(
+    calibrate: Calibrate, cut: Path, text: Path, begun: Begun, whole: Path, tmp_path: Path
+) -> None:
+    """Killed after the last layer was declared done and before the hidden states that it took were removed."""
+    work = WorkFolder(begun.statistics)
+    found = open_statistics(whole)
+    header = StatisticsHeader(**{field.name: getattr(found, field.name) for field in fields(StatisticsHeader)})
+    work.write_layer(found.layer(1), header)
+    assert work.num_finished() == 2
+    damage_file(work.layer_path(1), "flipped", foreign=cut)
+    done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL[:-1])
+    assert (done.code, done.err.count("damaged")) == (0, 1), done.err
+    assert f"{work.layer_path(1)}: damaged: the calibration starts again with layer 1" in done.err
+    assert begun.statistics.read_bytes() == whole.read_bytes()
+
+
+def test_a_file_that_is_damaged_while_the_pass_runs_is_refused_and_the_same_command_mends_it(
+    cut: Path, begun: Begun
+) -> None:
+    work = WorkFolder(begun.statistics)
+    damage_file(work.hidden_path(1), "flipped", foreign=cut)
+    says = r"hidden-001\.safetensors: damaged\. Repeat the command"
+    with pytest.raises(CheckpointError, match=says), work.reading_hidden(1, (4, 64, 256)):
+        pass
 
 
 def test_a_second_run_of_the_same_pass_waits_for_the_first(calibrate: Calibrate, text: Path, begun: Begun) -> None:

@@ -16,7 +16,13 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from statistics_makers import HEADER, dense_layer, moe_layer, write_small
 
-from k2convert.calibrate.statistics import StatisticsHeader, open_statistics, write_statistics
+from k2convert.calibrate.statistics import (
+    StatisticsHeader,
+    _read_digests,  # pyright: ignore[reportPrivateUsage]
+    open_statistics,
+    write_statistics,
+)
+from k2convert.checkpoint.header import read_header
 from k2convert.errors import CalibrationError
 
 
@@ -121,7 +127,7 @@ def plant(value: float) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (change_metadata(version="2"), "version '2'"),
+        (change_metadata(version="1"), "version '1'"),
         (change_metadata(seed="-1"), "seed = '-1'"),
         (change_metadata(tokens="9" * 400), "tokens"),
         (change_metadata(source_headers="?"), "source_headers"),
@@ -160,7 +166,28 @@ def test_hostile_files_are_refused_in_one_line(
     tensors = {name: array.copy() for name, array in load_file(small).items()}
     change(tensors, metadata)
     save_file(tensors, tmp_path / "hostile", metadata)
+    _, checksum = _read_digests(tmp_path / "hostile", read_header(tmp_path / "hostile"))
+    save_file(tensors, tmp_path / "hostile", metadata | {"blake3": checksum})
     assert complaint in message_of(tmp_path / "hostile")
+
+
+def test_a_flipped_bit_anywhere_is_refused_in_one_line(small: Path, tmp_path: Path) -> None:
+    content = small.read_bytes()
+    begin = read_header(small).data_begin
+    seed = content.index(b'"seed":"3"') + 8
+    for place in (seed, begin, begin + 400, len(content) // 2, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises(CalibrationError, match=r"damaged: its checksum is wrong\. Make it again with"):
+            open_statistics(tmp_path / "damaged")
+
+
+def test_a_file_without_a_checksum_is_refused(small: Path, tmp_path: Path) -> None:
+    with safe_open(small, framework="np") as file:
+        metadata = {name: value for name, value in file.metadata().items() if name != "blake3"}
+    save_file(load_file(small), tmp_path / "old", metadata)
+    assert "its checksum is wrong" in message_of(tmp_path / "old")
 
 
 def test_values_that_cannot_be_are_not_written() -> None:
