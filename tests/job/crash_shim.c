@@ -1,11 +1,13 @@
-/* Counts the system calls that change files, and kills the process at one of them.
+/* Counts the system calls that change files, and kills the process at one of them, or lets the disk be full from one on.
 
    Loaded with LD_PRELOAD. crash_arm(N, log) starts counting from 1. The N-th call is not done: the process gets SIGKILL
    instead, except that the N-th write first writes half of its bytes. N = 0 only counts. If `log` is a descriptor, each
-   call is written to it as a line. fsync is counted but not done: a killed process loses nothing that it wrote. */
+   call is written to it as a line. After crash_fill(N) nothing is killed: from the N-th call on, writing and allocating
+   fail for lack of room. fsync is counted but not done: a killed process loses nothing that it wrote. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -19,11 +21,19 @@
 static atomic_long count;
 static long target = -1; /* -1: off */
 static int log_to = -1;
+static int fills;
+
+enum { DO = 0, TEAR, FULL };
 
 void crash_arm(long n, int log) {
   atomic_store(&count, 0);
   log_to = log;
   target = n;
+}
+
+void crash_fill(long n) {
+  crash_arm(n, -1);
+  fills = 1;
 }
 
 long crash_count(void) { return atomic_load(&count); }
@@ -40,9 +50,10 @@ static void name_of(int fd, char *name, size_t size) {
   name[length < 0 ? 0 : length] = 0;
 }
 
-/* Returns 1 if the calling write is to be torn; does not return if any other call is the last. */
+/* Returns TEAR if the calling write is to be torn, FULL if there is no room for it; does not return if any other call is
+   the last. */
 static int step(const char *call, int folder, const char *path, int is_write) {
-  if (target < 0) return 0;
+  if (target < 0) return DO;
   long n = atomic_fetch_add(&count, 1) + 1;
   if (log_to >= 0) {
     char base[4096] = "", line[8192];
@@ -50,9 +61,10 @@ static int step(const char *call, int folder, const char *path, int is_write) {
     int length = snprintf(line, sizeof line, "%s %s%s%s\n", call, base, base[0] && path[0] ? "/" : "", path);
     syscall(SYS_write, log_to, line, (size_t)length);
   }
-  if (n != target) return 0;
+  if (fills) return n >= target && (is_write || strcmp(call, "allocate") == 0) ? FULL : DO;
+  if (n != target) return DO;
   if (!is_write) die();
-  return 1;
+  return TEAR;
 }
 
 static int is_file(int fd) {
@@ -92,9 +104,13 @@ OPENAT(openat)
 OPENAT(openat64)
 
 ssize_t write(int fd, const void *data, size_t size) {
-  if (is_file(fd) && step("write", fd, "", 1)) {
-    syscall(SYS_write, fd, data, size / 2);
-    die();
+  switch (is_file(fd) ? step("write", fd, "", 1) : DO) {
+    case TEAR:
+      syscall(SYS_write, fd, data, size / 2);
+      die();
+    case FULL:
+      errno = ENOSPC;
+      return -1;
   }
   return NEXT(write)(fd, data, size);
 }
@@ -102,19 +118,24 @@ ssize_t write(int fd, const void *data, size_t size) {
 /* Half of a direct write, in whole blocks. */
 #define PWRITE(name)                                                       \
   ssize_t name(int fd, const void *data, size_t size, off_t position) {    \
-    if (is_file(fd) && step("write", fd, "", 1)) {                         \
-      syscall(SYS_pwrite64, fd, data, size / 2 / 4096 * 4096, position);   \
-      die();                                                               \
+    switch (is_file(fd) ? step("write", fd, "", 1) : DO) {                 \
+      case TEAR:                                                           \
+        syscall(SYS_pwrite64, fd, data, size / 2 / 4096 * 4096, position); \
+        die();                                                             \
+      case FULL:                                                           \
+        errno = ENOSPC;                                                    \
+        return -1;                                                         \
     }                                                                      \
     return NEXT(name)(fd, data, size, position);                           \
   }
 PWRITE(pwrite)
 PWRITE(pwrite64)
 
-#define ON_FILE(name, call, parameters, arguments)    \
-  int name parameters {                               \
-    if (is_file(fd)) step(call, fd, "", 0);           \
-    return NEXT(name) arguments;                      \
+/* posix_fallocate returns the error's number. */
+#define ON_FILE(name, call, parameters, arguments)                     \
+  int name parameters {                                                \
+    if (is_file(fd) && step(call, fd, "", 0) == FULL) return ENOSPC;   \
+    return NEXT(name) arguments;                                       \
   }
 ON_FILE(ftruncate, "truncate", (int fd, off_t size), (fd, size))
 ON_FILE(ftruncate64, "truncate", (int fd, off_t size), (fd, size))

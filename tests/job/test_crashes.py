@@ -3,35 +3,18 @@
 The calls are counted, and the process is killed at one of them, by crash_shim.c; crash_driver.py does the runs.
 """
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+from crash_runs import crash
 
 
 @pytest.fixture(scope="module")
 def crashes(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the driver found: `calls` of a whole run in order, crash points `tried`, and what went `wrong`."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    shim, folder = tmp_path_factory.mktemp("shim") / "shim.so", tmp_path_factory.mktemp("crashes")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", shim, HERE / "crash_shim.c", "-ldl"], check=True)
-    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "crash_driver.py"), str(small), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    found["calls"] = [line.replace(f"{folder}/whole", "DEST").replace(str(folder), "PARENT") for line in found["calls"]]
-    return found
+    folder = tmp_path_factory.mktemp("crashes")
+    return crash(folder, "run", small, "OUT", "--workers", "1", "--device", "cpu")
 
 
 def test_crash_at_every_call_resumes_to_identical_bytes(crashes: dict[str, Any]) -> None:
