@@ -1,6 +1,7 @@
 """`run --calibrate` with the Hub: the shards of a local job, on both sides, in bounded disk."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,14 @@ import pytest
 from faults import Fault
 from hub_cli import HubCli, run_here
 from loopback import LoopbackHub
+from published import assert_published
 from test_hub_calibrate import Watched
+from test_hub_interrupted import kill_after
 
 from k2convert.job import assemble
 from scripts.fixture_maker import make_k25
 
+NUM_KILLS, NUM_SLOW_KILLS = 4, 20
 OPTIONS = ("--tokens", "256", "--window", "64", "--device", "cpu")
 
 
@@ -75,6 +79,36 @@ def test_a_job_that_the_hub_ended_goes_on_at_its_layer(
     assert done.returncode == 0, done.stderr
     for path in local.glob("*.safetensors"):
         assert (workplace / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def check_killed_job(
+    source: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, text: Path, seeds: range
+) -> None:
+    """Kill the job at one random moment per seed, then let it finish."""
+    job = ("run", "hf://moon/short", "hf://me/out", "--calibrate", text, *OPTIONS, "--yes")
+    kills = 0
+    for seed in seeds:
+        choice = random.Random(seed)
+        kills += kill_after(source, workplace, choice.randrange(1, 60), choice.uniform(0, 2), job)
+    assert kills > len(seeds) // 3
+    done = hub_cli(*job)
+    assert done.returncode == 0, done.stderr
+    assert_published(source, local)
+    assert not list(workplace.rglob("calibration.work"))
+
+
+def test_killed_at_some_moments_it_ends_with_one_commit_and_equal_bytes(
+    source: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, text: Path, without_xet: None
+) -> None:
+    check_killed_job(source, hub_cli, workplace, local, text, range(NUM_KILLS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, NUM_SLOW_KILLS, 5))
+def test_killed_at_twenty_moments(
+    source: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, text: Path, without_xet: None, first: int
+) -> None:
+    check_killed_job(source, hub_cli, workplace, local, text, range(100 + first, 105 + first))
 
 
 def test_too_little_disk_for_the_walk_is_refused_before_a_shard_is_fetched(

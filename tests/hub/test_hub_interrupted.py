@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,13 @@ def uploads_by_path(server: LoopbackHub) -> dict[str, int]:
     return counts
 
 
-def kill_after(server: LoopbackHub, workplace: Path, num_requests: int, seconds: float) -> bool:
-    """Start the job and SIGKILL it `seconds` after `num_requests` requests; returns whether it still ran."""
+def kill_after(
+    server: LoopbackHub, workplace: Path, num_requests: int, seconds: float, job: Sequence[object] = JOB
+) -> bool:
+    """Start a job and SIGKILL it `seconds` after `num_requests` requests; returns whether it still ran."""
     seen = len(server.traffic.requests)
     with subprocess.Popen(
-        command(*JOB),
+        command(*map(str, job)),
         env=cli_environment(),
         cwd=workplace,
         stdout=subprocess.DEVNULL,

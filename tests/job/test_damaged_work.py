@@ -1,0 +1,119 @@
+"""A damaged work file of `run --calibrate` is named, what it held is computed again, and the result is the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from damaged_files import DAMAGES, damage_file
+from forked_runs import contents
+from in_process import run
+
+from k2convert.calibrate.feedback_work import CodesFolder, FeedbackWork
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("own_handlers")
+
+OPTIONS = ("--tokens", "128", "--window", "32", "--device", "cpu")
+EXPERT = "model.layers.1.mlp.experts.0.down_proj"
+STREAMS = ("layer-000.safetensors", "hidden-001.safetensors", "converted-001.safetensors")
+RESULTS = ("layer-001.safetensors", "feedback-001.json", "codes-001.safetensors")
+
+
+@pytest.fixture(scope="module")
+def text(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text((cut / "calibration.txt").read_text()[:2000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    assert run("run", source, folder, "--calibrate", text, *OPTIONS, "--quiet") == 0
+    return contents(folder)
+
+
+@contextmanager
+def damaged_weight(source: Path, name: str) -> Iterator[None]:
+    """Make the first number of a BF16 tensor NaN during the block."""
+    info = open_checkpoint(source).tensors[name]
+    shard = source / info.shard
+    times, before = shard.stat(), shard.read_bytes()
+    shard.write_bytes(before[: info.begin] + b"\xc0\x7f" + before[info.begin + 2 :])
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    yield
+    shard.write_bytes(before)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.fixture(scope="module")
+def source(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the source whose weights can be damaged for a while."""
+    return Path(shutil.copytree(cut, tmp_path_factory.mktemp("source") / "source"))
+
+
+@pytest.fixture(scope="module")
+def stopped(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the name of a work file: a run that stopped when it was there."""
+    folder = tmp_path_factory.mktemp("stopped")
+    words = ("--calibrate", text, *OPTIONS, "--quiet")
+    with damaged_weight(source, "model.layers.1.input_layernorm.weight"):  # stops the walk in layer 1
+        assert run("run", source, folder / "streams", *words) == 1
+    results = Path(shutil.copytree(folder / "streams", folder / "results"))
+    shards = {info.shard for name, info in open_checkpoint(source).tensors.items() if ".layers.1." in name}
+    for shard in shards:  # stops the run when the walk is done: the shard cannot be written
+        (results / f"{shard}.tmp").mkdir()
+    assert run("run", source, results, *words) == 1
+    for shard in shards:
+        (results / f"{shard}.tmp").rmdir()
+    found = dict.fromkeys((*STREAMS, ".k2convert/calibration.json"), folder / "streams")
+    found |= dict.fromkeys(RESULTS, results)
+    for name, out in found.items():
+        assert (FeedbackWork(out).folder / name).is_file(), name
+    return found
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [*STREAMS, *RESULTS, ".k2convert/calibration.json"])
+def test_a_damaged_work_file_is_named_and_the_result_is_the_same(
+    name: str,
+    damage: str,
+    stopped: dict[str, Path],
+    source: Path,
+    cut: Path,
+    text: Path,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = Path(shutil.copytree(stopped[name], tmp_path / "out"))
+    path = FeedbackWork(out).folder / name
+    damage_file(path, damage, foreign=cut / "model-00002-of-000005.safetensors")
+    capsys.readouterr()
+    assert run("run", source, out, "--calibrate", text, *OPTIONS) == 0
+    error = capsys.readouterr().err
+    if damage == "missing" and name.startswith("layer-"):
+        path, fact = path.with_name("hidden-001.safetensors"), "missing"  # nothing says that the layer was done
+    else:
+        fact = "missing" if damage == "missing" and name[0] != "." else "damaged"
+    if (name, damage) != ("layer-000.safetensors", "missing"):
+        assert f"{path}: {fact}: the calibration starts again at the beginning" in error
+    assert contents(out) == whole
+
+
+def test_codes_that_are_damaged_while_the_run_converts_are_refused(stopped: dict[str, Path], tmp_path: Path) -> None:
+    name = "codes-001.safetensors"
+    work = FeedbackWork(Path(shutil.copytree(stopped[name], tmp_path / "out")))
+    with CodesFolder(work) as codes:
+        assert codes.read(EXPERT).packed.size > 0
+    damage_file(work.codes_path(1), "zeros", foreign=work.folder)
+    says = rf"{name}: damaged\. Repeat the command: what was in the file is computed again\."
+    with CodesFolder(work) as codes, pytest.raises(CheckpointError, match=says):
+        codes.read(EXPERT)
