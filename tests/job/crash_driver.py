@@ -74,7 +74,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def finished(folder: Path) -> dict[str, bytes]:
     """The files of a finished job but the command, which names the folder."""
     found = contents(folder)
-    del found[f"{WORK_FOLDER}/{COMMAND_NAME}"]
+    found.pop(f"{WORK_FOLDER}/{COMMAND_NAME}", None)
     return found
 
 
