@@ -38,7 +38,7 @@ from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.native import create_native_quantizer
 from k2convert.quantize.rules.magnitude import Magnitude
-from k2convert.records.calibration import FeedbackLayer
+from k2convert.records.calibration import FeedbackLayer, OutputErrors
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 SAMPLED_EXPERTS: Final = 16
@@ -61,8 +61,9 @@ class LayerInputs:
     """What T tokens bring to a MoE layer, all on one device; norm scaling is not in them yet.
 
     `x` f32 [T, K] is the MLP's input in the converted model, `residual` f32 [T, K] what the model lacks after the layer
-    without routed experts. `token_weights` f64 [T] are 1 / ||h||^2. `halves` uint8 [T] deals the tokens to two halves.
-    `gate_up` has the moments of x, and of what x lacks, with these weights.
+    without routed experts. `token_weights` f64 [T] are 1 / ||h||^2. `halves` uint8 [F] deals the first F tokens to two
+    halves. Everything is fitted to these; the others are only measured. `gate_up` has their moments of x, and of what x
+    lacks, with these weights.
     """
 
     x: Tensor
@@ -160,7 +161,7 @@ class LayerConverter:
                     left.index_add_(0, expert.routed.tokens, output, alpha=-1)
                 experts.append(expert.routed)
             self.advance(0.5 * len(experts) / num_experts)
-        inherited, optimal = (_error(found, inputs.token_weights) for found in (exact_TK, optimal_TK))
+        inherited, optimal = _errors(exact_TK, inputs), _errors(optimal_TK, inputs)
         del exact_TK, optimal_TK
         shrinkages: list[float | None] = []
         ridges: list[float | None] = []
@@ -169,15 +170,15 @@ class LayerConverter:
             shrinkages.append(found[0])
             ridges.append(found[1])
             self.advance(0.5 + 0.5 * (number + 1) / num_experts)
+        fitted, held_out = map(OutputErrors, inherited, optimal, _errors(residual_TK, inputs))
         decided = FeedbackLayer(
             ridge=ridge.strength,
             ridge_gain=ridge.gain,
             shrinkage=shrinkage,
             down_ridges=tuple(ridges),
             down_shrinkages=tuple(shrinkages),
-            inherited_error=inherited if inherited > _NOISE else 0.0,
-            optimal_error=optimal,
-            feedback_error=_error(residual_TK, inputs.token_weights),
+            fitted=fitted,
+            held_out=held_out if inputs.halves.shape[0] < residual_TK.shape[0] else None,
         )
         return decided, residual_TK
 
@@ -314,8 +315,9 @@ class LayerConverter:
         self, expert: _Routed, down: _Weight, global_scale: float, inputs: LayerInputs, residual_TK: Tensor
     ) -> tuple[float, float | None, Tensor, Curvature] | None:
         """Return shrinkage, ridge, target f32 [K, I] and curvature of a down projection; None for no feedback."""
-        tokens, inner = expert.tokens, expert.inner
-        if tokens.shape[0] < MIN_TOKENS or not self.is_varied:
+        fitted = int((expert.tokens < inputs.halves.shape[0]).sum())  # tokens are in order
+        tokens, inner = expert.tokens[:fitted], expert.inner[:fitted]
+        if fitted < MIN_TOKENS or not self.is_varied:
             return None
         moments = Moments.start(inner.shape[1], residual_TK.shape[1], device=self.device)
         moments.add(inner, residual_TK[tokens], inputs.token_weights[tokens], inputs.halves[tokens])
@@ -327,10 +329,16 @@ class LayerConverter:
         return shrinkage, ridge.strength, down.values + correction, make_curvature(moments.form(), shrinkage)
 
 
-def _error(residual_TK: Tensor, token_weights: Tensor) -> float:
-    """Return the mean of ||R||^2 / ||h||^2 over the tokens."""
+def _errors(residual_TK: Tensor, inputs: LayerInputs) -> tuple[float, float]:
+    """Return the mean of ||R||^2 / ||h||^2 over the tokens that were fitted to, and over the others."""
+    end, fitted = residual_TK.shape[0], inputs.halves.shape[0]
+    return _error(residual_TK, inputs, range(fitted)), _error(residual_TK, inputs, range(fitted, end))
+
+
+def _error(residual_TK: Tensor, inputs: LayerInputs, tokens: range) -> float:
     total = 0.0
-    for start in range(0, residual_TK.shape[0], _CHUNK_ROWS):
-        rows = slice(start, start + _CHUNK_ROWS)
-        total += float((residual_TK[rows].double().square().sum(dim=1) * token_weights[rows]).sum())
-    return total / max(residual_TK.shape[0], 1)
+    for start in tokens[::_CHUNK_ROWS]:
+        rows = slice(start, min(start + _CHUNK_ROWS, tokens.stop))
+        total += float((residual_TK[rows].double().square().sum(dim=1) * inputs.token_weights[rows]).sum())
+    mean = total / max(len(tokens), 1)
+    return mean if mean > _NOISE else 0.0

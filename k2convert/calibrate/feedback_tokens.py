@@ -15,27 +15,33 @@ from k2convert.quantize.feedback.moments import Moments
 
 @dataclass(slots=True)
 class Tee:
-    """Passes reports of a layer on to the accumulator; keeps the MLP's input `x` and the output `hidden` f32 [T, K]."""
+    """Passes reports of a layer on to the accumulator, if any; keeps the MLP's input `x` and the output `hidden`.
 
-    accumulator: LayerAccumulator
+    Both are f32 [T, K].
+    """
+
+    accumulator: LayerAccumulator | None
     x: Tensor = field(default_factory=lambda: torch.empty(0))
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def block(self, x_TK: Tensor, routing: Routing | None) -> None:
         """Take the input of the MLP."""
         self.x = x_TK
-        self.accumulator.block(x_TK, routing)
+        if self.accumulator is not None:
+            self.accumulator.block(x_TK, routing)
 
     def expert(
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
     ) -> None:
         """Take what one MLP did."""
-        self.accumulator.expert(expert, tokens_t, weights_t, inner_tI, output_tK)
+        if self.accumulator is not None:
+            self.accumulator.expert(expert, tokens_t, weights_t, inner_tI, output_tK)
 
     def output(self, h_TK: Tensor) -> None:
         """Take the hidden states after the layer."""
         self.hidden = h_TK
-        self.accumulator.output(h_TK)
+        if self.accumulator is not None:
+            self.accumulator.output(h_TK)
 
 
 class CollectedTokens:
@@ -57,17 +63,18 @@ class CollectedTokens:
         residual_TK: Tensor,
         routing: Routing,
         weights: Tensor,
-        halves: Tensor,
+        halves: Tensor | None,
     ) -> None:
-        """Add the tokens of one chunk."""
+        """Add the tokens of one chunk; those that nothing is fitted to come last, and have no halves."""
         places = slice(self._count, self._count + x_TK.shape[0])
         self._x[places], self._residual[places] = x_TK, residual_TK
         self._count = places.stop
-        halves = halves.to(x_TK.device)
-        self._moments.add(x_TK, missing_TK, weights, halves)
         self._routings.append(routing)
         self._weights.append(weights)
-        self._halves.append(halves)
+        if halves is not None:
+            halves = halves.to(x_TK.device)
+            self._moments.add(x_TK, missing_TK, weights, halves)
+            self._halves.append(halves)
 
     def finish(self) -> LayerInputs:
         """Return everything, and keep nothing of it."""

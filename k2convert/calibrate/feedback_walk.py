@@ -7,13 +7,16 @@ Every layer takes both streams. The INT4 stream is the pass of `calibrate` (walk
 layer the experts are then converted so that the other stream comes out as this one (feedback_layer.py). Attention,
 router and shared experts are the source's in both streams, and no activation is quantized: one result serves W4A16 and
 W4A4. The streams are the only state between layers. All tokens of a layer are on the first device at one time.
+
+Some windows are kept out of everything that is fitted, the statistics too. They are the last ones of both streams, and
+each layer's error is measured on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -27,10 +30,11 @@ from k2convert.calibrate.feedback_tokens import CollectedTokens, Tee
 from k2convert.calibrate.feedback_work import FeedbackWork
 from k2convert.calibrate.layer_codes import writing_layer_codes
 from k2convert.calibrate.statistics import LayerStatistics
+from k2convert.calibrate.text import held_out
 from k2convert.calibrate.walk import Progress, Save, Walk, advance, check_dropped, reading_inputs, writing_outputs
 from k2convert.calibrate.work import HiddenStates
 from k2convert.errors import CalibrationError
-from k2convert.forward.decoder import BlockObserver, DecoderLayer, embed
+from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family
 from k2convert.records.events import Events
@@ -56,6 +60,8 @@ def walk_with_feedback(feedback: FeedbackWalk, work: FeedbackWork, *, save: Save
     """
     torch.set_num_threads(1)  # the workers are the threads: sums do not depend on how many there are
     walk = feedback.walk
+    order = np.argsort(held_out(walk.ids.shape[0]), kind="stable")
+    feedback = replace(feedback, walk=(walk := replace(walk, ids=walk.ids[order])))
     first = work.num_finished()
     work.sweep(first)
     for layer in range(first, walk.num_layers):
@@ -74,8 +80,10 @@ class _Layer:
         walk = feedback.walk
         self._feedback, self._walk, self._work, self._reader, self._layer = feedback, walk, work, reader, layer
         self._decoder = DecoderLayer(reader, layer, walk.devices, walk.workers)
-        self._accumulator = LayerAccumulator(reader, layer, seed=walk.seed, fits_norms=walk.is_varied)
-        self._progress = Progress(events)
+        num_held_out = int(held_out(walk.ids.shape[0]).sum())
+        self._fitted = replace(walk, ids=walk.ids[: walk.ids.shape[0] - num_held_out])
+        self._accumulator = LayerAccumulator(reader, layer, seed=walk.seed, fits_norms=self._fitted.is_varied)
+        self._progress, self._events = Progress(events), events
         self._is_last = layer + 1 == walk.num_layers
 
     def run(self) -> tuple[LayerStatistics, int]:
@@ -93,16 +101,20 @@ class _Layer:
         return statistics, dropped
 
     def _chunks(self) -> Generator[tuple[int, HiddenStates, HiddenStates]]:
-        """Yield the first window and both streams of every chunk. A window that is not finite is so in both."""
-        walk = self._walk
+        """Yield the first window and both streams of every chunk. A window that is not finite is so in both.
+
+        No chunk has windows of both kinds, those that are fitted to and those that are kept out.
+        """
+        walk, num_fitted = self._walk, self._fitted.shape[0]
         step = walk.windows_at_once(dense=self._decoder.is_dense)
         with (
             reading_inputs(walk, self._work, self._reader, self._layer) as read,
             self._reading_converted() as read_converted,
         ):
-            for first in range(0, walk.shape[0], step):
+            for first in (*range(0, num_fitted, step), *range(num_fitted, walk.shape[0], step)):
                 self._feedback.check_stop()
-                states, converted = (found(first, min(first + step, walk.shape[0])) for found in (read, read_converted))
+                stop = min(first + step, num_fitted if first < num_fitted else walk.shape[0])
+                states, converted = (found(first, stop) for found in (read, read_converted))
                 states[~np.isfinite(converted).all(axis=(1, 2))] = np.nan
                 yield first, states, converted
 
@@ -132,7 +144,7 @@ class _Layer:
             self._writing_converted() as write_converted,
         ):
             for first, states, converted in self._chunks():
-                dropped += self._advance(first, states, self._accumulator)
+                dropped += self._advance(first, states, self._tee(first))
                 kept = np.asarray(np.isfinite(states).all(axis=(1, 2)))
                 if kept.any():
                     converted[kept] = self._decoder.run(torch.as_tensor(converted[kept])).cpu().numpy()
@@ -142,7 +154,7 @@ class _Layer:
         self._progress.reach(self._walk.ids.size)
         return dropped
 
-    def _advance(self, first: int, states: HiddenStates, observer: BlockObserver) -> int:
+    def _advance(self, first: int, states: HiddenStates, observer: Tee) -> int:
         dropped = advance(states, self._decoder, observer, self._progress, first * self._walk.shape[1])
         check_dropped(dropped, self._walk.shape[0], layer=self._layer)
         return dropped
@@ -151,9 +163,9 @@ class _Layer:
         """Run the INT4 stream through the layer, the other one up to its experts; marks the windows that are kept."""
         walk, dropped = self._walk, 0
         collected = CollectedTokens(walk.ids.size, walk.hidden_size, walk.devices[0])
-        tee = Tee(self._accumulator)
         with writing_outputs(walk, self._work, self._layer) as write:
             for first, states, converted in self._chunks():
+                tee = self._tee(first)
                 dropped += self._advance(first, states, tee)
                 write(states)
                 chunk = np.asarray(np.isfinite(states).all(axis=(1, 2)))
@@ -168,14 +180,19 @@ class _Layer:
                         f"layer {self._layer}: the hidden states of the converted model are not finite, those of the "
                         "source are. Use a different text, or convert with --statistics."
                     )
-                halves = self._halves(first + np.flatnonzero(chunk))
+                is_fitted = first < self._fitted.shape[0]
+                halves = self._halves(first + np.flatnonzero(chunk)) if is_fitted else None
                 collected.add(x_TK, tee.x - x_TK, residual_TK, routing, token_weights(tee.hidden), halves)
         return collected, dropped
+
+    def _tee(self, first: int) -> Tee:
+        """Return the observer of a chunk: windows that are kept out are not in the statistics."""
+        return Tee(self._accumulator if first < self._fitted.shape[0] else None)
 
     def _halves(self, windows: NDArray[np.int64]) -> Tensor:
         """Deal the tokens of windows to two halves, uint8 [T]: windows in turn, or one window in the middle."""
         length = self._walk.shape[1]
-        if self._walk.shape[0] == 1:
+        if self._fitted.shape[0] == 1:
             return (torch.arange(length) >= length // 2).to(torch.uint8)
         return torch.as_tensor(windows % 2).to(torch.uint8).repeat_interleave(length)
 
@@ -190,12 +207,17 @@ class _Layer:
                 exponents=statistics.norm_exponents if is_scaled else None,
                 device=self._walk.devices[0],
                 workers=self._walk.workers,
-                is_varied=self._walk.is_varied,
+                is_varied=self._fitted.is_varied,
                 write=write,
                 advance=self._reach,
             )
             decided, residual_TK = converter.convert(inputs)
         self._work.write_feedback(self._layer, decided)
+        if (found := decided.held_out) is not None and found.is_worse:
+            self._events.note(
+                f"warning: layer {self._layer}: on the windows that were kept out of the fit, the squared error of the "
+                f"outputs is {found.feedback_error:.5f}; by rule optimal it would be {found.optimal_error:.5f}"
+            )
         return residual_TK
 
     def _reach(self, share: float) -> None:

@@ -34,6 +34,9 @@ SECTION_BYTES: Final = 64 << 10
 READ_PER_TOKEN: Final = 4
 """Tokens that are read of a large text for each one asked for, so that the windows come from many places."""
 
+HELD_OUT_EVERY: Final = 16
+"""One window in so many is kept out of a fit, to measure what the fit is worth on other tokens."""
+
 LINES: Final = ".jsonl"
 
 
@@ -84,6 +87,15 @@ def read_windows(
 def _stated_name(path: Path) -> str:
     """Return a file's name as text that every file can hold: bytes that are not UTF-8 become escapes."""
     return path.name.encode(errors="backslashreplace").decode()
+
+
+def held_out(num_windows: int) -> NDArray[np.bool_]:
+    """Return which windows, bool [num_windows], measure a fit and so are kept out of it: one in HELD_OUT_EVERY.
+
+    They are evenly spread, and at least one unless there is only one window.
+    """
+    first = min(num_windows, HELD_OUT_EVERY) // 2
+    return (np.arange(num_windows) % HELD_OUT_EVERY == first) & (num_windows > 1)
 
 
 def _notes(ids: NDArray[np.int64], *, tokens: int, window: int) -> tuple[str, ...]:

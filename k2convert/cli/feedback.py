@@ -13,6 +13,7 @@ from k2convert.job.feedback_plan import CalibrationText, FeedbackPlan
 from k2convert.job.machine import choose_devices
 from k2convert.job.places import Source
 from k2convert.job.prepare import Job
+from k2convert.quantize.rules import WEIGHTED_NOTE
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.report.formatting import counted
 
@@ -74,8 +75,20 @@ def walk_line(plan: FeedbackPlan) -> str:
     header, names = plan.header, ", ".join(name for name, _ in plan.header.texts)
     return (
         f"calibrates while it converts: {plan.num_layers} layers on {header.tokens:,} tokens of {names}, in "
-        f"{counted(header.windows, 'window')} of {header.window:,}"
+        f"{counted(header.windows, 'window')} of {header.window:,}; {_held_out(plan.held_out_windows)} is measured"
     )
+
+
+def norm_scaling_line(job: Job) -> str:
+    """Return whether norms are scaled, in a line."""
+    recipe = job.plan.recipe
+    return f"norm scaling: {'on' if recipe.norm_scaling else 'off'} (by default on for w4a4, off for w4a16)"
+
+
+def _held_out(count: int) -> str:
+    if not count:
+        return "with only one window, no error on other tokens"
+    return f"{count:,} of them {'is' if count == 1 else 'are'} kept out of the fit, so that its error on other tokens"
 
 
 def walk_document(job: Job, plan: FeedbackPlan) -> dict[str, Any]:
@@ -86,6 +99,7 @@ def walk_document(job: Job, plan: FeedbackPlan) -> dict[str, Any]:
         "tokens": header.tokens,
         "window": header.window,
         "windows": header.windows,
+        "held_out_windows": plan.held_out_windows,
         "seed": header.seed,
         "layers": plan.num_layers,
         "finished_layers": plan.num_layers - layers_left(job, plan),
@@ -95,17 +109,24 @@ def walk_document(job: Job, plan: FeedbackPlan) -> dict[str, Any]:
 
 
 def show_outputs(found: CalibrationRecord | None) -> None:
-    """Print the error of the layers' outputs, if they were converted with feedback."""
-    decided = {number: layer.feedback for number, layer in found.layers.items() if layer.feedback} if found else {}
-    if not decided:
+    """Print what a calibrated conversion made small: the error of outputs, or that of weights by their inputs."""
+    if found is None:
         return
-    worst = max(decided, key=lambda number: decided[number].feedback_error)
-    last = decided[worst]
-    console.print_line(
-        f"outputs of the layers, on the text: squared error at most {last.feedback_error:.5f} of the INT4 model's "
-        f"(layer {worst}; {last.optimal_error:.5f} with that layer by rule optimal)"
-    )
+    if not found.feedback:
+        if found.weighted:
+            console.print_line(WEIGHTED_NOTE)
+        return
+    if layers := found.held_out:
+        worst = max(layers, key=lambda number: layers[number].feedback_error)
+        console.print_line(
+            f"outputs of the layers, {found.measured_on}: squared error at most {layers[worst].feedback_error:.5f} of "
+            f"the INT4 model's (layer {worst}; {layers[worst].optimal_error:.5f} with that layer by rule optimal)"
+        )
+    else:
+        console.print_line(f"outputs of the layers: {found.measured_on}")
     console.print_line("rule feedback keeps outputs, so its error of weights is larger than that of rule optimal")
+    if found.warning is not None:
+        console.print_note(f"warning: {found.warning}")
 
 
 def walk_state(destination: Path) -> dict[str, Any] | None:

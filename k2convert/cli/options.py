@@ -204,7 +204,7 @@ class RunOptions:
         bool | None,
         typer.Option(
             "--norm-scaling/--no-norm-scaling",
-            help="Exact scaling of channels by statistics or text [default: on for w4a4, and for text].",
+            help="Exact scaling of channels by statistics or text [default: on for w4a4].",
         ),
     ] = None
     keep_experts: Annotated[

@@ -12,6 +12,7 @@ from k2convert.cli import console
 from k2convert.cli.feedback import (
     check_walk_time,
     estimate_walk,
+    norm_scaling_line,
     read_calibration_text,
     show_outputs,
     walk_document,
@@ -131,6 +132,7 @@ def _show_plan(job: Job, options: RunOptions) -> None:
         show_plan(job, source=options.source)
         if job.feedback is not None:
             console.print_line(walk_line(job.feedback))
+            console.print_line(norm_scaling_line(job))
         if estimated is not None:
             show_estimate(job, estimated)
         if capacity is not None:
@@ -226,8 +228,8 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
         console.print_json(document)
         _refuse_below_budget(job, missed)
         return
-    show_run(job, totals, seconds)
     show_outputs(outcome.calibrated)
+    show_run(job, totals, seconds)
     if outcome.commit is not None:
         if outcome.validation is not None:
             console.print_line(outcome.validation.contract.summary)

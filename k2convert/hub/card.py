@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.hub.card_calibration import CardCalibration, calibration_lines, feedback_paragraphs
+from k2convert.hub.card_calibration import CardCalibration, calibration_lines, feedback_paragraphs, outputs_paragraphs
 from k2convert.hub.card_needs import CardNeeds, needs_section
 from k2convert.hub.card_pruning import (
     CardPruning,
@@ -183,25 +183,19 @@ def _error(facts: CardFacts) -> str:
         if facts.is_w4a4
         else ""
     )
-    is_feedback = facts.calibration is not None and facts.calibration.feedback is not None
-    outputs = (
-        " Rule `feedback` keeps the outputs of layers, so its weights are further from the source than those of rule "
-        "`optimal`."
-        if is_feedback
-        else ""
-    )
+    outputs = "".join(f"{paragraph}\n\n" for paragraph in outputs_paragraphs(facts.calibration))
     comparison = _comparison(facts.totals.get("total"))
     return f"""
 ## What it lost
 
-Error of the stored weights against the exact values of the source:
+{outputs}Error of the stored weights against the exact values of the source:
 
 {chr(10).join(rows)}
 
 {comparison}`plain` dequantizes to BF16 and takes each block's scale from its largest weight.
 
 **This is not lossless.** INT4 has sixteen evenly spaced levels. E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
-It has no 5 and no 7, so blocks with these codes change. The figures above are of weights only.{activations}{outputs}
+It has no 5 and no 7, so blocks with these codes change. The figures above are of weights only.{activations}
 """
 
 

@@ -1,23 +1,38 @@
 """What the model card says of the calibration."""
 
 from dataclasses import dataclass
+from typing import Final
+
+from k2convert.quantize.rules import WEIGHTED_NOTE
 
 
 @dataclass(frozen=True, slots=True)
 class CardFeedback:
     """What rule `feedback` did.
 
-    The errors are those of the hidden states after the last MoE layer: as converted, and with rule `optimal` there.
+    The errors are those of the hidden states after the last MoE layer: as converted, and with rule `optimal` there, on
+    windows that were kept out of the fit; None if there were none.
     """
 
     layers: int
+    measured_layers: int
     better_layers: int
-    """Layers with less error than with rule `optimal`."""
-    error: float
-    optimal_error: float
+    """Layers of those that were measured with less error than with rule `optimal`."""
+    measured_on: str
+    """Says which windows were kept out of the fit, or why there is no error."""
+    error: float | None
+    optimal_error: float | None
+    warning: str | None
+    """Names the layers that would be better by rule `optimal`, if there are any."""
     plain_experts: int
     """Experts whose down projection was rounded without feedback."""
     experts: int
+
+
+_FEEDBACK: Final = (
+    "Rule `feedback` keeps the outputs of layers, so its weights are further from the source than those of rule "
+    "`optimal`."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +73,7 @@ def feedback_paragraphs(calibration: CardCalibration | None) -> list[str]:
         "**Rule `feedback`** converts the layers in order and keeps their outputs, not their weights. Each layer takes "
         "the inputs that the layers converted before it give. Its weights are chosen so that its output is close to "
         "that of the INT4 model: later weights of a row make up for the rounding of earlier ones. Activations are not "
-        "quantized in this walk, so the same weights serve W4A16 and W4A4. After the last MoE layer, the hidden states "
-        f"have a relative squared error of {found.error:.3g} on the calibration text; with rule `optimal` in that "
-        f"layer, they would have {found.optimal_error:.3g}. The error is smaller than with rule `optimal` after "
-        f"{found.better_layers:,} of {found.layers:,} MoE layers."
+        "quantized in this walk, so the same weights serve W4A16 and W4A4."
     )
     if found.plain_experts:
         text += (
@@ -69,3 +81,21 @@ def feedback_paragraphs(calibration: CardCalibration | None) -> list[str]:
             "`weighted` does: the expert saw too few tokens, or feedback gained nothing."
         )
     return [text]
+
+
+def outputs_paragraphs(calibration: CardCalibration | None) -> list[str]:
+    """Return what a calibrated conversion made small; empty without calibration, or if it only scaled norms."""
+    if calibration is None:
+        return []
+    found = calibration.feedback
+    if found is None:
+        return [WEIGHTED_NOTE] if calibration.is_weighted else []
+    if found.error is None or found.optimal_error is None:
+        return [f"Error of the layers' outputs: {found.measured_on}.", _FEEDBACK]
+    text = (
+        "Error of the layers' outputs: after the last MoE layer, the hidden states have a relative squared error of "
+        f"**{found.error:.3g}**, {found.measured_on}. With rule `optimal` in that layer, they would have "
+        f"{found.optimal_error:.3g}. The error is smaller than with rule `optimal` after {found.better_layers:,} of "
+        f"{found.measured_layers:,} MoE layers."
+    )
+    return [text, *([f"**Warning:** {found.warning}"] if found.warning else []), _FEEDBACK]

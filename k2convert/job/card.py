@@ -130,8 +130,11 @@ def _card_feedback(record: CalibrationRecord) -> CardFeedback | None:
     return CardFeedback(
         layers=found.layers,
         better_layers=found.better_layers,
-        error=found.error,
-        optimal_error=found.optimal_error,
+        measured_layers=found.measured_layers,
+        measured_on=record.measured_on,
+        error=None if found.last is None else found.last.feedback_error,
+        optimal_error=None if found.last is None else found.last.optimal_error,
+        warning=record.warning,
         plain_experts=found.plain_experts,
         experts=found.experts,
     )

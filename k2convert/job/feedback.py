@@ -194,7 +194,7 @@ class LayerWalk:
 
     def _save(self, layer: LayerStatistics, dropped: int) -> None:
         """Declare a layer done."""
-        header = replace(self._plan.header, dropped=dropped)
+        header = replace(self._plan.fitted_header, dropped=dropped)
         self._plan.work.write_layer(layer, header)
         with self._changed:
             self._num_done = layer.layer + 1
@@ -238,14 +238,15 @@ def finish_walk(job: Job, opened: OpenWalk) -> Job:
     Raises CheckpointError if a file of a layer is damaged.
     """
     plan, work = opened.plan, opened.plan.work
-    gather_statistics(work, work.gathered_path, plan.header, num_layers=plan.num_layers)
+    gather_statistics(work, work.gathered_path, plan.fitted_header, num_layers=plan.num_layers)
     if plan.text.saved is not None:
         write_atomically(plan.text.saved, work.gathered_path)
     statistics = open_statistics(work.gathered_path)
     calibration = Calibration(statistics, weighted=True, norm_scaling=bool(job.plan.recipe.norm_scaling))
     record = calibration_record(statistics, calibration, plan.architecture)
     layers = {number: replace(layer, feedback=_decided(work, number)) for number, layer in record.layers.items()}
-    return replace(job, calibrated=replace(record, feedback=True, layers=layers))
+    record = replace(record, feedback=True, held_out_windows=plan.held_out_windows, layers=layers)
+    return replace(job, calibrated=record)
 
 
 def _decided(work: FeedbackWork, layer: int) -> FeedbackLayer:

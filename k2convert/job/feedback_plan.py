@@ -8,7 +8,7 @@ The walk is at most AHEAD layers ahead of the shards, so that few converted laye
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from k2convert.calibrate.feedback_work import FeedbackWork
 from k2convert.calibrate.statistics import StatisticsHeader
-from k2convert.calibrate.text import Windows
+from k2convert.calibrate.text import Windows, held_out
 from k2convert.calibrate.work import PassJob
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import DestinationError
@@ -39,7 +39,7 @@ from k2convert.records.events import SILENT
 from k2convert.records.job_description import JobDescription
 from k2convert.validate.remote import RemoteShards
 
-WALK_VERSION: Final = 1  # to be raised when the walk makes different bytes of the same input
+WALK_VERSION: Final = 2  # to be raised when the walk makes different bytes of the same input
 AHEAD: Final = 1
 _STREAMS: Final = 2  # the INT4 model's, and that of what is converted so far
 _STATE_BYTES: Final = 4
@@ -91,7 +91,7 @@ class ShardNeeds:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackPlan:
-    """The walk of a job. Nothing has been written yet.
+    """The walk of a job, over the windows in `header`. Nothing has been written yet.
 
     `needs` are those of each output shard. `shards` is None for a source in a folder. `disk_bytes` is the room for the
     walk's files, without what is fetched for a layer.
@@ -110,6 +110,16 @@ class FeedbackPlan:
     def num_layers(self) -> int:
         """Every decoder layer."""
         return self.architecture.num_layers
+
+    @property
+    def held_out_windows(self) -> int:
+        """The windows that are kept out of everything that is fitted."""
+        return int(held_out(self.header.windows).sum())
+
+    @property
+    def fitted_header(self) -> StatisticsHeader:
+        """The header of the walk's statistics: they are of the windows that are not kept out."""
+        return _without_held_out(self.header)
 
     @property
     def num_tokens(self) -> int:
@@ -178,7 +188,12 @@ def _check_saved(path: Path, header: StatisticsHeader, *, source: Path | None, d
     check_statistics_path(path, source=source)
     if path.resolve().is_relative_to(destination.resolve()):
         raise DestinationError(f"{path}: is inside the destination, where only the result goes. Choose a path outside.")
-    found_header(path, header)
+    found_header(path, _without_held_out(header))
+
+
+def _without_held_out(header: StatisticsHeader) -> StatisticsHeader:
+    windows = header.windows - int(held_out(header.windows).sum())
+    return replace(header, windows=windows, tokens=windows * header.window)
 
 
 def shard_needs(shard: ShardJob) -> ShardNeeds:

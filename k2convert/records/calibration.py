@@ -7,7 +7,10 @@
 A result of rule `feedback` has `"feedback": true` after `norm_scaling`, and each layer has what the rule did there:
 
     "feedback": {"ridge": 0.15, "ridge_gain": 0.4, "shrinkage": 0.5, "down_ridges": [null, 1.5],
-                 "down_shrinkages": [null, 0.6], "inherited_error": .., "optimal_error": .., "feedback_error": ..}
+                 "down_shrinkages": [null, 0.6], "inherited_error": .., "optimal_error": .., "feedback_error": ..,
+                 "held_out": {"inherited_error": .., "optimal_error": .., "feedback_error": ..}}
+
+It also has `"held_out_windows": 4`, and each layer its `held_out`, unless nothing was kept out of the fit.
 
 If the statistics came from the Hub, "statistics_from" is their address with the commit.
 
@@ -23,6 +26,33 @@ from k2convert.errors import quoted
 
 
 @dataclass(frozen=True, slots=True)
+class OutputErrors:
+    """Errors of the hidden states after a layer: the mean over tokens of |h - h'|^2 / |h|^2, h being the INT4 model's.
+
+    `inherited_error` has the layer's experts unconverted: it comes from earlier layers. `optimal_error` has them
+    converted by rule `optimal`, `feedback_error` as they were written.
+    """
+
+    inherited_error: float
+    optimal_error: float
+    feedback_error: float
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether rule `optimal` would have given less error."""
+        return self.feedback_error > self.optimal_error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {key: _written(getattr(self, key)) for key in _ERRORS}
+
+    @classmethod
+    def from_dict(cls, stated: dict[str, Any]) -> "OutputErrors":
+        """Rebuild from `to_dict`; raises ValueError naming a missing or mistyped field."""
+        return cls(**{key: _real(stated[key], key) for key in _ERRORS})
+
+
+@dataclass(frozen=True, slots=True)
 class FeedbackLayer:
     """What rule `feedback` did in one MoE layer, and what it gained.
 
@@ -33,9 +63,8 @@ class FeedbackLayer:
 
     `down_ridges` and `down_shrinkages` say the same of the down projection of each routed expert.
 
-    The three errors are of the hidden states after the layer: the mean over tokens of |h - h'|^2 / |h|^2, where h is
-    what the INT4 model computes. `inherited_error` has the layer's experts unconverted: it comes from earlier layers.
-    `optimal_error` has them converted by rule `optimal`, `feedback_error` as they were written.
+    `fitted` are the errors on the tokens that all this was fitted to, which say little. `held_out` are those on the
+    windows that were kept out of the fit, None if there were none.
     """
 
     ridge: float | None
@@ -43,9 +72,8 @@ class FeedbackLayer:
     shrinkage: float | None
     down_ridges: tuple[float | None, ...]
     down_shrinkages: tuple[float | None, ...]
-    inherited_error: float
-    optimal_error: float
-    feedback_error: float
+    fitted: OutputErrors
+    held_out: OutputErrors | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -55,13 +83,15 @@ class FeedbackLayer:
             "shrinkage": _written(self.shrinkage),
             "down_ridges": [_written(ridge) for ridge in self.down_ridges],
             "down_shrinkages": [_written(shrinkage) for shrinkage in self.down_shrinkages],
-            **{key: _written(getattr(self, key)) for key in _ERRORS},
+            **self.fitted.to_dict(),
+            **({} if self.held_out is None else {"held_out": self.held_out.to_dict()}),
         }
 
     @classmethod
     def from_dict(cls, document: Any) -> "FeedbackLayer":
         """Rebuild from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
-        stated = _object(document, "feedback", keys=_FEEDBACK_KEYS)
+        has_held_out = "held_out" in _object(document, "feedback")
+        stated = _object(document, "feedback", keys=_FEEDBACK_KEYS | {"held_out"} if has_held_out else _FEEDBACK_KEYS)
         ridges, shrinkages = _list(stated, "down_ridges"), _list(stated, "down_shrinkages")
         if len(ridges) != len(shrinkages):
             raise ValueError(f"down_shrinkages has {len(shrinkages)} experts, but down_ridges has {len(ridges)}")
@@ -71,7 +101,10 @@ class FeedbackLayer:
             shrinkage=_or_none(stated["shrinkage"], "shrinkage", most=1.0),
             down_ridges=tuple(_or_none(ridge, "down_ridges") for ridge in ridges),
             down_shrinkages=tuple(_or_none(value, "down_shrinkages", most=1.0) for value in shrinkages),
-            **{key: _real(stated[key], key) for key in _ERRORS},
+            fitted=OutputErrors.from_dict(stated),
+            held_out=OutputErrors.from_dict(_object(stated["held_out"], "held_out", keys=frozenset(_ERRORS)))
+            if has_held_out
+            else None,
         )
 
 
@@ -106,7 +139,8 @@ class CalibrationRecord:
     `statistics` is the digest of the statistics file, `texts` are the names and digests of its texts. `weighted`
     and `norm_scaling` say what it was used for. `exponents_digest` is None if no channel was scaled. `layers` are
     the MoE layers. `statistics_from` is the file's address with its commit, if it came from the Hub. `feedback`
-    says whether the rule was `feedback`; then each layer has its own part of that name.
+    says whether the rule was `feedback`; then each layer has its own part of that name, and `held_out_windows` more
+    windows were kept out of everything that was fitted.
     """
 
     statistics: str
@@ -122,6 +156,37 @@ class CalibrationRecord:
     layers: dict[int, LayerCalibration]
     feedback: bool = False
     statistics_from: str | None = None
+    held_out_windows: int = 0
+
+    @property
+    def held_out(self) -> dict[int, OutputErrors]:
+        """The errors after each MoE layer on the windows that were kept out of the fit, in order; empty if unknown."""
+        found = {number: layer.feedback for number, layer in sorted(self.layers.items())}
+        return {n: layer.held_out for n, layer in found.items() if layer is not None and layer.held_out is not None}
+
+    @property
+    def measured_on(self) -> str:
+        """Which windows `held_out` is of, or why it is empty."""
+        if self.held_out:
+            total = self.windows + self.held_out_windows
+            return f"on {self.held_out_windows:,} of {total:,} windows that were kept out of the fit"
+        return "no held-out figure: " + (
+            "only one window" if self.windows == 1 else "no window was kept out of the fit"
+        )
+
+    @property
+    def warning(self) -> str | None:
+        """Which layers would have less error by rule `optimal`, on the windows that were kept out; None for none."""
+        worse = {number: found for number, found in self.held_out.items() if found.is_worse}
+        if not worse:
+            return None
+        layer, found = max(worse.items(), key=lambda item: item[1].feedback_error - item[1].optimal_error)
+        count = f"{len(worse):,} of {len(self.held_out):,} layers"
+        return (
+            f"In {count}, the error of the outputs is larger than by rule optimal, {self.measured_on}. Layer {layer} "
+            f"is the worst, with {found.feedback_error:.3g} instead of {found.optimal_error:.3g}. Use more tokens, or "
+            "a different text."
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -133,6 +198,7 @@ class CalibrationRecord:
             "weighted": self.weighted,
             "norm_scaling": self.norm_scaling,
             **({"feedback": True} if self.feedback else {}),
+            **({"held_out_windows": self.held_out_windows} if self.held_out_windows else {}),
             "exponents_digest": self.exponents_digest,
             "layers": {str(number): layer.to_dict() for number, layer in sorted(self.layers.items())},
         }
@@ -140,8 +206,11 @@ class CalibrationRecord:
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "CalibrationRecord":
         """Rebuild a record from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
-        optional = _object(document, "calibration").keys() & {"feedback", "statistics_from"}
-        stated, feedback = _object(document, "calibration", keys=_KEYS | optional), "feedback" in optional
+        stated = _object(document, "calibration")
+        feedback = "feedback" in stated
+        optional = stated.keys() & {"feedback", "statistics_from"}
+        optional |= stated.keys() & {"held_out_windows"} if feedback else set[str]()
+        stated = _object(document, "calibration", keys=_KEYS | optional)
         if feedback and stated["feedback"] is not True:
             raise ValueError(f"feedback is {quoted(stated['feedback'])}")
         digest, layers = stated["exponents_digest"], _object(stated["layers"], "layers")
@@ -157,6 +226,7 @@ class CalibrationRecord:
             layers={_number(number, "layers"): _layer(layer, feedback=feedback) for number, layer in layers.items()},
             feedback=feedback,
             statistics_from=_text(stated, "statistics_from") if "statistics_from" in optional else None,
+            held_out_windows=_count(stated.get("held_out_windows", 0), "held_out_windows"),
         )
 
 

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.quantize.rules import WEIGHTED_NOTE
+from k2convert.records.calibration import CalibrationRecord
 from k2convert.report import pruning
 from k2convert.report.calibration import facts
 from k2convert.report.checks import Checks
+from k2convert.report.feedback import feedback_totals
 from k2convert.report.figures import Report, TensorFigures, scale_value
 from k2convert.report.formatting import decibels, percent
 
@@ -40,16 +43,17 @@ class Count:
 def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     """Return the headline figures, the most important first."""
     total = report.total
-    tiles = [
+    tiles = _outputs_tiles(report.provenance.calibration)
+    if total.weighted_sqnr_db is not None:
+        detail = "errors weighted by the inputs that each column had in the calibration"
+        tiles.append(Tile(decibels(total.weighted_sqnr_db), "weighted SQNR", detail))
+    tiles.append(
         Tile(
             decibels(total.sqnr_db),
             "SQNR",
             f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}",
         )
-    ]
-    if total.weighted_sqnr_db is not None:
-        detail = "errors weighted by the inputs that each column had in the calibration"
-        tiles.append(Tile(decibels(total.weighted_sqnr_db), "weighted SQNR", detail))
+    )
     if total.sampled_error_plain > 0 and report.rule != "plain":
         tiles.append(
             Tile(f"{total.achieved_to_plain:.3f} {TIMES}", "plain's error", "plain: max calibration, the usual recipe")
@@ -71,6 +75,18 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     if checks is not None:
         tiles.append(_contract_tile(checks))
     return tuple(tiles)
+
+
+def _outputs_tiles(record: CalibrationRecord | None) -> list[Tile]:
+    """Return the error of the layers' outputs as a tile, if the rule was `feedback`."""
+    found = feedback_totals(record)
+    if record is None or found is None:
+        return []
+    if found.last is None:
+        return [Tile("not measured", "error of the outputs", record.measured_on)]
+    detail = f"after the last MoE layer, {record.measured_on}; {found.last.optimal_error:.3g} by rule optimal there"
+    tone = "bad" if found.last.is_worse else ""
+    return [Tile(f"{found.last.feedback_error:.3g}", "error of the outputs", detail, tone)]
 
 
 def _contract_tile(checks: Checks) -> Tile:
@@ -211,6 +227,8 @@ def caution(report: Report) -> str:
             " Rule feedback keeps the outputs of layers, not the weights, so its errors of weights are larger than "
             "those of rule optimal. See the error after each layer."
         )
+    elif calibration is not None and calibration.weighted:
+        text += f" {WEIGHTED_NOTE}"
     if report.provenance.recipe.get("activations") == "w4a4":
         text += " FP4 activations add error at run time, which "
         text += "norm scaling makes smaller." if is_scaled else "does not depend on how the weights were converted."

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from k2convert.records.calibration import CalibrationRecord, FeedbackLayer
+from k2convert.records.calibration import CalibrationRecord, FeedbackLayer, OutputErrors
 
 LAYER_COLUMNS = (
-    "layer", "error after the layer", "with rule optimal", "from earlier layers", "gate and up: ridge", "gain of it",
-    "shrinkage", "down: corrected", "experts by shrinkage", "experts without feedback",
+    "layer", "held-out error after the layer", "with rule optimal", "from earlier layers", "gate and up: ridge",
+    "gain of it", "shrinkage", "down: corrected", "experts by shrinkage", "experts without feedback",
 )  # fmt: skip
 _MOST_EXPERTS = 12
 
@@ -20,20 +20,21 @@ _MOST_EXPERTS = 12
 class FeedbackTotals:
     """What rule `feedback` did in all MoE layers.
 
-    `better_layers` have less error than with rule `optimal`. `corrected_layers` corrected gate and up for the errors of
+    `measured_layers` have an error on windows that were kept out of the fit, and `better_layers` of them have less than
+    with rule `optimal`. `corrected_layers` corrected gate and up for the errors of
     earlier layers, `plain_layers` rounded them without feedback. `corrected_experts` and `plain_experts` are the same
-    of the experts' down projections. `error` and `optimal_error` are those after the last layer.
+    of the experts' down projections. `last` are the errors after the last layer, None if nothing was kept out.
     """
 
     layers: int
+    measured_layers: int
     better_layers: int
     corrected_layers: int
     plain_layers: int
     experts: int
     corrected_experts: int
     plain_experts: int
-    error: float
-    optimal_error: float
+    last: OutputErrors | None
 
 
 def layers_of(record: CalibrationRecord | None) -> dict[int, FeedbackLayer]:
@@ -45,18 +46,19 @@ def layers_of(record: CalibrationRecord | None) -> dict[int, FeedbackLayer]:
 def feedback_totals(record: CalibrationRecord | None) -> FeedbackTotals | None:
     """Sum up the layers; None for every other rule."""
     layers = list(layers_of(record).values())
-    if not layers:
+    if record is None or not layers:
         return None
+    held_out = list(record.held_out.values())
     return FeedbackTotals(
         layers=len(layers),
-        better_layers=sum(layer.feedback_error < layer.optimal_error for layer in layers),
+        measured_layers=len(held_out),
+        better_layers=sum(found.feedback_error < found.optimal_error for found in held_out),
         corrected_layers=sum(layer.ridge is not None for layer in layers),
         plain_layers=sum(layer.shrinkage is None for layer in layers),
         experts=sum(len(layer.down_ridges) for layer in layers),
         corrected_experts=sum(ridge is not None for layer in layers for ridge in layer.down_ridges),
         plain_experts=sum(shrinkage is None for layer in layers for shrinkage in layer.down_shrinkages),
-        error=layers[-1].feedback_error,
-        optimal_error=layers[-1].optimal_error,
+        last=held_out[-1] if held_out else None,
     )
 
 
@@ -78,12 +80,14 @@ def sentences(record: CalibrationRecord) -> tuple[str, ...]:
             f"{found.layers:,} layers, down of {found.plain_experts:,} of {found.experts:,} experts. They saw too few "
             "tokens, or feedback gained nothing on tokens that it was not fitted to."
         )
+    if found.last is None:
+        return (*listed, f"The error of the outputs: {record.measured_on}.")
     listed.append(
-        "The chart shows the error after each MoE layer: the mean over tokens of |h - h'|^2 / |h|^2, where h are the "
-        f"hidden states of the INT4 model. It is smaller than with rule optimal in {found.better_layers:,} of "
-        f"{found.layers:,} layers."
+        f"The chart shows the error after each MoE layer, {record.measured_on}: the mean over tokens of "
+        "|h - h'|^2 / |h|^2, where h are the hidden states of the INT4 model. It is smaller than with rule optimal in "
+        f"{found.better_layers:,} of {found.measured_layers:,} layers."
     )
-    return tuple(listed)
+    return (*listed, *([f"Warning: {record.warning}"] if record.warning else []))
 
 
 def shrinkages_by_layer(layers: Mapping[int, FeedbackLayer]) -> dict[float | None, list[int]]:
@@ -100,12 +104,13 @@ def layer_rows(record: CalibrationRecord) -> list[tuple[str, ...]]:
 
 
 def _layer_row(number: int, layer: FeedbackLayer) -> tuple[str, ...]:
+    errors = layer.held_out
     counts = {key: count for key, (count,) in shrinkages_by_layer({number: layer}).items() if key is not None}
     return (
         str(number),
-        f"{layer.feedback_error:.3g}",
-        f"{layer.optimal_error:.3g}",
-        f"{layer.inherited_error:.3g}",
+        "not measured" if errors is None else f"{errors.feedback_error:.3g}",
+        "" if errors is None else f"{errors.optimal_error:.3g}",
+        "" if errors is None else f"{errors.inherited_error:.3g}",
         "none" if layer.ridge is None else f"{layer.ridge:g}",
         "" if layer.ridge is None else f"{100 * layer.ridge_gain:.1f} %",
         "no feedback" if layer.shrinkage is None else f"{layer.shrinkage:g}",

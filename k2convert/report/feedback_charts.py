@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from k2convert.records.calibration import FeedbackLayer
+from k2convert.records.calibration import FeedbackLayer, OutputErrors
 from k2convert.report.feedback import shrinkages_by_layer
 from k2convert.report.formatting import short_count
 from k2convert.report.palette import Palette
@@ -21,8 +21,8 @@ from k2convert.report.sheet import FONT_SIZE, Sheet
 _LEAST_ALPHA = 0.2  # of the bars with most shrinkage, which is the least feedback
 
 
-def draw_layer_errors(layers: Mapping[int, FeedbackLayer], *, palette: Palette, is_narrow: bool) -> Figure:
-    """Draw the error after each MoE layer: as converted, with rule `optimal` there, and from earlier layers alone.
+def draw_layer_errors(layers: Mapping[int, OutputErrors], *, palette: Palette, is_narrow: bool) -> Figure:
+    """Draw the held-out error after each MoE layer: as converted, by rule `optimal` there, from earlier layers alone.
 
     The scale is logarithmic, so an error of zero is not drawn. The first MoE layer inherits none.
     """

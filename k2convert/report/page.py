@@ -144,10 +144,10 @@ def _charts(report: Report) -> dict[str, Chart | None]:
         else None,
         [draw_exponents(channels, palette=THEMED, is_narrow=n) for n in (False, True)] if any(channels) else None,
     )
-    layers = feedback.layers_of(calibration)
+    layers, held_out = feedback.layers_of(calibration), {} if calibration is None else calibration.held_out
     errors, shrinkages = (
-        [draw(layers, palette=THEMED, is_narrow=n) for n in (False, True)] if layers else None
-        for draw in (draw_layer_errors, draw_shrinkages)
+        [draw_layer_errors(held_out, palette=THEMED, is_narrow=n) for n in (False, True)] if held_out else None,
+        [draw_shrinkages(layers, palette=THEMED, is_narrow=n) for n in (False, True)] if layers else None,
     )
     scales = [draw_block_scales(report.total.scale_histogram, palette=THEMED, is_narrow=n) for n in (False, True)]
     return {

@@ -10,7 +10,6 @@ from PIL import Image
 
 from k2convert.report import content
 from k2convert.report.charts import draw_distribution, has_distribution
-from k2convert.report.feedback import layers_of
 from k2convert.report.feedback_charts import draw_layer_errors
 from k2convert.report.figures import Report
 from k2convert.report.heat_map import draw_heat_maps
@@ -30,8 +29,8 @@ def render_picture(report: Report) -> bytes | None:
         draw_distribution(report, palette=LIGHT, is_narrow=False),
         draw_heat_maps(report.maps, palette=LIGHT, is_narrow=False),
     ]
-    if layers := layers_of(report.provenance.calibration):
-        figures.append(draw_layer_errors(layers, palette=LIGHT, is_narrow=False))
+    if (found := report.provenance.calibration) is not None and found.held_out:
+        figures.append(draw_layer_errors(found.held_out, palette=LIGHT, is_narrow=False))
     stacked = np.vstack([to_rgb(figure, dpi=DPI) for figure in figures])
     framed = np.pad(stacked, ((_MARGIN, _MARGIN), (_MARGIN, _MARGIN), (0, 0)), constant_values=255)
     target = BytesIO()

@@ -78,6 +78,11 @@ def _plain_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG0
     return plain_global_scale(magnitude)
 
 
+WEIGHTED_NOTE: Final = (
+    "Rule weighted makes the error small that is weighted by the inputs. The plain SQNR of its weights is expected to "
+    "be a little lower than that of rule optimal."
+)
+
 RULES: Final[dict[Rule, RuleArithmetic]] = {
     "optimal": RuleArithmetic(
         summary="Every block gets the E4M3 scale with the least squared error; the global scale is a power of two.",
