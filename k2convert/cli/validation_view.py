@@ -139,6 +139,8 @@ def _show_layers(report: LayersReport) -> None:
 
 
 def _show_comparison(comparison: Comparison) -> None:
+    if comparison.note is not None:
+        print_line(comparison.note)
     _show_contract(comparison.contract)
     _show_weights(f"weight error of {comparison.folder}", comparison.weights)
     print_line(

@@ -199,7 +199,9 @@ def _against_sentences(document: Mapping[str, Any]) -> list[str]:
     name = _last_part(other["folder"])
     failed = ", ".join(str(int(n)) for n in other["contract"]["failed"]) or "none"
     sqnr = decibels(other["weights"]["totals"]["total"]["sqnr_db"])
+    note = other.get("note")
     return [
+        *([str(note)] if note else []),
         f"Compared with {name} ({sqnr}): less error here in {int(other['better_here']):,} tensors, less there in "
-        f"{int(other['better_there']):,}, equal in {int(other['equal']):,}. Contract rules broken there: {failed}."
+        f"{int(other['better_there']):,}, equal in {int(other['equal']):,}. Contract rules broken there: {failed}.",
     ]

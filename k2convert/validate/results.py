@@ -60,7 +60,10 @@ class WeightsReport:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A second checkpoint of the same source, and how many tensors have less error here, there, or the same."""
+    """A second checkpoint of the same source, and how many tensors have less error here, there, or the same.
+
+    `note` says why that is not what to compare, if one of the results is calibrated; None otherwise.
+    """
 
     folder: str
     contract: ContractReport
@@ -68,6 +71,7 @@ class Comparison:
     better_here: int
     better_there: int
     equal: int
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,7 @@ def validation_document(report: ValidationReport) -> dict[str, Any]:
             "better_here": other.better_here,
             "better_there": other.better_there,
             "equal": other.equal,
+            "note": other.note,
         }
     return document
 

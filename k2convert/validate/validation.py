@@ -45,6 +45,11 @@ from k2convert.validate.totals import is_same_error
 
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
 
+CALIBRATED_NOTE: Final = (
+    "The error of weights is the wrong measure for a calibrated result: validate each result with --layers and --text, "
+    "which compares the outputs of the layers."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class LayersRequest:
@@ -107,6 +112,8 @@ def validate_checkpoint(
         their_contract, their_weights = _measure(other, reference=False, events=events, visitor=None, shards=theirs)
         assert their_weights is not None
         comparison = compare(str(against), weights, their_contract, their_weights)
+        if any(found.ledger is not None and found.ledger.calibration is not None for found in (subject, other)):
+            comparison = replace(comparison, note=CALIBRATED_NOTE)
     return ValidationReport(str(folder), contract, weights, layers_report, comparison, skipped)
 
 
