@@ -54,8 +54,8 @@ def test_a_device_makes_nearly_the_codes_of_the_cpu(cut: Path, tmp_path: Path, d
     here, there = map(decided, works)
     assert here.shrinkage is not None
     assert here.shrinkage == there.shrinkage
-    assert np.isclose(here.feedback_error, there.feedback_error, rtol=0.05)
-    assert here.optimal_error == pytest.approx(there.optimal_error, rel=1e-3)
+    assert np.isclose(here.fitted.feedback_error, there.fitted.feedback_error, rtol=0.05)
+    assert here.fitted.optimal_error == pytest.approx(there.fitted.optimal_error, rel=1e-3)
     with CodesFolder(works[0]) as cpu, CodesFolder(works[1]) as torch_codes:
         for expert in range(4):
             for kind in ("gate", "up", "down"):

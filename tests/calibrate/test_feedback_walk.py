@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from k2convert.calibrate.columns import Calibration
 from k2convert.calibrate.feedback_walk import FeedbackWalk, walk_with_feedback
 from k2convert.calibrate.feedback_work import CodesFolder, FeedbackWork, LayerFiles
 from k2convert.calibrate.statistics import LayerStatistics, StatisticsHeader
-from k2convert.calibrate.text import read_windows
+from k2convert.calibrate.text import held_out, read_windows
 from k2convert.calibrate.walk import Walk, walk_layers
 from k2convert.calibrate.work import WorkFolder
 from k2convert.checkpoint.index import open_checkpoint
@@ -104,10 +105,12 @@ def decoded(weight: Nvfp4Weight) -> LinearLayer:
     return LinearLayer(nvfp4_weight(packed, scales, weight.global_scale))
 
 
-def test_the_statistics_are_those_of_a_pass(tiny: Path, tiny_ids: Ids, tiny_walk: FeedbackWork, tmp_path: Path) -> None:
-    walk, work = planned(tiny, tiny_ids), WorkFolder(tmp_path / "pass")
+def test_the_statistics_are_those_of_a_pass_over_the_windows_that_are_not_kept_out(
+    tiny: Path, tiny_ids: Ids, tiny_walk: FeedbackWork, tmp_path: Path
+) -> None:
+    walk, work = planned(tiny, tiny_ids[~held_out(8)]), WorkFolder(tmp_path / "pass")
     (work.folder / ".k2convert").mkdir(parents=True)
-    header = StatisticsHeader("0" * 64, (), walk.ids.size, walk.ids.shape[1], walk.ids.shape[0], 0, 0, {})
+    header = StatisticsHeader("0" * 64, (), tiny_ids.size, tiny_ids.shape[1], tiny_ids.shape[0], 0, 0, {})
 
     def save(layer: LayerStatistics, dropped: int) -> None:
         work.write_layer(layer, header)
@@ -145,9 +148,54 @@ def test_each_layer_gives_more_of_the_int4_layer_than_rule_optimal(tiny_walk: Fe
     for layer in (1, 2, 3):
         found = tiny_walk.read_feedback(layer)
         assert found is not None
-        assert found.feedback_error < found.optimal_error
-        assert (found.inherited_error == 0) == (layer == 1), "only the first MoE layer has nothing before it"
+        assert found.held_out is not None
+        for errors in (found.fitted, found.held_out):
+            assert errors.feedback_error < errors.optimal_error
+            assert (errors.inherited_error == 0) == (layer == 1), "only the first MoE layer has nothing before it"
     assert tiny_walk.read_feedback(0) is None
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_the_held_out_error_is_that_of_the_streams_on_the_windows_that_are_kept_out(
+    tiny_walk: FeedbackWork, layer: int
+) -> None:
+    found = tiny_walk.read_feedback(layer)
+    paths = (tiny_walk.hidden_path(layer + 1), tiny_walk.converted_path(layer + 1))
+    exact, converted = (states(path).double() for path in paths)
+    errors = (exact - converted).square().sum(dim=2) / exact.square().sum(dim=2)
+    assert found is not None
+    assert found.held_out is not None
+    assert found.held_out.feedback_error == pytest.approx(float(errors[7:].mean()), rel=1e-4)
+    assert found.fitted.feedback_error == pytest.approx(float(errors[:7].mean()), rel=1e-4)
+
+
+def test_windows_that_are_kept_out_change_no_code_and_no_statistics(cut: Path, tmp_path: Path) -> None:
+    """One checkpoint, two texts that differ in the kept-out windows alone: only the error on these is different."""
+    ids = windows_of(cut, tokens=18 * 32, window=32)
+    other = ids.copy()
+    other[held_out(18)] = np.random.default_rng(0).integers(0, 2048, size=(1, 32))
+    works = [walked(FeedbackWork(tmp_path / str(n)), planned(cut, found)) for n, found in enumerate((ids, other))]
+    for path in ("codes_path", "layer_path"):
+        assert len({getattr(work, path)(1).read_bytes() for work in works}) == 1
+    first, second = (work.read_feedback(1) for work in works)
+    assert first is not None
+    assert second is not None
+    assert first.held_out != second.held_out
+    assert replace(first, held_out=None) == replace(second, held_out=None)
+
+
+def test_one_window_in_sixteen_is_kept_out() -> None:
+    counts = {count: int(held_out(count).sum()) for count in (1, 2, 3, 15, 16, 17, 32, 64, 1000)}
+    assert counts == {1: 0, 2: 1, 3: 1, 15: 1, 16: 1, 17: 1, 32: 2, 64: 4, 1000: 62}
+    assert set(np.diff(np.flatnonzero(held_out(1000)))) == {16}
+
+
+def test_a_single_window_has_no_held_out_error(cut: Path, tmp_path: Path) -> None:
+    ids = windows_of(cut, tokens=64, window=64)
+    found = walked(FeedbackWork(tmp_path / "one"), planned(cut, ids)).read_feedback(1)
+    assert found is not None
+    assert found.held_out is None
+    assert found.fitted.feedback_error > 0
 
 
 def test_the_streams_begin_equal_and_part(tiny_walk: FeedbackWork) -> None:

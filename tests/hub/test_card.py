@@ -152,7 +152,15 @@ def test_the_task_follows_from_vision_if_the_source_states_none(facts: CardFacts
 @pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
 def test_rule_feedback_is_explained_in_one_paragraph(facts: CardFacts, activations: str) -> None:
     found = CardFeedback(
-        layers=60, better_layers=59, error=0.0012345, optimal_error=0.0034567, plain_experts=1_200, experts=23_040
+        layers=60,
+        measured_layers=60,
+        better_layers=59,
+        measured_on="on 4 of 64 windows that were kept out of the fit",
+        error=0.0012345,
+        optimal_error=0.0034567,
+        warning="In 1 of 60 layers, it is worse.",
+        plain_experts=1_200,
+        experts=23_040,
     )
     calibration = CardCalibration(("emma.txt",), 131_072, is_weighted=True, has_norm_scaling=True, feedback=found)
     card = build_card(replace(changed(facts, activations=activations, rule="feedback"), calibration=calibration))
@@ -162,13 +170,19 @@ def test_rule_feedback_is_explained_in_one_paragraph(facts: CardFacts, activatio
     (paragraph,) = (part for part in card.split("\n\n") if part.startswith("**Rule `feedback`**"))
     assert "\n" not in paragraph
     assert "the same weights serve W4A16 and W4A4" in paragraph
-    assert "relative squared error of 0.00123 on" in paragraph
-    assert "they would have 0.00346." in paragraph
-    assert "after 59 of 60 MoE layers" in paragraph
     assert "1,200 of 23,040 experts" in paragraph
-    assert "further from the source than those of rule `optimal`" in card
+    lost = card[card.index("## What it lost") : card.index("Error of the stored weights")]
+    assert "squared error of **0.00123**, on 4 of 64 windows that were kept out of the fit." in lost
+    assert "they would have 0.00346." in lost
+    assert "after 59 of 60 MoE layers" in lost
+    assert "**Warning:** In 1 of 60 layers, it is worse." in lost
+    assert "further from the source than those of rule `optimal`" in lost
     whole = replace(calibration, feedback=replace(found, plain_experts=0))
     assert "without feedback" not in build_card(replace(facts, calibration=whole))
+    single = replace(found, measured_on="no held-out figure: only one window", error=None, optimal_error=None)
+    card = build_card(replace(facts, calibration=replace(calibration, feedback=single)))
+    assert "Error of the layers' outputs: no held-out figure: only one window." in card
+    assert "relative squared error" not in card
 
 
 def test_other_rules_are_not_explained_as_feedback(facts: CardFacts) -> None:
@@ -176,6 +190,9 @@ def test_other_rules_are_not_explained_as_feedback(facts: CardFacts) -> None:
     card = build_card(replace(facts, calibration=calibration))
     assert "- Importance: " in card
     assert "feedback" not in card
+    assert card.index("SQNR of its weights is expected to be a little lower") < card.index(
+        "Error of the stored weights"
+    )
 
 
 def test_source_converter_and_size_are_stated(facts: CardFacts) -> None:

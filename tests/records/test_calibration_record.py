@@ -12,7 +12,7 @@ import pytest
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job.prepare import choose_recipe
 from k2convert.plan.plan import plan_conversion
-from k2convert.records.calibration import CalibrationRecord, FeedbackLayer, LayerCalibration
+from k2convert.records.calibration import CalibrationRecord, FeedbackLayer, LayerCalibration, OutputErrors
 from k2convert.records.fingerprint import job_fingerprint, source_digest
 from k2convert.records.ledger import build_ledger, parse_ledger
 
@@ -39,14 +39,14 @@ FEEDBACK_LAYER = FeedbackLayer(
     shrinkage=0.5,
     down_ridges=(None, 1.5),
     down_shrinkages=(0.6, None),
-    inherited_error=0.001,
-    optimal_error=0.1 + 0.2,
-    feedback_error=0.0025,
+    fitted=OutputErrors(0.001, 0.1 + 0.2, 0.0025),
+    held_out=OutputErrors(0.002, 0.1 + 0.3, 0.0035),
 )
-EMPTY_LAYER = FeedbackLayer(None, 0.0, None, (None, None), (None, None), 0.0, 0.0, 0.0)
+EMPTY_LAYER = FeedbackLayer(None, 0.0, None, (None, None), (None, None), OutputErrors(0.0, 0.0, 0.0))
 FEEDBACK_RECORD = replace(
     RECORD,
     feedback=True,
+    held_out_windows=4,
     layers={
         1: replace(RECORD.layers[1], feedback=FEEDBACK_LAYER),
         10: replace(RECORD.layers[10], feedback=EMPTY_LAYER),
@@ -124,6 +124,8 @@ def test_numbers_of_numpy_are_written_as_plain_numbers() -> None:
         ("inherited_error", None),
         ("optimal_error", math.nan),
         ("feedback_error", -0.5),
+        ("held_out", None),
+        ("held_out", {"feedback_error": 0.1}),
         ("unknown", 1),
     ],
 )
@@ -132,10 +134,31 @@ def test_a_damaged_field_of_feedback_is_named(field: str, value: object) -> None
         FeedbackLayer.from_dict(FEEDBACK_LAYER.to_dict() | {field: value})
 
 
-@pytest.mark.parametrize("field", FEEDBACK_LAYER.to_dict())
+@pytest.mark.parametrize("field", EMPTY_LAYER.to_dict())
 def test_a_missing_field_of_feedback_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         FeedbackLayer.from_dict({key: value for key, value in FEEDBACK_LAYER.to_dict().items() if key != field})
+
+
+def test_where_the_errors_come_from_is_said() -> None:
+    assert FEEDBACK_RECORD.measured_on == "on 4 of 68 windows that were kept out of the fit"
+    empty = replace(FEEDBACK_RECORD, held_out_windows=0, layers={10: FEEDBACK_RECORD.layers[10]})
+    assert empty.measured_on == "no held-out figure: no window was kept out of the fit"
+    assert replace(empty, windows=1).measured_on == "no held-out figure: only one window"
+
+
+def test_layers_that_are_worse_than_rule_optimal_are_counted_and_the_worst_is_named() -> None:
+    assert FEEDBACK_RECORD.warning is None
+    layers = {
+        number: replace(FEEDBACK_RECORD.layers[1], feedback=replace(FEEDBACK_LAYER, held_out=OutputErrors(0, *errors)))
+        for number, errors in {1: (0.2, 0.1), 2: (0.2, 0.3), 3: (0.2, 0.25)}.items()
+    }
+    warning = replace(FEEDBACK_RECORD, layers=layers).warning
+    assert warning is not None
+    assert "In 2 of 3 layers" in warning
+    assert "Layer 2 is the worst, with 0.3 instead of 0.2." in warning
+    layers = {n: replace(layers[2], feedback=replace(FEEDBACK_LAYER, fitted=OutputErrors(0, 1, 2))) for n in (1, 2)}
+    assert replace(FEEDBACK_RECORD, layers=layers).warning is None, "the error on the fitted windows does not matter"
 
 
 @pytest.mark.parametrize("document", [None, [], "feedback"])

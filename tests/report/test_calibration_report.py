@@ -20,7 +20,7 @@ from k2convert.job.card import card_files
 from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
-from k2convert.records.calibration import CalibrationRecord, FeedbackLayer, LayerCalibration
+from k2convert.records.calibration import CalibrationRecord, FeedbackLayer, LayerCalibration, OutputErrors
 from k2convert.records.ledger import read_ledger
 from k2convert.report import ReportFiles, feedback, write_report
 from k2convert.report.calibration import layer_rows, sentences
@@ -121,9 +121,8 @@ def feedback_layer(number: int, *, shrinkages: tuple[float | None, ...]) -> Feed
         shrinkage=0.5 if number < 3 else None,
         down_ridges=tuple(1.5 if number > 1 and expert else None for expert in range(len(shrinkages))),
         down_shrinkages=shrinkages,
-        inherited_error=0.001 * (number - 1),
-        optimal_error=0.0034567 * number,
-        feedback_error=0.0012345 * number,
+        fitted=OutputErrors(0.0009 * (number - 1), 0.0035 * number, 0.000333 * number),
+        held_out=OutputErrors(0.001 * (number - 1), 0.0034567 * number, 0.0012345 * number),
     )
 
 
@@ -134,10 +133,13 @@ LAYERS = {
 }
 
 
+HELD_OUT = {number: layer.held_out for number, layer in LAYERS.items() if layer.held_out is not None}
+
+
 def with_feedback(found: CalibrationRecord) -> CalibrationRecord:
     few = LayerCalibration((70, 65, 90, 2), (3,), {})
     layers = {number: replace(few, feedback=layer) for number, layer in LAYERS.items()}
-    return replace(found, feedback=True, layers=layers)
+    return replace(found, feedback=True, held_out_windows=1, layers=layers)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +213,7 @@ def test_the_card_has_the_error_of_the_last_layer(fed_back: ReportFiles) -> None
     card = files["README.md"].decode()
     for program in ("vllm serve me/out", "sglang.launch_server --model-path me/out", "trtllm-serve me/out"):
         assert program in card
-    assert "relative squared error of 0.0037 on the calibration text" in card
+    assert "relative squared error of **0.0037**, on 1 of 5 windows that were kept out of the fit." in card
     assert "they would have 0.0104." in card
     assert "after 3 of 3 MoE layers. In 5 of 12 experts, down was rounded without feedback" in card
 
@@ -231,12 +233,12 @@ def test_feedback_for_everyone_is_one_sentence_less() -> None:
 @pytest.mark.parametrize("is_narrow", [True, False])
 def test_every_error_and_every_expert_is_in_the_charts(is_narrow: bool) -> None:
     lines = {
-        line.get_label(): line for line in draw_layer_errors(LAYERS, palette=LIGHT, is_narrow=is_narrow).axes[0].lines
+        line.get_label(): line for line in draw_layer_errors(HELD_OUT, palette=LIGHT, is_narrow=is_narrow).axes[0].lines
     }
     assert len(lines) == 3
     for label, key in (("this: feedback", "feedback_error"), ("with rule optimal in the layer", "optimal_error")):
         assert list(lines[label].get_xdata()) == [1, 2, 3]
-        assert list(lines[label].get_ydata()) == [getattr(layer, key) for layer in LAYERS.values()]
+        assert list(lines[label].get_ydata()) == [getattr(errors, key) for errors in HELD_OUT.values()]
     assert len({(line.get_marker(), line.get_linestyle()) for line in lines.values()}) == 3  # not by color alone
     inherited = list(lines["from earlier layers alone"].get_ydata())
     assert math.isnan(inherited[0])

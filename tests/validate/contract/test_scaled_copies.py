@@ -30,7 +30,7 @@ from k2convert.models.projections import projection_of
 from k2convert.models.weights import load_projection
 from k2convert.quantize.formats.columns import divide_columns
 from k2convert.quantize.native import create_native_quantizer
-from k2convert.records.calibration import FeedbackLayer
+from k2convert.records.calibration import FeedbackLayer, OutputErrors
 from k2convert.validate.contract.findings import Verdict
 from k2convert.validate.results import ValidationReport, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
@@ -324,7 +324,7 @@ def test_rule_feedback_has_statistics_that_do_not_identify_it(cut: Path, damaged
         document["calibration"]["feedback"] = True
         for layer in document["calibration"]["layers"].values():
             none = [None] * len(layer["tokens"])
-            layer["feedback"] = FeedbackLayer(None, 0.0, None, none, none, 0.0, 0.0, 0.0).to_dict()  # type: ignore[arg-type]
+            layer["feedback"] = FeedbackLayer(None, 0.0, None, none, none, OutputErrors(0.0, 0.0, 0.0)).to_dict()  # type: ignore[arg-type]
 
     edit_json(damaged / "k2convert.json", feed_back)
     assert list(offenders(validate(damaged, cut))[19]) == ["k2convert.json: calibration.statistics"]
