@@ -208,8 +208,7 @@ class CalibrationRecord:
         """Rebuild a record from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
         stated = _object(document, "calibration")
         feedback = "feedback" in stated
-        optional = stated.keys() & {"feedback", "statistics_from"}
-        optional |= stated.keys() & {"held_out_windows"} if feedback else set[str]()
+        optional = stated.keys() & {"feedback", "held_out_windows", "statistics_from"}
         stated = _object(document, "calibration", keys=_KEYS | optional)
         if feedback and stated["feedback"] is not True:
             raise ValueError(f"feedback is {quoted(stated['feedback'])}")

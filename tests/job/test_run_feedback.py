@@ -13,7 +13,7 @@ from in_process import run
 
 from k2convert.calibrate.feedback_work import FeedbackWork
 from k2convert.calibrate.statistics import open_statistics
-from k2convert.calibrate.text import read_windows
+from k2convert.calibrate.text import held_out, read_windows
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
@@ -77,18 +77,100 @@ def test_result_ledger_and_statistics(short: Path, text: Path, done: Path, capsy
     record = ledger.calibration
     assert record is not None
     assert (record.feedback, record.statistics, record.texts) == (True, found.digest, found.texts)
-    assert (record.tokens, record.window, record.windows, record.norm_scaling) == (256, 64, 4, True)
+    assert (record.tokens, record.window, record.windows, record.norm_scaling) == (192, 64, 3, True)
+    assert record.held_out_windows == 1
     assert record.exponents_digest is not None
     assert list(record.layers) == [1, 2]
     for layer in record.layers.values():
         assert layer.feedback is not None
-        assert layer.feedback.feedback_error > layer.feedback.inherited_error >= 0
+        assert layer.feedback.held_out is not None
+        for errors in (layer.feedback.fitted, layer.feedback.held_out):
+            assert errors.feedback_error > errors.inherited_error >= 0
     named = {"walk", "texts", "tokens", "window", "seed", "token_ids", "device", "torch"}
     assert named <= ledger.fingerprint.keys()
     assert "torch" in ledger.versions
     assert not FeedbackWork(done / "out").folder.exists()
-    assert run("calibrate", short, done / "alone", "--text", text, *SMALL, "--quiet") == 0
-    assert (done / "alone").read_bytes() == (done / "saved").read_bytes()
+    ids = read_windows([text], tokenizer=short, vocab_size=2048, tokens=256, window=64, seed=0).ids
+    np.save(done / "fitted.npy", ids[~held_out(4)])
+    assert run("calibrate", short, done / "alone", "--token-ids", done / "fitted.npy", *SMALL, "--quiet") == 0
+    alone = open_statistics(done / "alone")
+    assert (alone.tokens, alone.windows) == (found.tokens, found.windows)
+    for number in range(3):
+        arrays, expected = found.layer(number).arrays(), alone.layer(number).arrays()
+        assert {name: array.tobytes() for name, array in arrays.items()} == {
+            name: array.tobytes() for name, array in expected.items()
+        }
+
+
+def test_what_is_said_at_the_end_begins_with_the_held_out_error(
+    short: Path, text: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", short, done / "out", "--calibrate", text, *SMALL) == 0
+    record = read_ledger(done / "out").calibration
+    assert record is not None
+    worst, errors = max(record.held_out.items(), key=lambda item: item[1].feedback_error)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "outputs of the layers, on 1 of 4 windows that were kept out of the fit: squared error at most "
+        f"{errors.feedback_error:.5f} of the INT4 model's (layer {worst}; {errors.optimal_error:.5f} with that layer "
+        "by rule optimal)"
+    )
+    options = ("--calibrate", text, "--tokens", "256", "--window", "256", "--device", "cpu")
+    assert run("run", short, tmp_path / "one", *options) == 0
+    assert capsys.readouterr().out.startswith("outputs of the layers: no held-out figure: only one window\n")
+
+
+def test_a_layer_that_is_worse_than_rule_optimal_is_warned_of_when_it_is_done(
+    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fitted to few kinds of tokens, measured on others."""
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, 40, size=(8, 128))
+    ids[held_out(8)] = generator.integers(40, 2048, size=(1, 128))
+    np.save(tmp_path / "ids.npy", ids)
+    options = ("--token-ids", tmp_path / "ids.npy", "--tokens", "1024", "--window", "128", "--device", "cpu")
+    assert run("run", short, tmp_path / "out", *options) == 0
+    record, shown = read_ledger(tmp_path / "out").calibration, capsys.readouterr()
+    assert record is not None
+    worse = [layer for layer, errors in record.held_out.items() if errors.is_worse]
+    assert worse
+    for layer in worse:
+        warning = f"warning: layer {layer}: on the windows that were kept out of the fit"
+        assert shown.err.index(warning) < shown.err.index("calibrate 100 %")
+    assert f"warning: {record.warning}" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "is_scaled"),
+    [
+        ((), True),
+        (("--activations", "w4a16"), False),
+        (("--activations", "w4a16", "--norm-scaling"), True),
+        (("--no-norm-scaling",), False),
+        (("--recipe", "scaled.yaml"), True),
+    ],
+)
+def test_norm_scaling_is_on_for_4_bit_activations_alone_unless_asked_for(
+    options: tuple[str, ...],
+    is_scaled: bool,
+    short: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("scaled.yaml").write_text("name: scaled\nactivations: w4a16\nnorm_scaling: true\n")
+    assert run("run", short, tmp_path / "out", "--calibrate", text, *SMALL, *options, "--dry-run") == 0
+    assert f"norm scaling: {'on' if is_scaled else 'off'} (" in capsys.readouterr().out
+
+
+def test_a_job_of_the_earlier_walk_is_refused_by_name(
+    short: Path, text: Path, done: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k2convert.job.feedback_plan.WALK_VERSION", 1)
+    assert run("run", short, done / "out", "--calibrate", text, *SMALL, "--quiet") == 1
+    assert "walk was 2, now 1" in capsys.readouterr().err
 
 
 def test_every_tensor_without_experts_is_the_one_of_a_run_with_these_statistics(
@@ -109,7 +191,10 @@ def test_partners_in_different_shards_in_the_other_layout(
     words = ("run", cut, tmp_path / "out", *options, "--workers", "3")
     assert run(*words) == 0
     shown = capsys.readouterr()
-    assert "calibrates while it converts: 2 layers on 256 tokens of calibration.txt, in 4 windows of 64" in shown.err
+    assert (
+        "calibrates while it converts: 2 layers on 256 tokens of calibration.txt, in 4 windows of 64; 1 of them is kept out of the fit"
+        in shown.err
+    )
     assert "calibrate 100 % (2 of 2 layers)" in shown.err
     assert run("validate", tmp_path / "out", "--source", cut, "--quiet") == 0
 
@@ -182,7 +267,7 @@ def test_statistics_are_not_saved_in_the_destination_or_over_others(
     for saved, says in (
         (out / "stats", "is inside the destination"),
         (short / "stats", "is inside the source"),
-        (done / "saved", "exists, made from something else: tokens was 256, now 128"),
+        (done / "saved", "exists, made from something else: tokens was 192, now 64"),
     ):
         options = ("--calibrate", text, "--tokens", "128", "--window", "64", "--save-statistics", saved, "--quiet")
         assert run("run", short, out, *options, "--device", "cpu") == 1
@@ -223,7 +308,7 @@ def test_a_walk_that_fails_is_one_line_and_the_run_goes_on_where_it_was(
     words = ("run", source, out, "--calibrate", text, *SMALL)
     assert run(*words, "--quiet") == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: layer 2: the hidden states of 4 of 4 windows are not finite.")
+    assert error.startswith("error: layer 2: the hidden states of 3 of 4 windows are not finite.")
     assert error.count("\n") == 1
     assert not (out / "config.json").exists()
     assert run("status", out) == 0

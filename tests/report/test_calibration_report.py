@@ -25,6 +25,7 @@ from k2convert.records.ledger import read_ledger
 from k2convert.report import ReportFiles, feedback, write_report
 from k2convert.report.calibration import layer_rows, sentences
 from k2convert.report.calibration_charts import draw_tokens
+from k2convert.report.content import headline
 from k2convert.report.document import figures_document
 from k2convert.report.feedback_charts import draw_layer_errors, draw_shrinkages
 from k2convert.report.palette import LIGHT
@@ -215,7 +216,45 @@ def test_the_card_has_the_error_of_the_last_layer(fed_back: ReportFiles) -> None
         assert program in card
     assert "relative squared error of **0.0037**, on 1 of 5 windows that were kept out of the fit." in card
     assert "they would have 0.0104." in card
-    assert "after 3 of 3 MoE layers. In 5 of 12 experts, down was rounded without feedback" in card
+    assert "after 3 of 3 MoE layers." in card
+    assert "In 5 of 12 experts, down was rounded without feedback" in card
+    assert "0.000999" not in card, "the error on the windows that were fitted to"
+
+
+def test_calibrated_results_lead_with_what_they_make_small(calibrated: ReportFiles, fed_back: ReportFiles) -> None:
+    weighted, outputs = headline(calibrated.report, None), headline(fed_back.report, None)
+    assert [tile.label for tile in weighted[:2]] == ["weighted SQNR", "SQNR"]
+    assert (outputs[0].value, outputs[0].label) == ("0.0037", "error of the outputs")
+    assert outputs[0].detail == (
+        "after the last MoE layer, on 1 of 5 windows that were kept out of the fit; 0.0104 by rule optimal there"
+    )
+    assert "SQNR of its weights is expected to be a little lower" in calibrated.page.read_text()
+    assert "0.000999" not in fed_back.page.read_text()
+
+
+def test_without_a_held_out_figure_none_is_shown(calibrated: ReportFiles, tmp_path: Path) -> None:
+    folder = calibrated.page.parent.parent / "out"
+    ledger = read_ledger(folder)
+    assert ledger.calibration is not None
+    found = with_feedback(ledger.calibration)
+    layers = {n: replace(found.layers[n], feedback=replace(LAYERS[n], held_out=None)) for n in LAYERS}
+    found = replace(found, windows=1, held_out_windows=0, layers=layers)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "k2convert.json").write_bytes(replace(ledger, calibration=found).to_bytes())
+    files = write_report(folder=tmp_path, out=tmp_path / "report")
+    page = files.page.read_text()
+    assert "The error of the outputs: no held-out figure: only one window." in page
+    assert "Error of the hidden states after each layer" not in page
+    assert "Experts of each layer by shrinkage" in page
+    assert "| 1 | not measured |  |  |" in files.markdown.read_text()
+
+
+def test_the_report_warns_of_layers_that_are_worse_than_rule_optimal() -> None:
+    worse = replace(LAYERS[2], held_out=OutputErrors(0.0, 0.001, 0.002))
+    kept = record(tokens=(70, 65, 90, 2))
+    layer = replace(kept.layers[1], feedback=worse)
+    found = replace(kept, feedback=True, held_out_windows=1, layers={2: layer})
+    assert feedback.sentences(found)[-1].startswith("Warning: In 1 of 1 layers, the error of the outputs is larger")
 
 
 def test_feedback_for_everyone_is_one_sentence_less() -> None:
