@@ -25,14 +25,14 @@ from k2convert.records.ledger import read_ledger
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
 
-SMALL = ("--tokens", "256", "--window", "64", "--device", "cpu")
+SMALL = ("--tokens", "320", "--window", "64", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
 def text(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short text: 4 kB of the checkpoint's calibration text."""
+    """A short text: 6 kB of the checkpoint's calibration text."""
     path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text((tiny / "calibration.txt").read_text()[:4000])
+    path.write_text((tiny / "calibration.txt").read_text()[:6000])
     return path
 
 
@@ -53,7 +53,7 @@ def raw_tensors(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def text_of(source: Path, files: list[Path], *, tokens: int = 256, window: int = 64) -> CalibrationText:
+def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int = 64) -> CalibrationText:
     windows = read_windows(files, tokenizer=source, vocab_size=2048, tokens=tokens, window=window, seed=0)
     return CalibrationText(windows, tokens, window, 0, chunk=4, threads=2)
 
@@ -77,7 +77,7 @@ def test_result_ledger_and_statistics(short: Path, text: Path, done: Path, capsy
     record = ledger.calibration
     assert record is not None
     assert (record.feedback, record.statistics, record.texts) == (True, found.digest, found.texts)
-    assert (record.tokens, record.window, record.windows, record.norm_scaling) == (192, 64, 3, True)
+    assert (record.tokens, record.window, record.windows, record.norm_scaling) == (256, 64, 4, True)
     assert record.held_out_windows == 1
     assert record.exponents_digest is not None
     assert list(record.layers) == [1, 2]
@@ -90,8 +90,8 @@ def test_result_ledger_and_statistics(short: Path, text: Path, done: Path, capsy
     assert named <= ledger.fingerprint.keys()
     assert "torch" in ledger.versions
     assert not FeedbackWork(done / "out").folder.exists()
-    ids = read_windows([text], tokenizer=short, vocab_size=2048, tokens=256, window=64, seed=0).ids
-    np.save(done / "fitted.npy", ids[~held_out(4)])
+    ids = read_windows([text], tokenizer=short, vocab_size=2048, tokens=320, window=64, seed=0).ids
+    np.save(done / "fitted.npy", ids[~held_out(5)])
     assert run("calibrate", short, done / "alone", "--token-ids", done / "fitted.npy", *SMALL, "--quiet") == 0
     alone = open_statistics(done / "alone")
     assert (alone.tokens, alone.windows) == (found.tokens, found.windows)
@@ -111,7 +111,7 @@ def test_what_is_said_at_the_end_begins_with_the_held_out_error(
     worst, errors = max(record.held_out.items(), key=lambda item: item[1].feedback_error)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
-        "outputs of the layers, on 1 of 4 windows that were kept out of the fit: squared error at most "
+        "outputs of the layers, on 1 of 5 windows that were kept out of the fit: squared error at most "
         f"{errors.feedback_error:.5f} of the INT4 model's (layer {worst}; {errors.optimal_error:.5f} with that layer "
         "by rule optimal)"
     )
@@ -191,10 +191,8 @@ def test_partners_in_different_shards_in_the_other_layout(
     words = ("run", cut, tmp_path / "out", *options, "--workers", "3")
     assert run(*words) == 0
     shown = capsys.readouterr()
-    assert (
-        "calibrates while it converts: 2 layers on 256 tokens of calibration.txt, in 4 windows of 64; 1 of them is kept out of the fit"
-        in shown.err
-    )
+    said = "2 layers on 320 tokens of calibration.txt, in 5 windows of 64; 1 of them is kept out of the fit"
+    assert f"calibrates while it converts: {said}" in shown.err
     assert "calibrate 100 % (2 of 2 layers)" in shown.err
     assert run("validate", tmp_path / "out", "--source", cut, "--quiet") == 0
 
@@ -215,7 +213,7 @@ def test_a_finished_run_is_not_made_again(
     ("changed", "named"),
     [
         (("--seed", "1"), "seed was 0, now 1"),
-        (("--tokens", "128"), "tokens was 256, now 128"),
+        (("--tokens", "128"), "tokens was 320, now 128"),
         (("--window", "32"), "window was 64, now 32"),
         (("--no-norm-scaling",), "norm_scaling was True, now False"),
         (("text",), "texts was 'calibration.txt ("),
@@ -267,7 +265,7 @@ def test_statistics_are_not_saved_in_the_destination_or_over_others(
     for saved, says in (
         (out / "stats", "is inside the destination"),
         (short / "stats", "is inside the source"),
-        (done / "saved", "exists, made from something else: tokens was 192, now 64"),
+        (done / "saved", "exists, made from something else: tokens was 256, now 64"),
     ):
         options = ("--calibrate", text, "--tokens", "128", "--window", "64", "--save-statistics", saved, "--quiet")
         assert run("run", short, out, *options, "--device", "cpu") == 1
@@ -281,11 +279,11 @@ def test_a_dry_run_says_what_the_walk_takes_and_writes_nothing(
     words = ("run", short, tmp_path / "out", "--calibrate", text, *SMALL, "--dry-run")
     assert run(*words) == 0
     shown = capsys.readouterr().out
-    assert "calibrates while it converts: 3 layers on 256 tokens of calibration.txt, in 4 windows of 64" in shown
+    assert "calibrates while it converts: 3 layers on 320 tokens of calibration.txt, in 5 windows of 64" in shown
     assert "time of the calibration: about 0:00:0" in shown
     assert run(*words, "--json") == 0
     found = json.loads(capsys.readouterr().out)["calibration"]
-    assert (found["layers"], found["finished_layers"], found["tokens"]) == (3, 0, 256)
+    assert (found["layers"], found["finished_layers"], found["tokens"]) == (3, 0, 320)
     assert found["seconds"] > 0
     monkeypatch.setattr("k2convert.cli.texts.MAX_HOURS", 0)
     assert run(*words) == 1
@@ -308,7 +306,7 @@ def test_a_walk_that_fails_is_one_line_and_the_run_goes_on_where_it_was(
     words = ("run", source, out, "--calibrate", text, *SMALL)
     assert run(*words, "--quiet") == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: layer 2: the hidden states of 3 of 4 windows are not finite.")
+    assert error.startswith("error: layer 2: the hidden states of 4 of 5 windows are not finite.")
     assert error.count("\n") == 1
     assert not (out / "config.json").exists()
     assert run("status", out) == 0
@@ -324,7 +322,7 @@ def test_a_walk_that_fails_is_one_line_and_the_run_goes_on_where_it_was(
 
 
 def test_token_ids_instead_of_text(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
-    windows = read_windows([text], tokenizer=short, vocab_size=2048, tokens=256, window=64, seed=0)
+    windows = read_windows([text], tokenizer=short, vocab_size=2048, tokens=320, window=64, seed=0)
     np.save(tmp_path / "ids.npy", windows.ids)
     assert run("run", short, tmp_path / "out", "--token-ids", tmp_path / "ids.npy", *SMALL, "--quiet") == 0
     assert raw_tensors(tmp_path / "out") == raw_tensors(done / "out")

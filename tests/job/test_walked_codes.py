@@ -241,7 +241,9 @@ def flip_one(folder: Path, name: str) -> None:
 def test_a_recipe_with_text_is_settled() -> None:
     unset = build_recipe({"name": "a", "activations": "w4a16"}, where="a")
     settled = settle_recipe(unset, has_statistics=False, has_text=True)
-    assert (settled.rule, settled.norm_scaling) == ("feedback", True)
+    assert (settled.rule, settled.norm_scaling) == ("feedback", False)
+    with_fp4 = build_recipe({"name": "a", "activations": "w4a4"}, where="a")
+    assert settle_recipe(with_fp4, has_statistics=False, has_text=True).norm_scaling
     off = settle_recipe(
         build_recipe({"name": "a", "rule": "feedback", "norm_scaling": False}, where="a"),
         has_statistics=False,
