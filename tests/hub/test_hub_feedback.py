@@ -17,13 +17,13 @@ from k2convert.job import assemble
 from scripts.fixture_maker import make_k25
 
 NUM_KILLS, NUM_SLOW_KILLS = 4, 20
-OPTIONS = ("--tokens", "256", "--window", "64", "--device", "cpu")
+OPTIONS = ("--tokens", "320", "--window", "64", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
 def text(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text((tiny / "calibration.txt").read_text()[:4000])
+    path.write_text((tiny / "calibration.txt").read_text()[:6000])
     return path
 
 

@@ -18,7 +18,7 @@ def drive(short: Path, folder: Path, number: int) -> dict[str, Any]:
     """What feedback_driver.py found."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     text = folder / "text.txt"
-    text.write_text((short / "calibration.txt").read_text()[:4000])
+    text.write_text((short / "calibration.txt").read_text()[:6000])
     command = [sys.executable, HERE / "feedback_driver.py", short, text, folder, str(number)]
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -53,7 +53,7 @@ def test_ctrl_c_says_what_is_done_and_the_command_that_resumes(kills: dict[str, 
     state, command = interrupted["text"].splitlines()[-2:]
     assert re.fullmatch(r"interrupted: [1-3] of 4 shards are converted\. The same command resumes", state)
     assert command.startswith("next: k2convert run ")
-    assert command.endswith(" --tokens 256 --window 64 --device cpu")
+    assert command.endswith(" --tokens 320 --window 64 --device cpu")
 
 
 def test_a_lost_shard_whose_codes_are_gone_starts_the_walk_again(kills: dict[str, Any]) -> None:
