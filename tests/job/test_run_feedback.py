@@ -373,3 +373,16 @@ def test_the_command_that_resumes_has_every_text(short: Path, text: Path, tmp_pa
     kept = read_command(out)
     assert kept is not None
     assert kept.words[4:8] == ("--calibrate", str(text), "--calibrate", str(other))
+
+
+def test_weights_are_not_the_measure_of_a_calibrated_result(
+    short: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "The error of weights is the wrong measure for a calibrated result: validate each result with --layers and"
+    plain, optimal = tmp_path / "plain", tmp_path / "optimal"
+    assert run("run", short, plain, "--rule", "plain", "--quiet") == 0
+    assert run("run", short, optimal, "--quiet") == 0
+    for ours, other, is_said in ((optimal, done / "out", 1), (done / "out", optimal, 1), (optimal, plain, 0)):
+        capsys.readouterr()
+        assert run("validate", ours, "--source", short, "--against", other, "--quiet") == 0
+        assert capsys.readouterr().out.count(note) == is_said
