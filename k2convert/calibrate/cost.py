@@ -14,22 +14,22 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 
 from k2convert.calibrate.accumulate import SAMPLED_TOKENS
+from k2convert.calibrate.computed import Work, gpu_seconds, other_flops, pass_work, walk_work
 from k2convert.calibrate.norm_scaling import STEPS, Proxy
 from k2convert.calibrate.scaled_tensors import SAMPLED_ROWS, GateUpRows
+from k2convert.calibrate.sizes import ModelSizes, PassSize, read_sizes
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
+from k2convert.fit.gpus import Flops, Gpu
 from k2convert.forward.decoder import allowing_tf32
 from k2convert.forward.mlp import Mlp
 from k2convert.forward.weights import LinearLayer, exact_weight
-from k2convert.models import detect_family
-from k2convert.models.config import text_config
-from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Architecture, Role
 from k2convert.quantize.feedback.factor import make_curvature
 from k2convert.quantize.feedback.moments import MIN_TOKENS as FEW_TOKENS
 from k2convert.quantize.feedback.moments import Moments
@@ -39,6 +39,9 @@ from k2convert.quantize.formats.int4 import Int4Weight
 
 CHUNK_TOKENS: Final = 4096
 MEMORY_SHARE: Final = 0.4
+LEAST_SHARE: Final = 0.7
+MOST_SHARE: Final = 1.5
+"""The range around an estimate. On a busy machine it was wrong by more."""
 _HIDDEN_COPIES: Final = 6
 _SCALE_BITS: Final = 0x3C00  # BF16 of 2**-7
 _PRODUCT: Final = (256, 1024, 1024)
@@ -50,40 +53,94 @@ _ROWS: Final = 64
 _CUDA_ROWS: Final = 8192
 
 
-def chunk_windows(source: Checkpoint, *, window: int, devices: tuple[str, ...]) -> int:
+def chunk_windows(source: Checkpoint, *, window: int, gpu_bytes: int) -> int:
     """Return how many windows to compute at one time: every expert is decoded once for them.
 
-    On the CPU they have CHUNK_TOKENS tokens. On CUDA they take MEMORY_SHARE of the smallest device's memory, counted as
-    a few hidden states and the inner activations of every expert that a token chooses.
+    On the CPU they have CHUNK_TOKENS tokens. On CUDA they take MEMORY_SHARE of `gpu_bytes`, the smallest device's
+    memory, counted as a few hidden states and the inner activations of every expert that a token chooses.
     """
-    tokens = CHUNK_TOKENS
-    if devices != ("cpu",):
-        architecture = detect_family(source).read_architecture(source.config, str(source.folder))
-        width = (_experts_per_token(source) + 1) * architecture.moe_intermediate_size
-        token_bytes = 4 * (_HIDDEN_COPIES * architecture.hidden_size + width)
-        memory = min(torch.cuda.mem_get_info(device)[1] for device in devices)
-        tokens = max(tokens, int(MEMORY_SHARE * memory / token_bytes))
-    return max(1, tokens // window)
+    model = read_sizes(source)
+    token_bytes = 4 * (_HIDDEN_COPIES * model.hidden + (model.experts_per_token + 1) * model.width)
+    return max(1, max(CHUNK_TOKENS, int(MEMORY_SHARE * gpu_bytes / token_bytes)) // window)
 
 
 @dataclass(frozen=True, slots=True)
-class PassSize:
-    """What is estimated: the last `num_layers` layers over some windows, `chunk` of them at one time.
+class Cost:
+    """Seconds of one core or GPU: `shared` by all of them, `search` by a few cores, and `alone`, which only one does.
 
-    `parallel` experts are computed at one time. Only the first of `devices` is measured.
+    `search` is that of norm exponents. `alone` are the corrections and the curvature of a walk.
     """
 
-    num_windows: int
-    window: int
-    chunk: int
-    devices: tuple[str, ...]
-    parallel: int
-    num_layers: int
+    shared: float
+    search: float
+    alone: float = 0.0
+
+    def seconds(self, *, parallel: int, cores: int) -> float:
+        """Return the seconds with so many cores or GPUs at one time, on a machine with `cores`."""
+        return self.shared / parallel + self.search / min(len(STEPS), cores) + self.alone
+
+
+def pass_cost(source: Checkpoint, size: PassSize) -> Cost:
+    """Measure what a pass takes."""
+    with _one_thread():
+        parts = _pass_parts(read_sizes(source), size)
+    return Cost(parts.experts + parts.others, parts.search)
+
+
+def walk_cost(source: Checkpoint, size: PassSize) -> Cost:
+    """Measure what a walk with feedback takes: a pass, a second stream, and rounding.
+
+    Experts are computed three more times: with converted gate and up, by rule `optimal`, and with converted down. What
+    is decided for a layer or a down projection is measured on few columns; it grows with their third power, the
+    rounding of a row with their second.
+    """
+    model = read_sizes(source)
+    hidden, width, num_experts = model.hidden, model.width, model.num_experts
+    device, tokens = size.devices[0], size.num_tokens
+    routed = tokens * model.experts_per_token // max(num_experts, 1)
+    with _one_thread():
+        parts = _pass_parts(model, size)
+        rate = _product_rate(device)
+        rows = num_experts * (2 * width * _row_seconds(hidden, device) + hidden * _row_seconds(width, device))
+        gate_up = _decide_seconds(hidden, hidden, tokens, device) + 4 * tokens * hidden * hidden / rate
+        down = _decide_seconds(width, hidden, routed, device) + 2 * routed * width * (width + 2 * hidden) / rate
+    num_moe = model.num_moe(size)
+    shared = 4 * parts.experts + 2 * parts.others + num_moe * rows
+    return Cost(shared, parts.search, num_moe * (gate_up + num_experts * down))
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Seconds, from the least to the most. About `alone` of them only one core works, however many there are."""
+
+    least: float
+    most: float
+    alone: float = 0.0
 
     @property
-    def num_tokens(self) -> int:
-        """The tokens of all windows."""
-        return self.num_windows * self.window
+    def middle(self) -> float:
+        """Half of the range."""
+        return (self.least + self.most) / 2
+
+
+def measured_time(source: Checkpoint, size: PassSize, *, is_walk: bool) -> Time:
+    """Measure this machine for a second; the time on `size.workers` of its cores, or on its GPUs."""
+    cost = (walk_cost if is_walk else pass_cost)(source, size)
+    parallel = size.workers if size.on_cpu else 1 if is_walk else len(size.devices)
+    cores = size.workers if size.on_cpu else len(os.sched_getaffinity(0))
+    seconds = cost.seconds(parallel=parallel, cores=cores)
+    return Time(LEAST_SHARE * seconds, MOST_SHARE * seconds, cost.alone)
+
+
+def computed_time(
+    source: Checkpoint, size: PassSize, *, is_walk: bool, gpu: Gpu, flops: Flops, disk_bytes: int
+) -> Time:
+    """Compute the time on one GPU that is not here; `disk_bytes` more are read and written. Only CPUs are measured."""
+    model = read_sizes(source)
+    work = (walk_work if is_walk else pass_work)(model, size) + Work(read=disk_bytes)
+    with _one_thread():
+        search = model.num_moe(size) * _search_seconds(model.hidden) / min(len(STEPS), size.workers)
+    return Time(*gpu_seconds(work, gpu, flops, search=search))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,35 +150,6 @@ class _Parts:
     experts: float
     others: float
     search: float
-
-
-def pass_seconds(source: Checkpoint, size: PassSize) -> float:
-    """Return about how many seconds a pass takes."""
-    with _one_thread():
-        parts = _pass_parts(source, size)
-    return parts.experts + parts.others + parts.search
-
-
-def walk_seconds(source: Checkpoint, size: PassSize) -> float:
-    """Return about how many seconds a walk with feedback takes: a pass, a second stream, and rounding.
-
-    Experts are computed three more times: with converted gate and up, by rule `optimal`, and with converted down. What
-    is decided for a layer or a down projection is measured on few columns; it grows with their third power, the
-    rounding of a row with their second.
-    """
-    family = detect_family(source)
-    architecture = family.read_architecture(source.config, str(source.folder))
-    hidden, width, num_experts = architecture.hidden_size, architecture.moe_intermediate_size, architecture.num_experts
-    device, tokens = size.devices[0], size.num_tokens
-    routed = tokens * _experts_per_token(source) // max(num_experts, 1)
-    with _one_thread():
-        parts = _pass_parts(source, size)
-        rate = _product_rate(device)
-        rows = num_experts * (2 * width * _row_seconds(hidden, device) + hidden * _row_seconds(width, device))
-        gate_up = _decide_seconds(hidden, hidden, tokens, device) + 4 * tokens * hidden * hidden / rate
-        down = _decide_seconds(width, hidden, routed, device) + 2 * routed * width * (width + 2 * hidden) / rate
-    layer = gate_up + num_experts * down + rows / size.parallel
-    return 4 * parts.experts + 2 * parts.others + parts.search + _num_moe(architecture, size) * layer
 
 
 @contextmanager
@@ -136,25 +164,16 @@ def _one_thread() -> Generator[None]:
         torch.set_num_threads(threads)
 
 
-def _pass_parts(source: Checkpoint, size: PassSize) -> _Parts:
-    family, devices = detect_family(source), size.devices
-    architecture = family.read_architecture(source.config, str(source.folder))
-    chunk_tokens = min(size.chunk, size.num_windows) * size.window
-    tokens = -(-chunk_tokens * _experts_per_token(source) // max(architecture.num_experts, 1))
+def _pass_parts(model: ModelSizes, size: PassSize) -> _Parts:
+    devices, num_moe = size.devices, model.num_moe(size)
+    chunk_tokens = size.chunk_windows * size.window
+    tokens = -(-chunk_tokens * model.experts_per_token // max(model.num_experts, 1))
     with allowing_tf32(devices):
-        expert = _expert_seconds(architecture, min(tokens, _MOST_TOKENS), devices[0])
+        expert = _expert_seconds(model, min(tokens, _MOST_TOKENS), devices[0])
         rate = _product_rate(devices[0])
     expert *= max(tokens / _MOST_TOKENS, 1.0)
-    search = _search_seconds(architecture.hidden_size) / min(len(STEPS), len(os.sched_getaffinity(0)))
-    layers = range(architecture.num_layers - size.num_layers, architecture.num_layers)
-    num_moe = _num_moe(architecture, size)
-    experts = num_moe * architecture.num_experts * -(-size.num_windows // size.chunk) * expert
-    flops = 2 * size.num_tokens * (_other_weights(source, layers) + len(layers) * _scores(source.config, size.window))
-    return _Parts(experts / size.parallel, flops / rate / size.parallel, num_moe * search)
-
-
-def _num_moe(architecture: Architecture, size: PassSize) -> int:
-    return sum(layer >= architecture.num_layers - size.num_layers for layer in architecture.moe_layers)
+    experts = num_moe * model.num_experts * -(-size.num_windows // size.chunk) * expert
+    return _Parts(experts, other_flops(model, size) / rate, num_moe * _search_seconds(model.hidden))
 
 
 def _row_seconds(columns: int, device: str) -> float:
@@ -187,40 +206,9 @@ def _decide_seconds(columns: int, rows: int, tokens: int, device: str) -> float:
     return _seconds(decide, device) * (columns / size) ** 3
 
 
-def _experts_per_token(source: Checkpoint) -> int:
-    return int(text_config(source.config).get("num_experts_per_tok") or 1)
-
-
-def _other_weights(source: Checkpoint, layers: range) -> int:
-    """Return the weights of these layers that every token passes."""
-    family, total = detect_family(source), 0
-    for name, tensor in source.tensors.items():
-        module, _, parameter = name.rpartition(".")
-        if parameter not in (WEIGHT, WEIGHT_PACKED):
-            continue
-        place = family.classify(module)
-        if place is not None and place.layer in layers and place.role is not Role.EXPERTS:
-            total += tensor.num_bytes * 2 if parameter == WEIGHT_PACKED else tensor.num_bytes // 2
-    return total
-
-
-def _scores(config: dict[str, Any], window: int) -> int:
-    """Return the multiplications of one token with the keys and values of its window."""
-    text = text_config(config)
-
-    def field(name: str) -> int:
-        value = text.get(name)
-        return value if isinstance(value, int) else 0
-
-    heads = field("num_attention_heads")
-    one_head = field("head_dim") or field("hidden_size") // max(heads, 1)
-    keys = field("qk_nope_head_dim") + field("qk_rope_head_dim") or one_head
-    return heads * (keys + (field("v_head_dim") or one_head)) * window // 2
-
-
-def _expert_seconds(architecture: Architecture, tokens: int, device: str) -> float:
+def _expert_seconds(model: ModelSizes, tokens: int, device: str) -> float:
     """Return the seconds that one thread or GPU takes for an expert with this many tokens; its weights are moved."""
-    hidden, width = architecture.hidden_size, architecture.moe_intermediate_size
+    hidden, width = model.hidden, model.width
     shapes = ((width, hidden), (width, hidden), (hidden, width))
     layers = [_made_up(rows, columns) for rows, columns in shapes]
     states = torch.ones(tokens, hidden, device=device)

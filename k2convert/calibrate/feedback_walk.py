@@ -14,6 +14,7 @@ each layer's error is measured on them.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -69,6 +70,7 @@ def walk_with_feedback(feedback: FeedbackWalk, work: FeedbackWork, *, save: Save
             statistics, dropped = _Layer(feedback, work, reader, layer, events).run()
         save(statistics, dropped)
         work.sweep(layer + 1)
+        gc.collect()  # a layer refers to itself, and would keep 1 GB of K2
 
 
 class _Layer:

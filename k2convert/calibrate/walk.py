@@ -11,6 +11,7 @@ that is not finite is dropped: nothing of it is counted in the layer where that 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def walk_layers(walk: Walk, work: WorkFolder, *, save: Save, events: Events) -> 
             statistics, dropped = _walk_layer(walk, work, reader, layer, events)
         save(statistics, dropped)
         work.sweep(layer + 1)
+        gc.collect()  # a layer refers to itself, and would keep 1 GB of K2
 
 
 def _walk_layer(

@@ -1,9 +1,8 @@
 """`calibrate`: plan a pass over the layers, say what it takes, and do it."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -11,6 +10,7 @@ from k2convert.calibrate.statistics import StatisticsHeader
 from k2convert.calibrate.work import WorkFolder
 from k2convert.cli import console
 from k2convert.cli.calibrate_options import CalibrateOptions
+from k2convert.cli.forecast import ELSEWHERE, Computer, Forecast, choose_computer, forecast
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.texts import check_time, read_texts
@@ -22,11 +22,13 @@ from k2convert.job.layer_pass import (
     execute_calibration,
     prepare_calibration,
 )
-from k2convert.job.machine import choose_devices
 from k2convert.job.places import open_source
 from k2convert.job.statistics_file import check_statistics_path
 from k2convert.records.command import JobCommand
 from k2convert.report.formatting import counted
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.cost import Time
 
 
 def calibrate(options: CalibrateOptions) -> None:
@@ -34,6 +36,7 @@ def calibrate(options: CalibrateOptions) -> None:
     if (options.text is None) == (options.token_ids is None):
         raise typer.BadParameter("pass --text FILE or --token-ids FILE, one of them")
     require_extra("calibrate", purpose="calibrate")
+    computer = choose_computer(options.device, gpu=options.gpu, cores=options.cores, dry_run=options.dry_run)
     from k2convert.calibrate.cost import chunk_windows
 
     statistics = options.statistics
@@ -55,7 +58,6 @@ def calibrate(options: CalibrateOptions) -> None:
             window=options.window,
             seed=options.seed,
         )
-        devices = choose_devices(options.device)
         job = prepare_calibration(
             source=source,
             statistics=statistics,
@@ -63,9 +65,9 @@ def calibrate(options: CalibrateOptions) -> None:
             tokens=options.tokens,
             window=options.window,
             seed=options.seed,
-            devices=devices,
-            workers=len(os.sched_getaffinity(0)),
-            chunk=chunk_windows(source.checkpoint, window=windows.ids.shape[1], devices=devices),
+            devices=computer.planned,
+            workers=computer.threads,
+            chunk=chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=computer.gpu_bytes),
             hub=hub,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
         )
@@ -79,46 +81,45 @@ def calibrate(options: CalibrateOptions) -> None:
             console.print_note(f"{statistics}: already complete")
             _show_result(job, finished, options)
             return
-        seconds = _estimate(job, options)
+        found = _forecast(job, computer)
+        needed = found.main_bytes()
+        with Waiting("measures one expert", quiet=options.quiet):
+            time = found.time()
         if options.dry_run:
-            _show_plan(job, options, seconds)
-        else:
+            _show_plan(job, options, found, needed, time)
+        check_calibration_room(job)
+        found.check(options.source, needed=needed)
+        if not computer.elsewhere:
+            check_time(time, source=options.source, yes=options.yes)
+        if not options.dry_run:
             command = JobCommand(command_words("calibrate", options), str(Path.cwd()))
-            _do(replace(job, command=command), options, seconds)
+            _do(replace(job, command=command), options, time)
+        elif not options.as_json:
+            console.print_next(console.own_command(without="--dry-run", options=ELSEWHERE))
 
 
-def _estimate(job: CalibrationJob, options: CalibrateOptions) -> float:
-    """Return about how many seconds the rest of the pass takes."""
-    from k2convert.calibrate.cost import PassSize, pass_seconds
-
-    size = PassSize(
-        num_windows=job.header.windows,
-        window=job.header.window,
+def _forecast(job: CalibrationJob, computer: Computer) -> Forecast:
+    return forecast(
+        job.source.checkpoint,
+        computer,
+        windows=(job.header.windows, job.header.window),
         chunk=job.job.chunk,
-        devices=job.devices,
-        parallel=job.parallel,
-        num_layers=job.num_layers - job.num_finished,
+        layers=job.num_layers - job.num_finished,
+        is_walk=False,
     )
-    with Waiting("measures one expert", quiet=options.quiet):
-        return pass_seconds(job.source.checkpoint, size)
 
 
-def _show_plan(job: CalibrationJob, options: CalibrateOptions, seconds: float) -> None:
+def _show_plan(job: CalibrationJob, options: CalibrateOptions, found: Forecast, needed: int, time: "Time") -> None:
     if options.as_json:
-        console.print_json(_document(job) | {"seconds": round(seconds, 1), "disk_needed": job.disk_needed})
+        console.print_json(_document(job) | {"disk_needed": job.disk_needed} | found.document(time, needed))
     else:
         console.print_line(_plan_line(job))
         console.print_line(
             f"disk: needs {console.format_bytes(job.disk_needed)} at one time, "
             f"may use {console.format_bytes(job.disk_allowed)}"
         )
-        console.print_line(
-            f"time: about {console.format_seconds(seconds)}, an estimate from one expert on this machine"
-        )
-    check_calibration_room(job)
-    check_time(seconds, source=options.source, yes=options.yes)
-    if not options.as_json:
-        console.print_next(console.own_command(without="--dry-run"))
+        for line in (*found.memory_lines(needed), found.time_line(time)):
+            console.print_line(line)
 
 
 def _plan_line(job: CalibrationJob) -> str:
@@ -144,14 +145,12 @@ def _document(job: CalibrationJob) -> dict[str, Any]:
     }
 
 
-def _do(job: CalibrationJob, options: CalibrateOptions, seconds: float) -> None:
-    check_calibration_room(job)
-    check_time(seconds, source=options.source, yes=options.yes)
+def _do(job: CalibrationJob, options: CalibrateOptions, time: "Time") -> None:
     if not options.quiet:
-        time_text = f"about {console.format_seconds(seconds)} (an estimate from one expert on this machine)"
-        console.print_event(f"{_plan_line(job)}: {time_text}")
+        span = console.format_span(time.least, time.most)
+        console.print_event(f"{_plan_line(job)}: {span} (an estimate from one expert on this machine)")
     display = Display("calibrate", job.extent(job.num_finished), quiet=options.quiet)
-    display.tally.expected_seconds["calibrate"] = seconds
+    display.tally.expected_seconds["calibrate"] = time.middle
     try:
         with display as events:
             header = execute_calibration(job, events=events)

@@ -11,6 +11,8 @@ from k2convert.cli.options import (
     TEXT_FORMS,
     TOKENS,
     WINDOW,
+    CoresOption,
+    GpuOption,
     JsonOption,
     MaxDiskOption,
     QuietOption,
@@ -47,5 +49,7 @@ class CalibrateOptions:
     max_disk: MaxDiskOption = None
     yes: Annotated[bool, typer.Option("--yes", help="Start a pass of more than 12 hours too.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the pass takes, and write nothing.")] = False
+    gpu: GpuOption = None
+    cores: CoresOption = None
     as_json: JsonOption = False
     quiet: QuietOption = False

@@ -1,24 +1,27 @@
-"""`run --calibrate`: read its text, say what its walk through the layers takes, and refuse what would take too long."""
+"""`run --calibrate`: read its text, and say what its walk through the layers takes."""
 
-import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from k2convert.calibrate.feedback_work import FeedbackWork
 from k2convert.cli import console
+from k2convert.cli.forecast import Computer, Forecast, forecast
 from k2convert.cli.options import TOKENS, WINDOW, RunOptions
-from k2convert.cli.progress import Waiting
-from k2convert.cli.texts import check_time, read_texts
+from k2convert.cli.texts import read_texts
+from k2convert.cli.views import conversion_span
+from k2convert.job.estimate import Estimate
 from k2convert.job.feedback_plan import CalibrationText, FeedbackPlan
-from k2convert.job.machine import choose_devices
 from k2convert.job.places import Source
 from k2convert.job.prepare import Job
 from k2convert.quantize.rules import WEIGHTED_NOTE
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.report.formatting import counted
 
+if TYPE_CHECKING:
+    from k2convert.calibrate.cost import Time
 
-def read_calibration_text(options: RunOptions, source: Source) -> CalibrationText:
+
+def read_calibration_text(options: RunOptions, source: Source, computer: Computer) -> CalibrationText:
     """Read the text of a run; raises CalibrationError."""
     from k2convert.calibrate.cost import chunk_windows
 
@@ -28,14 +31,13 @@ def read_calibration_text(options: RunOptions, source: Source) -> CalibrationTex
     )
     for note in () if options.quiet else windows.notes:
         console.print_note(f"note: {note}")
-    devices = choose_devices(options.device)
     return CalibrationText(
         windows=windows,
         tokens=tokens,
         window=window,
         seed=seed,
-        chunk=chunk_windows(source.checkpoint, window=windows.ids.shape[1], devices=devices),
-        threads=len(os.sched_getaffinity(0)),
+        chunk=chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=computer.gpu_bytes),
+        threads=computer.threads,
         saved=options.save_statistics,
     )
 
@@ -47,27 +49,16 @@ def layers_left(job: Job, plan: FeedbackPlan) -> int:
     return plan.num_layers - plan.num_finished
 
 
-def estimate_walk(job: Job, plan: FeedbackPlan, options: RunOptions) -> float:
-    """Return about how many seconds the rest of the walk takes."""
-    from k2convert.calibrate.cost import PassSize, walk_seconds
-
-    if (num_layers := layers_left(job, plan)) == 0:
-        return 0.0
-    size = PassSize(
-        num_windows=plan.header.windows,
-        window=plan.header.window,
+def forecast_walk(job: Job, plan: FeedbackPlan, computer: Computer) -> Forecast:
+    """Count what the rest of the walk needs."""
+    return forecast(
+        job.source.checkpoint,
+        computer,
+        windows=(plan.header.windows, plan.header.window),
         chunk=plan.text.chunk,
-        devices=job.limits.devices,
-        parallel=plan.text.threads if job.limits.devices == ("cpu",) else 1,
-        num_layers=num_layers,
+        layers=layers_left(job, plan),
+        is_walk=True,
     )
-    with Waiting("measures one expert", quiet=options.quiet):
-        return walk_seconds(job.source.checkpoint, size)
-
-
-def check_walk_time(seconds: float, options: RunOptions) -> None:
-    """Refuse a walk of more than half a day, unless the user agreed; raises CalibrationError."""
-    check_time(seconds, source=options.source, yes=options.yes)
 
 
 def walk_line(plan: FeedbackPlan) -> str:
@@ -89,6 +80,22 @@ def _held_out(count: int) -> str:
     if not count:
         return "with only one window, no error on other tokens"
     return f"{count:,} of them {'is' if count == 1 else 'are'} kept out of the fit, so that its error on other tokens"
+
+
+def show_walk(walk: Forecast, time: "Time", converting: Estimate, *, needed: int) -> None:
+    """Print the memory and the time of a walk, of converting next to it, and of both."""
+    for line in walk.memory_lines(needed):
+        console.print_line(line)
+    if not walk.size.num_layers:
+        console.print_line("time of the calibration: every layer is done")
+    elif walk.computer.elsewhere:
+        console.print_line(walk.time_line(time))
+        return
+    else:
+        console.print_line(walk.time_line(time, of=" of the calibration"))
+    console.print_line(f"time of the conversion: {conversion_span(converting)}")
+    least, most = converting.seconds or (0.0, 0.0)
+    console.print_line(f"time in all: {console.format_span(max(time.least, least), time.most + most)}")
 
 
 def walk_document(job: Job, plan: FeedbackPlan) -> dict[str, Any]:

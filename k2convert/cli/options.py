@@ -155,6 +155,17 @@ MaxDiskOption = Annotated[
     typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].", callback=size_option),
 ]
 
+GpuOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With --dry-run: compute what one GPU of this kind would take, such as h200.", show_default=False
+    ),
+]
+CoresOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="With --dry-run: compute what so many CPU cores would take.", show_default=False),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
@@ -261,6 +272,8 @@ class RunOptions:
         bool, typer.Option("--verify", help="Hash every finished shard once more, and make damaged ones again.")
     ] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False
+    gpu: GpuOption = None
+    cores: CoresOption = None
     as_json: JsonOption = False
     quiet: QuietOption = False
 

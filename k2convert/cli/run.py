@@ -10,25 +10,28 @@ import typer
 
 from k2convert.cli import console
 from k2convert.cli.feedback import (
-    check_walk_time,
-    estimate_walk,
+    forecast_walk,
     norm_scaling_line,
     read_calibration_text,
     show_outputs,
+    show_walk,
     walk_document,
     walk_line,
 )
+from k2convert.cli.forecast import ELSEWHERE, Computer, choose_computer
 from k2convert.cli.machines import capacity_line, check_cluster, chosen_part, open_cluster, run_part
 from k2convert.cli.options import RunOptions, command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.recipe_overrides import check_kv_cache, has_text, recipe_overrides
 from k2convert.cli.serving import print_serve
+from k2convert.cli.texts import check_time
 from k2convert.cli.validation_view import contract_counts, show_validation
 from k2convert.cli.views import (
     estimate_document,
     plan_document,
     run_document,
     show_estimate,
+    show_network,
     show_plan,
     show_run,
     verification_line,
@@ -39,7 +42,7 @@ from k2convert.hub.client import MAIN, Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import redacted
 from k2convert.hub.xet import bound_memory
-from k2convert.job.estimate import estimate
+from k2convert.job.estimate import estimate, memory_bytes
 from k2convert.job.execute import Outcome, execute
 from k2convert.job.feedback_plan import FeedbackPlan
 from k2convert.job.kept_experts import prune_source
@@ -60,6 +63,9 @@ def run(options: RunOptions) -> None:
     """Plan a job, then show it (--dry-run) or do it."""
     overrides, part = recipe_overrides(options), chosen_part(options)
     check_cluster(options)
+    if (options.gpu or options.cores) and not has_text(options):
+        raise typer.BadParameter(f"{'--gpu' if options.gpu else '--cores'} is for --calibrate")
+    computer = choose_computer(options.device, gpu=options.gpu, cores=options.cores, dry_run=options.dry_run)
     destination = read_destination(options.destination, work_folder=options.work_dir)
     if destination.repo is None and (options.public or options.work_dir is not None):
         raise typer.BadParameter("--public and --work-dir only apply to a destination on the Hub: hf://owner/name")
@@ -86,8 +92,8 @@ def run(options: RunOptions) -> None:
             destination=destination,
             recipe=recipe,
             statistics=statistics,
-            text=read_calibration_text(options, source) if has_text(options) else None,
-            device=options.device,
+            text=read_calibration_text(options, source, computer) if has_text(options) else None,
+            device="cpu" if computer.elsewhere else options.device,
             workers=options.workers,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
             private=not options.public,
@@ -103,7 +109,7 @@ def run(options: RunOptions) -> None:
                 "To use the GPU: pip install 'k2convert[torch]'"
             )
         if options.dry_run:
-            _show_plan(job, options)
+            _show_plan(job, options, computer)
         elif part is not None:
             run_part(job, part, options)
         elif job.target is not None and job.is_published:
@@ -112,36 +118,49 @@ def run(options: RunOptions) -> None:
             _do(job, options)
 
 
-def _show_plan(job: Job, options: RunOptions) -> None:
-    estimated, capacity = None, None
-    if options.ray is None:
-        with Waiting("measures the disk and the kernels", quiet=options.quiet):
-            estimated = estimate(job)
-    else:
-        with Waiting("looks at the cluster", quiet=options.quiet), open_cluster(options) as cluster:
-            capacity = cluster and cluster.capacity
-    seconds = None if job.feedback is None else estimate_walk(job, job.feedback, options)
+def _show_plan(job: Job, options: RunOptions, computer: Computer) -> None:
+    if options.ray is not None:
+        _show_cluster_plan(job, options)
+        return
+    walk = None if job.feedback is None else forecast_walk(job, job.feedback, computer)
+    needed = memory_bytes(job, walk=0 if walk is None else walk.memory.main)
+    with Waiting("measures the disk and the kernels", quiet=options.quiet):
+        estimated = estimate(job, memory=needed)
+        time = None if walk is None else walk.time(disk_bytes=estimated.bytes_in + estimated.bytes_out)
     if options.as_json:
-        document = plan_document(job, source=options.source)
-        document |= {} if estimated is None else {"estimate": estimate_document(estimated)}
-        document |= {} if capacity is None else {"cluster": asdict(capacity)}
-        if job.feedback is not None:
-            document["calibration"] = walk_document(job, job.feedback) | {"seconds": round(seconds or 0, 1)}
+        document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
+        if job.feedback is not None and walk is not None and time is not None:
+            document["calibration"] = walk_document(job, job.feedback) | walk.document(time, needed)
         console.print_json(document)
     else:
         show_plan(job, source=options.source)
-        if job.feedback is not None:
+        if job.feedback is not None and walk is not None and time is not None:
             console.print_line(walk_line(job.feedback))
             console.print_line(norm_scaling_line(job))
-        if estimated is not None:
-            show_estimate(job, estimated)
+            show_walk(walk, time, estimated, needed=needed)
+        else:
+            show_estimate(estimated)
+        show_network(job, estimated)
+    check_room(job)
+    if walk is not None and time is not None:
+        walk.check(options.source, needed=needed)
+        if not computer.elsewhere:
+            check_time(time, source=options.source, yes=options.yes)
+    if not options.as_json:
+        console.print_next(console.own_command(without="--dry-run", options=ELSEWHERE))
+
+
+def _show_cluster_plan(job: Job, options: RunOptions) -> None:
+    with Waiting("looks at the cluster", quiet=options.quiet), open_cluster(options) as cluster:
+        capacity = cluster and cluster.capacity
+    if options.as_json:
+        document = plan_document(job, source=options.source)
+        console.print_json(document | ({} if capacity is None else {"cluster": asdict(capacity)}))
+    else:
+        show_plan(job, source=options.source)
         if capacity is not None:
             console.print_line(capacity_line(capacity))
-        if seconds is not None:
-            time_text = console.format_seconds(seconds)
-            console.print_line(f"time of the calibration: about {time_text}, an estimate from one expert here")
     check_room(job)
-    check_walk_time(seconds or 0, options)
     if not options.as_json:
         console.print_next(console.own_command(without="--dry-run"))
 
@@ -200,14 +219,22 @@ def _do(job: Job, options: RunOptions) -> None:
 
 
 def _start_walk(job: Job, plan: FeedbackPlan, options: RunOptions) -> float:
-    """Say how long the rest of the walk takes, and return the seconds; raises CalibrationError if it is too long."""
+    """Say how long the rest of the walk takes, and return the seconds.
+
+    Raises CalibrationError if it is too long, PlanError if the memory is not there.
+    """
     check_room(job)
-    seconds = estimate_walk(job, plan, options)
-    check_walk_time(seconds, options)
-    if seconds and not options.quiet:
-        time_text = f"about {console.format_seconds(seconds)} (an estimate from one expert on this machine)"
-        console.print_event(f"{walk_line(plan)}: {time_text}")
-    return seconds
+    walk = forecast_walk(job, plan, Computer(job.limits.devices, plan.text.threads))
+    if walk.size.num_layers == 0:
+        return 0.0
+    walk.check(options.source, needed=memory_bytes(job, walk=walk.memory.main))
+    with Waiting("measures one expert", quiet=options.quiet):
+        time = walk.time()
+    check_time(time, source=options.source, yes=options.yes)
+    if not options.quiet:
+        span = console.format_span(time.least, time.most)
+        console.print_event(f"{walk_line(plan)}: {span} (an estimate from one expert on this machine)")
+    return time.middle
 
 
 def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: float) -> None:

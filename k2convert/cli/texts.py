@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from k2convert.calibrate.text import Windows, read_windows
+from k2convert.cli.console import format_span
 from k2convert.errors import CalibrationError
 from k2convert.job.places import Source
 from k2convert.models import vocabulary_size
 from k2convert.models.config import max_positions
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.cost import Time
 
 MAX_HOURS: Final = 12
 
@@ -33,10 +37,10 @@ def read_texts(
     )
 
 
-def check_time(seconds: float, *, source: str, yes: bool) -> None:
+def check_time(time: Time, *, source: str, yes: bool) -> None:
     """Refuse a pass of more than half a day, unless the user agreed; raises CalibrationError."""
-    if seconds > MAX_HOURS * 3600 and not yes:
+    if time.middle > MAX_HOURS * 3600 and not yes:
         raise CalibrationError(
-            f"{source}: the pass would take about {seconds / 3600:,.0f} hours on this machine, more than "
-            f"{MAX_HOURS}. Use a machine with a GPU, or fewer --tokens, or repeat the command with --yes."
+            f"{source}: the pass would take {format_span(time.least, time.most)} on this machine, more than "
+            f"{MAX_HOURS} hours. Use a machine with a GPU, or fewer --tokens, or repeat the command with --yes."
         )

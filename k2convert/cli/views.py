@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from k2convert.calibrate.columns import MIN_TOKENS
-from k2convert.cli.console import format_bytes, format_rate, format_seconds, print_line, print_table
+from k2convert.cli.console import format_bytes, format_rate, format_seconds, format_span, print_line, print_table
 from k2convert.cli.pruning_view import pruning_document, show_pruning
 from k2convert.hub.branch import branch_name
 from k2convert.job.estimate import Estimate
@@ -168,7 +168,7 @@ def estimate_document(found: Estimate) -> dict[str, Any]:
     }
 
 
-def show_estimate(job: Job, found: Estimate) -> None:
+def show_estimate(found: Estimate) -> None:
     """Print how long the rest of a job will take, and its memory."""
     available = format_bytes(found.memory_available)
     print_line(f"memory: needs about {format_bytes(found.memory_bytes)}, available {available}")
@@ -176,18 +176,27 @@ def show_estimate(job: Job, found: Estimate) -> None:
         print_line("time: every shard is done")
         return
     if found.seconds is not None:
-        least, most = map(format_seconds, found.seconds)
-        rates = ", ".join(
-            f"{word} {format_rate(rate)}" if rate else f"{word} not measured"
-            for word, rate in (
-                ("read", found.read_rate),
-                ("convert", found.convert_rate),
-                ("write", found.write_rate),
-            )
+        print_line(f"time: {conversion_span(found)}")
+
+
+def conversion_span(found: Estimate) -> str:
+    """Return how long converting will take, and the rates that this comes from."""
+    if found.seconds is None:
+        return "not measured"
+    rates = ", ".join(
+        f"{word} {format_rate(rate)}" if rate else f"{word} not measured"
+        for word, rate in (
+            ("read", found.read_rate),
+            ("convert", found.convert_rate),
+            ("write", found.write_rate),
         )
-        span = least if least == most else f"{least} to {most}"
-        print_line(f"time: {span}, an estimate from a second of measuring here ({rates})")
-    if job.uses_hub:
+    )
+    return f"{format_span(*found.seconds)}, an estimate from a second of measuring here ({rates})"
+
+
+def show_network(job: Job, found: Estimate) -> None:
+    """Print what goes through the network, if anything does."""
+    if job.uses_hub and found.bytes_in:
         down = f"download {format_bytes(sum(job.limits.source_bytes.values()))}" if job.source.remote else ""
         up = f"upload {format_bytes(found.bytes_out)}" if job.target is not None else ""
         print_line(f"network: not measured: {' and '.join(filter(None, (down, up)))}")

@@ -3,6 +3,9 @@
 Memory and bandwidth are those of the system files of aiconfigurator-core 0.12.0 (Apache-2.0, PyPI), which take them
 from nvidia-smi where they had the GPU. It has no DGX Spark: its memory is what an owner of eight reads
 (github.com/Avarok-Cybersecurity/atlas, thread 146, 2026-06-10), its bandwidth is NVIDIA's data sheet's.
+
+FLOP/s are dense, from NVIDIA's data sheets of A100, H100 SXM, H200 SXM, HGX B200 and B300, GB200 and GB300 NVL72 (a
+GPU's part of the rack), and the white paper of RTX PRO Blackwell. NVIDIA names only FP4 for DGX Spark.
 """
 
 from dataclasses import dataclass
@@ -27,8 +30,20 @@ GIB: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations a second: TF32 on tensor cores, dense; FP32 and FP64 on ordinary cores."""
+
+    tf32: float
+    fp32: float
+    fp64: float
+
+
+_HOPPER: Final = Flops(494.7e12, 67e12, 34e12)
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU. `bandwidth` is bytes a second, None if only the memory is known.
+    """One kind of GPU. `bandwidth` is bytes a second, None if only the memory is known, and so is `flops`.
 
     `counts` are usual numbers of GPUs, smallest first.
     """
@@ -39,18 +54,19 @@ class Gpu:
     bandwidth: float | None = None
     nvfp4: Nvfp4Kind = "unknown"
     counts: tuple[int, ...] = (1, 2, 4, 8, 16)
+    flops: Flops | None = None
 
 
 _ALL: Final = (
-    Gpu("b200", "B200", 180 * GIB, 7.7e12, "native"),
-    Gpu("b300", "B300", 275_040 * MIB, 7.75e12, "native"),
-    Gpu("gb200", "GB200", 189_471 * MIB, 8e12, "native"),
-    Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native"),
-    Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow"),
+    Gpu("b200", "B200", 180 * GIB, 7.7e12, "native", flops=Flops(1100e12, 75e12, 37e12)),
+    Gpu("b300", "B300", 275_040 * MIB, 7.75e12, "native", flops=Flops(1125e12, 75e12, 1.25e12)),
+    Gpu("gb200", "GB200", 189_471 * MIB, 8e12, "native", flops=Flops(1250e12, 80e12, 40e12)),
+    Gpu("gb300", "GB300", 284_208 * MIB, 8e12, "native", flops=Flops(1250e12, 80e12, 1.3e12)),
+    Gpu("rtx-pro-6000", "RTX PRO 6000", 97_887 * MIB, 1.792e12, "slow", flops=Flops(251.9e12, 125e12, 1.97e12)),
     Gpu("dgx-spark", "DGX Spark", int(121.7 * GIB), 273e9, "slow"),
-    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin"),
-    Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin"),
-    Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin"),
+    Gpu("h200", "H200", 141 * GIB, 4.8e12, "marlin", flops=_HOPPER),
+    Gpu("h100", "H100", 80 * GIB, 3.35e12, "marlin", flops=_HOPPER),
+    Gpu("a100", "A100 80 GB", 80 * GIB, 2.039e12, "marlin", flops=Flops(156e12, 19.5e12, 9.7e12)),
 )
 GPUS: Final = {gpu.name: gpu for gpu in _ALL}
 

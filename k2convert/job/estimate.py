@@ -18,7 +18,7 @@ import numpy as np
 
 from k2convert.buffers import PAGE_BYTES
 from k2convert.choices import GROUP_SIZE
-from k2convert.job.machine import available_memory, inflight_bytes
+from k2convert.job.machine import available_memory, inflight_bytes, peak_bytes
 from k2convert.job.prepare import Job
 from k2convert.job.room import existing_parent
 from k2convert.plan.plan import ConvertStep, ShardJob
@@ -67,9 +67,11 @@ class Estimate:
         return (max(reading, writing, converting), most) if most else None
 
 
-def estimate(job: Job) -> Estimate:
-    """Measure this machine for at most two seconds and estimate the rest of a job. Leaves nothing on the disk."""
-    memory = _memory_bytes(job)  # first: measuring takes memory too
+def estimate(job: Job, *, memory: int) -> Estimate:
+    """Measure this machine for at most two seconds and estimate the rest of a job. Leaves nothing on the disk.
+
+    `memory` is what `memory_bytes` said before anything was measured.
+    """
     left = [shard for shard in job.plan.jobs if shard.name not in job.finished]
     return Estimate(
         bytes_in=sum(shard.bytes_in for shard in left),
@@ -93,18 +95,16 @@ def _bytes_converted(shard: ShardJob) -> int:
     )
 
 
-def _memory_bytes(job: Job) -> int:
-    """Return this process's peak so far, what shards in work hold, as much again in staging, and Xet's streams."""
+def memory_bytes(job: Job, *, walk: int = 0) -> int:
+    """Return this process's peak so far, what shards in work hold, as much again in staging, Xet's streams, and a walk.
+
+    Ask before `estimate`: measuring takes memory too.
+    """
     uses_xet = job.target is not None and os.environ.get("HF_HUB_DISABLE_XET", "0").lower() in ("", "0", "false")
-    return _peak_bytes() + 2 * inflight_bytes(uses_hub=job.uses_hub) + (XET_BYTES if uses_xet else 0)
-
-
-def _peak_bytes() -> int:
-    """Return this process's peak memory; `getrusage` would count from the size of the process that started it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    shards = 2 * inflight_bytes(uses_hub=job.uses_hub)
+    if job.feedback is not None:  # a small model has less than that
+        shards = min(shards, job.bytes_in + job.plan.data_bytes)
+    return peak_bytes() + shards + walk + (XET_BYTES if uses_xet else 0)
 
 
 def _largest_shard(job: Job) -> Path:

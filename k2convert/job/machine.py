@@ -24,6 +24,7 @@ SWITCH_SECONDS: Final = 0.0005  # GIL switch interval: a returning kernel waits 
 CORE_INFLIGHT_BYTES: Final = 64 << 20  # an expert's gate and up, in and out: one being converted, one being written
 HUB_CORE_INFLIGHT_BYTES: Final = 24 << 20  # less: a network is slower than a disk, and uploading takes memory
 MIN_INFLIGHT_BYTES: Final = 192 << 20
+THREADS_PER_GPU: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,24 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
+def peak_bytes() -> int:
+    """Return this process's peak memory; `getrusage` would count from the size of the process that started it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def check_memory(place: str, *, needed: int, available: int, of_gpu: bool = False) -> None:
+    """Refuse what needs more memory than there is; raises PlanError with both numbers."""
+    if needed > available:
+        kind, other = ("GPU memory", "GPU") if of_gpu else ("memory", "machine")
+        raise PlanError(
+            f"{place}: needs about {needed / 1e9:,.1f} GB of {kind}, but {available / 1e9:,.1f} GB is available. "
+            f"Use fewer --tokens, a shorter --window, or a {other} with more memory."
+        )
+
+
 def inflight_bytes(*, uses_hub: bool, cores: int | None = None) -> int:
     """Return the bytes that all shards in work may have in memory, so that every core, or each of `cores`, has work."""
     cores = cores or os.cpu_count() or 1
@@ -80,6 +99,22 @@ def choose_devices(device: Device) -> tuple[str, ...]:
     if device == "cuda":
         raise PlanError("--device cuda: torch sees no CUDA device. Use --device cpu, or install a CUDA build of torch.")
     return ("cpu",)
+
+
+def gpu_memory(devices: Sequence[str]) -> tuple[int, int]:
+    """Return the free memory and the whole memory of the smallest GPU; zeros for the CPU."""
+    if tuple(devices) == ("cpu",):
+        return 0, 0
+    import torch
+
+    free, whole = zip(*(torch.cuda.mem_get_info(device) for device in devices), strict=True)
+    return min(free), min(whole)
+
+
+def layer_threads(devices: Sequence[str]) -> int:
+    """Return how many threads compute a layer: every core, but few for a GPU. Each holds experts in its memory."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if tuple(devices) == ("cpu",) else min(cores, THREADS_PER_GPU * len(devices))
 
 
 def device_name(devices: Sequence[str]) -> str:
