@@ -37,7 +37,7 @@ def read_texts(
     )
 
 
-def check_time(time: Time, *, source: str, yes: bool) -> None:
+def check_time(time: "Time", *, source: str, yes: bool) -> None:
     """Refuse a pass of more than half a day, unless the user agreed; raises CalibrationError."""
     if time.middle > MAX_HOURS * 3600 and not yes:
         raise CalibrationError(

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from k2convert.calibrate import cost
+from k2convert.calibrate.computed import Work, gpu_seconds, other_flops, pass_work, walk_work
+from k2convert.calibrate.sizes import PassSize, read_sizes
 from k2convert.calibrate.walk import DENSE_TOKENS, Walk
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.fit.gpus import GPUS, Flops, find_gpu
 
 
 def test_the_device_that_computes_is_measured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,19 +28,45 @@ def test_the_device_that_computes_is_measured(tiny: Path, monkeypatch: pytest.Mo
         return 0.001
 
     monkeypatch.setattr(cost, "_seconds", seconds)
-    sizes = [cost.PassSize(4, 64, 4, (device,), 1, 4) for device in ("cpu", "meta")]
-    estimates = [cost.pass_seconds(open_checkpoint(tiny), size) for size in sizes]
+    sizes = [PassSize(4, 64, 4, (device,), 1, 4) for device in ("cpu", "meta")]
+    estimates = [cost.pass_cost(open_checkpoint(tiny), size).seconds(parallel=1, cores=1) for size in sizes]
     assert measured == ["cpu", "cpu", "cpu", "meta", "meta", "cpu"], "the search of exponents is the CPUs'"
     assert all(estimate > 0 for estimate in estimates)
 
 
-def test_a_walk_is_estimated_with_what_it_does_beyond_a_pass(tiny: Path) -> None:
-    source = open_checkpoint(tiny)
-    whole, last = (cost.PassSize(16, 256, 16, ("cpu",), 2, layers) for layers in (4, 1))
-    found = cost.walk_seconds(source, whole)
-    assert found > 1.5 * cost.pass_seconds(source, whole)
-    assert 0 < cost.walk_seconds(source, last) < 0.6 * found
-    assert torch.get_num_threads() >= 1
+def test_a_walk_is_counted_with_what_it_does_beyond_a_pass(tiny: Path) -> None:
+    """The experts three times more, a second stream, and every decision, in each layer that is left."""
+    model = read_sizes(open_checkpoint(tiny))
+    whole, last = (PassSize(16, 256, 16, ("cpu",), 2, layers) for layers in (4, 1))
+    one, found = pass_work(model, whole), walk_work(model, whole)
+    assert found.tf32 == one.tf32 + other_flops(model, whole)
+    assert found.fp32 > 3 * (one.tf32 - other_flops(model, whole))
+    assert (found.fp64 > 0) and (one.fp32 == one.fp64 == 0)
+    assert found.read > one.read
+    assert found.kernels > one.kernels
+    assert walk_work(model, last).fp32 == pytest.approx(found.fp32 / 3), "one of three layers with experts"
+
+
+def test_only_shared_work_gets_faster_with_more_cores() -> None:
+    found = cost.Cost(shared=640, search=8, alone=100)
+    assert found.seconds(parallel=1, cores=1) == 748
+    assert found.seconds(parallel=64, cores=64) == 10 + 2 + 100, "four candidates are searched at a time"
+
+
+def test_the_time_on_a_gpu_follows_from_its_rates() -> None:
+    gpu, flops = find_gpu("h200"), Flops(tf32=1e12, fp32=1e11, fp64=1e10)
+    assert gpu.bandwidth is not None
+    least, most = gpu_seconds(Work(tf32=7e11, fp32=7e10, fp64=7e9), gpu, flops, search=5)
+    assert (least, most) == (pytest.approx(3 * 0.7 / 0.7 + 5), pytest.approx(3 * 0.7 / 0.2 + 5))
+    least, most = gpu_seconds(Work(moved=gpu.bandwidth, kernels=1e6, read=5e9), gpu, flops, search=0)
+    assert (least, most) == (pytest.approx(4 + 1), pytest.approx(12 + 10)), "starting kernels takes longer than moving"
+
+
+def test_each_gpu_has_rates_or_is_refused() -> None:
+    assert {name for name, gpu in GPUS.items() if gpu.flops is None} == {"dgx-spark"}
+    for gpu in GPUS.values():
+        if gpu.flops is not None:
+            assert gpu.flops.tf32 > gpu.flops.fp32 > gpu.flops.fp64
 
 
 def walk(*, window: int, chunk: int, device: str) -> Walk:

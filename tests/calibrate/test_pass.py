@@ -164,12 +164,15 @@ def test_a_dry_run_says_what_the_pass_takes_and_writes_nothing(
     out = tmp_path / "out.safetensors"
     done = calibrate(cut, out, "--text", text, *SMALL, "--dry-run")
     assert done.code == 0
-    first, disk, time = done.out.splitlines()
+    first, disk, memory, time = done.out.splitlines()
     assert first == "2 layers on 256 tokens of calibration.txt, in 4 windows of 64"
     assert disk.startswith("disk: needs ")
-    assert time.startswith("time: about 0:00:")
+    assert memory.startswith("memory: needs about ")
+    assert time == "time: less than a minute, an estimate from one expert on this machine"
     document = json.loads(calibrate(cut, out, "--text", text, *SMALL, "--dry-run", "--json").out)
     assert (document["layers"], document["finished_layers"], document["tokens"]) == (2, 0, 256)
+    assert (document["memory_bytes"] > 0, document["gpu_memory_bytes"], document["computed_for"]) == (True, 0, None)
+    assert len(document["seconds"]) == 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -126,7 +126,7 @@ def test_a_dry_run_estimates_time_and_memory_and_leaves_nothing(run_cli: RunCli,
     assert shown.returncode == 0
     assert re.search(r"^memory: needs about \d+\.\d\d [MG]B, available \d+\.\d\d GB$", shown.stdout, re.MULTILINE)
     assert re.search(
-        r"^time: \d+:\d\d:\d\d.*, an estimate from a second of measuring here \(read .*, convert .*, write .*\)$",
+        r"^time: .*(minute|hour)s?, an estimate from a second of measuring here \(read .*, convert .*, write .*\)$",
         shown.stdout,
         re.MULTILINE,
     )

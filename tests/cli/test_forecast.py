@@ -1,0 +1,167 @@
+"""What a calibration will need: said for this machine and for others, and refused when it is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from k2convert.cli.console import format_span
+from scripts.fixture_maker import K2Shape, make_k2_shaped
+from tests.conftest import RunCli
+from tests.job.in_process import run
+
+PEAK = """
+import sys, threading
+from pathlib import Path
+from k2convert.__main__ import main
+sys.argv[0] = "k2convert"
+try:
+    main()
+finally:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    print(next(line.split()[1] for line in lines if line.startswith("VmHWM:")), file=sys.stderr)
+"""
+
+SHAPE = K2Shape(
+    hidden=2048,
+    moe_intermediate=256,
+    dense_intermediate=4096,
+    experts=8,
+    moe_layers=1,
+    dense_layers=1,
+    vocabulary=1024,
+    heads=16,
+    q_lora_rank=256,
+    kv_lora_rank=128,
+)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "said"),
+    [
+        (1, 59, "less than a minute"),
+        (50, 100, "about 1 to 2 minutes"),
+        (600, 1200, "about 10 to 20 minutes"),
+        (1330, 1290 * 2, "about 20 to 45 minutes"),
+        (3000, 7000, "about 50 minutes to 2 hours"),
+        (20 * 3600, 40 * 3600, "about 20 to 40 hours"),
+        (40 * 3600, 50 * 3600, "about 40 hours to 2 days"),
+        (3.1 * 86400, 5.2 * 86400, "about 3 to 5 days"),
+        (3 * 86400, 3.2 * 86400, "about 3 days"),
+        (123 * 86400, 1234 * 86400, "about 100 to 1,000 days"),
+    ],
+)
+def test_a_duration_is_said_as_a_range_of_round_numbers(least: float, most: float, said: str) -> None:
+    assert format_span(least, most) == said
+
+
+@pytest.fixture(scope="module")
+def shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_k2_shaped(tmp_path_factory.mktemp("shaped") / "k2", shape=SHAPE)
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ids") / "ids.npy"
+    np.save(path, np.random.RandomState(0).randint(0, 1000, 1024))
+    return path
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "run"])
+@pytest.mark.parametrize("kind", ["tiny", "shaped"])
+def test_a_dry_run_says_the_memory_that_the_run_takes(
+    run_cli: RunCli, tiny: Path, shaped: Path, ids: Path, tmp_path: Path, verb: str, kind: str
+) -> None:
+    source, window = (tiny, 128) if kind == "tiny" else (shaped, 512)
+    words = [
+        verb,
+        source,
+        tmp_path / "out",
+        "--token-ids",
+        ids,
+        "--tokens",
+        1024,
+        "--window",
+        window,
+        "--device",
+        "cpu",
+    ]
+    dry = run_cli(*map(str, words), "--dry-run", "--json", timeout=600)
+    assert dry.returncode == 0, dry.stderr
+    document = json.loads(dry.stdout)
+    said = document["memory_bytes"] if verb == "calibrate" else document["estimate"]["memory_bytes"]
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *map(str, words), "--quiet"],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    peak = 1024 * int(done.stderr.splitlines()[-1])
+    assert said == pytest.approx(peak, rel=0.25), (said / 1e9, peak / 1e9)
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "run"])
+def test_what_needs_more_memory_than_there_is_is_refused(
+    tiny: Path,
+    ids: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+) -> None:
+    monkeypatch.setattr("k2convert.cli.forecast.available_memory", lambda: 0)
+    words = (verb, tiny, tmp_path / "out", "--token-ids", ids, "--tokens", "1024", "--window", "128", "--quiet")
+    for more in ((), ("--dry-run",)):
+        assert run(*words, "--device", "cpu", *more) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert error.startswith(f"error: {tiny}: needs about ")
+        assert "GB is available. Use fewer --tokens, a shorter --window, or a machine with more memory." in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "run"])
+def test_a_machine_that_is_not_here_is_estimated_from_counted_work(
+    tiny: Path, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    words = (verb, tiny, tmp_path / "out", "--token-ids", ids, "--tokens", "1024", "--window", "128", "--dry-run")
+    assert run(*words, "--gpu", "h200") == 0
+    shown = capsys.readouterr()
+    assert "memory of the GPU: needs about" in shown.out
+    assert ", H200 has 151.40 GB" in shown.out
+    assert "disk: needs" in shown.out
+    assert "on one H200: " in shown.out
+    assert ", computed from its data sheet and a disk of 0.5 to 5 GB/s, not measured\n" in shown.out
+    assert "--gpu" not in shown.err
+    assert "h200" not in shown.err
+    assert run(*words, "--cores", "64") == 0
+    shown = capsys.readouterr()
+    assert "on 64 cores: less than a minute, computed from one core here, not measured" in shown.out
+    assert ("one core's work, however many there are: " in shown.out) == (verb == "run")
+    assert "--cores" not in shown.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_machine_that_is_not_here_needs_a_dry_run(
+    tiny: Path, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, says in (
+        (("calibrate", "--token-ids", ids, "--gpu", "h200"), "--gpu only estimates: add --dry-run"),
+        (("run", "--token-ids", ids, "--cores", "64"), "--cores only estimates: add --dry-run"),
+        (("run", "--dry-run", "--gpu", "h200"), "--gpu is for --calibrate"),
+        (("calibrate", "--token-ids", ids, "--dry-run", "--gpu", "h200", "--cores", "2"), "--gpu or --cores, not both"),
+    ):
+        assert run(words[0], tiny, tmp_path / "out", *words[1:]) == 2
+        assert says in capsys.readouterr().err
+    for name, says in (("dgx-spark", "does not say how fast"), ("h300", "unknown. Known: b200")):
+        assert run("calibrate", tiny, tmp_path / "out", "--token-ids", ids, "--dry-run", "--gpu", name) == 1
+        assert says in capsys.readouterr().err
