@@ -29,7 +29,7 @@ from k2convert.quantize.feedback.moments import MIN_TOKENS
 CUDA_BYTES: Final = 3 << 30
 """What CUDA's libraries take of a process's memory, and half of that of a GPU's: an upper bound, not measured."""
 
-_LIBRARY_BYTES: Final = 240 << 20  # transformers is imported when the first layer is read
+_LIBRARY_BYTES: Final = 320 << 20  # transformers, imported for the first layer, and what oneDNN and threads keep
 _ATTENTION_TENSORS: Final = 8  # of all heads, that one window needs at one time
 _SEARCH_BYTES: Final = 24  # a number of the samples that norm exponents are tried on
 _EXPERT_FLOATS: Final = 9  # times K I: gate and up, their targets in three forms, the packed source

@@ -81,21 +81,26 @@ def calibrate(options: CalibrateOptions) -> None:
             console.print_note(f"{statistics}: already complete")
             _show_result(job, finished, options)
             return
-        found = _forecast(job, computer)
-        needed = found.main_bytes()
-        with Waiting("measures one expert", quiet=options.quiet):
-            time = found.time()
-        if options.dry_run:
-            _show_plan(job, options, found, needed, time)
+        _check_and_do(job, options, computer)
+
+
+def _check_and_do(job: CalibrationJob, options: CalibrateOptions, computer: Computer) -> None:
+    """Say what the rest of a pass needs, refuse it if that is not there, and do it unless this is a dry run."""
+    found = _forecast(job, computer)
+    needed = found.main_bytes()
+    with Waiting("measures one expert", quiet=options.quiet):
+        time = found.time()
+    if options.dry_run:
+        _show_plan(job, options, found, needed, time)
+    found.check(options.source, needed=needed)
+    if not computer.elsewhere:
         check_calibration_room(job)
-        found.check(options.source, needed=needed)
-        if not computer.elsewhere:
-            check_time(time, source=options.source, yes=options.yes)
-        if not options.dry_run:
-            command = JobCommand(command_words("calibrate", options), str(Path.cwd()))
-            _do(replace(job, command=command), options, time)
-        elif not options.as_json:
-            console.print_next(console.own_command(without="--dry-run", options=ELSEWHERE))
+        check_time(time, source=options.source, yes=options.yes)
+    if not options.dry_run:
+        command = JobCommand(command_words("calibrate", options), str(Path.cwd()))
+        _do(replace(job, command=command), options, time)
+    elif not options.as_json:
+        console.print_next(console.own_command(without="--dry-run", options=ELSEWHERE))
 
 
 def _forecast(job: CalibrationJob, computer: Computer) -> Forecast:

@@ -141,7 +141,8 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer) -> None:
         else:
             show_estimate(estimated)
         show_network(job, estimated)
-    check_room(job)
+    if not computer.elsewhere:
+        check_room(job)
     if walk is not None and time is not None:
         walk.check(options.source, needed=needed)
         if not computer.elsewhere:

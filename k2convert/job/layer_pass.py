@@ -87,11 +87,6 @@ class CalibrationJob:
             if found is None or found.identity == self.job.identity:
                 self.work.remove()
 
-    @property
-    def parallel(self) -> int:
-        """How many experts are computed at one time."""
-        return self.workers if self.devices == ("cpu",) else len(self.devices)
-
     def extent(self, first: int) -> Extent:
         """Return how much is to be computed and fetched if the layers before `first` are done."""
         phases: dict[Phase, tuple[int, int]] = {}

@@ -41,7 +41,8 @@ def test_a_walk_is_counted_with_what_it_does_beyond_a_pass(tiny: Path) -> None:
     one, found = pass_work(model, whole), walk_work(model, whole)
     assert found.tf32 == one.tf32 + other_flops(model, whole)
     assert found.fp32 > 3 * (one.tf32 - other_flops(model, whole))
-    assert (found.fp64 > 0) and (one.fp32 == one.fp64 == 0)
+    assert found.fp64 > 0
+    assert one.fp32 == one.fp64 == 0
     assert found.read > one.read
     assert found.kernels > one.kernels
     assert walk_work(model, last).fp32 == pytest.approx(found.fp32 / 3), "one of three layers with experts"

@@ -407,5 +407,5 @@ def test_a_pass_over_k2_takes_days_on_two_cores(calibrate: Calibrate, k2_headers
     np.save(tmp_path / "ids.npy", np.arange(131_072) % 100_000)
     done = calibrate(k2_headers, tmp_path / "out", "--token-ids", tmp_path / "ids.npy", "--device", "cpu", "--quiet")
     assert (done.code, done.out, said(done.err).count("\n")) == (1, "", 1), done.err
-    assert " hours on this machine, more than 12. Use a machine with a GPU, or fewer --tokens, or repeat" in done.err
+    assert " on this machine, more than 12 hours. Use a machine with a GPU, or fewer --tokens, or repeat" in done.err
     assert not (tmp_path / "out.work").exists()
