@@ -29,7 +29,7 @@ finally:
 """
 
 SHAPE = K2Shape(
-    hidden=2048,
+    hidden=1536,
     moe_intermediate=256,
     dense_intermediate=4096,
     experts=8,
