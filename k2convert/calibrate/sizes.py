@@ -11,6 +11,7 @@ The peaks are counted in FP32 numbers (4 bytes) of K inputs, I inner activations
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -140,7 +141,7 @@ def read_sizes(source: Checkpoint) -> ModelSizes:
     )
 
 
-def _field(text: dict[str, Any], name: str) -> int:
+def _field(text: Mapping[str, Any], name: str) -> int:
     value = text.get(name)
     return value if isinstance(value, int) else 0
 
