@@ -65,7 +65,7 @@ def run(options: RunOptions) -> None:
     check_cluster(options)
     if (options.gpu or options.cores) and not has_text(options):
         raise typer.BadParameter(f"{'--gpu' if options.gpu else '--cores'} is for --calibrate")
-    computer = choose_computer(options.device, gpu=options.gpu, cores=options.cores, dry_run=options.dry_run)
+    computer = _choose_computer(options) if has_text(options) else None
     destination = read_destination(options.destination, work_folder=options.work_dir)
     if destination.repo is None and (options.public or options.work_dir is not None):
         raise typer.BadParameter("--public and --work-dir only apply to a destination on the Hub: hf://owner/name")
@@ -92,8 +92,8 @@ def run(options: RunOptions) -> None:
             destination=destination,
             recipe=recipe,
             statistics=statistics,
-            text=read_calibration_text(options, source, computer) if has_text(options) else None,
-            device="cpu" if computer.elsewhere else options.device,
+            text=None if computer is None else read_calibration_text(options, source, computer),
+            device="cpu" if computer is not None and computer.elsewhere else options.device,
             workers=options.workers,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
             private=not options.public,
@@ -118,11 +118,15 @@ def run(options: RunOptions) -> None:
             _do(job, options)
 
 
-def _show_plan(job: Job, options: RunOptions, computer: Computer) -> None:
+def _choose_computer(options: RunOptions) -> Computer:
+    return choose_computer(options.device, gpu=options.gpu, cores=options.cores, dry_run=options.dry_run)
+
+
+def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None:
     if options.ray is not None:
         _show_cluster_plan(job, options)
         return
-    walk = None if job.feedback is None else forecast_walk(job, job.feedback, computer)
+    walk = None if job.feedback is None or computer is None else forecast_walk(job, job.feedback, computer)
     needed = memory_bytes(job, walk=0 if walk is None else walk.memory.main)
     with Waiting("measures the disk and the kernels", quiet=options.quiet):
         estimated = estimate(job, memory=needed)
@@ -141,11 +145,11 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer) -> None:
         else:
             show_estimate(estimated)
         show_network(job, estimated)
-    if not computer.elsewhere:
+    if walk is None or not walk.computer.elsewhere:
         check_room(job)
     if walk is not None and time is not None:
         walk.check(options.source, needed=needed)
-        if not computer.elsewhere:
+        if not walk.computer.elsewhere:
             check_time(time, source=options.source, yes=options.yes)
     if not options.as_json:
         console.print_next(console.own_command(without="--dry-run", options=ELSEWHERE))

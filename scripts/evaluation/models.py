@@ -90,7 +90,7 @@ def build_model(source: Path) -> EvaluatedModel:
     """Build the source's architecture and load everything but its MLPs."""
     checkpoint = open_checkpoint(source)
     with torch.device("meta"):
-        network = _architecture(checkpoint.config)
+        network = _architecture(checkpoint.parse_config())
     places: dict[str, MlpModule | ExpertsModule] = {}
     for number, layer in enumerate(network.model.layers):
         stem = f"model.layers.{number}.mlp"

@@ -96,11 +96,11 @@ DAMAGED_INDEXES: dict[str, tuple[Damage, list[str]]] = {
     ),
     "a billion layers": (
         lambda s: edit_config(s, num_hidden_layers=10**9),
-        ["config.json", "num_hidden_layers", "100,000", "Use the model's own config"],
+        ["config.json", "num_hidden_layers", "1,000", "Use the model's own config"],
     ),
     "as many experts as no number": (
         lambda s: edit_config(s, n_routed_experts=10**400),
-        ["config.json", "n_routed_experts", "100,000", "Use the model's own config"],
+        ["config.json", "n_routed_experts", "10,000", "Use the model's own config"],
     ),
     "config not an object": (replace_text("config.json", "[]"), ["config.json", "object", "ownload"]),
     "sidecar is a link": (link_away("tokenizer.json"), ["tokenizer.json", "link"]),

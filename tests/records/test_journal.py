@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from said import said
 
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.folders import make_folder
@@ -43,7 +44,7 @@ def edit(path: Path, change: Change) -> None:
 
 def messages(result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What `run` and `status` say to a damaged folder."""
-    said: list[str] = []
+    lines: list[str] = []
     for words in (["run", tiny, result], ["status", result]):
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
@@ -53,8 +54,8 @@ def messages(result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> li
         assert "Traceback" not in printed.err
         *_, last = said(printed.err).splitlines()
         assert last.startswith("error: ")
-        said.append(last)
-    return said
+        lines.append(last)
+    return lines
 
 
 JOBS: dict[str, Change] = {

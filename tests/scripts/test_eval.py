@@ -64,7 +64,9 @@ def test_forward_equals_transformers_with_its_own_experts(tiny: Path) -> None:
     model = build_model(tiny)
     model.install(mlps)
     ids = encode(tiny, (tiny / "eval.txt").read_text(), tokens=256)
-    config = {k: v for k, v in open_checkpoint(tiny).config.items() if k not in ("quantization_config", "model_type")}
+    config = {
+        k: v for k, v in open_checkpoint(tiny).parse_config().items() if k not in ("quantization_config", "model_type")
+    }
     theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**config)).float().eval()
     state = {k: v for k, v in model.network.state_dict().items() if ".mlp." not in k or ".gate." in k}
     for layer in range(4):

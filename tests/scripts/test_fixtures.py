@@ -100,7 +100,7 @@ def test_k25_wraps_the_same_language_model(k25: Path, tiny: Path) -> None:
     config = json.loads((k25 / "config.json").read_text())
     assert config["model_type"] == "kimi_k25"
     assert "quantization_config" not in config
-    assert config["text_config"] == json.loads((tiny / "config.json").read_text())
+    assert config["text_config"].items() >= json.loads((tiny / "config.json").read_text()).items()
 
 
 def test_split_scatters_partners_and_changes_no_tensor(split: Path, tiny: Path) -> None:
