@@ -60,10 +60,10 @@ def published_config(name: str) -> dict[str, Any]:
 
 
 def complete_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a small K2 config with the fields that it lacks of the published ones, and with K2's rope_scaling."""
+    """Return a small K2 config with the fields that it lacks of the published ones, and with K2's positions."""
     published = published_config("moonshotai/Kimi-K2-Instruct")
     del published["torch_dtype"]  # older files have this in place of dtype
-    return published | config | {"rope_scaling": ROPE_SCALING}
+    return published | config | {"rope_scaling": ROPE_SCALING, "max_position_embeddings": 262144}
 
 
 def k2_config(shape: K2Shape) -> dict[str, Any]:

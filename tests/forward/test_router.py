@@ -31,7 +31,7 @@ def transformers_config(config: dict[str, Any]) -> Any:
     ("num_groups", "chosen_groups", "normalize"), [(1, 1, True), (4, 2, True), (8, 3, False), (2, 2, True)]
 )
 def test_router_equals_transformers(tiny: Path, num_groups: int, chosen_groups: int, normalize: bool) -> None:
-    config = open_checkpoint(tiny).config | {
+    config = open_checkpoint(tiny).parse_config() | {
         "n_routed_experts": 32,
         "num_experts_per_tok": 6,
         "n_group": num_groups,
@@ -53,7 +53,7 @@ def test_router_equals_transformers(tiny: Path, num_groups: int, chosen_groups: 
 
 
 def test_bias_takes_part_in_the_choice_but_not_in_the_weight(tiny: Path) -> None:
-    config = read_router_config(open_checkpoint(tiny).config, where="test")
+    config = read_router_config(open_checkpoint(tiny).parse_config(), where="test")
     hidden, weight = torch.randn(8, 256), torch.randn(16, 256) * 0.05
     bias = torch.zeros(16)
     bias[5] = 10.0

@@ -138,12 +138,12 @@ def test_table_has_a_line_for_every_variant(evaluation: Evaluation) -> None:
     assert "| optimal | FP32 | 22.62 | " in markdown(evaluation)
 
 
-def test_captured_states_serve_the_layer_check(tiny: Path, work: Path, evaluation: Evaluation) -> None:
-    windows = encode(tiny, (tiny / "eval.txt").read_text(), tokens=512)
-    path = capture(tiny, windows, work / "states.safetensors")
-    converted = convert(tiny, work / "k2-tiny-optimal", "optimal")
+def test_captured_states_serve_the_layer_check(trained: Path, work: Path, evaluation: Evaluation) -> None:
+    windows = encode(trained, (trained / "eval.txt").read_text(), tokens=512)
+    path = capture(trained, windows, work / "states.safetensors")
+    converted = convert(trained, work / "k2-tiny-optimal", "optimal")
     report = check_layers(
-        source=open_checkpoint(tiny),
+        source=open_checkpoint(trained),
         converted=open_checkpoint(converted),
         layers=(1, 2, 3),
         hidden_states=path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ EXPERTS = r"model\.layers\.1\.mlp\.experts"
 def tasks_for(source: Path, folder: Path, view_of: KeptExperts = KEPT) -> dict[str, ShardTask]:
     """Plan the source with the experts of `view_of`, for checks against KEPT."""
     whole = open_checkpoint(source)
-    whole = replace(whole, config=whole.config | {"num_experts_per_tok": 2})
+    whole = replace(whole, config_text=json.dumps(whole.config | {"num_experts_per_tok": 2}))
     plan = plan_conversion(source=keep_experts(whole, view_of), recipe=load_recipe("kimi-k2-thinking-nvfp4"))
     return {
         shard.name: ShardTask(
