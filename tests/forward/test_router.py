@@ -76,7 +76,7 @@ def test_moe_block_equals_transformers(tiny: Path, layer: int) -> None:
         for expert, mlp in enumerate(mlps):
             tokens, weights = routing.tokens_of(expert)
             ours.index_add_(0, tokens, mlp(hidden[tokens]) * weights[:, None])
-        theirs = transformers_block(checkpoint.config, reader, stem, mlps, shared)(hidden[None])[0]
+        theirs = transformers_block(checkpoint.parse_config(), reader, stem, mlps, shared)(hidden[None])[0]
     assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
 
 

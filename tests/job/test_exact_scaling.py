@@ -89,7 +89,7 @@ def forward(tiny: Path) -> Forward:
     """Logits and routing of the tiny checkpoint's own network with given weights, on 256 tokens."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    config = open_checkpoint(tiny).config
+    config = open_checkpoint(tiny).parse_config()
     known = {k: v for k, v in config.items() if k not in ("quantization_config", "model_type", "architectures")}
     tokens = encode(tiny, (tiny / "eval.txt").read_text(), tokens=256)
 
