@@ -4,8 +4,9 @@ Memory and bandwidth are those of the system files of aiconfigurator-core 0.12.0
 from nvidia-smi where they had the GPU. It has no DGX Spark: its memory is what an owner of eight reads
 (github.com/Avarok-Cybersecurity/atlas, thread 146, 2026-06-10), its bandwidth is NVIDIA's data sheet's.
 
-FLOP/s are dense, from NVIDIA's data sheets of A100, H100 SXM, H200 SXM, HGX B200 and B300, GB200 and GB300 NVL72 (a
-GPU's part of the rack), and the white paper of RTX PRO Blackwell. NVIDIA names only FP4 for DGX Spark.
+FLOP/s are dense, as pages that quote NVIDIA's tables give them: glennklockwood.com/garden/processors for H100, H200,
+B200 and GB200, hmc-tech.com for B200 and GB200, itkb.uw.cz (2026-06-22) for B300. The other ones are NVIDIA's published
+figures, not looked up again; they only serve estimates. NVIDIA names only FP4 for DGX Spark.
 """
 
 from dataclasses import dataclass
