@@ -43,12 +43,13 @@ class _Call:
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over the tokens of one expert: weighted squares f64 [I], p * ||f(x)||; the largest magnitude."""
+    """Sums over the tokens of one expert: weighted squares f64 [I], p * ||f(x)||, p; the largest magnitude."""
 
     tokens: int = 0
     squares: Tensor | None = None
     amax: float = 0.0
     saliency: float = 0.0
+    router_weight: float = 0.0
 
     def add(self, values: Tensor, weights: Tensor) -> None:
         """Add values f32 [t, I] with weights f64 [t]."""
@@ -128,11 +129,12 @@ class LayerAccumulator:
         self._sample.add(self._x, weights)
         for call in self._calls:
             sums = self._shared if call.expert is None else self._experts.setdefault(call.expert, _Sums())
-            own, norms = weights[call.tokens], call.norms
+            own, norms, routed = weights[call.tokens], call.norms, float(call.tokens.numel())
             if call.weights is not None:
                 p = call.weights.double()
-                own, norms = own * p.square(), norms * p
+                own, norms, routed = own * p.square(), norms * p, float(p.sum())
             sums.add(call.inner, own)
+            sums.router_weight += routed
             sums.saliency += float(norms.sum())
         self._x, self._calls = torch.empty(0), []
 
@@ -169,6 +171,7 @@ class LayerAccumulator:
             down_amax=np.array([sums.amax for sums in experts], dtype=np.float32),
             tokens=np.array([sums.tokens for sums in experts], dtype=np.int64),
             saliency=np.array([sums.saliency / max(1, sums.tokens) for sums in experts], dtype=np.float32),
+            router_weight=np.array([sums.router_weight / self._input.tokens for sums in experts], dtype=np.float32),
             norm_exponents=np.zeros(gate_up.size, dtype=np.int8),
             shared_down_mean_square=self._mean_square(self._shared) if has_shared else None,
             shared_down_amax=np.array([self._shared.amax], dtype=np.float32) if has_shared else None,

@@ -11,6 +11,7 @@
     shared_down.amax          f32 [1]
     tokens                    i64 [E]     routed to each expert
     saliency                  f32 [E]     mean of p * ||f(x)|| over the routed tokens, f the expert (REAP); 0 without
+    router_weight             f32 [E]     mean of p over all tokens of the layer, 0 for a token that is not routed there
     norm_exponents            i8 [K]      a of norm scaling, -4..4: the norm's weight times 2^a, its consumers over 2^a
 
 Mean squares are weighted: a token's weight is 1 / ||h||^2 of the layer's output h, with mean 1 over all tokens of the
@@ -41,6 +42,7 @@ TENSORS: Final[dict[str, tuple[str, type[np.generic], int]]] = {
     "shared_down_mean_square": ("shared_down.mean_square", np.float32, 1),
     "shared_down_amax": ("shared_down.amax", np.float32, 1),
     "saliency": ("saliency", np.float32, 1),
+    "router_weight": ("router_weight", np.float32, 1),
     "norm_exponents": ("norm_exponents", np.int8, 1),
 }
 """Field -> (name in the file, dtype, rank), in the order of the file."""
@@ -61,6 +63,7 @@ class LayerStatistics:
     down_amax: NDArray[np.float32]
     tokens: NDArray[np.int64]
     saliency: NDArray[np.float32]
+    router_weight: NDArray[np.float32]
     norm_exponents: NDArray[np.int8]
     shared_down_mean_square: NDArray[np.float32] | None = None
     shared_down_amax: NDArray[np.float32] | None = None
@@ -88,6 +91,7 @@ class LayerStatistics:
             down_amax=self.down_amax[rows],
             tokens=self.tokens[rows],
             saliency=self.saliency[rows],
+            router_weight=self.router_weight[rows],
         )
 
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -130,6 +134,7 @@ def _shape_problem(layer: LayerStatistics) -> str | None:
         "down.amax": (layer.down_amax.size, experts),
         "tokens": (layer.tokens.size, experts),
         "saliency": (layer.saliency.size, experts),
+        "router_weight": (layer.router_weight.size, experts),
         "shared_down.amax": (1 if shared_amax is None else shared_amax.size, 1),
     }
     for name, (size, expected) in sizes.items():

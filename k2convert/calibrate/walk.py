@@ -93,7 +93,7 @@ def walk_layers(walk: Walk, work: WorkFolder, *, save: Save, events: Events) -> 
             statistics, dropped = _walk_layer(walk, work, reader, layer, events)
         save(statistics, dropped)
         work.sweep(layer + 1)
-        gc.collect()  # a layer refers to itself, and would keep 1 GB of K2
+        gc.collect()  # a layer refers to itself: at the width of K2 the peak is 2.9 GB without this, and 2.2 GB with it
 
 
 def _walk_layer(

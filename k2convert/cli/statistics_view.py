@@ -64,6 +64,7 @@ def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[s
         "down_amax": layer.down_amax.tolist(),
         "shared_down_amax": None if shared is None else float(shared[0]),
         "saliency": layer.saliency.tolist(),
+        "router_weight": layer.router_weight.tolist(),
     }
 
 

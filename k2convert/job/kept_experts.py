@@ -63,9 +63,9 @@ def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRec
         found = open_statistics(path)
         check_statistics_source(found, checkpoint)
         _check_norms(found, source, hub)
-        scores, choices = _per_expert(found, architecture)
+        scores, weights = _per_expert(found, architecture)
         kept = choose_experts(scores, _needed(count, path), checkpoint.config)
-        shares = left_out(kept, scores, choices)
+        shares = left_out(kept, scores, weights)
         record = PruningRecord(kept, architecture.num_experts, _statistics_phrase(found), shares)
     else:
         with remedy(_REMEDY):
@@ -173,19 +173,19 @@ def _needed(count: int | None, path: Path) -> int:
     return count
 
 
-def _per_expert(found: Statistics, architecture: Architecture) -> tuple[dict[int, list[float]], dict[int, list[int]]]:
-    """Return the saliency of every expert, and how often the router chose it, by layer."""
+def _per_expert(found: Statistics, architecture: Architecture) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+    """Return the saliency and the router's weight of every expert, by layer."""
     scores: dict[int, list[float]] = {}
-    choices: dict[int, list[int]] = {}
+    weights: dict[int, list[float]] = {}
     for number in architecture.moe_layers:
         layer = found.layer(number)
-        scores[number], choices[number] = layer.saliency.tolist(), layer.tokens.tolist()
+        scores[number], weights[number] = layer.saliency.tolist(), layer.router_weight.tolist()
         if layer.num_experts != architecture.num_experts:
             raise CalibrationError(
                 f"{found.path}: layer {number} has {layer.num_experts} experts, but the source has "
                 f"{architecture.num_experts}. Make statistics of this source with `k2convert calibrate`."
             )
-    return scores, choices
+    return scores, weights
 
 
 def _statistics_phrase(found: Statistics) -> str:

@@ -1,11 +1,11 @@
 """Which experts a result keeps: the part `pruning` of the ledger and of a job. A result with all experts has none.
 
     {"of": 384, "chosen_by": "REAP saliency on code.txt" or null, "experts": {"1": [0, 5, ..], "2": ..},
-     "left_out": {"1": {"score": 0.12, "choices": 0.2}, "2": ..}}
+     "left_out": {"1": {"score": 0.12, "router_weight": 0.2}, "2": ..}}
 
 `experts` maps each MoE layer to the numbers of its kept experts in the source, ascending; `of` is how many the source
 has. `left_out`, only if the scores are known, has the shares of each layer that the dropped experts had: of the scores,
-and of the choices of the router, which only statistics count (else null). It is also the form of a file for `run
+and of the router's weight, which only statistics have (else null). It is also the form of a file for `run
 --keep-experts`, where only `experts` is required. This module is the only one that knows the form.
 """
 
@@ -29,10 +29,10 @@ _DIGITS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """The shares of a layer that its dropped experts had: of all scores, and of the router's choices, if counted."""
+    """The shares of a layer that its dropped experts had: of all scores, and of the router's weight, if known."""
 
     score: float
-    choices: float | None
+    router_weight: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class PruningRecord:
     def shares(self) -> dict[str, dict[int, float]]:
         """The shares left out of each layer, by what they are shares of; empty if the scores are not known."""
         found = self.left_out or {}
-        choices = {layer: part.choices for layer, part in found.items() if part.choices is not None}
+        weights = {layer: part.router_weight for layer, part in found.items() if part.router_weight is not None}
         scores = {layer: part.score for layer, part in found.items()}
-        shares = {"saliency": scores, "router's choices": choices} if choices else {"scores": scores}
+        shares = {"saliency": scores, "router's weight": weights} if weights else {"scores": scores}
         return shares if found else {}
 
     def view(self, source: Checkpoint) -> Checkpoint:
@@ -105,14 +105,14 @@ class PruningRecord:
 
 
 def left_out(
-    kept: KeptExperts, scores: Mapping[int, Sequence[float]], choices: Mapping[int, Sequence[int]] | None = None
+    kept: KeptExperts, scores: Mapping[int, Sequence[float]], weights: Mapping[int, Sequence[float]] | None = None
 ) -> dict[int, LeftOut] | None:
     """Return the shares of the experts that are not kept; None if there are scores of which there are no shares."""
     if any(min(values) < 0 or not 0 < sum(values) < math.inf for values in scores.values()):
         return None
-    counted = choices or {}
+    known = weights or {}
     return {
-        layer: LeftOut(_share(scores[layer], experts), _share(counted[layer], experts) if layer in counted else None)
+        layer: LeftOut(_share(scores[layer], experts), _share(known[layer], experts) if layer in known else None)
         for layer, experts in kept.layers.items()
     }
 
@@ -141,10 +141,12 @@ def parse_left_out(document: Any, *, layers: Mapping[int, Any]) -> dict[int, Lef
 
 def _parse_shares(layer: int, document: Any) -> LeftOut:
     stated = cast(dict[str, Any], document) if isinstance(document, dict) else {}
-    score, choices = stated.get("score"), stated.get("choices")
-    if set(stated) == {"score", "choices"} and _is_share(score) and (choices is None or _is_share(choices)):
-        return LeftOut(cast(float, score), choices)
-    raise ValueError(f"left_out: layer {layer} does not have the shares 'score' and 'choices', numbers from 0 to 1")
+    score, weight = stated.get("score"), stated.get("router_weight")
+    if set(stated) == {"score", "router_weight"} and _is_share(score) and (weight is None or _is_share(weight)):
+        return LeftOut(cast(float, score), weight)
+    raise ValueError(
+        f"left_out: layer {layer} does not have the shares 'score' and 'router_weight', numbers from 0 to 1"
+    )
 
 
 def _is_share(value: object) -> bool:

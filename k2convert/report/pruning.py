@@ -45,7 +45,7 @@ def sentences(record: PruningRecord, checks: Checks | None = None) -> tuple[str,
 
 
 def left_out_sentences(record: PruningRecord) -> tuple[str, ...]:
-    """Return which share of the scores, and of the router's choices, was left out, or that this is not known."""
+    """Return which share of the scores, and of the router's weight, was left out, or that this is not known."""
     if record.left_out is None:
         return (
             "The list came without scores, so it is not known which share of them was left out. A statistics file, "
@@ -58,7 +58,7 @@ def layer_table(record: PruningRecord, checks: Checks | None = None) -> tuple[li
     """Return columns and rows of the shares left out of each layer; no rows if none is known."""
     shares = record.shares
     if checks is not None and checks.router_weights:
-        shares["router's weight"] = dict(checks.router_weights)
+        shares["router's weight, in validate,"] = dict(checks.router_weights)
     rows = [
         [str(layer), *(f"{100 * found[layer]:.1f} %" if layer in found else "" for found in shares.values())]
         for layer in record.kept.layers

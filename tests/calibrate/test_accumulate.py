@@ -86,6 +86,7 @@ def straightforward(seen: dict[str, Tensor], mlps: dict[str, Any], number: int) 
         saliency.append((p * norms).sum() / max(1, tokens.numel()))
     found |= {"down.mean_square": torch.stack(rows), "down.amax": torch.stack(amax), "saliency": torch.stack(saliency)}
     found["tokens"] = torch.tensor([tokens.numel() for tokens, _ in routed])
+    found["router_weight"] = torch.stack([p.sum() for _, p in routed]) / x.shape[0]
     return {name: array.numpy() for name, array in found.items()}
 
 

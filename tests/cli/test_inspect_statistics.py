@@ -66,9 +66,10 @@ def test_the_document_has_every_experts_tokens(tmp_path: Path, capsys: pytest.Ca
     assert found["layers"]["1"]["fallback"] == [3]
     assert found["layers"]["1"]["saliency"] == pytest.approx(layer.saliency.tolist())
     assert sum(found["layers"]["1"]["exponents"].values()) == 64
-    assert found["layers"]["0"] | {"tokens": [], "gate_up_amax": 0, "down_amax": [], "saliency": []} == {
+    arrays = {"tokens": [], "gate_up_amax": 0, "down_amax": [], "saliency": [], "router_weight": []}
+    assert found["layers"]["0"] | arrays == {
         "dense": True, "tokens": [], "fallback": [], "exponents": {"0": 64}, "gate_up_amax": 0, "down_amax": [],
-        "shared_down_amax": None, "saliency": [],
+        "shared_down_amax": None, "saliency": [], "router_weight": [],
     }  # fmt: skip
     assert found["exponents_digest"] is not None
 

@@ -36,7 +36,7 @@ REAP = {
 
 def read(path: Path, source: Path, experts: int | None = None, **config: Any) -> PruningRecord:
     checkpoint = open_checkpoint(source)
-    checkpoint = replace(checkpoint, config=checkpoint.config | config)
+    checkpoint = replace(checkpoint, config_text=json.dumps(checkpoint.config | config))
     recipe = load_recipe(RECIPE, keep_experts=str(path), experts=experts)
     pruning = prune_source(Source(checkpoint), recipe, hub=Hub()).pruning
     assert pruning is not None
@@ -104,9 +104,8 @@ def test_the_saliency_of_statistics_chooses(tiny: Path, statistics: Path, tmp_pa
         dropped = [expert for expert in range(16) if expert not in kept]
         assert found.left_out is not None
         assert found.left_out[number].score == pytest.approx(saliency[dropped].sum() / saliency.sum(), abs=1e-5)
-        assert found.left_out[number].choices == pytest.approx(
-            layer.tokens[dropped].sum() / layer.tokens.sum(), abs=1e-5
-        )
+        weight = layer.router_weight
+        assert found.left_out[number].router_weight == pytest.approx(weight[dropped].sum() / weight.sum(), abs=1e-5)
     assert found.scores == "REAP saliency on 8,192 tokens of emma.txt, a text"
     again = read(written(tmp_path / "again.json", found.to_dict()), tiny)
     assert again == found, "the shares travel with the list"
@@ -207,7 +206,7 @@ FORMS = "Pass {"
         (with_layer([*range(7), True]), None, "List each expert by its number in the source."),
         (LIST | {"chosen_by": 5}, None, "Shorten 'chosen_by', or leave it out."),
         (LIST | {"left_out": {"1": {}}}, None, "Leave out 'left_out'."),
-        (LIST | {"left_out": in_each_layer({"score": 1.5, "choices": None})}, None, "Leave out 'left_out'."),
+        (LIST | {"left_out": in_each_layer({"score": 1.5, "router_weight": None})}, None, "Leave out 'left_out'."),
         ({"scores": in_each_layer(["1"] * 16)}, 8, "Give each expert one finite number."),
         (REAP | {"a.layers.3.mlp": EIGHT}, None, "Pass the report as llm-compressor wrote it."),
         (LIST | {"keep": 8}, None, "or scores: the README has the forms."),

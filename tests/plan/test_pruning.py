@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def test_the_plan_of_the_view_is_the_plan_of_the_pruned_checkpoint(view: Checkpo
 
 
 def with_config(source: Checkpoint, **changes: Any) -> Checkpoint:
-    return replace(source, config=source.config | changes)
+    return replace(source, config_text=json.dumps(source.config | changes))
 
 
 LAYERS = (1, 2, 3)

@@ -78,7 +78,7 @@ def test_the_shares_left_out_are_in_report_and_card_layer_by_layer(
 ) -> None:
     ledger = pruned / "k2convert.json"
     before = ledger.read_bytes()
-    shares = {"1": {"score": 0.125, "choices": 0.2}, "2": {"score": 0.25, "choices": 0.4}}
+    shares = {"1": {"score": 0.125, "router_weight": 0.2}, "2": {"score": 0.25, "router_weight": 0.4}}
     layer = {"layer": 2, "errors": [], "failures": [], "router_unchanged": True}
     document = validation_document(validated) | {
         "layers": {
@@ -95,12 +95,13 @@ def test_the_shares_left_out_are_in_report_and_card_layer_by_layer(
     page, text = files.page.read_text().replace("&#39;", "'"), files.markdown.read_text()
     for found in (page, text, body):
         assert "Left out of the saliency: 18.8 % on average, at most 25.0 % (layer 2)" in found
-        assert "Left out of the router's choices: 30.0 % on average, at most 40.0 % (layer 2)" in found
+        assert "Left out of the router's weight: 30.0 % on average, at most 40.0 % (layer 2)" in found
     for found in (page, text):
         assert "Left out of the router's weight, text: eval.txt: 30.0 % on average, at most 30.0 % (layer 2)" in found
+    assert "| layer | saliency left out | router's weight left out | router's weight, in validate, left out |" in text
     assert "| 1 | 12.5 % | 20.0 % |  |" in text
     assert "| 2 | 25.0 % | 40.0 % | 30.0 % |" in text
-    assert "| layer | saliency left out | router's choices left out |" in body
+    assert "| layer | saliency left out | router's weight left out |" in body
     assert "| 2 | 25.0 % | 40.0 % |" in body
     left_out = figures_document(files.report)["pruning"]["left_out"]
     assert left_out == shares
