@@ -1,7 +1,7 @@
 """How a job uses the machine and the disk, decided from headers before it starts."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +13,7 @@ from k2convert.errors import DiskFullError
 from k2convert.job.feedback_plan import FeedbackPlan
 from k2convert.job.places import Destination, Source
 from k2convert.job.room import DiskPlan, Item, existing_parent, plan_disk, used_bytes
-from k2convert.plan.plan import Plan
+from k2convert.plan.plan import Plan, ShardJob
 
 RECORD_BYTES: Final = 2048  # journal and upload record of one projection
 SHARD_RECORD_BYTES: Final = 8192
@@ -50,24 +50,25 @@ class Limits:
 
 def output_headers(plan: Plan) -> dict[str, ShardHeader]:
     """Return the headers of the output shards as they will be written."""
-    headers: dict[str, ShardHeader] = {}
-    for job in plan.jobs:
-        outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in job.outputs]
-        raw = encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
-        headers[job.name] = parse_header(raw, shard=job.name, file_bytes=len(raw) + job.data_bytes)
-    return headers
+    encoded = ((job, _encoded_header(job)) for job in plan.jobs)
+    return {job.name: parse_header(raw, shard=job.name, file_bytes=len(raw) + job.data_bytes) for job, raw in encoded}
 
 
-def output_items(plan: Plan, walk: FeedbackPlan | None = None) -> tuple[Item, ...]:
-    """Return the output shards with their exact sizes; with a walk, in the order of the last layer of each."""
-    sizes, jobs = output_headers(plan), plan.jobs
-    if walk is not None:
-        jobs = sorted(jobs, key=lambda job: walk.needs[job.name].last)
-    return tuple(Item(j.name, tuple(j.source_shards), sizes[j.name].file_bytes) for j in jobs)
+def output_items(plan: Plan) -> tuple[Item, ...]:
+    """Return the output shards with their exact sizes. It encodes every header: 1 second for K2."""
+    return tuple(
+        Item(job.name, tuple(job.source_shards), len(_encoded_header(job)) + job.data_bytes) for job in plan.jobs
+    )
+
+
+def _encoded_header(job: ShardJob) -> bytes:
+    outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in job.outputs]
+    return encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
 
 
 def plan_limits(
     plan: Plan,
+    items: Sequence[Item],
     source: Source,
     destination: Destination,
     *,
@@ -78,7 +79,6 @@ def plan_limits(
 ) -> Limits:
     """Decide how a job uses the machine and the disk; raises DiskFullError for a `max_disk` that is not there."""
     folder, remote, goes_to_hub = source.checkpoint.folder, source.remote, destination.repo is not None
-    items = output_items(plan, walk)
     source_bytes = {name: remote.shard(name).num_bytes for name in source.checkpoint.headers} if remote else {}
     existing = existing_parent(destination.folder)
     free = shutil.disk_usage(existing).free

@@ -1,6 +1,6 @@
 """Plan a job: what to convert, where to, and how it uses the machine and the disk. Writes nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class Job:
     card: SourceCard
     is_published: bool
     plan: Plan
+    items: tuple[Item, ...]
     description: JobDescription
     limits: Limits
     finished: dict[str, ShardRecord]
@@ -85,11 +86,6 @@ class Job:
     @property
     def downloads(self) -> Path:
         return self.destination.folder / WORK_FOLDER / DOWNLOADS_FOLDER
-
-    @property
-    def items(self) -> tuple[Item, ...]:
-        """The output shards with their exact sizes."""
-        return output_items(self.plan, self.feedback)
 
     @property
     def bytes_in(self) -> int:
@@ -131,6 +127,7 @@ def prepare(
     recipe = settle_recipe(recipe, has_statistics=statistics is not None, has_text=text is not None)
     calibration = None if statistics is None else choose_calibration(statistics, recipe=recipe, source=source)
     plan = _plan(source, recipe, calibration, has_text=text is not None)
+    items = output_items(plan)
     refuse_links(folder, shards=[shard.name for shard in plan.jobs], sidecars=list_sidecars(checkpoint.folder))
     devices, walk = _cluster_devices(device) if on_cluster else choose_devices(device), None
     description = _describe(plan, source, statistics, walk=None if text is None else text.identity(devices))
@@ -140,10 +137,12 @@ def prepare(
     if text is not None:
         walk = plan_feedback(text, source=source, destination=folder, plan=plan, job=description, hub=hub)
         calibrated = _kept_calibration(folder, description)
+        needs = walk.needs
+        items = tuple(sorted(items, key=lambda item: needs[item.name].last))
     finished = Journal(folder).finished(description.digest)
     target, card, published = None, SourceCard(), False
     if destination.repo is not None:
-        target = _check_target(plan, source, destination, repo=destination.repo, private=private, hub=hub)
+        target = _check_target(plan, items, source, destination, repo=destination.repo, private=private, hub=hub)
         card = accepted_card(hub, source.card)
         published = is_published(hub, target, description.fingerprint)
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
@@ -158,8 +157,11 @@ def prepare(
         card=card,
         is_published=published,
         plan=plan,
+        items=items,
         description=description,
-        limits=plan_limits(plan, source, destination, devices=devices, workers=chosen, max_disk=max_disk, walk=walk),
+        limits=plan_limits(
+            plan, items, source, destination, devices=devices, workers=chosen, max_disk=max_disk, walk=walk
+        ),
         finished=finished,
         calibration=calibration,
         calibrated=calibrated,
@@ -244,7 +246,14 @@ def source_identities(source: Source) -> Identities:
 
 
 def _check_target(
-    plan: Plan, source: Source, destination: Destination, *, repo: str, private: bool, hub: Hub
+    plan: Plan,
+    items: Sequence[Item],
+    source: Source,
+    destination: Destination,
+    *,
+    repo: str,
+    private: bool,
+    hub: Hub,
 ) -> Target:
     check_endpoint()
     if plan.recipe.target != "nvfp4":
@@ -252,7 +261,7 @@ def _check_target(
             f"--to {plan.recipe.target} needs a folder as destination: only NVFP4 checkpoints are validated and "
             "published."
         )
-    file_bytes = {item.name: item.output_bytes for item in output_items(plan)}
+    file_bytes = {item.name: item.output_bytes for item in items}
     return check_target(
         hub,
         repo=repo,
