@@ -121,4 +121,4 @@ def gather_statistics(work: WorkFolder, path: Path, header: StatisticsHeader, *,
 
 def source_fields(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a conversion's fingerprint that statistics depend on too."""
-    return {key: fingerprint[key] for key in ("k2convert", "source_revision", "source_headers", "source_config")}
+    return {key: fingerprint[key] for key in ("arithmetic", "source_revision", "source_headers", "source_config")}

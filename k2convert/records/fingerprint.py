@@ -1,4 +1,7 @@
-"""The fingerprint of a job: everything that the bytes of its result depend on."""
+"""The fingerprint of a job: everything that the bytes of its result depend on.
+
+The version of the package is not a part: every version with the same arithmetic continues the job.
+"""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +9,6 @@ from typing import Any, Final
 
 from blake3 import blake3
 
-from k2convert import __version__
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.plan.recipe import Recipe
 from k2convert.records.pruning import PruningRecord
@@ -38,7 +40,6 @@ def job_fingerprint(
     """
     config = blake3(json.dumps(source.config, sort_keys=True).encode())
     identity: dict[str, Any] = {
-        "k2convert": __version__,
         "arithmetic": ARITHMETIC_VERSION,
         "source_revision": revision,
         "source_headers": source_digest(source),

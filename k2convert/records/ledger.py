@@ -31,7 +31,6 @@ from k2convert.records.shard_record import ShardRecord
 T = TypeVar("T")
 
 _FINGERPRINT_TYPES: Final[dict[str, tuple[type, ...]]] = {
-    "k2convert": (str,),
     "arithmetic": (int,),
     "source_revision": (str, NoneType),
     "source_headers": (str,),

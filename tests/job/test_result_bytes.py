@@ -40,7 +40,7 @@ LEDGERS = {
 
 def ledger_digest(path: Path) -> str:
     ledger = json.loads(path.read_text())
-    del ledger["versions"], ledger["k2convert"], ledger["fingerprint"]["k2convert"]
+    del ledger["versions"], ledger["k2convert"]
     ledger["totals"] = {role: sorted(figures) for role, figures in ledger["totals"].items()}
     return blake3(json.dumps(ledger).encode()).hexdigest()[:32]
 

@@ -1,0 +1,64 @@
+"""A job that one version began is continued by another with the same arithmetic, and refused by name without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.fixture_maker import make_cut
+
+AS_VERSION = """
+import sys, k2convert
+k2convert.__version__ = sys.argv[1]
+from k2convert.records import fingerprint
+fingerprint.ARITHMETIC_VERSION += int(sys.argv[2])
+from k2convert.cli.app import main
+main(sys.argv[3:])
+"""
+
+
+def run(version: str, *words: str | Path, arithmetic: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", AS_VERSION, version, str(arithmetic), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def unfinished(source: Path, out: Path, version: str) -> dict[str, bytes]:
+    """A job of `version` that was killed before its last shard; returns the shards it would have had."""
+    assert run(version, "run", source, out, "--device", "cpu").returncode == 0
+    shards = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+    last = max(shards)
+    (out / last).unlink()
+    (out / "config.json").unlink()
+    (out / "model.safetensors.index.json").unlink()
+    for path in (out / ".k2convert").rglob(f"{last}*"):
+        path.unlink()
+    return shards
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_cut(tmp_path_factory.mktemp("versions") / "cut")
+
+
+def test_the_next_version_continues_a_job(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shards = unfinished(small, out, "0.1.7")
+    times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    assert times
+    done = run("0.1.8", "run", small, out, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert {path.name: path.read_bytes() for path in out.glob("*.safetensors")} == shards
+    assert {name: (out / name).stat().st_mtime_ns for name in times} == times, "finished shards stay"
+    assert "k2convert 0.1.8" in (out / "hf_quant_config.json").read_text()
+
+
+def test_another_arithmetic_is_refused_by_name(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    unfinished(small, out, "0.1.7")
+    done = run("0.1.7", "run", small, out, "--device", "cpu", arithmetic=1)
+    assert done.returncode == 1
+    assert "holds a different job: arithmetic was 1, now 2." in done.stderr
+    assert not (out / "config.json").exists()
