@@ -272,14 +272,14 @@ def recipes(as_json: JsonOption = False) -> None:
     """List the recipes that come with k2convert, and whom each serves."""
     from k2convert.cli import console
     from k2convert.cli.views import show_recipe
-    from k2convert.plan.recipe import load_recipe, recipe_purpose, shipped_recipes
+    from k2convert.plan.recipe import load_recipe, shipped_recipes
 
-    found = [(load_recipe(name), recipe_purpose(name)) for name in shipped_recipes()]
+    found = [load_recipe(name) for name in shipped_recipes()]
     if as_json:
-        console.print_json([recipe.document() | {"serves": purpose} for recipe, purpose in found])
+        console.print_json([recipe.document() | {"purpose": recipe.purpose} for recipe in found])
         return
-    for recipe, purpose in found:
-        show_recipe(recipe, purpose)
+    for recipe in found:
+        show_recipe(recipe)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

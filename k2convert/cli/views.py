@@ -302,11 +302,11 @@ def show_progress(progress: Mapping[str, Any], age: float) -> None:
         print_line(f"ETA {format_seconds(progress['seconds_left'])}")
 
 
-def show_recipe(recipe: Recipe, purpose: str) -> None:
+def show_recipe(recipe: Recipe) -> None:
     """Print a recipe by its name: whom it serves, what it converts and how. Lines have at most 80 columns."""
     family, roles = recipe.family or "any family", ", ".join(recipe.roles)
     terms = f"{family}; {roles}; rule {recipe.rule}; {recipe.activations}; layout {recipe.layout}"
     print_line(recipe.name)
-    for text in (purpose, terms):
+    for text in (recipe.purpose, terms):
         for line in textwrap.wrap(text, 76, break_long_words=False, break_on_hyphens=False):
             print_line(f"    {line}")

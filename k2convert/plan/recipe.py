@@ -4,7 +4,6 @@ A recipe names roles, never regular expressions. Unknown keys are refused: a mis
 result without a message.
 """
 
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
 
@@ -59,11 +58,13 @@ class Budget(BaseModel):
 class Recipe(BaseModel):
     """One kind of result: which roles become NVFP4, by which rule, in which layout, and which experts are kept.
 
+    `purpose` is one sentence for people: whom the recipe serves. The result does not depend on it.
     `keep_experts` is the path of a file that lists or scores the experts, `experts` how many to keep by scores.
     """
 
     model_config = _FORBID
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    purpose: str = ""
     family: Annotated[str, AfterValidator(_is_family)] | None = None
     target: Target = "nvfp4"
     layout: Layout = "modelopt"
@@ -97,8 +98,9 @@ class Recipe(BaseModel):
         """Return the resolved recipe as plain data, with every default; `norm_scaling` only if it is set.
 
         Without the experts to keep: the ledger has them themselves (records/pruning.py), wherever they were read from.
+        Without the purpose.
         """
-        document = self.model_dump(mode="json", exclude={"keep_experts", "experts"})
+        document = self.model_dump(mode="json", exclude={"keep_experts", "experts", "purpose"})
         if self.norm_scaling is None:
             del document["norm_scaling"]
         return document
@@ -114,14 +116,6 @@ def recipes_folder() -> Path:
 def shipped_recipes() -> list[str]:
     """Return the names of the recipes that come with k2convert."""
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
-
-
-def recipe_purpose(name: str) -> str:
-    """Return whom a shipped recipe serves: the first sentence of the comment at the top of its file, or nothing."""
-    lines = (recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    comment = " ".join(line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
-    sentence = comment.split(". ", 1)[0].rstrip(".")
-    return f"{sentence}." if sentence else ""
 
 
 def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:

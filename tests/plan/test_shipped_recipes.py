@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from k2convert.plan.recipe import Recipe, load_recipe, recipe_purpose, shipped_recipes
+from k2convert.plan.recipe import Recipe, load_recipe, shipped_recipes
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_says_whom_it_serves(name: str) -> None:
-    purpose = recipe_purpose(name)
+    purpose = load_recipe(name).purpose
     assert purpose.startswith("For ")
     assert purpose.endswith(".")
     assert 30 < len(purpose) < 160
@@ -27,10 +27,9 @@ def test_names_are_whole_and_lines_are_short(columns: str, run_cli: RunCli) -> N
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == shipped_recipes()
     words = " ".join(done.stdout.split())
-    assert all(recipe_purpose(name) in words for name in shipped_recipes())
+    assert all(load_recipe(name).purpose in words for name in shipped_recipes())
 
 
 def test_json_has_the_recipes_and_whom_they_serve(run_cli: RunCli) -> None:
     documents = json.loads(run_cli("recipes", "--json").stdout)
-    assert [document.pop("serves") for document in documents] == [recipe_purpose(name) for name in shipped_recipes()]
     assert [Recipe.model_validate(document) for document in documents] == [load_recipe(n) for n in shipped_recipes()]
