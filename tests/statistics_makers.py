@@ -45,7 +45,7 @@ def moe_layer(number: int = 1, *, experts: int = 4, hidden: int = 64, width: int
         down_amax=draw(experts),
         tokens=tokens.astype(np.int64),
         saliency=draw(experts),
-        router_weight=draw(experts),
+        router_weight=np.linspace(0.5, 1.0, experts, dtype=np.float32),
         norm_exponents=generator.integers(-4, 5, hidden).astype(np.int8),
         shared_down_mean_square=draw(2 * width),
         shared_down_amax=draw(1),

@@ -197,7 +197,10 @@ def test_statistics_of_the_source_count_for_the_kept_experts(small: Path, tmp_pa
     words = ("--keep-experts", keep, "--quiet")
     assert run("run", small, tmp_path / "ours", *words, "--statistics", of_source) == 0
     assert run("run", small, tmp_path / "int4", *words, *INT4) == 0
-    found, per_expert = open_statistics(of_source), ("down_mean_square", "down_amax", "tokens", "saliency")
+    found, per_expert = (
+        open_statistics(of_source),
+        ("down_mean_square", "down_amax", "tokens", "saliency", "router_weight"),
+    )
     layers = [found.layer(0)]
     for number, rows in KEPT.items():
         layer = found.layer(number)
