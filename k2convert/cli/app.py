@@ -63,7 +63,7 @@ def _root(
 
 @app.command()
 def inspect(source: InspectedArgument, as_json: JsonOption = False) -> None:
-    """Say what a checkpoint is, from its headers, or what a statistics file says."""
+    """Describe a checkpoint, from its headers, or a statistics file."""
     if Path(source).is_file():
         from k2convert.cli.statistics_view import inspect_statistics
 
@@ -93,7 +93,9 @@ def inspect(source: InspectedArgument, as_json: JsonOption = False) -> None:
 @app.command()
 @takes(FitOptions)
 def fit(options: FitOptions) -> None:
-    """Say from its headers which GPUs hold CHECKPOINT, and with how much KV cache. Exit code 3 if it does not fit."""
+    """Show which GPUs hold a checkpoint, and with how much KV cache. Needs its headers only. Exit code 3 if it does not
+    fit.
+    """
     from k2convert.cli.fit import fit
 
     fit(options)
@@ -102,7 +104,9 @@ def fit(options: FitOptions) -> None:
 @app.command()
 @takes(RunOptions)
 def run(options: RunOptions) -> None:
-    """Convert SOURCE into DESTINATION, each a folder or a repository of the Hub. Running it again resumes."""
+    """Convert an INT4 checkpoint to NVFP4. Source and destination are folders or hf:// repositories. Running it again
+    resumes.
+    """
     from k2convert.cli.run import run
 
     run(options)
@@ -111,7 +115,9 @@ def run(options: RunOptions) -> None:
 @app.command()
 @takes(CalibrateOptions)
 def calibrate(options: CalibrateOptions) -> None:
-    """Run SOURCE over text, layer by layer, and write STATISTICS for `run --statistics`. Running it again resumes."""
+    """Collect statistics of activations on a text. It computes SOURCE layer by layer and writes STATISTICS for `run
+    --statistics`. Running it again resumes.
+    """
     from k2convert.cli.calibrate import calibrate
 
     calibrate(options)
@@ -119,7 +125,7 @@ def calibrate(options: CalibrateOptions) -> None:
 
 @app.command()
 def status(destination: StatusArgument, as_json: JsonOption = False) -> None:
-    """Say how far a conversion or a calibration is, and where it was published."""
+    """Show how far a conversion or a calibration is. For a finished one: where it was published."""
     from k2convert.cli.status import status
 
     status(destination, as_json=as_json)
@@ -157,7 +163,9 @@ def validate(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Check a converted checkpoint: servable contract, weight error, MoE layers. Exit code 3 if it fails."""
+    """Check a converted checkpoint and measure its error. It checks the servable contract, every weight, and MoE
+    layers on request. Exit code 3 if it fails.
+    """
     if source is None and (layers or against or reference or statistics):
         raise typer.BadParameter("--layers, --against, --reference and --statistics need --source")
     if layers and against and any(str(text).startswith("hf://") for text in (destination, source)):
@@ -210,7 +218,7 @@ def report(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write report.html, report.md and report.png: what the conversion changed, in numbers and charts."""
+    """Write a report as page, Markdown and picture. The files are report.html, report.md and report.png."""
     if source is not None and validation is not None:
         raise typer.BadParameter("--validation replaces the measurement: leave out --source")
     if statistics is not None and source is None:
@@ -249,7 +257,7 @@ def publish(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Validate a converted checkpoint and publish it on the Hub, in one commit on main or a branch."""
+    """Validate a converted checkpoint and publish it on the Hub. It makes one commit, on main or a branch."""
     if statistics is not None and source is None:
         raise typer.BadParameter("--statistics needs --source")
     from k2convert.cli.publish import publish
@@ -269,7 +277,7 @@ def publish(
 
 @app.command()
 def recipes(as_json: JsonOption = False) -> None:
-    """List the recipes that come with k2convert, and whom each serves."""
+    """List the recipes that come with k2convert."""
     from k2convert.cli import console
     from k2convert.cli.views import show_recipe
     from k2convert.plan.recipe import load_recipe, shipped_recipes
