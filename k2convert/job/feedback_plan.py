@@ -7,7 +7,7 @@
 The walk is at most AHEAD layers ahead of the shards, so that few converted layers wait on the disk.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ from k2convert.hub.client import Hub
 from k2convert.job.layer_shards import LayerShards, layer_ranges
 from k2convert.job.machine import device_name
 from k2convert.job.places import Source
+from k2convert.job.room import Item
 from k2convert.job.statistics_file import (
     check_statistics_path,
     found_header,
@@ -110,6 +111,10 @@ class FeedbackPlan:
     def num_layers(self) -> int:
         """Every decoder layer."""
         return self.architecture.num_layers
+
+    def in_order(self, items: Iterable[Item]) -> tuple[Item, ...]:
+        """Return the shards in the order of the last layer of each."""
+        return tuple(sorted(items, key=lambda item: self.needs[item.name].last))
 
     @property
     def held_out_windows(self) -> int:

@@ -120,9 +120,10 @@ def prepare(
     `statistics` are for rules and norm scaling, `text` is for rule feedback; RecipeError, CalibrationError if they do
     not fit.
     """
-    hub = hub or Hub()
-    checkpoint, folder = source.checkpoint, destination.folder
+    hub, checkpoint, folder = hub or Hub(), source.checkpoint, destination.folder
     _check_pruning(source, recipe, text)
+    if recipe.quantizer == "reference" and recipe.target == "nvfp4":
+        require_extra("reference", purpose="the reference quantizer")
     check_destination(folder, source=checkpoint.folder if source.remote is None else None)
     recipe = settle_recipe(recipe, has_statistics=statistics is not None, has_text=text is not None)
     calibration = None if statistics is None else choose_calibration(statistics, recipe=recipe, source=source)
@@ -137,31 +138,24 @@ def prepare(
     if text is not None:
         walk = plan_feedback(text, source=source, destination=folder, plan=plan, job=description, hub=hub)
         calibrated = _kept_calibration(folder, description)
-        needs = walk.needs
-        items = tuple(sorted(items, key=lambda item: needs[item.name].last))
+        items = walk.in_order(items)
     finished = Journal(folder).finished(description.digest)
-    target, card, published = None, SourceCard(), False
-    if destination.repo is not None:
-        target = _check_target(plan, items, source, destination, repo=destination.repo, private=private, hub=hub)
-        card = accepted_card(hub, source.card)
-        published = is_published(hub, target, description.fingerprint)
-    if recipe.quantizer == "reference" and recipe.target == "nvfp4":
-        require_extra("reference", purpose="the reference quantizer")
-    num_pending = sum(shard.name not in finished for shard in plan.jobs)
-    chosen = min(choose_workers(workers, num_devices=len(devices)), max(num_pending, 1))
+    target = _check_target(plan, items, source, destination, private=private, hub=hub)
+    workers = min(choose_workers(workers, num_devices=len(devices)), max(len(items) - len(finished), 1))
+    limits = plan_limits(
+        plan, items, source, destination, devices=devices, workers=workers, max_disk=max_disk, walk=walk
+    )
     return Job(
         source=source,
         destination=destination,
         hub=hub,
         target=target,
-        card=card,
-        is_published=published,
+        card=SourceCard() if target is None else accepted_card(hub, source.card),
+        is_published=target is not None and is_published(hub, target, description.fingerprint),
         plan=plan,
         items=items,
         description=description,
-        limits=plan_limits(
-            plan, items, source, destination, devices=devices, workers=chosen, max_disk=max_disk, walk=walk
-        ),
+        limits=limits,
         finished=finished,
         calibration=calibration,
         calibrated=calibrated,
@@ -251,10 +245,12 @@ def _check_target(
     source: Source,
     destination: Destination,
     *,
-    repo: str,
     private: bool,
     hub: Hub,
-) -> Target:
+) -> Target | None:
+    """Check the repository that the result goes to, if it goes to one; raises HubError, PlanError."""
+    if destination.repo is None:
+        return None
     check_endpoint()
     if plan.recipe.target != "nvfp4":
         raise PlanError(
@@ -264,7 +260,7 @@ def _check_target(
     file_bytes = {item.name: item.output_bytes for item in items}
     return check_target(
         hub,
-        repo=repo,
+        repo=destination.repo,
         private=private,
         file_bytes=file_bytes,
         licence=source.card.licence,
