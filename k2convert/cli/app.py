@@ -26,6 +26,7 @@ from k2convert.cli.options import (
     JsonOption,
     PublicOption,
     QuietOption,
+    RevisionOption,
     RunOptions,
     SourceOption,
     StatisticsOption,
@@ -34,6 +35,7 @@ from k2convert.cli.options import (
     existing_place,
     new_place,
     not_address,
+    on_branch,
     takes,
 )
 from k2convert.errors import InvalidCheckpointError, K2ConvertError, visible
@@ -243,6 +245,7 @@ def publish(
         str,
         typer.Option(help="Repository: owner/name[@branch].", callback=not_address, show_default=False),
     ],
+    revision: RevisionOption = None,
     public: PublicOption = False,
     yes: YesOption = False,
     base_model: Annotated[
@@ -264,7 +267,7 @@ def publish(
 
     publish(
         destination,
-        repo=repo,
+        repo=on_branch(repo, revision),
         source=source,
         statistics=statistics,
         private=not public,

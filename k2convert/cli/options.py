@@ -148,6 +148,10 @@ StatisticsOption = Annotated[
         callback=statistics_place,
     ),
 ]
+RevisionOption = Annotated[
+    str | None,
+    typer.Option(help="Branch of the repository to publish on, as @branch in its address.", metavar="BRANCH"),
+]
 PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]
 YesOption = Annotated[bool, typer.Option("--yes", help="Publish without asking.")]
 MaxDiskOption = Annotated[
@@ -253,6 +257,7 @@ class RunOptions:
         ),
     ] = None
     public: PublicOption = False
+    revision: RevisionOption = None
     yes: Annotated[
         bool, typer.Option("--yes", help="Publish without asking; calibrate for more than 12 hours too.")
     ] = False
@@ -320,6 +325,13 @@ def command_words(verb: str, options: Any) -> tuple[str, ...]:
             given = cast(list[Path], value) if isinstance(value, list) else [value]
             words += [word for one in given for word in (f"--{name}", str(one))]
     return tuple(words)
+
+
+def on_branch(address: str, revision: str | None) -> str:
+    """Return the address of a repository with the branch of --revision; raises BadParameter if it names one already."""
+    if revision is not None and "@" in address:
+        raise typer.BadParameter(f"{address} names a branch already: leave out --revision")
+    return address if revision is None else f"{address}@{revision}"
 
 
 def parse_size(text: str) -> int:

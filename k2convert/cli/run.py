@@ -20,7 +20,7 @@ from k2convert.cli.feedback import (
 )
 from k2convert.cli.forecast import ELSEWHERE, Computer, choose_computer
 from k2convert.cli.machines import capacity_line, check_cluster, chosen_part, open_cluster, run_part
-from k2convert.cli.options import RunOptions, command_words, parse_size
+from k2convert.cli.options import RunOptions, command_words, on_branch, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.recipe_overrides import check_kv_cache, has_text, recipe_overrides
 from k2convert.cli.serving import print_serve
@@ -61,6 +61,9 @@ from k2convert.records.publication import Published, record_published
 
 def run(options: RunOptions) -> None:
     """Plan a job, then show it (--dry-run) or do it."""
+    if options.revision is not None and not options.destination.startswith("hf://"):
+        raise typer.BadParameter("--revision only applies to a destination on the Hub: hf://owner/name")
+    options = replace(options, destination=on_branch(options.destination, options.revision), revision=None)
     overrides, part = recipe_overrides(options), chosen_part(options)
     check_cluster(options)
     if (options.gpu or options.cores) and not has_text(options):
