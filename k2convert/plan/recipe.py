@@ -198,8 +198,9 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors():
         place = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            known = {"input_scale": InputScale, "budget": Budget}.get(str(problem["loc"][0]), Recipe).model_fields
-            parts.append(f"unknown key {quoted(place)}; known keys: {', '.join(known)}")
+            model = {"input_scale": InputScale, "budget": Budget}.get(str(problem["loc"][0]), Recipe)
+            known = f"; known keys: {', '.join(model.model_fields)}"  # once for each model
+            parts.append(f"unknown key {quoted(place)}{'' if any(known in part for part in parts) else known}")
         else:
             reason = problem["msg"].removeprefix("Value error, ")
             parts.append(f"{shortened(place)}: {reason}" if place else reason)
