@@ -1,4 +1,4 @@
-"""JSON documents that cannot be changed: what was read stays what was read, whoever it is passed to.
+"""JSON documents that cannot be changed: what was read stays as it was read, wherever it is passed.
 
 Libraries complete the configs that they get in place. A frozen document makes that a TypeError instead of a result
 with other numbers. It is still a dict of dicts and lists, so json encodes it and isinstance knows it.
