@@ -1,0 +1,100 @@
+"""Figures of the house: how many files a command enters, how many modules it loads, and how much code there is.
+
+    python tests/house.py            prints all of them as a table
+
+A file is entered when a function of it runs. A module is loaded when it is imported.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+CODE: Final = (".py", ".pyi", ".cpp", ".hpp", ".css", ".js", ".jinja")
+TINY: Final = ROOT / "tests" / "data" / "k2-tiny"
+
+_TRACER: Final = """
+import inspect, json, sys, threading
+package, report, entered = sys.argv[1], sys.argv[2], set()
+def see(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(package):
+        entered.add(code.co_filename)
+import k2convert.__main__
+threading.setprofile(see)
+sys.setprofile(see)
+try:
+    sys.argv = ["k2convert", *sys.argv[3:]]
+    k2convert.__main__.main()
+finally:
+    sys.setprofile(None)
+    files = {"entered": sorted(entered), "loaded": sorted(m for m in sys.modules if m.startswith("k2convert"))}
+    with open(report, "w") as file:
+        json.dump(files, file)
+"""
+
+
+def traced(*arguments: str | Path) -> dict[str, list[str]]:
+    """Run a command; return the package's files that it `entered` and its modules that it `loaded`."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-c", _TRACER, str(ROOT / "k2convert"), str(report), *map(str, arguments)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, list[str]] = json.loads(report.read_text())
+    prefix = str(ROOT / "k2convert") + os.sep
+    return {"entered": [path.removeprefix(prefix) for path in found["entered"]], "loaded": found["loaded"]}
+
+
+def num_lines(folder: Path, suffixes: Sequence[str] = CODE) -> int:
+    """Return the lines of all code files below a folder."""
+    return sum(path.read_text().count("\n") for path in _files(folder) if path.suffix in suffixes)
+
+
+def num_untyped_mappings(folder: Path) -> int:
+    """Return how often `dict[str, Any]` stands in the Python files below a folder."""
+    found = 0
+    for path in _files(folder):
+        if path.suffix == ".py":
+            nodes = ast.walk(ast.parse(path.read_text()))
+            found += sum(isinstance(node, ast.Subscript) and ast.unparse(node) == "dict[str, Any]" for node in nodes)
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+
+
+def main() -> None:
+    """Print every figure."""
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        text = out / "text.txt"
+        text.write_text("".join(f"Sentence {number} of a text. " for number in range(4000)))
+        run = traced("run", TINY, out / "run", "--quiet")
+        validate = traced("validate", out / "run", "--source", TINY, "--quiet")
+        calibrated = traced("run", TINY, out / "calibrated", "--calibrate", text, "--quiet", *sys.argv[1:])
+    package, tests = ROOT / "k2convert", ROOT / "tests"
+    for what, figure in (
+        ("files that `run` enters", len(run["entered"])),
+        ("files that `run --calibrate` enters", len(calibrated["entered"])),
+        ("files that `validate --source` enters", len(validate["entered"])),
+        ("modules that `run` loads", len(run["loaded"])),
+        ("lines of the package", num_lines(package)),
+        ("files of the package", sum(path.suffix in CODE for path in _files(package))),
+        ("lines of the tests", num_lines(tests)),
+        ("`dict[str, Any]` in the package", num_untyped_mappings(package)),
+        ("lines of the README", (ROOT / "README.md").read_text().count("\n")),
+    ):
+        sys.stdout.write(f"{figure:7,}  {what}\n")
+
+
+if __name__ == "__main__":
+    main()
