@@ -9,5 +9,4 @@ reader      tensor bytes by positioned reads; page_cache: what the system holds 
 writer      one shard written atomically
 layouts     the two NVFP4 layouts: tensor names, dtypes, shapes, configs
 sidecars    tokenizer, template, license: copied byte for byte
-holes       a source file that shrinks while its result grows
 """

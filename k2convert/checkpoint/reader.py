@@ -9,7 +9,7 @@ rows against `cp` in scripts/bench/RESULTS.md). Readers are thread-safe. A faile
 import errno
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from k2convert.buffers import BUFFERS, PAGE_BYTES
 from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo
-from k2convert.checkpoint.holes import ShrinkingFile
 from k2convert.checkpoint.page_cache import PageCache
 from k2convert.errors import SourceReadError
 
@@ -48,37 +47,28 @@ class _File:
 
 
 class ShardReader:
-    """Reads tensors of any shard of one checkpoint. `locate` maps a shard's name to its file.
+    """Reads tensors of any shard of one checkpoint. `locate` maps a shard's name to its file."""
 
-    The files in `shrinking`, by shard name, are freed as they are read.
-    """
-
-    def __init__(self, locate: Callable[[str], Path], *, shrinking: Mapping[str, ShrinkingFile] | None = None) -> None:
+    def __init__(self, locate: Callable[[str], Path]) -> None:
         self._locate = locate
-        self._shrinking = shrinking or {}
         self._files: dict[str, _File] = {}
         self._lock = Lock()
 
     def read(self, tensor: TensorInfo, *, begin: int = 0, end: int | None = None) -> Bytes:
         """Return bytes [begin, end) of one tensor as a new uint8 array; raises SourceReadError."""
         if tensor.rows is not None:
-            return self._rows(tensor, tensor.rows)[begin:end]
+            whole = self._bytes(tensor, tensor.begin, tensor.end)
+            rows = whole.reshape(-1, tensor.num_bytes // len(tensor.rows))[list(tensor.rows)]
+            return rows.reshape(-1)[begin:end]
         begin, end = tensor.begin + begin, tensor.begin + (tensor.num_bytes if end is None else end)
-        return self._bytes(tensor, begin, end, is_last_use=True)
+        return self._bytes(tensor, begin, end)
 
-    def _rows(self, tensor: TensorInfo, rows: tuple[int, ...]) -> Bytes:
-        """Return the chosen rows. Each part of them reads the whole tensor, so it stays in a shrinking file."""
-        whole = self._bytes(tensor, tensor.begin, tensor.end, is_last_use=False)
-        return whole.reshape(-1, tensor.num_bytes // len(rows))[list(rows)].reshape(-1)
-
-    def _bytes(self, tensor: TensorInfo, begin: int, end: int, *, is_last_use: bool) -> Bytes:
+    def _bytes(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
         """Return bytes [begin, end) of the tensor's file."""
         if begin == end:
             return _NOTHING
         try:
             data = self._read(tensor, begin, end)
-            if is_last_use and tensor.shard in self._shrinking:
-                self._shrinking[tensor.shard].consume(begin, end)
         except SourceReadError:
             raise
         except OSError as error:

@@ -34,8 +34,8 @@ NUM_STAGING = 4
 class ShardWriter:
     """Writes one file of known size in order. `commit` renames it to its final name and returns its blake3.
 
-    The whole size is allocated at the start. With `preallocate` off the file grows as the source shrinks. A file
-    `for_upload` stays in the page cache, and its sha256 is computed too. `suffix` is that of the temporary file.
+    The whole size is allocated at the start. A file `for_upload` stays in the page cache, and its sha256 is computed
+    too. `suffix` is that of the temporary file.
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class ShardWriter:
         path: Path,
         num_bytes: int,
         *,
-        preallocate: bool = True,
         for_upload: bool = False,
         suffix: str = TEMPORARY_SUFFIX,
     ) -> None:
@@ -64,19 +63,18 @@ class ShardWriter:
         self._opened = ExitStack()
         try:
             with writing(path):
-                self._open(preallocate=preallocate, is_direct=not for_upload)
+                self._open(is_direct=not for_upload)
         except Exception:
             self._opened.close()
             self._pool.shutdown()
             self._hasher.shutdown()
             raise
 
-    def _open(self, *, preallocate: bool, is_direct: bool) -> None:
+    def _open(self, *, is_direct: bool) -> None:
         self._folder = self._opened.enter_context(opened_folder(self._path.parent))
         self._descriptor = create_file(self._temporary, self._folder, flags=os.O_RDWR)
         try:
-            if preallocate:
-                os.posix_fallocate(self._descriptor, 0, max(self._num_bytes, 1))
+            os.posix_fallocate(self._descriptor, 0, max(self._num_bytes, 1))
             os.ftruncate(self._descriptor, self._num_bytes)
             self._direct = _open_direct(self._temporary.name, self._folder) if is_direct else None
         except OSError:

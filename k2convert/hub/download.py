@@ -61,7 +61,7 @@ def download_shard(
         if target.is_file() and target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
             arrived(file.num_bytes, False)
             return
-        target.unlink(missing_ok=True)  # an interrupted conversion may have punched holes into it
+        target.unlink(missing_ok=True)  # else it takes room beside the file that is fetched
     partial = open_partial(target, file)
     try:
         url = file_url(hub, source, shard)
@@ -94,7 +94,7 @@ def download_ranges(
     file = source.shard(shard)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)  # else it takes room beside the file that is fetched
     partial = open_partial(target, file, segment_bytes=range_segment_bytes(file.num_bytes))
     try:
         partial.keep_only(ranges)

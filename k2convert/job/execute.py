@@ -243,7 +243,6 @@ def _run_pipeline(
         )
         Pipeline(
             items,
-            disk=limits.disk,
             source_bytes=limits.source_bytes,
             room=limits.room if cluster is None else sys.maxsize,
             stages=stages,

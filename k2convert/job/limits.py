@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
-from k2convert.checkpoint.holes import can_punch_holes
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.errors import DiskFullError
 from k2convert.job.feedback_plan import FeedbackPlan
 from k2convert.job.places import Destination, Source
-from k2convert.job.room import DiskPlan, Item, existing_parent, plan_disk, used_bytes
+from k2convert.job.room import Item, existing_parent, least_room, used_bytes
 from k2convert.plan.plan import Plan, ShardJob
 
 RECORD_BYTES: Final = 2048  # journal and upload record of one projection
@@ -24,15 +23,15 @@ HUB_FREE_SHARE: Final = 0.9  # of the free disk, for a job with the Hub, unless 
 class Limits:
     """How a job uses the machine.
 
-    `disk_allowed` is what it may use at one time, `disk_small` what everything but the shards takes, `disk_free` what
-    was free at the start. `source_bytes` are the sizes of the source shards to fetch. `layer_room`, a part of
-    `disk_small`, is what a walk's fetched layers may take.
+    `disk_allowed` is what it may use at a time, `disk_shards` what the shards need at least, `disk_small` what
+    everything else takes, `disk_free` what was free at the start. `source_bytes` are the sizes of the source shards to
+    fetch. `layer_room`, a part of `disk_small`, is what a walk's fetched layers may take.
     """
 
     devices: tuple[str, ...]
     workers: int
     source_bytes: Mapping[str, int]
-    disk: DiskPlan
+    disk_shards: int
     disk_allowed: int
     disk_small: int
     disk_free: int
@@ -40,7 +39,7 @@ class Limits:
 
     @property
     def disk_needed(self) -> int:
-        return self.disk.needed_bytes + self.disk_small
+        return self.disk_shards + self.disk_small
 
     @property
     def room(self) -> int:
@@ -80,8 +79,7 @@ def plan_limits(
     """Decide how a job uses the machine and the disk; raises DiskFullError for a `max_disk` that is not there."""
     folder, remote, goes_to_hub = source.checkpoint.folder, source.remote, destination.repo is not None
     source_bytes = {name: remote.shard(name).num_bytes for name in source.checkpoint.headers} if remote else {}
-    existing = existing_parent(destination.folder)
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing_parent(destination.folder)).free
     available = free + used_bytes(destination.folder)
     share = HUB_FREE_SHARE if remote is not None or goes_to_hub else 1.0
     allowed = int(available * share) if max_disk is None else max_disk
@@ -96,17 +94,9 @@ def plan_limits(
     small_bytes = RECORD_BYTES * len(plan.projections) + small * copies + len(items) * SHARD_RECORD_BYTES
     small_bytes += 0 if walk is None else walk.disk_bytes
 
-    def limits(layer_room: int) -> Limits:
-        disk = plan_disk(
-            items,
-            source_bytes=source_bytes,
-            room=allowed - small_bytes - layer_room,
-            outputs_leave=goes_to_hub,
-            can_shrink=remote is not None and can_punch_holes(existing),
-        )
-        return Limits(devices, workers, source_bytes, disk, allowed, small_bytes + layer_room, free, layer_room)
-
-    if walk is None:
-        return limits(0)
-    ample = limits(walk.layer_rooms[0])
-    return ample if ample.disk_needed <= allowed else limits(walk.layer_rooms[-1])
+    shards = least_room(items, source_bytes=source_bytes, outputs_leave=goes_to_hub)
+    layer_room = 0
+    if walk is not None:
+        ample, least = walk.layer_rooms[0], walk.layer_rooms[-1]
+        layer_room = ample if shards + small_bytes + ample <= allowed else least
+    return Limits(devices, workers, source_bytes, shards, allowed, small_bytes + layer_room, free, layer_room)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from k2convert.job.room import DiskPlan, Item, shrinking_need
+from k2convert.job.room import Item
 
 _POLL_SECONDS: Final = 0.2
 _LEAVE_SECONDS: Final = 10.0
@@ -43,12 +43,12 @@ class UploadStage(Protocol):
 class Stages:
     """What happens to a shard. `fetch` is None for a local source, `uploads` for a local destination.
 
-    `fetch` and `convert` return early when the stop event is set. `convert` gets the item and whether its source must
-    shrink. `drop_source` and `drop_output` remove a file that is no longer needed.
+    `fetch` and `convert` return early when the stop event is set. `drop_source` and `drop_output` remove a file that is
+    no longer needed.
     """
 
     fetch: Callable[[str], None] | None
-    convert: Callable[[Item, bool], None]
+    convert: Callable[[Item], None]
     drop_source: Callable[[str], None]
     drop_output: Callable[[str], None]
     uploads: UploadStage | None
@@ -88,7 +88,6 @@ class Pipeline:
         self,
         items: Sequence[Item],
         *,
-        disk: DiskPlan,
         source_bytes: Mapping[str, int],
         room: int,
         stages: Stages,
@@ -97,7 +96,7 @@ class Pipeline:
         to_upload: Sequence[Item] = (),
     ) -> None:
         """`to_upload` are items that an earlier run converted and that still have to be uploaded."""
-        self._items, self._plan, self._source_bytes = tuple(items), disk, source_bytes
+        self._items, self._source_bytes = tuple(items), source_bytes
         self._stages, self._num_workers, self._stop = stages, num_workers, stop
         self._sizes = {item.name: item.output_bytes for item in (*items, *to_upload)}
         self._changed = threading.Condition()  # guards everything below
@@ -155,8 +154,6 @@ class Pipeline:
         return False
 
     def _need(self, item: Item) -> int:
-        if item.name in self._plan.shrinking:
-            return shrinking_need(item, self._source_bytes)
         fresh = sum(self._source_bytes.get(s, 0) for s in item.sources if s not in self._disk.held)
         return fresh + item.output_bytes
 
@@ -185,7 +182,7 @@ class Pipeline:
                 if not self._wait(lambda: bool(queue.waiting) or queue.num_left == 0) or not queue.waiting:
                     return
                 item = queue.waiting.popleft()
-            self._stages.convert(item, item.name in self._plan.shrinking)
+            self._stages.convert(item)
             self._release_sources(item)
 
     def _release_sources(self, item: Item) -> None:
@@ -197,10 +194,7 @@ class Pipeline:
             self._stages.drop_source(source)
         with self._changed:
             disk.held.difference_update(finished)
-            if item.name in self._plan.shrinking:
-                disk.used += item.output_bytes - shrinking_need(item, self._source_bytes)
-            else:
-                disk.used -= sum(self._source_bytes.get(source, 0) for source in finished)
+            disk.used -= sum(self._source_bytes.get(source, 0) for source in finished)
             self._conversions.num_left -= 1
             self._uploads.waiting.append(item)
             self._changed.notify_all()

@@ -27,7 +27,7 @@ from k2convert.job.limits import output_headers
 from k2convert.job.machine import release_buffers
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, is_published
-from k2convert.job.room import DiskPlan, Item
+from k2convert.job.room import Item
 from k2convert.job.uploads import ShardHashes, Uploads
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
@@ -269,8 +269,7 @@ def _upload_all(items: Sequence[Item], uploads: _FolderUploads) -> None:
         pass
 
     stages = Stages(fetch=None, convert=nothing, drop_source=nothing, drop_output=nothing, uploads=uploads)
-    disk = DiskPlan(frozenset(), 0)
-    Pipeline([], disk=disk, source_bytes={}, room=0, stages=stages, num_workers=0, stop=Event(), to_upload=items).run()
+    Pipeline([], source_bytes={}, room=0, stages=stages, num_workers=0, stop=Event(), to_upload=items).run()
 
 
 def base_model_name(ref: RepoRef) -> str:

@@ -21,7 +21,6 @@ import numpy as np
 from k2convert.calibrate.columns import Calibration
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX
 from k2convert.checkpoint.header import TensorInfo, encode_header
-from k2convert.checkpoint.holes import ShrinkingFile
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
@@ -62,10 +61,9 @@ class ShardTask:
     """What the conversion of one shard needs, as values that can be pickled.
 
     `source_folder` holds the source shards, `header_digests` are those of the shards that are read. `inflight_bytes`
-    bounds the bytes in memory. With `is_shrinking` the source shards are freed while they are read. With `for_upload`
-    the shard's sha256 is computed too, and every byte is compared with the source. `calibration` has the statistics,
-    for a recipe that uses them. `suffix` is that of the temporary file. `kept` are the experts that a pruned result
-    keeps.
+    bounds the bytes in memory. With `for_upload` the shard's sha256 is computed too, and every byte is compared with
+    the source. `calibration` has the statistics, for a recipe that uses them. `suffix` is that of the temporary file.
+    `kept` are the experts that a pruned result keeps.
     """
 
     shard: ShardJob
@@ -76,7 +74,6 @@ class ShardTask:
     fingerprint: str
     header_digests: dict[str, str]
     inflight_bytes: int
-    is_shrinking: bool = False
     for_upload: bool = False
     expected_blake3: str | None = None
     calibration: Calibration | None = None
@@ -93,13 +90,10 @@ def convert_shard(
     values in the source, SourceReadError, DiskFullError, DestinationWriteError; InvalidCheckpointError for a shard
     `for_upload` that differs from its source.
     """
-    shrinking: dict[str, ShrinkingFile] = {}
-    if task.is_shrinking:
-        shrinking = {name: ShrinkingFile(task.source_folder / name) for name in task.shard.source_shards}
     with ExitStack() as stack:
         if threads is None:
             threads = stack.enter_context(open_threads(1))
-        reader = stack.enter_context(ShardReader(lambda name: task.source_folder / name, shrinking=shrinking))
+        reader = stack.enter_context(ShardReader(lambda name: task.source_folder / name))
         stack.enter_context(remedy(SOURCE_REMEDY))
         recipe, codes = task.recipe, task.calibration and task.calibration.codes
         assert codes is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
@@ -166,8 +160,8 @@ class _Conversion:
         header = encode_header(outputs, metadata=dict(shard.metadata), alignment=ALIGNMENT)
         file_bytes = len(header) + shard.data_bytes
         path, records = task.destination / shard.name, list[ProjectionRecord]()
-        preallocate, check = not task.is_shrinking, _open_check(task, header, file_bytes=file_bytes)
-        writing = ShardWriter(path, file_bytes, preallocate=preallocate, for_upload=task.for_upload, suffix=task.suffix)
+        check = _open_check(task, header, file_bytes=file_bytes)
+        writing = ShardWriter(path, file_bytes, for_upload=task.for_upload, suffix=task.suffix)
         with writing as writer:
             writer.write(header)
             for piece, (buffers, measured) in self._ahead(self._pieces(len(header)), check):

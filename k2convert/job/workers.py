@@ -33,7 +33,7 @@ class Workers:
     devices: SimpleQueue[str]
     walk: LayerWalk | None
 
-    def convert(self, item: Item, is_shrinking: bool) -> None:
+    def convert(self, item: Item) -> None:
         """Convert a shard and record it."""
         job, calibration = self.job, self.job.calibration
         if self.walk is not None:
@@ -43,7 +43,7 @@ class Workers:
         try:
             if job.source.remote is not None and calibration is not None:
                 check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
-            task = self._task(item.name, device=device, is_shrinking=is_shrinking)
+            task = self._task(item.name, device=device)
             task = replace(task, calibration=calibration)
             record = convert_shard(task, threads=self.threads, events=self.events, stop=self.stop)
         finally:
@@ -55,10 +55,10 @@ class Workers:
         if item.name not in self.expected:
             self.events.shard_finished(item.name)
 
-    def convert_on_node(self, cluster: Cluster, uploads: Uploads | None, item: Item, _: bool) -> None:
+    def convert_on_node(self, cluster: Cluster, uploads: Uploads | None, item: Item) -> None:
         """Have a node convert a shard and, for the Hub, fetch and send it; record it here."""
         job, limits = self.job, self.job.limits
-        task = self._task(item.name, device=limits.devices[0], is_shrinking=False)
+        task = self._task(item.name, device=limits.devices[0])
         task = replace(
             task,
             source_folder=task.source_folder.absolute(),
@@ -80,7 +80,7 @@ class Workers:
         if item.name not in self.expected:
             self.events.shard_finished(item.name)
 
-    def _task(self, name: str, *, device: str, is_shrinking: bool) -> ShardTask:
+    def _task(self, name: str, *, device: str) -> ShardTask:
         job = self.job
         shard = next(shard for shard in job.plan.jobs if shard.name == name)
         headers = job.source.checkpoint.headers
@@ -93,7 +93,6 @@ class Workers:
             fingerprint=job.digest,
             header_digests={source: headers[source].digest for source in shard.source_shards},
             inflight_bytes=machine.inflight_bytes(uses_hub=job.uses_hub) // job.limits.workers,
-            is_shrinking=is_shrinking,
             for_upload=job.target is not None,
             kept=None if job.source.pruning is None else job.source.pruning.kept,
             expected_blake3=self.expected.get(name),

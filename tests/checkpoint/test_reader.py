@@ -11,7 +11,6 @@ import pytest
 
 from k2convert.buffers import PAGE_BYTES
 from k2convert.checkpoint.header import TensorInfo
-from k2convert.checkpoint.holes import ShrinkingFile
 from k2convert.checkpoint.page_cache import PageCache
 from k2convert.checkpoint.reader import ShardReader, same_bytes
 from k2convert.errors import SourceReadError
@@ -101,19 +100,6 @@ def test_file_cut_short_is_an_error(prepare: Callable[[Path], None], left: int, 
         prepare(shard)
         with pytest.raises(SourceReadError, match=f"tensor t: the file ends at byte {left}"):
             reader.read(TensorInfo("t", "U8", (NUM_BYTES,), 0, NUM_BYTES, "shard"))
-
-
-def test_a_shrinking_file_is_told_exactly_what_was_read(shard: Path) -> None:
-    spans: list[tuple[int, int]] = []
-
-    class Shrinking(ShrinkingFile):
-        def consume(self, begin: int, end: int) -> None:
-            spans.append((begin, end))
-
-    with ShardReader(lambda _: shard, shrinking={"shard": Shrinking(shard)}) as reader:
-        reader.read(TensorInfo("t", "U8", (1000,), 5000, 6000, "shard"), begin=10, end=20)
-        reader.read(TensorInfo("t", "U8", (1000,), 5000, 6000, "other"))
-    assert spans == [(5010, 5020)]
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 65])

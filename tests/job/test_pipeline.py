@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from k2convert.job.pipeline import Pipeline, Stages
-from k2convert.job.room import Item, plan_disk
+from k2convert.job.room import Item, least_room
 
 
 @dataclass
@@ -84,19 +84,17 @@ def make_job(seed: int) -> tuple[list[Item], dict[str, int]]:
 @pytest.mark.parametrize("publish", [True, False])
 def test_any_job_that_fits_ends_within_its_room(seed: int, publish: bool) -> None:
     items, sources = make_job(seed)
-    least = plan_disk(items, source_bytes=sources, room=10**9, outputs_leave=publish, can_shrink=False).needed_bytes
+    least = least_room(items, source_bytes=sources, outputs_leave=publish)
     room = least + random.Random(seed).choice([0, 0, 50, 500])
     disk, branch, converted = Disk(), Branch(), Counter[str]()
 
-    def convert(item: Item, shrinking: bool) -> None:
-        assert not shrinking
+    def convert(item: Item) -> None:
         assert all(source in disk.files for source in item.sources)
         disk.add(item.name, item.output_bytes)
         converted[item.name] += 1
 
     Pipeline(
         items,
-        disk=plan_disk(items, source_bytes=sources, room=room, outputs_leave=publish, can_shrink=False),
         source_bytes=sources,
         room=room,
         stages=Stages(
@@ -134,12 +132,11 @@ def test_the_first_failure_stops_everything_and_is_raised(stage: str) -> None:
     stop = threading.Event()
     pipeline = Pipeline(
         items,
-        disk=plan_disk(items, source_bytes=sources, room=40, outputs_leave=True, can_shrink=False),
         source_bytes=sources,
         room=40,
         stages=Stages(
             fetch=lambda _: fail_at("fetch"),
-            convert=lambda *_: fail_at("convert"),
+            convert=lambda _: fail_at("convert"),
             drop_source=lambda _: None,
             drop_output=lambda _: None,
             uploads=Failing(),
@@ -168,10 +165,9 @@ def test_an_interrupt_while_the_threads_are_being_started_is_passed_on() -> None
         stop.wait(10)
 
     items, stop = [Item("o", ("s",), 1)], threading.Event()
-    stages = Stages(fetch, lambda _item, _shrinking: None, lambda _name: None, lambda _name: None, None)
+    stages = Stages(fetch, lambda _item: None, lambda _name: None, lambda _name: None, None)
     pipeline = Pipeline(
         items,
-        disk=plan_disk(items, source_bytes={"s": 1}, room=10, outputs_leave=False, can_shrink=False),
         source_bytes={"s": 1},
         room=10,
         stages=stages,
@@ -204,12 +200,11 @@ def test_stages_overlap() -> None:
 
     Pipeline(
         items,
-        disk=plan_disk(items, source_bytes=sources, room=100, outputs_leave=True, can_shrink=False),
         source_bytes=sources,
         room=100,
         stages=Stages(
             fetch=lambda source: meet_at(source, "s5"),
-            convert=lambda item, _: meet_at(item.name, "o4"),
+            convert=lambda item: meet_at(item.name, "o4"),
             drop_source=lambda _: None,
             drop_output=lambda _: None,
             uploads=Meeting(),
@@ -224,12 +219,11 @@ def test_a_local_source_has_no_fetch_stage() -> None:
     items, converted = [Item(f"o{i}", (f"s{i}",), 10) for i in range(5)], list[str]()
     Pipeline(
         items,
-        disk=plan_disk(items, source_bytes={}, room=50, outputs_leave=False, can_shrink=False),
         source_bytes={},
         room=50,
         stages=Stages(
             fetch=None,
-            convert=lambda item, _: converted.append(item.name),
+            convert=lambda item: converted.append(item.name),
             drop_source=lambda _: None,
             drop_output=lambda _: None,
             uploads=None,
@@ -245,12 +239,11 @@ def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
     sources, disk, branch = {f"s{i}": 10 for i in range(24)}, Disk(), Branch(delay=0.02)
     Pipeline(
         items,
-        disk=plan_disk(items, source_bytes=sources, room=10**9, outputs_leave=True, can_shrink=False),
         source_bytes=sources,
         room=10**9,
         stages=Stages(
             fetch=lambda source: disk.add(source, 10),
-            convert=lambda item, _: disk.add(item.name, 10),
+            convert=lambda item: disk.add(item.name, 10),
             drop_source=disk.drop,
             drop_output=disk.drop,
             uploads=branch,
@@ -269,12 +262,11 @@ def test_uploads_left_by_an_earlier_run_are_finished_first() -> None:
     waiting = [Item("old", ("gone",), 10)]
     Pipeline(
         [],
-        disk=plan_disk([], source_bytes={}, room=5, outputs_leave=True, can_shrink=False),
         source_bytes={},
         room=5,
         stages=Stages(
             fetch=lambda _: None,
-            convert=lambda *_: None,
+            convert=lambda _: None,
             drop_source=lambda _: None,
             drop_output=dropped.append,
             uploads=branch,
