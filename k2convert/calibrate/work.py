@@ -49,9 +49,8 @@ from k2convert.errors import CheckpointError, DestinationError, MalformedFileErr
 from k2convert.records.checksum import seal, unseal
 from k2convert.records.command import say_own_command
 from k2convert.records.events import SILENT, Events, Keep
-from k2convert.records.job_description import describe_changes
+from k2convert.records.job_description import changed_shards, describe_changes, source_error
 from k2convert.records.lock import lock_destination
-from k2convert.records.source_identity import Identities, changed_shards
 
 HIDDEN_STATES: Final = "hidden_states"
 
@@ -64,12 +63,12 @@ class PassJob:
     """What a pass is. `identity` has every field that its statistics depend on; a resumed pass must have the same.
 
     `chunk` is how many windows are computed at one time. The first run decides it, since sums depend on it.
-    `source` is the identity of every source shard (records/source_identity.py).
+    `source` is the identity of every source shard (records/fingerprint.py).
     """
 
     identity: dict[str, Any]
     chunk: int
-    source: Identities
+    source: dict[str, str]
 
 
 class WorkFolder:
@@ -105,10 +104,9 @@ class WorkFolder:
         """Return the description of the pass; nothing if there is none or it is damaged."""
         check_no_link(self._job_path)
         try:
-            document, is_sealed = unseal(read_json_file(self._job_path))
+            return unseal(read_json_file(self._job_path))
         except (MalformedFileError, ValueError):
             return {}
-        return document if is_sealed else {}
 
     def _digests(self) -> dict[str, Any]:
         return mapping_or_empty(self._document().get("files"))
@@ -133,10 +131,7 @@ class WorkFolder:
                 "same options, choose a different name for the statistics, or delete this folder to start over."
             )
         if changed := changed_shards(found.source, job.source):
-            raise ResumeError(
-                f"{changed[0]}: this source shard changed since the pass in {self.folder} was begun. Restore it with "
-                "its time of modification, or delete this folder to start over."
-            )
+            raise source_error(changed[0], self.folder)
         return replace(job, chunk=found.chunk)
 
     def layer_path(self, layer: int) -> Path:

@@ -20,13 +20,11 @@ _NO_HARD_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # the last f
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-def check_no_link(path: Path, *, is_folder: bool = False) -> None:
+def check_no_link(path: Path) -> None:
     """Refuse a link at `path` (DestinationError). A path that cannot be looked at passes: opening it will fail."""
     with suppress(OSError):
         if stat.S_ISLNK(path.lstat().st_mode):
-            raise DestinationError(
-                f"{path}: is a link, but k2convert needs a {'folder' if is_folder else 'file'} there. Remove it."
-            )
+            raise DestinationError(f"{path}: is a link, and k2convert writes through none. Remove it.")
 
 
 @contextmanager
@@ -52,7 +50,7 @@ def _open_inner(path: Path, parent: int) -> int:
     try:
         return os.open(path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
     except OSError:
-        check_no_link(path, is_folder=True)
+        check_no_link(path)
         raise
 
 
@@ -93,15 +91,14 @@ def create_file(path: Path, folder: int, *, flags: int = os.O_WRONLY) -> int:
     """Create a temporary file in its open folder, in place of one that an earlier run left; returns its descriptor.
 
     The file is always a new one: bytes cannot reach another file through a link of either kind. Raises DestinationError
-    if a link or a folder is in its place, OSError.
+    if a folder is in its place, OSError.
     """
     remove_file(path, folder)
     return os.open(path.name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
 
 
 def remove_file(path: Path, folder: int) -> None:
-    """Remove a file from its open folder, if it is there; raises DestinationError for a link or a folder, OSError."""
-    check_no_link(path)
+    """Remove a file or link from its open folder, if it is there; raises DestinationError for a folder, OSError."""
     try:
         os.unlink(path.name, dir_fd=folder)
     except FileNotFoundError:
@@ -111,21 +108,13 @@ def remove_file(path: Path, folder: int) -> None:
 
 
 def replace_file(temporary: Path, path: Path, folder: int) -> None:
-    """Rename a synced temporary file to its final name in the same open folder, and sync the folder.
-
-    Raises DestinationError if the final name is a link.
-    """
-    check_no_link(path)
+    """Rename a synced temporary file to its final name in the same open folder, and sync the folder."""
     os.replace(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     os.fsync(folder)
 
 
 def place_first(temporary: Path, path: Path, folder: int) -> None:
-    """Give a synced temporary file its final name, unless a file has it: one of several processes succeeds.
-
-    Raises DestinationError if the final name is a link.
-    """
-    check_no_link(path)
+    """Give a synced temporary file its final name, unless a file has it: one of several processes succeeds."""
     try:
         os.link(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     except FileExistsError:

@@ -6,7 +6,7 @@ are the same. What is done is recorded under DEST/.k2convert, and for a destinat
 
 import os
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,7 @@ def execute(job: Job, *, events: Events = SILENT, cluster: Cluster | None = None
     _check_work_folder(folder / WORK_FOLDER)
     with journal.locked(events=events) as keep:
         was_begun = journal.job() is not None
-        moved = journal.begin(job.description)
+        journal.begin(job.description)
         if job.command is not None:
             keep_command(folder, job.command)
         found = journal.find_records(job.digest)
@@ -82,23 +82,14 @@ def execute(job: Job, *, events: Events = SILENT, cluster: Cluster | None = None
         items, to_upload = _remaining(job, journal, uploads, records)
         if was_begun or len(items) + len(to_upload) < len(job.items):
             events.note(_say_resumed(job, items, to_upload))
-        expected = _made_again(items, records, moved)
-        if expected:
-            events.note(f"the source was moved: {len(expected)} finished shards are made again, to compare them")
-            items = [item for item in job.items if item in items or item.name in expected]
-            to_upload = [item for item in to_upload if item.name not in expected]
         walk = open_walk(job, items, events)
-        extent = _extent(job, items, to_upload, expected, walk)
+        extent = _extent(job, items, to_upload, walk)
         if cluster is not None:
             extent = replace(extent, phases={"convert": extent.phases["convert"]})
         events.begun(extent, keep=keep)
-        _run_pipeline(
-            job, journal, uploads, records, items, to_upload, events, expected=expected, opened=walk, cluster=cluster
-        )
+        _run_pipeline(job, journal, uploads, records, items, to_upload, events, opened=walk, cluster=cluster)
         if cluster is not None:
             journal.sweep(job.description)
-        if moved:
-            journal.describe(job.description)
         remove_folder(job.downloads, root=folder)
         if walk is not None:
             job = finish_walk(job, walk)
@@ -130,7 +121,7 @@ def execute_part(job: Job, part: Part, *, events: Events = SILENT) -> Outcome:
         records = journal.finished(job.digest)
         items = [item for item in part.items(job.items) if item.name not in records]
         events.begun(part_extent(job, part, records))
-        _run_pipeline(job, journal, None, records, items, (), events, expected={}, opened=None)
+        _run_pipeline(job, journal, None, records, items, (), events, opened=None)
     return Outcome(records, None)
 
 
@@ -175,9 +166,7 @@ def _say_resumed(job: Job, items: Sequence[Item], to_upload: Sequence[Item]) -> 
     return f"{job.destination}: {word}: {done} of {len(job.items)} shards done{rest}"
 
 
-def _extent(
-    job: Job, items: Sequence[Item], to_upload: Sequence[Item], expected: Mapping[str, str], walk: OpenWalk | None
-) -> Extent:
+def _extent(job: Job, items: Sequence[Item], to_upload: Sequence[Item], walk: OpenWalk | None) -> Extent:
     """Return how much is to be done, and how much of it an earlier run did."""
     to_convert = {item.name for item in items}
     phases: dict[Phase, tuple[int, int]] = {}
@@ -193,14 +182,7 @@ def _extent(
         total = sum(item.output_bytes for item in job.items)
         phases["upload"] = (total, total - sum(item.output_bytes for item in (*items, *to_upload)))
     layer_tokens = 0 if walk is None else walk.plan.num_tokens
-    return Extent(phases, len(job.items), len(job.items) - len(items) + len(expected), layer_tokens=layer_tokens)
-
-
-def _made_again(items: Sequence[Item], records: Mapping[str, ShardRecord], moved: Sequence[str]) -> dict[str, str]:
-    """Return the hashes of the finished shards made from `moved` source shards, if there is something to convert."""
-    if not items or not moved:
-        return {}
-    return {name: r.blake3 for name, r in records.items() if not r.source_headers.keys().isdisjoint(moved)}
+    return Extent(phases, len(job.items), len(job.items) - len(items), layer_tokens=layer_tokens)
 
 
 def _run_pipeline(
@@ -212,15 +194,13 @@ def _run_pipeline(
     to_upload: Sequence[Item],
     events: Events,
     *,
-    expected: Mapping[str, str],
     opened: OpenWalk | None,
     cluster: Cluster | None = None,
 ) -> None:
     """Fetch, convert and upload the shards that are not finished; fills `records`.
 
-    `expected` has the hashes of finished shards that are made again, and must be the same. `opened` is the walk that
-    the shards wait for, if the job has one. The nodes of a `cluster` fetch, convert and send; they get all shards at
-    once.
+    `opened` is the walk that the shards wait for, if the job has one. The nodes of a `cluster` fetch, convert and send;
+    they get all shards at once.
     """
     remote, limits, stop = job.source.remote if cluster is None else None, job.limits, Event()
     num_workers = limits.workers if cluster is None else max(len(items), 1)
@@ -232,7 +212,7 @@ def _run_pipeline(
         machine.open_threads(limits.workers) as threads,
         walking(job, opened, items, stop=stop, events=events) as walk,
     ):
-        workers = Workers(job, journal, records, expected, events, stop, threads, devices, walk)
+        workers = Workers(job, journal, records, events, stop, threads, devices, walk)
         convert = workers.convert if cluster is None else partial(workers.convert_on_node, cluster, uploads)
         stages = Stages(
             fetch=None if remote is None else partial(fetch_shard, job, remote, stop=stop, events=events),

@@ -6,14 +6,24 @@ run can tell what was done.
 """
 
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
+from k2convert.checkpoint.folders import check_no_link
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
-from k2convert.checkpoint.names import CARD_NAME, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.names import (
+    CARD_NAME,
+    CONFIG_NAME,
+    HF_QUANT_CONFIG_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    SHARD_SUFFIX,
+    WORK_FOLDER,
+)
 from k2convert.errors import DestinationError, HubError, K2ConvertError, remedy
 from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_revision
 from k2convert.hub.request_errors import HubRequestError
@@ -174,3 +184,17 @@ def check_destination(destination: Path, *, source: Path | None) -> None:
         raise DestinationError(
             f"{destination}: is not empty, and its files are not from k2convert. Choose a new or an empty folder."
         )
+
+
+def refuse_links(folder: Path, files: Iterable[Path]) -> None:
+    """Refuse links below `folder` where a job writes (DestinationError): now, and not hours later.
+
+    `files` are the relative paths of shards and sidecars. Other links, and `folder` itself if it is one, are left
+    alone.
+    """
+    work = folder / WORK_FOLDER
+    for path in (work, *walk_folder(work)):
+        check_no_link(path)
+    for file in (*files, *map(Path, (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME))):
+        for path in (*reversed(file.parents[:-1]), file, file.with_name(file.name + TEMPORARY_SUFFIX)):
+            check_no_link(folder / path)

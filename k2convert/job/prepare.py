@@ -31,21 +31,19 @@ from k2convert.job.feedback_plan import (
     read_architecture,
 )
 from k2convert.job.limits import Limits, output_items, plan_limits
-from k2convert.job.links import refuse_links
 from k2convert.job.machine import choose_devices, choose_workers
-from k2convert.job.places import Destination, Source, check_destination
+from k2convert.job.places import Destination, Source, check_destination, refuse_links
 from k2convert.job.room import Item
 from k2convert.models import detect_family
 from k2convert.plan.plan import Plan, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
-from k2convert.records.fingerprint import job_fingerprint
+from k2convert.records.fingerprint import job_fingerprint, local_identity
 from k2convert.records.job_description import JobDescription
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger, parse_ledger
 from k2convert.records.shard_record import ShardRecord
-from k2convert.records.source_identity import Identities, hub_identity, local_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ def prepare(
     calibration = None if statistics is None else choose_calibration(statistics, recipe=recipe, source=source)
     plan = _plan(source, recipe, calibration, has_text=text is not None)
     items = output_items(plan)
-    refuse_links(folder, shards=[shard.name for shard in plan.jobs], sidecars=list_sidecars(checkpoint.folder))
+    refuse_links(folder, [*(Path(shard.name) for shard in plan.jobs), *list_sidecars(checkpoint.folder)])
     devices, walk = _cluster_devices(device) if on_cluster else choose_devices(device), None
     description = _describe(plan, source, statistics, walk=None if text is None else text.identity(devices))
     calibrated: CalibrationRecord | None = None
@@ -231,12 +229,12 @@ def _kept_calibration(folder: Path, description: JobDescription) -> CalibrationR
     return ledger.calibration if ledger is not None and ledger.fingerprint == description.fingerprint else None
 
 
-def source_identities(source: Source) -> Identities:
-    """Return which file each source shard is; see records/source_identity.py."""
+def source_identities(source: Source) -> dict[str, str]:
+    """Return which file each source shard is; see records/fingerprint.py."""
     checkpoint, remote = source.checkpoint, source.remote
     if remote is None:
         return {shard: local_identity(checkpoint.path(shard)) for shard in checkpoint.headers}
-    return {shard: hub_identity(remote.shard(shard).sha256) for shard in checkpoint.headers}
+    return {shard: str(remote.shard(shard).sha256) for shard in checkpoint.headers}
 
 
 def _check_target(

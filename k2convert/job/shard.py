@@ -24,7 +24,7 @@ from k2convert.checkpoint.header import TensorInfo, encode_header
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
-from k2convert.errors import FormatError, ResumeError, remedy
+from k2convert.errors import FormatError, remedy
 from k2convert.job.machine import Threads, open_threads
 from k2convert.job.scaling import (
     divided_weight,
@@ -75,7 +75,6 @@ class ShardTask:
     header_digests: dict[str, str]
     inflight_bytes: int
     for_upload: bool = False
-    expected_blake3: str | None = None
     calibration: Calibration | None = None
     suffix: str = TEMPORARY_SUFFIX
     kept: KeptExperts | None = None
@@ -172,7 +171,7 @@ class _Conversion:
                 records += measured
                 bytes_out = sum(b.nbytes for b in buffers)
                 self.events.progress(bytes_in=piece.bytes_in, bytes_out=bytes_out, tensors=piece.tensors)
-            digest = writer.commit(accept=self._compare)
+            digest = writer.commit()
         return ShardRecord(
             shard=shard.name,
             fingerprint=task.fingerprint,
@@ -184,15 +183,6 @@ class _Conversion:
             sha256=writer.sha256,
             checked=None if check is None else check.finish(digest),
         )
-
-    def _compare(self, digest: str) -> None:
-        task = self.task
-        if task.expected_blake3 not in (None, digest):
-            raise ResumeError(
-                f"{task.shard.name}: the source was replaced since the job in {task.destination} was begun: this shard "
-                f"now has different bytes. Restore {', '.join(task.shard.source_shards)}, or start again in a "
-                "different folder."
-            )
 
     def _ahead(self, pieces: Iterator[_Piece], check: ShardCheck | None) -> Iterator[tuple[_Piece, _Result]]:
         """Run pieces in the pools ahead of the writer: at most `inflight_bytes` of them, or one larger piece."""

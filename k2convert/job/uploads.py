@@ -163,7 +163,7 @@ class Uploads:
                 self.uploads[name] = upload
 
     def is_checked(self, name: str) -> bool:
-        """Return whether a shard was converted and compared with the source. Records of version 0.1 do not say so."""
+        """Return whether a shard was converted and compared with the source. A local run does not compare."""
         record = self.records.get(name)
         return record is not None and record.is_checked
 
@@ -206,20 +206,19 @@ def _is_record(path: str, data: bytes) -> bool:
         document = parse_json_object(data.decode(), where=path)
         if folder == UPLOADS_FOLDER:
             return _parse_upload(document) is not None
-        content, is_sealed = unseal(document)
-        return is_sealed and f"{ShardRecord.from_dict(content).shard}.json" == name
+        return f"{ShardRecord.from_dict(unseal(document)).shard}.json" == name
     except ValueError:  # CheckpointError is one
         return False
 
 
 def _parse_upload(document: dict[str, Any]) -> UploadRecord | None:
-    """Return the record in a document, or None if it is damaged or has no checksum."""
+    """Return the record in a document, or None if it is damaged."""
     kinds = {"sha256": str, "blake3": str, "file_bytes": int, "scan": dict}
     try:
-        content, is_sealed = unseal(document)
+        content = unseal(document)
     except ValueError:
         return None
-    if not is_sealed or content.keys() != kinds.keys():
+    if content.keys() != kinds.keys():
         return None
     if not all(isinstance(content[key], kind) for key, kind in kinds.items()):
         return None

@@ -1,8 +1,8 @@
 """Do the finished shards of an earlier run still have their recorded bytes?
 
 Size and time of modification are always compared with the record. A shard is hashed if its time differs (it was copied,
-or changed), if its record has no checksum (version 0.1), or if the user asks for it. A shard that does not have its
-recorded hash loses its record, so that it is made again.
+or changed), or if the user asks for it. A shard that does not have its recorded hash loses its record, so that it is
+converted again.
 """
 
 import os
@@ -35,7 +35,7 @@ def shards_to_hash(journal: Journal, found: FoundRecords, *, everything: bool) -
     return {
         name: record
         for name, record in found.records.items()
-        if journal.has_file(record) and (everything or name in found.unsealed or not journal.has_recorded_time(record))
+        if journal.has_file(record) and (everything or not journal.has_recorded_time(record))
     }
 
 

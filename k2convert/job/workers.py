@@ -1,6 +1,5 @@
 """The convert stage of a job: a shard is converted by this process, or by a node of a cluster, and recorded here."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Event
@@ -26,7 +25,6 @@ class Workers:
     job: Job
     journal: Journal
     records: dict[str, ShardRecord]
-    expected: Mapping[str, str]
     events: Events
     stop: Event
     threads: machine.Threads
@@ -52,8 +50,7 @@ class Workers:
         self.records[item.name] = record
         if self.walk is not None:
             self.walk.recorded(item.name)
-        if item.name not in self.expected:
-            self.events.shard_finished(item.name)
+        self.events.shard_finished(item.name)
 
     def convert_on_node(self, cluster: Cluster, uploads: Uploads | None, item: Item) -> None:
         """Have a node convert a shard and, for the Hub, fetch and send it; record it here."""
@@ -77,8 +74,7 @@ class Workers:
         outputs = task.shard.outputs
         self.events.progress(bytes_in=task.shard.bytes_in, bytes_out=task.shard.data_bytes, tensors=len(outputs))
         self.events.note(f"node {result.node}: {item.name}")
-        if item.name not in self.expected:
-            self.events.shard_finished(item.name)
+        self.events.shard_finished(item.name)
 
     def _task(self, name: str, *, device: str) -> ShardTask:
         job = self.job
@@ -95,6 +91,5 @@ class Workers:
             inflight_bytes=machine.inflight_bytes(uses_hub=job.uses_hub) // job.limits.workers,
             for_upload=job.target is not None,
             kept=None if job.source.pruning is None else job.source.pruning.kept,
-            expected_blake3=self.expected.get(name),
             suffix=self.journal.suffix,
         )

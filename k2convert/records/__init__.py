@@ -1,7 +1,6 @@
 """What a job leaves behind, typed, each read and written in one module.
 
 fingerprint      everything that the bytes of a result depend on
-source_identity  which source files a job was begun with
 shard_record     one finished shard; checksum: a damaged record is not trusted
 job_description  what a job is: fingerprint, recipe, shards, source
 journal          the records of one destination, its job description and its lock

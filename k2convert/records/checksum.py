@@ -14,17 +14,12 @@ def seal(document: Mapping[str, Any]) -> bytes:
     return json.dumps({_KEY: _checksum(document)} | dict(document)).encode()
 
 
-def unseal(document: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return a parsed record without its checksum, and whether it has one; raises ValueError if that is wrong.
-
-    Version 0.1 wrote records without one.
-    """
+def unseal(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parsed record without its checksum; raises ValueError if it has none or a wrong one."""
     content = {key: value for key, value in document.items() if key != _KEY}
-    if _KEY not in document:
-        return content, False
-    if document[_KEY] != _checksum(content):
-        raise ValueError("its checksum is wrong")
-    return content, True
+    if document.get(_KEY) != _checksum(content):
+        raise ValueError("its checksum is missing or wrong")
+    return content
 
 
 def _checksum(document: Mapping[str, Any]) -> str:

@@ -1,15 +1,20 @@
 """The fingerprint of a job: everything that the bytes of its result depend on.
 
 The version of the package is not a part: every version with the same arithmetic continues the job.
+
+The fingerprint has the headers of the source. Its data is too much to hash, so the description of a job also has the
+identity of each source shard: size and time of modification of a file, sha256 of a file on the Hub.
 """
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from blake3 import blake3
 
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.errors import SourceReadError
 from k2convert.plan.recipe import Recipe
 from k2convert.records.pruning import PruningRecord
 
@@ -22,6 +27,15 @@ def source_digest(source: Checkpoint) -> str:
     for shard, header in sorted(source.headers.items()):
         headers.update(f"{shard}\0{header.digest}\0{header.file_bytes}\n".encode())
     return headers.hexdigest()
+
+
+def local_identity(path: Path) -> str:
+    """Return the identity of a source shard in a folder; raises SourceReadError."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
+    return f"{found.st_size} bytes, modified {found.st_mtime_ns} ns"
 
 
 def job_fingerprint(

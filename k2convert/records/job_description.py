@@ -2,26 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-from k2convert.errors import quoted, shortened
+from k2convert.errors import ResumeError, quoted, shortened
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.pruning import PruningRecord
-from k2convert.records.source_identity import Identities
 
 
 @dataclass(frozen=True, slots=True)
 class JobDescription:
     """What a destination is for: the fingerprint, the resolved recipe, and the planned bytes of every shard.
 
-    `source` is the identity of every source shard (source_identity.py); None if version 0.1 began the job. `pruning`
-    says which experts are kept; None if all are.
+    `source` has the identity of every source shard (fingerprint.py). `pruning` says which experts are kept; None if all
+    are.
     """
 
     fingerprint: dict[str, Any]
     recipe: dict[str, Any]
     shards: dict[str, int]
-    source: Identities | None = None
+    source: dict[str, str]
     pruning: PruningRecord | None = None
 
     @property
@@ -49,13 +49,14 @@ class JobDescription:
             raise ValueError("no recipe")
         if not all(type(num_bytes) is int for num_bytes in document["shards"].values()):
             raise ValueError("no sizes")
-        if not isinstance(document.get("source"), dict | None):
+        source = document.get("source")
+        if not isinstance(source, dict):
             raise ValueError("the source is not an object")
-        source: dict[str, Any] | None = document.get("source")
-        if source is not None and not all(isinstance(identity, dict) for identity in source.values()):
+        identities = cast(dict[str, Any], source)
+        if not all(isinstance(identity, str) for identity in identities.values()):
             raise ValueError("no identities of source shards")
         pruning = PruningRecord.from_dict(document["pruning"]) if "pruning" in document else None
-        return cls(document["fingerprint"], document["recipe"], document["shards"], source, pruning)
+        return cls(document["fingerprint"], document["recipe"], document["shards"], identities, pruning)
 
 
 def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -63,4 +64,17 @@ def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     different = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     return "; ".join(
         f"{shortened(key)} was {quoted(old.get(key))}, now {quoted(new.get(key))}" for key in different[:5]
+    )
+
+
+def changed_shards(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the source shards whose identity (fingerprint.py) differs."""
+    return [shard for shard in sorted(now) if before.get(shard) != now[shard]]
+
+
+def source_error(shard: str, work: Path) -> ResumeError:
+    """Return the error for a changed source shard of the job that is kept in the folder `work`."""
+    return ResumeError(
+        f"{shard}: this source shard has a different size or time of modification than when the job in {work.parent} "
+        f"was begun. Restore it with its time (cp -a and rsync -t keep it), or delete {work} to start over."
     )

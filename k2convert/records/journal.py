@@ -13,7 +13,7 @@ source end in the same bytes.
 
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,9 @@ from k2convert.errors import (
 from k2convert.records.checksum import seal, unseal
 from k2convert.records.command import JobCommand, read_command, say_own_command
 from k2convert.records.events import SILENT, Events, Keep
-from k2convert.records.job_description import JobDescription, describe_changes
+from k2convert.records.job_description import JobDescription, changed_shards, describe_changes, source_error
 from k2convert.records.lock import lock_destination, read_lock, share_destination
 from k2convert.records.shard_record import ShardRecord
-from k2convert.records.source_identity import Identities, changed_shards, moved_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,9 @@ class JobState:
 
 @dataclass(frozen=True, slots=True)
 class FoundRecords:
-    """The undamaged records of one job by shard, which of them have no checksum, and the files that are damaged."""
+    """The undamaged records of one job by shard, and the files that are damaged."""
 
     records: dict[str, ShardRecord]
-    unsealed: frozenset[str]
     damaged: tuple[Path, ...]
 
 
@@ -106,26 +104,16 @@ class Journal:
         with share_destination(self.destination):
             yield
 
-    def begin(self, job: JobDescription) -> list[str]:
-        """Start a job, or resume it if its fingerprint and its source are the same.
-
-        Returns the source shards that were moved since it was begun. Raises ResumeError naming what differs.
-        """
+    def begin(self, job: JobDescription) -> None:
+        """Start a job, or resume it if its fingerprint and its source are the same; ResumeError names what differs."""
         make_folder(self._records, root=self.destination)
         found = self.job()
         if found is None:
-            self.describe(job)
-            self.sweep(job)
-            return []
-        self._check_same(found, job)
-        moved: list[str] = []
-        if found.source is None or job.source is None:
-            self.describe(job)
+            self._describe(job)
         else:
-            known = self._accept_source(job, found.source, job.source)
-            moved = moved_shards(known, job.source)
+            self._check_same(found, job)
+            self._accept_source(found, job)
         self.sweep(job)
-        return moved
 
     def join(self, job: JobDescription) -> None:
         """Start a job that other processes may start at the same time, or take part in it if it is the same.
@@ -139,11 +127,8 @@ class Journal:
         found = self.job()
         assert found is not None
         self._check_same(found, job)
-        if changed := changed_shards(found.source or {}, job.source or {}):
-            raise ResumeError(
-                f"{changed[0]}: this source shard changed since the job in {self.destination} was begun. Run the "
-                "command without --part: it says which finished shards were made from it."
-            )
+        if changed := changed_shards(found.source, job.source):
+            raise source_error(changed[0], self.folder)
 
     def _check_same(self, found: JobDescription, job: JobDescription) -> None:
         if changes := describe_changes(found.fingerprint, job.fingerprint):
@@ -152,29 +137,20 @@ class Journal:
                 "different folder, or delete this one to start over."
             )
 
-    def _accept_source(self, job: JobDescription, before: Identities, now: Identities) -> Identities:
-        """Return the source as the job knows it from now on.
+    def _accept_source(self, found: JobDescription, job: JobDescription) -> None:
+        """Raise ResumeError if a source shard changed and a finished shard was converted from it.
 
-        A changed source shard is accepted if nothing was made from it yet: it may have been damaged, and repaired.
-        Raises ResumeError if a finished shard was made from it.
+        Others may change: a damaged shard may have been downloaded again.
         """
-        changed = changed_shards(before, now)
-        if not changed:
-            return before
-        records = self.find_records(job.digest).records.values()
-        used = {name for record in records for name in record.source_headers}
-        if found := [name for name in changed if name in used]:
-            raise ResumeError(
-                f"{found[0]}: this source shard changed since the job in {self.destination} was begun, and finished "
-                "shards were made from it. Restore it with its time of modification, or start again in a different "
-                "folder."
-            )
-        known = before | {name: now[name] for name in changed}
-        self.describe(replace(job, source=known))
-        return known
+        if changed := changed_shards(found.source, job.source):
+            records = self.find_records(job.digest).records.values()
+            used = {name for record in records for name in record.source_headers}
+            for name in changed:
+                if name in used:
+                    raise source_error(name, self.folder)
+            self._describe(job)
 
-    def describe(self, job: JobDescription) -> None:
-        """Write the description of a job."""
+    def _describe(self, job: JobDescription) -> None:
         write_atomically(self._job_path, dump_json(job.to_dict()), root=self.destination)
 
     def job(self) -> JobDescription | None:
@@ -217,25 +193,22 @@ class Journal:
 
     def all_records(self) -> dict[str, ShardRecord]:
         """Return every record by shard, also those of other jobs; raises CheckpointError for a damaged one."""
-        found = (_read_record(path)[0] for path in self._record_paths())
+        found = (_read_record(path) for path in self._record_paths())
         return {record.shard: record for record in found}
 
     def find_records(self, digest: str) -> FoundRecords:
         """Return what is known of the job with this fingerprint digest, damaged records set aside."""
         records: dict[str, ShardRecord] = {}
-        unsealed: set[str] = set()
         damaged: list[Path] = []
         for path in self._record_paths():
             try:
-                record, is_sealed = _read_record(path)
+                record = _read_record(path)
             except CheckpointError:
                 damaged.append(path)
                 continue
             if record.fingerprint == digest:
                 records[record.shard] = record
-                if not is_sealed:
-                    unsealed.add(record.shard)
-        return FoundRecords(records, frozenset(unsealed), tuple(damaged))
+        return FoundRecords(records, tuple(damaged))
 
     def finished(self, digest: str) -> dict[str, ShardRecord]:
         """Return the records of a job whose shards are here with the recorded size."""
@@ -301,16 +274,15 @@ class Journal:
                             remove_file(folder / name, descriptor)
 
 
-def _read_record(path: Path) -> tuple[ShardRecord, bool]:
-    """Return a record, and whether it has a checksum; raises CheckpointError if it is damaged."""
+def _read_record(path: Path) -> ShardRecord:
+    """Return a record; raises CheckpointError if it is damaged."""
     remedy = "Run the conversion again: its shard is made again."
     try:
-        document, is_sealed = unseal(read_json_file(path))
-        record = ShardRecord.from_dict(document)
+        record = ShardRecord.from_dict(unseal(read_json_file(path)))
         if f"{record.shard}.json" != path.name:
             raise ValueError(f"shard is {quoted(record.shard)}")
     except MalformedFileError:
         raise CheckpointError(f"{path}: damaged. {remedy}") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: not a record of this version ({error}). {remedy}") from None
-    return record, is_sealed
+    return record

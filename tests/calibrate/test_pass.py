@@ -279,7 +279,7 @@ def test_a_source_shard_that_changed_meanwhile_is_named(
     done = calibrate(source, begun.statistics, "--text", text, *SMALL)
     assert (done.code, said(done.err).count("\n")) == (1, 1)
     assert said(done.err).startswith(
-        "error: model-00002-of-000005.safetensors: this source shard changed since the pass in "
+        "error: model-00002-of-000005.safetensors: this source shard has a different size or time "
     )
 
 

@@ -123,7 +123,7 @@ def edit_records(workplace: Path, change: Callable[[dict[str, Any]], object]) ->
     folder = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
     paths = sorted(folder.iterdir())
     for path in paths:
-        document, _ = unseal(json.loads(path.read_text()))
+        document = unseal(json.loads(path.read_text()))
         change(document)
         path.write_bytes(seal(document))
     return len(paths)

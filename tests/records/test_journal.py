@@ -13,6 +13,7 @@ from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.folders import make_folder
 from k2convert.cli.app import main
 from k2convert.errors import DestinationWriteError
+from k2convert.records.checksum import seal, unseal
 
 JOB = Path(".k2convert") / "job.json"
 LOCK = Path(".k2convert") / "lock"
@@ -126,20 +127,15 @@ def assert_made_again(result: Path, tiny: Path, whole: dict[str, bytes], capsys:
     assert [name for name in before if before[name] != after[name]] == [RECORD.stem]
 
 
-def without_checksum(record: dict[str, Any]) -> None:
-    """As version 0.1 wrote it."""
-    record.pop("checksum")
-
-
 @pytest.mark.parametrize("name", RECORDS)
-@pytest.mark.parametrize("is_old", [False, True], ids=["", "of version 0.1"])
+@pytest.mark.parametrize("is_sealed", [True, False], ids=["with its checksum", "without"])
 def test_record_of_another_form_is_made_again(
-    name: str, is_old: bool, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+    name: str, is_sealed: bool, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = contents(result)
-    edit(result / RECORD, RECORDS[name])
-    if is_old and name != "empty object":
-        edit(result / RECORD, without_checksum)
+    whole, path = contents(result), result / RECORD
+    record = unseal(json.loads(path.read_text()))
+    RECORDS[name](record)
+    path.write_bytes(seal(record) if is_sealed else json.dumps(record).encode())
     assert_made_again(result, tiny, whole, capsys)
 
 
@@ -167,37 +163,6 @@ def test_record_that_is_no_json_is_made_again(
     assert_made_again(result, tiny, whole, capsys)
 
 
-def test_record_of_version_0_1_counts_if_the_shard_has_its_hash(
-    result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = contents(result)
-    shard = result / RECORD.stem
-    before = shard.stat().st_mtime_ns
-    edit(result / RECORD, without_checksum)
-    run("run", tiny, result)
-    assert "verified: finished shards hashed: 1" in capsys.readouterr().err
-    assert contents(result) == whole, "the record has its checksum now"
-    assert shard.stat().st_mtime_ns == before
-
-    record = edit_hash(result / RECORD, "0" * 64)
-    assert record["blake3"] == "0" * 64
-    assert_made_again_after_hashing(result, tiny, whole, capsys)
-
-
-def edit_hash(path: Path, blake3: str) -> dict[str, Any]:
-    """Write another hash into a record of version 0.1; returns the record."""
-    edit(path, lambda record: (without_checksum(record), record.update(blake3=blake3)))
-    return json.loads(path.read_text())
-
-
-def assert_made_again_after_hashing(
-    result: Path, tiny: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("run", tiny, result)
-    assert f"to be made again: {RECORD.stem}" in capsys.readouterr().err.replace("\n", " ")
-    assert contents(result) == whole
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
 def test_description_that_is_no_json_is_not_to_be_downloaded(
     text: str, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
@@ -215,7 +180,7 @@ def test_lock_that_is_no_file_is_refused(result: Path, tiny: Path, capsys: pytes
     precious.write_text("the only copy")
     lock.unlink()
     lock.symlink_to(precious)
-    assert all("lock: is a link or a folder" in message for message in messages(result, tiny, capsys))
+    assert all("lock: is a link" in message for message in messages(result, tiny, capsys))
     assert precious.read_text() == "the only copy"
     lock.unlink()
     lock.mkdir()
