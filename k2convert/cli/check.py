@@ -18,6 +18,7 @@ from k2convert.cli.validation_view import show_validation
 from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy, require_extra
 from k2convert.fit.needs import Needs
 from k2convert.hub.client import SCHEME, Hub, parse_repo
+from k2convert.hub.ranges import RemoteShards
 from k2convert.hub.source import read_headers
 from k2convert.job.places import open_result, open_source
 from k2convert.job.statistics_file import open_named_statistics
@@ -33,7 +34,7 @@ from k2convert.report.collect import can_be_validated, check_folder
 from k2convert.report.document import figures_document
 from k2convert.report.needs import result_needs
 from k2convert.validate.contract.seen_source import see_source
-from k2convert.validate.remote import RemoteShards, Shards, layer_bytes
+from k2convert.validate.remote import Shards, layer_bytes
 from k2convert.validate.results import ValidationReport, folder_bytes, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
 

@@ -6,6 +6,7 @@
     source_card     what the source's card says, and what of it the Hub accepts
     named_file      one file of a repository, by its address
     segments        the record of the parts of a half-downloaded file that are on disk
+    ranges          byte ranges of shards, fetched into a folder and dropped again
     download        one shard in parallel ranges, resumed inside the file, checked against the Hub's sha256
     preflight       the checks before anything is converted for a destination on the Hub
     branch          the work branch of a job: shards in groups, then one atomic commit on main

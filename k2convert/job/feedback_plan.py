@@ -22,6 +22,7 @@ from k2convert.calibrate.work import PassJob
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import DestinationError
 from k2convert.hub.client import Hub
+from k2convert.hub.ranges import RemoteShards
 from k2convert.job.layer_shards import LayerShards, layer_ranges
 from k2convert.job.machine import device_name
 from k2convert.job.places import Source
@@ -38,7 +39,6 @@ from k2convert.models.names import Architecture, Role
 from k2convert.plan.plan import ConvertStep, Plan, ShardJob
 from k2convert.records.events import SILENT
 from k2convert.records.job_description import JobDescription
-from k2convert.validate.remote import RemoteShards
 
 WALK_VERSION: Final = 2  # to be raised when the walk makes different bytes of the same input
 AHEAD: Final = 1

@@ -22,6 +22,7 @@ from k2convert.calibrate.statistics import Statistics, open_statistics
 from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, parse_json_object
 from k2convert.errors import CalibrationError, PlanError, SourceReadError, quoted, remedy, shortened
 from k2convert.hub.client import Hub
+from k2convert.hub.ranges import Ranges, RemoteShards
 from k2convert.job.calibration import check_norms, check_statistics_source, norm_tensors
 from k2convert.job.places import Source
 from k2convert.models import detect_family
@@ -29,7 +30,6 @@ from k2convert.models.names import Architecture
 from k2convert.plan.pruning import KeptExperts, check_kept, choose_experts
 from k2convert.plan.recipe import Recipe
 from k2convert.records.pruning import PruningRecord, check_phrase, left_out, parse_layers, parse_left_out
-from k2convert.validate.remote import Ranges, RemoteShards
 
 REAP_REPORT: Final = "the REAP report of llm-compressor"
 _REAP_MODULE: Final = re.compile(r"(?:\w+\.)*layers\.(0|[1-9][0-9]{0,5})\.\w+")

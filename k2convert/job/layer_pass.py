@@ -17,6 +17,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import DiskFullError
 from k2convert.hub.client import Hub
+from k2convert.hub.ranges import RemoteShards
 from k2convert.job.layer_shards import LayerShards, layer_ranges, local_layers
 from k2convert.job.limits import HUB_FREE_SHARE
 from k2convert.job.places import Source
@@ -38,7 +39,6 @@ from k2convert.plan.recipe import load_recipe
 from k2convert.records.command import JobCommand, keep_command
 from k2convert.records.events import SILENT, Events, Extent, Phase
 from k2convert.records.fingerprint import job_fingerprint
-from k2convert.validate.remote import RemoteShards
 
 ARITHMETIC_VERSION: Final = 1  # to be raised when the same input gives different statistics
 

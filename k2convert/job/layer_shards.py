@@ -15,10 +15,10 @@ from typing import Final
 from k2convert.checkpoint.files import list_folder
 from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.hub.ranges import Ranges, RemoteShards
 from k2convert.models import detect_family
 from k2convert.models.names import Role
 from k2convert.records.events import Events
-from k2convert.validate.remote import Ranges, RemoteShards
 
 _FOLDER: Final = "layer-{:03}"
 

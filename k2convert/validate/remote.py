@@ -9,87 +9,25 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Final
 
-from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import DiskFullError, MalformedFileError
-from k2convert.hub.client import Hub
-from k2convert.hub.download import Arrived, download_ranges, download_shard, ignore_arrival
-from k2convert.hub.source import RemoteRepo
+from k2convert.errors import DiskFullError
+from k2convert.hub.ranges import Ranges, RemoteShards
 from k2convert.models import detect_family
 from k2convert.models.names import INT4_PARAMETERS, WEIGHT
 from k2convert.validate.contract.subject import Subject
 
-WHOLE_SHARE: Final = 0.9
-"""A shard is fetched whole, and its sha256 checked, if at least this share of it is needed."""
-
-Places = set[tuple[int, int]]
-"""Byte ranges [begin, end) of one shard."""
-Ranges = dict[str, Places]
-"""Byte ranges by shard."""
 ALL: Final = (0, 1 << 62)
 """A shard whose size is not known."""
 
 
 def _nothing() -> None:
     """Do nothing: there are no readers to close."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteShards:
-    """The shards of a repository, which come into `folder`. `headers` are those read by ranges; see hub.source."""
-
-    hub: Hub
-    repo: RemoteRepo
-    folder: Path
-    headers: Mapping[str, ShardHeader | MalformedFileError] = field(default_factory=dict[str, ShardHeader])
-
-    def header(self, path: Path) -> ShardHeader:
-        """Return a shard's header; raises MalformedFileError as read_header does for a file in `folder`."""
-        found = self.headers.get(path.name)
-        if found is None:
-            raise MalformedFileError(f"{path}: missing, but the index names it.")
-        if isinstance(found, MalformedFileError):
-            raise found
-        return found
-
-    def present(self, ranges: Ranges) -> Ranges:
-        """Return the ranges of those shards that the repository has."""
-        return {shard: found for shard, found in ranges.items() if shard in self.repo.files}
-
-    def takes(self, ranges: Ranges) -> int:
-        """Return the bytes of disk that `bring` takes for these ranges."""
-        return sum(self._needed(shard, found) for shard, found in ranges.items())
-
-    def _needed(self, shard: str, ranges: Iterable[tuple[int, int]]) -> int:
-        """Return the bytes to fetch of one shard: all of them if most are needed."""
-        needed, num_bytes = sum(end - begin for begin, end in ranges), self.repo.shard(shard).num_bytes
-        return num_bytes if needed >= WHOLE_SHARE * num_bytes else needed
-
-    def bring(self, ranges: Ranges, *, stop: Event | None = None, arrived: Arrived = ignore_arrival) -> None:
-        """Fetch what is needed of each shard; raises HubError, DiskFullError.
-
-        `stop` and `arrived` are download_shard's. Bytes of a part of a shard arrive when all of them are there.
-        """
-        for shard, found in ranges.items():
-            target, needed = self.folder / shard, self._needed(shard, found)
-            if needed == self.repo.shard(shard).num_bytes:
-                download_shard(self.hub, self.repo, shard, target=target, stop=stop or Event(), arrived=arrived)
-            else:
-                download_ranges(self.hub, self.repo, shard, target=target, ranges=found)
-                arrived(needed, True)
-
-    def drop(self, shards: Iterable[str]) -> None:
-        """Free the disk of shards. Their names stay in the folder, as a checkpoint's files."""
-        for shard in shards:
-            with writing(self.folder / shard):
-                (self.folder / shard).write_bytes(b"")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,73 @@
+"""Byte ranges of shards of a repository, fetched into a folder and dropped again."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Final
+
+from k2convert.checkpoint.files import writing
+from k2convert.checkpoint.header import ShardHeader
+from k2convert.errors import MalformedFileError
+from k2convert.hub.client import Hub
+from k2convert.hub.download import Arrived, download_ranges, download_shard, ignore_arrival
+from k2convert.hub.source import RemoteRepo
+
+WHOLE_SHARE: Final = 0.9
+"""A shard is fetched whole, and its sha256 checked, if at least this share of it is needed."""
+
+Places = set[tuple[int, int]]
+"""Byte ranges [begin, end) of one shard."""
+Ranges = dict[str, Places]
+"""Byte ranges by shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteShards:
+    """The shards of a repository, which come into `folder`. `headers` are those read by ranges; see hub.source."""
+
+    hub: Hub
+    repo: RemoteRepo
+    folder: Path
+    headers: Mapping[str, ShardHeader | MalformedFileError] = field(default_factory=dict[str, ShardHeader])
+
+    def header(self, path: Path) -> ShardHeader:
+        """Return a shard's header; raises MalformedFileError as read_header does for a file in `folder`."""
+        found = self.headers.get(path.name)
+        if found is None:
+            raise MalformedFileError(f"{path}: missing, but the index names it.")
+        if isinstance(found, MalformedFileError):
+            raise found
+        return found
+
+    def present(self, ranges: Ranges) -> Ranges:
+        """Return the ranges of those shards that the repository has."""
+        return {shard: found for shard, found in ranges.items() if shard in self.repo.files}
+
+    def takes(self, ranges: Ranges) -> int:
+        """Return the bytes of disk that `bring` takes for these ranges."""
+        return sum(self._needed(shard, found) for shard, found in ranges.items())
+
+    def _needed(self, shard: str, ranges: Iterable[tuple[int, int]]) -> int:
+        """Return the bytes to fetch of one shard: all of them if most are needed."""
+        needed, num_bytes = sum(end - begin for begin, end in ranges), self.repo.shard(shard).num_bytes
+        return num_bytes if needed >= WHOLE_SHARE * num_bytes else needed
+
+    def bring(self, ranges: Ranges, *, stop: Event | None = None, arrived: Arrived = ignore_arrival) -> None:
+        """Fetch what is needed of each shard; raises HubError, DiskFullError.
+
+        `stop` and `arrived` are download_shard's. Bytes of a part of a shard arrive when all of them are there.
+        """
+        for shard, found in ranges.items():
+            target, needed = self.folder / shard, self._needed(shard, found)
+            if needed == self.repo.shard(shard).num_bytes:
+                download_shard(self.hub, self.repo, shard, target=target, stop=stop or Event(), arrived=arrived)
+            else:
+                download_ranges(self.hub, self.repo, shard, target=target, ranges=found)
+                arrived(needed, True)
+
+    def drop(self, shards: Iterable[str]) -> None:
+        """Free the disk of shards. Their names stay in the folder, as a checkpoint's files."""
+        for shard in shards:
+            with writing(self.folder / shard):
+                (self.folder / shard).write_bytes(b"")
