@@ -7,9 +7,9 @@ from typing import Any
 
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.run import execute
 from k2convert.plan.pruning import KeptExperts
 from k2convert.records.pruning import PruningRecord
 from scripts.fixture_maker import damage, make_cut, make_short

@@ -118,7 +118,7 @@ def test_there_is_no_import_circle() -> None:
 
 @pytest.mark.parametrize(
     ("code", "complaint"),
-    [("from k2convert.job.execute import execute\n", "imports"), ("import k2convert.cli.app\n", "imports")],
+    [("from k2convert.job.run import execute\n", "imports"), ("import k2convert.cli.app\n", "imports")],
 )
 def test_an_import_upwards_is_found(tmp_path: Path, code: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = PACKAGE / "checkpoint" / "files.py"

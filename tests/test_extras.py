@@ -9,9 +9,9 @@ import pytest
 from said import said
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.run import execute
 from scripts import fixture_maker as fixtures
 
 TINY = fixtures.TINY

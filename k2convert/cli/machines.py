@@ -91,23 +91,24 @@ def run_part(job: "Job", part: Part, options: "RunOptions") -> None:
     from k2convert.cli import console
     from k2convert.cli.options import command_words
     from k2convert.cli.progress import Display
-    from k2convert.job.execute import execute_part, part_extent
+    from k2convert.job.run import execute
     from k2convert.records.command import JobCommand
+    from k2convert.records.events import Extent
 
     whole = JobCommand(command_words("run", replace(options, part=None)), str(Path.cwd()))
     job = replace(job, command=whole)
-    extent = part_extent(job, part, job.finished)
-    display = Display("convert", extent, quiet=options.quiet)
+    num_shards = len(part.items(job.items))
+    display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards), quiet=options.quiet)
     try:
         with display as events:
-            execute_part(job, part, events=events)
+            execute(job, part=part, events=events)
     except BaseException as error:
-        error.add_note(f"{display.tally.shards} of this part's {extent.shards} shards are converted")
+        error.add_note(f"{display.tally.shards} of this part's {num_shards} shards are converted")
         error.add_note(console.command(*command_words("run", options)))
         raise
     if options.as_json:
-        console.print_json({"part": str(part), "shards": extent.shards, "shards_of_job": len(job.plan.jobs)})
+        console.print_json({"part": str(part), "shards": num_shards, "shards_of_job": len(job.plan.jobs)})
         return
-    console.print_line(f"part {part}: {extent.shards} of the {len(job.plan.jobs)} shards are converted")
+    console.print_line(f"part {part}: {num_shards} of the {len(job.plan.jobs)} shards are converted")
     console.print_note("when all parts are done, the command without --part writes index and config:")
     console.print_next(whole.line(here=whole.folder))

@@ -34,7 +34,6 @@ from k2convert.cli.views import (
     show_network,
     show_plan,
     show_run,
-    verification_line,
 )
 from k2convert.errors import HubError, InvalidCheckpointError, missing_module, require_extra
 from k2convert.hub.branch import Branch, branch_name
@@ -43,15 +42,14 @@ from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import redacted
 from k2convert.hub.xet import bound_memory
 from k2convert.job.estimate import estimate, memory_bytes
-from k2convert.job.execute import Outcome, execute
 from k2convert.job.feedback_plan import FeedbackPlan
 from k2convert.job.kept_experts import prune_source
 from k2convert.job.machine import has_driver
 from k2convert.job.places import Destination, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.job.publish import UnservableError
+from k2convert.job.run import Outcome, execute
 from k2convert.job.statistics_file import open_named_statistics
-from k2convert.job.verify import shards_to_hash, verify_shards
 from k2convert.records.command import JobCommand
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
@@ -181,26 +179,7 @@ def _show_published(job: Job, target: Target, *, as_json: bool) -> None:
         console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
 
 
-def _verify(job: Job, options: RunOptions) -> Job:
-    """Look at what an earlier run finished, and say in a line what was looked at; returns the job without the rest."""
-    journal = Journal(job.destination.folder)
-    begun = journal.job()
-    if begun is None or begun.digest != job.digest:
-        return job
-    with journal.locked():
-        finished = journal.find_records(job.digest)
-        doubtful = shards_to_hash(journal, finished, everything=options.verify)
-        total = sum(record.file_bytes for record in doubtful.values())
-        is_quiet = options.quiet or not doubtful
-        with Display("verify", Extent({"check": (total, 0)}), quiet=is_quiet) as events:
-            found = verify_shards(journal, finished, doubtful=doubtful, events=events)
-    if not options.quiet and (found.records or found.again):
-        console.print_note(verification_line(found))
-    return replace(job, finished=found.records)
-
-
 def _do(job: Job, options: RunOptions) -> None:
-    job = _verify(job, options)
     if job.target is not None:
         confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes, ask=typer.confirm)
     command = JobCommand(command_words("run", options), str(Path.cwd()))
@@ -212,7 +191,7 @@ def _do(job: Job, options: RunOptions) -> None:
     start = time.monotonic()
     try:
         with open_cluster(options) as cluster, display as events:
-            outcome = execute(job, events=events, cluster=cluster)
+            outcome = execute(job, events=events, cluster=cluster, verify=options.verify)
     except UnservableError as error:
         if not options.as_json:
             show_validation(error.validation)
@@ -221,6 +200,7 @@ def _do(job: Job, options: RunOptions) -> None:
         error.add_note(f"{display.tally.shards} of {len(job.plan.jobs)} shards are converted. The same command resumes")
         error.add_note(command.line(here=command.folder))  # both are shown after an interrupt
         raise
+    job = replace(job, finished=outcome.finished)
     if job.target is not None and outcome.commit is not None:
         record_published(job.destination.folder, Published(job.target.name, outcome.commit))
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)

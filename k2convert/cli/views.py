@@ -12,7 +12,6 @@ from k2convert.cli.pruning_view import pruning_document, show_pruning
 from k2convert.hub.branch import branch_name
 from k2convert.job.estimate import Estimate
 from k2convert.job.prepare import Job
-from k2convert.job.verify import Verification
 from k2convert.plan.plan import action_counts
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -236,17 +235,6 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
     fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
     rate = f", {format_bytes(fresh / seconds)}/s in" if fresh and seconds else ""
     print_line(f"{job.destination.folder}: {len(job.plan.jobs)} shards, {format_seconds(seconds)}{rate}")
-
-
-def verification_line(found: Verification) -> str:
-    """Return what was looked at of an earlier run's shards, in a line."""
-    if found.num_hashed:
-        line = f"verified: finished shards hashed: {found.num_hashed} ({format_bytes(found.hashed_bytes)})"
-    else:
-        line = "verified: finished shards have their recorded size and time (--verify hashes them too)"
-    if not found.again:
-        return line
-    return f"{line}; damaged, to be made again: {', '.join(found.again)}"
 
 
 def status_document(state: JobState) -> dict[str, Any]:

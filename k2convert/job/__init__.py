@@ -8,11 +8,10 @@ layer_pass  a calibration: plan it, walk through the layers, write the statistic
 feedback_plan  what a conversion with feedback takes; feedback: its walk, next to the pipeline
 machine    devices, threads, memory; room: disk
 kept_experts  which experts a job keeps
-execute    THE executor; parts: a share of the shards
-verify     do finished shards have their recorded bytes
+run        THE executor; parts: a share of the shards; verify: the shards of an earlier run
 pipeline   the stages, overlapping
 downloads  the fetch stage
-workers    the convert stage: here, or on a node; ray: a cluster's nodes
+ray        the convert stage on the nodes of a cluster
 shard      THE per-shard function
 uploads    the upload stage
 assemble   index, configs, sidecars, ledger

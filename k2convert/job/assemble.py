@@ -125,9 +125,9 @@ def assemble(job: Job, records: Mapping[str, ShardRecord]) -> list[str]:
     return names
 
 
-def is_complete(job: Job) -> bool:
+def is_complete(job: Job, records: Mapping[str, ShardRecord]) -> bool:
     """Return whether every shard is recorded and all other files are correct. Reads the sidecars."""
-    if len(job.finished) != len(job.plan.jobs):
+    if len(records) != len(job.plan.jobs):
         return False
-    files = assembled_files(job, job.finished)
+    files = assembled_files(job, records)
     return all(holds_exactly(job.destination.folder / relative, content) for relative, content in files)

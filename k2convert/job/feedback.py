@@ -89,7 +89,7 @@ def _check_kept(plan: FeedbackPlan, calibrated: CalibrationRecord) -> None:
         )
 
 
-class LayerWalk:
+class ShardWalk:
     """A walk in a thread of its own. Workers of the pipeline wait for it, shard by shard."""
 
     def __init__(
@@ -106,11 +106,12 @@ class LayerWalk:
         self._needs: dict[str, ShardNeeds] = {item.name: self._plan.needs[item.name] for item in items}
         self._num_done = opened.first
 
-    def wait_for(self, shard: str) -> None:
-        """Wait until the layers of a shard are done; raises InterruptedRun if the run stops before."""
+    def wait_for(self, shard: str) -> Calibration:
+        """Wait until the layers of a shard are done, and return them; raises InterruptedRun if the run stops before."""
         with self._changed:
             last = self._needs[shard].last
             self._wait(lambda: self._num_done > last)
+        return self.calibration
 
     def recorded(self, shard: str) -> None:
         """Take that a shard is recorded, and remove the converted experts that no other shard takes."""
@@ -205,18 +206,13 @@ class LayerWalk:
 
 
 @contextmanager
-def walking(
-    job: Job, opened: OpenWalk | None, items: Sequence[Item], *, stop: Event, events: Events
-) -> Generator[LayerWalk | None]:
+def walking(job: Job, opened: OpenWalk, items: Sequence[Item], *, stop: Event, events: Events) -> Generator[ShardWalk]:
     """Walk while the block runs, which converts `items` and returns when `stop` is set; then wait for the walk's end.
 
-    Without a walk this does nothing. Raises what failed first, in the block or in the walk.
+    Raises what failed first, in the block or in the walk.
     """
-    if opened is None:
-        yield None
-        return
     with CodesFolder(opened.plan.work) as codes:
-        walk = LayerWalk(job, opened, items, codes, stop, events)
+        walk = ShardWalk(job, opened, items, codes, stop, events)
         walk.start()
         try:
             yield walk

@@ -8,11 +8,11 @@ or the formats. The first failure stops everything. What was finished stays fini
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from k2convert.job.room import Item
+from k2convert.job.room import Item, Room
 
 _POLL_SECONDS: Final = 0.2
 _LEAVE_SECONDS: Final = 10.0
@@ -43,8 +43,8 @@ class UploadStage(Protocol):
 class Stages:
     """What happens to a shard. `fetch` is None for a local source, `uploads` for a local destination.
 
-    `fetch` and `convert` return early when the stop event is set. `drop_source` and `drop_output` remove a file that is
-    no longer needed.
+    `fetch` and `convert` return early when the stop event is set; `num_workers` threads convert. `drop_source` and
+    `drop_output` remove a file that is no longer needed.
     """
 
     fetch: Callable[[str], None] | None
@@ -52,6 +52,7 @@ class Stages:
     drop_source: Callable[[str], None]
     drop_output: Callable[[str], None]
     uploads: UploadStage | None
+    num_workers: int = 1
 
 
 @dataclass(slots=True)
@@ -88,20 +89,18 @@ class Pipeline:
         self,
         items: Sequence[Item],
         *,
-        source_bytes: Mapping[str, int],
-        room: int,
         stages: Stages,
-        num_workers: int,
+        room: Room,
         stop: threading.Event,
         to_upload: Sequence[Item] = (),
     ) -> None:
         """`to_upload` are items that an earlier run converted and that still have to be uploaded."""
-        self._items, self._source_bytes = tuple(items), source_bytes
-        self._stages, self._num_workers, self._stop = stages, num_workers, stop
+        self._items, self._source_bytes = tuple(items), room.source_bytes
+        self._stages, self._stop = stages, stop
         self._sizes = {item.name: item.output_bytes for item in (*items, *to_upload)}
         self._changed = threading.Condition()  # guards everything below
         self._disk = _Disk(
-            room=room,
+            room=room.num_bytes,
             used=sum(item.output_bytes for item in to_upload),
             uses=Counter(source for item in items for source in item.sources),
         )
@@ -112,7 +111,7 @@ class Pipeline:
 
     def run(self) -> None:
         """Do everything. An interrupt in the calling thread stops the other threads and is raised again."""
-        works = [self._admit_all, *[self._convert_all] * self._num_workers]
+        works = [self._admit_all, *[self._convert_all] * self._stages.num_workers]
         if self._stages.uploads is not None:
             works += [self._upload_all] * NUM_UPLOADS
         threads = [threading.Thread(target=self._guard, args=(work,), daemon=True) for work in works]

@@ -5,6 +5,7 @@ uploaded yet and for the journal. The work folder stays after the job, some mega
 run can tell what was done.
 """
 
+import os
 import tempfile
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -18,13 +19,17 @@ from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.names import (
     CARD_NAME,
     CONFIG_NAME,
+    DOWNLOADS_FOLDER,
     HF_QUANT_CONFIG_NAME,
     INDEX_NAME,
     LEDGER_NAME,
+    RECORDS_FOLDER,
     SHARD_SUFFIX,
+    SOURCE_COPY_FOLDER,
+    UPLOADS_FOLDER,
     WORK_FOLDER,
 )
-from k2convert.errors import DestinationError, HubError, K2ConvertError, remedy
+from k2convert.errors import DestinationError, DestinationWriteError, HubError, K2ConvertError, remedy
 from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_revision
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteRepo, fetch_small_files, mark_other_files, open_remote, resolve_source
@@ -198,3 +203,13 @@ def refuse_links(folder: Path, files: Iterable[Path]) -> None:
     for file in (*files, *map(Path, (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME))):
         for path in (*reversed(file.parents[:-1]), file, file.with_name(file.name + TEMPORARY_SUFFIX)):
             check_no_link(folder / path)
+
+
+def check_work_folder(folder: Path) -> None:
+    """Refuse a work folder that is not writable, or that has a file where k2convert needs a folder."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise DestinationWriteError(f"{folder}: is not writable. Choose a folder that you may write to.")
+    for name in (SOURCE_COPY_FOLDER, DOWNLOADS_FOLDER, RECORDS_FOLDER, UPLOADS_FOLDER):
+        path = folder / name
+        if path.exists() and not path.is_dir():
+            raise DestinationError(f"{path}: is not a folder, but k2convert needs a folder there. Remove it.")

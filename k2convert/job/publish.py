@@ -27,7 +27,7 @@ from k2convert.job.limits import output_headers
 from k2convert.job.machine import release_buffers
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, is_published
-from k2convert.job.room import Item
+from k2convert.job.room import Item, Room
 from k2convert.job.uploads import ShardHashes, Uploads
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
@@ -268,8 +268,10 @@ def _upload_all(items: Sequence[Item], uploads: _FolderUploads) -> None:
     def nothing(*_: object) -> None:
         pass
 
-    stages = Stages(fetch=None, convert=nothing, drop_source=nothing, drop_output=nothing, uploads=uploads)
-    Pipeline([], source_bytes={}, room=0, stages=stages, num_workers=0, stop=Event(), to_upload=items).run()
+    stages = Stages(
+        fetch=None, convert=nothing, drop_source=nothing, drop_output=nothing, uploads=uploads, num_workers=0
+    )
+    Pipeline([], stages=stages, room=Room(0, {}), stop=Event(), to_upload=items).run()
 
 
 def base_model_name(ref: RepoRef) -> str:

@@ -20,6 +20,14 @@ class Item:
     output_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The bytes that shards may take on a disk. `source_bytes` are the sizes of source shards: none for local ones."""
+
+    num_bytes: int
+    source_bytes: Mapping[str, int]
+
+
 def least_room(items: Sequence[Item], *, source_bytes: Mapping[str, int], outputs_leave: bool) -> int:
     """Return the least room in which all items can be converted, one after the other.
 

@@ -1,4 +1,4 @@
-"""Do the finished shards of an earlier run still have their recorded bytes?
+"""Finished shards of an earlier run: they must have their recorded bytes.
 
 Size and time of modification are always compared with the record. A shard is hashed if its time differs (it was copied,
 or changed), or if the user asks for it. A shard that does not have its recorded hash loses its record, so that it is
@@ -6,44 +6,31 @@ converted again.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from blake3 import blake3
 
-from k2convert.records.events import SILENT, Events
-from k2convert.records.journal import FoundRecords, Journal
+from k2convert.records.events import Events, Extent
+from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
 
 _PIECE_BYTES: Final = 16 << 20
+_NOT_HASHED: Final = "finished shards have their recorded size and time (--verify hashes them too)"
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """The sound records by shard, how many shards and bytes were hashed for it, and which shards are made again."""
+def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Events) -> dict[str, ShardRecord]:
+    """Return the records of the job's shards that are sound; forget those of wrong shards and damaged ones.
 
-    records: dict[str, ShardRecord]
-    num_hashed: int
-    hashed_bytes: int
-    again: tuple[str, ...]
-
-
-def shards_to_hash(journal: Journal, found: FoundRecords, *, everything: bool) -> dict[str, ShardRecord]:
-    """Return the records of those finished shards that size and time do not vouch for; all of them on request."""
-    return {
-        name: record
-        for name, record in found.records.items()
-        if journal.has_file(record) and (everything or not journal.has_recorded_time(record))
-    }
-
-
-def verify_shards(
-    journal: Journal, found: FoundRecords, *, doubtful: Mapping[str, ShardRecord], events: Events = SILENT
-) -> Verification:
-    """Hash the doubtful shards; forget the records of wrong ones and damaged records. Hold the lock for this."""
+    Hashes the shards whose time differs from the record's, or `everything`. Hold the lock for this.
+    """
+    found = journal.find_records(digest)
+    here = {name: record for name, record in found.records.items() if journal.has_file(record)}
+    doubtful = {n: record for n, record in here.items() if everything or not journal.has_recorded_time(record)}
     again = [path.name.removesuffix(".json") for path in found.damaged]
+    num_bytes = sum(record.file_bytes for record in doubtful.values())
+    if doubtful:
+        events.begun(Extent({"check": (num_bytes, 0)}))
     for name, record in doubtful.items():
         if _blake3(journal.destination / name, events) == record.blake3:
             journal.record(record)
@@ -51,13 +38,15 @@ def verify_shards(
             again.append(name)
     for name in again:
         journal.forget(name)
-    sound = {n: record for n, record in found.records.items() if n not in again and journal.has_file(record)}
-    hashed_bytes = sum(record.file_bytes for record in doubtful.values())
-    return Verification(sound, len(doubtful), hashed_bytes, tuple(sorted(again)))
+    if here or again:
+        looked = f"finished shards hashed: {len(doubtful)} ({num_bytes:,} bytes)" if doubtful else _NOT_HASHED
+        damaged = f"; damaged, to be converted again: {', '.join(sorted(again))}" if again else ""
+        events.note(f"verified: {looked}{damaged}")
+    return {name: record for name, record in here.items() if name not in again}
 
 
 def _blake3(path: Path, events: Events) -> str | None:
-    """Return the hash of a shard as hex, or None if it cannot be read: then it is made again."""
+    """Return the hash of a shard as hex, or None if it cannot be read."""
     digest = blake3(max_threads=blake3.AUTO)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

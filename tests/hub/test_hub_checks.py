@@ -19,7 +19,7 @@ from said import said
 
 from k2convert.checkpoint.header import read_header
 from k2convert.cli import publish as command
-from k2convert.job import execute, workers
+from k2convert.job import run as executor
 from k2convert.job.shard import ShardTask
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cpu
@@ -32,13 +32,13 @@ SHARD = "model-00003-of-000005.safetensors"
 
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path, ShardRecord], ShardRecord]) -> None:
     """Change a finished shard, or its record, between its conversion and its upload."""
-    convert = workers.convert_shard
+    convert = executor.convert_shard
 
     def convert_and_plant(task: ShardTask, **options: Any) -> ShardRecord:
         record = convert(task, **options)
         return plant(task.destination / task.shard.name, record) if task.shard.name == SHARD else record
 
-    monkeypatch.setattr(workers, "convert_shard", convert_and_plant)
+    monkeypatch.setattr(executor, "convert_shard", convert_and_plant)
 
 
 def flip(path: Path, offset: int) -> None:
@@ -169,14 +169,14 @@ def low(record: dict[str, Any]) -> dict[str, Any]:
 def test_a_side_file_that_differs_from_the_hubs_stops_the_job(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep = execute.keep_small_files
+    keep = executor.keep_small_files
 
     def keep_changed(job: Any) -> Path:
         folder = keep(job)
         flip(folder / "tokenizer_config.json", 5)
         return folder
 
-    monkeypatch.setattr(execute, "keep_small_files", keep_changed)
+    monkeypatch.setattr(executor, "keep_small_files", keep_changed)
     done = hub_cli(*JOB)
     assert done.returncode == 1
     assert "tokenizer_config.json: differs from the file of moon/tiny" in " ".join(done.stderr.split())

@@ -15,7 +15,7 @@ from loopback import TOKEN, LoopbackHub
 from published import WITHOUT_SOURCE, assert_published
 from said import said
 
-from k2convert.job import workers
+from k2convert.job import run as executor
 from k2convert.job.shard import ShardTask
 from k2convert.records.shard_record import ShardRecord
 from scripts.fixture_maker.damage import edit_config
@@ -68,14 +68,14 @@ def test_hub_to_folder_gives_the_local_bytes(
 def test_several_shards_are_converted_at_once_if_requested(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both, convert = threading.Barrier(2), workers.convert_shard
+    both, convert = threading.Barrier(2), executor.convert_shard
 
     def together(task: ShardTask, **options: Any) -> ShardRecord:
         if task.shard.name in SHARDS[:2]:
             both.wait(timeout=300)  # the first waits here until another thread has come with the second
         return convert(task, **options)
 
-    monkeypatch.setattr(workers, "convert_shard", together)
+    monkeypatch.setattr(executor, "convert_shard", together)
     done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--workers", "2")
     assert done.returncode == 0, done.stderr
     assert_published(tiny_on_hub, local_result)
@@ -334,8 +334,8 @@ def test_a_source_that_the_hub_lists_with_another_hash_is_refused(
     assert hub_cli("run", "hf://moon/tiny", "out").returncode == 0
     path = workplace / "out" / ".k2convert" / "job.json"
     job = json.loads(path.read_text())
-    assert job["source"][SHARDS[1]] == {"sha256": tiny_on_hub.store.repos["moon/tiny"].files()[SHARDS[1]].sha256}
-    job["source"][SHARDS[1]]["sha256"] = "0" * 64
+    assert job["source"][SHARDS[1]] == tiny_on_hub.store.repos["moon/tiny"].files()[SHARDS[1]].sha256
+    job["source"][SHARDS[1]] = "0" * 64
     path.write_text(json.dumps(job))
     done = hub_cli("run", "hf://moon/tiny", "out")
     assert done.returncode == 1

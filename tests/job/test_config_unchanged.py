@@ -14,9 +14,9 @@ from in_process import run
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError, InvalidCheckpointError
 from k2convert.job import assemble
-from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import Job, choose_recipe, prepare
+from k2convert.job.run import execute
 from scripts.fixture_maker.config import published_config
 
 SMALL = ("--tokens", "256", "--window", "64", "--device", "cpu", "--quiet")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from k2convert.job.pipeline import Pipeline, Stages
-from k2convert.job.room import Item, least_room
+from k2convert.job.room import Item, Room, least_room
 
 
 @dataclass
@@ -95,16 +95,15 @@ def test_any_job_that_fits_ends_within_its_room(seed: int, publish: bool) -> Non
 
     Pipeline(
         items,
-        source_bytes=sources,
-        room=room,
+        room=Room(room, sources),
         stages=Stages(
             fetch=lambda source: disk.add(source, sources[source]),
             convert=convert,
             drop_source=disk.drop,
             drop_output=disk.drop,
             uploads=branch if publish else None,
+            num_workers=1 + seed % 3,
         ),
-        num_workers=1 + seed % 3,
         stop=threading.Event(),
     ).run()
     assert disk.peak <= room
@@ -132,16 +131,15 @@ def test_the_first_failure_stops_everything_and_is_raised(stage: str) -> None:
     stop = threading.Event()
     pipeline = Pipeline(
         items,
-        source_bytes=sources,
-        room=40,
+        room=Room(40, sources),
         stages=Stages(
             fetch=lambda _: fail_at("fetch"),
             convert=lambda _: fail_at("convert"),
             drop_source=lambda _: None,
             drop_output=lambda _: None,
             uploads=Failing(),
+            num_workers=1,
         ),
-        num_workers=1,
         stop=stop,
     )
     with pytest.raises(OSError, match="no more"):
@@ -165,13 +163,11 @@ def test_an_interrupt_while_the_threads_are_being_started_is_passed_on() -> None
         stop.wait(10)
 
     items, stop = [Item("o", ("s",), 1)], threading.Event()
-    stages = Stages(fetch, lambda _item: None, lambda _name: None, lambda _name: None, None)
+    stages = Stages(fetch, lambda _item: None, lambda _name: None, lambda _name: None, None, 200)
     pipeline = Pipeline(
         items,
-        source_bytes={"s": 1},
-        room=10,
+        room=Room(10, {"s": 1}),
         stages=stages,
-        num_workers=200,
         stop=stop,
     )
     before = signal.signal(signal.SIGUSR1, interrupt)
@@ -200,16 +196,15 @@ def test_stages_overlap() -> None:
 
     Pipeline(
         items,
-        source_bytes=sources,
-        room=100,
+        room=Room(100, sources),
         stages=Stages(
             fetch=lambda source: meet_at(source, "s5"),
             convert=lambda item: meet_at(item.name, "o4"),
             drop_source=lambda _: None,
             drop_output=lambda _: None,
             uploads=Meeting(),
+            num_workers=1,
         ),
-        num_workers=1,
         stop=threading.Event(),
     ).run()
     assert not meeting.broken
@@ -219,16 +214,15 @@ def test_a_local_source_has_no_fetch_stage() -> None:
     items, converted = [Item(f"o{i}", (f"s{i}",), 10) for i in range(5)], list[str]()
     Pipeline(
         items,
-        source_bytes={},
-        room=50,
+        room=Room(50, {}),
         stages=Stages(
             fetch=None,
             convert=lambda item: converted.append(item.name),
             drop_source=lambda _: None,
             drop_output=lambda _: None,
             uploads=None,
+            num_workers=2,
         ),
-        num_workers=2,
         stop=threading.Event(),
     ).run()
     assert sorted(converted) == [item.name for item in items]
@@ -239,16 +233,15 @@ def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
     sources, disk, branch = {f"s{i}": 10 for i in range(24)}, Disk(), Branch(delay=0.02)
     Pipeline(
         items,
-        source_bytes=sources,
-        room=10**9,
+        room=Room(10**9, sources),
         stages=Stages(
             fetch=lambda source: disk.add(source, 10),
             convert=lambda item: disk.add(item.name, 10),
             drop_source=disk.drop,
             drop_output=disk.drop,
             uploads=branch,
+            num_workers=1,
         ),
-        num_workers=1,
         stop=threading.Event(),
     ).run()
     assert sorted(branch.committed) == sorted(item.name for item in items)
@@ -262,16 +255,15 @@ def test_uploads_left_by_an_earlier_run_are_finished_first() -> None:
     waiting = [Item("old", ("gone",), 10)]
     Pipeline(
         [],
-        source_bytes={},
-        room=5,
+        room=Room(5, {}),
         stages=Stages(
             fetch=lambda _: None,
             convert=lambda _: None,
             drop_source=lambda _: None,
             drop_output=dropped.append,
             uploads=branch,
+            num_workers=1,
         ),
-        num_workers=1,
         stop=threading.Event(),
         to_upload=waiting,
     ).run()

@@ -9,9 +9,9 @@ import pytest
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job import limits
-from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.run import execute
 
 
 def test_each_header_of_the_result_is_encoded_once_to_plan_a_job(

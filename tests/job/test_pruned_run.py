@@ -17,7 +17,7 @@ from statistics_makers import HEADER, random_statistics
 from k2convert.calibrate.statistics import open_statistics, write_statistics
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job import workers
+from k2convert.job import run as executor
 from k2convert.job.shard import ShardTask
 from k2convert.records.fingerprint import source_digest
 from k2convert.records.ledger import pruned_source, read_ledger
@@ -239,7 +239,7 @@ def test_an_interrupted_run_resumes_with_the_same_list_and_refuses_others(
     tiny: Path, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("run", tiny, tmp_path / "out", "--keep-experts", kept, "--quiet", "--workers", "1")
-    convert = workers.convert_shard
+    convert = executor.convert_shard
 
     def fails(task: ShardTask, **options: Any) -> ShardRecord:
         if task.shard.name == "model-00003-of-000005.safetensors":
@@ -247,7 +247,7 @@ def test_an_interrupted_run_resumes_with_the_same_list_and_refuses_others(
         return convert(task, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(workers, "convert_shard", fails)
+        patched.setattr(executor, "convert_shard", fails)
         assert run(*words) != 0
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
     capsys.readouterr()

@@ -10,9 +10,9 @@ import pytest
 from blake3 import blake3
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.run import execute
 
 HASHES = {
     ("optimal", "modelopt", "w4a4"): "785f2d342193277ee0a363ebcee82d4b",

@@ -11,7 +11,7 @@ from statistics_makers import random_statistics
 
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job import execute, workers
+from k2convert.job import run as executor
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import Job, choose_recipe, prepare
 from k2convert.job.shard import ShardTask, convert_shard
@@ -52,8 +52,8 @@ def test_a_task_is_pickled_and_converted_in_another_process(
         tasks.append(task)
         return convert_shard(task, **options)
 
-    monkeypatch.setattr(workers, "convert_shard", remember)
-    whole = execute.execute(plan(cut if overrides == {"rule": "weighted"} else split, tmp_path / "whole", **overrides))
+    monkeypatch.setattr(executor, "convert_shard", remember)
+    whole = executor.execute(plan(cut if overrides == {"rule": "weighted"} else split, tmp_path / "whole", **overrides))
     assert len(tasks) == len(whole.records) > 1 or overrides == {"target": "bf16"}
     (tmp_path / "apart").mkdir()
     for task in tasks:
@@ -70,8 +70,8 @@ def test_a_task_is_pickled_and_converted_in_another_process(
 
 def test_one_place_makes_tasks() -> None:
     """One executor: nothing else in the package starts the conversion of a shard."""
-    package = Path(execute.__file__).resolve().parents[1]
+    package = Path(executor.__file__).resolve().parents[1]
     places = [
         path.name for path in package.rglob("*.py") for line in path.read_text().splitlines() if "ShardTask(" in line
     ]
-    assert places == ["workers.py"]
+    assert places == ["run.py"]

@@ -64,7 +64,7 @@ def test_a_shard_that_rotted_is_found_and_made_again_on_request(
     assert run("run", small, result, "--verify") == 0
     said = capsys.readouterr().err.replace("\n", " ")
     assert "finished shards hashed: 3 (" in said
-    assert f"damaged, to be made again: {SHARD}" in said
+    assert f"damaged, to be converted again: {SHARD}" in said
     assert contents(result) == contents(finished)
     assert [name for name, time in times(result).items() if time != before[name]] == [SHARD]
     assert run("run", small, result, "--verify") == 0
@@ -78,7 +78,7 @@ def test_a_shard_that_was_written_to_is_found_without_a_request(
     assert run("run", small, result) == 0
     said = capsys.readouterr().err.replace("\n", " ")
     assert "finished shards hashed: 1 (" in said
-    assert f"damaged, to be made again: {SHARD}" in said
+    assert f"damaged, to be converted again: {SHARD}" in said
     assert contents(result) == contents(finished)
 
 

@@ -21,9 +21,9 @@ from k2convert.choices import Layout
 from k2convert.errors import CalibrationError, InvalidCheckpointError, RecipeError
 from k2convert.job import shard as converter
 from k2convert.job.calibration import settle_recipe
-from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import Job, choose_recipe, prepare
+from k2convert.job.run import execute
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.models import locate_module
 from k2convert.models.names import Role

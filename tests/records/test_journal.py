@@ -121,7 +121,7 @@ def assert_made_again(result: Path, tiny: Path, whole: dict[str, bytes], capsys:
     assert json.loads(capsys.readouterr().out)["pending"] == [RECORD.stem]
     before = {path.name: path.stat().st_mtime_ns for path in result.glob("*.safetensors")}
     run("run", tiny, result)
-    assert f"to be made again: {RECORD.stem}" in capsys.readouterr().err.replace("\n", " ")
+    assert f"to be converted again: {RECORD.stem}" in capsys.readouterr().err.replace("\n", " ")
     assert contents(result) == whole
     after = {path.name: path.stat().st_mtime_ns for path in result.glob("*.safetensors")}
     assert [name for name in before if before[name] != after[name]] == [RECORD.stem]

@@ -10,9 +10,9 @@ import pytest
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
-from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.run import execute
 from k2convert.records.ledger import find_ledger, read_ledger
 
 

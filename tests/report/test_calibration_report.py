@@ -17,9 +17,9 @@ from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.hub.source_card import read_source_card
 from k2convert.job.card import card_files
-from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.run import execute
 from k2convert.records.calibration import CalibrationRecord, FeedbackLayer, LayerCalibration, OutputErrors
 from k2convert.records.ledger import read_ledger
 from k2convert.report import ReportFiles, feedback, write_report

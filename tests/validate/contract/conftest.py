@@ -9,9 +9,9 @@ import pytest
 from converted import GOOD, Converted, Kind, copy_of
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.run import execute
 from scripts.fixture_maker.folder import SmallCheckpoint, read_small, write_small
 
 KEEP = 4  # experts; as many as a token chooses

@@ -21,9 +21,9 @@ from k2convert.calibrate.statistics import Statistics, open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.errors import CalibrationError
-from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.run import execute
 from k2convert.models import locate_module, parse_tensor_name
 from k2convert.models.kimi import K2_THINKING
 from k2convert.models.projections import projection_of

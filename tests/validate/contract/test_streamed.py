@@ -12,7 +12,7 @@ import pytest
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.reader import Bytes, ShardReader
-from k2convert.job import execute, workers
+from k2convert.job import run as executor
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.shard import ShardTask, convert_shard
@@ -52,11 +52,11 @@ def result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
         return convert_shard(task, **options)
 
     with pytest.MonkeyPatch.context() as during:
-        during.setattr(workers, "convert_shard", remember)
+        during.setattr(executor, "convert_shard", remember)
         source = open_checkpoint(tiny)
         recipe = choose_recipe(source, None, {})
         job = prepare(source=Source(source), destination=Destination(folder), recipe=recipe, device="cpu")
-        execute.execute(job)
+        executor.execute(job)
     records = [convert_shard(replace(task, destination=again, for_upload=True)) for task in tasks]
     return Result(folder, source, {path.name: read_header(path) for path in folder.glob("*.safetensors")}, records)
 

@@ -14,9 +14,9 @@ from converted import Converted, Kind, change, change_tensor, copy_of, set_byte
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
-from k2convert.job.execute import execute
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.run import execute
 from k2convert.validate.contract.findings import Verdict
 from k2convert.validate.results import ValidationReport, validation_document
 from k2convert.validate.validation import validate_checkpoint
