@@ -17,6 +17,7 @@ from typing import Any
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.validate.validation import validate_checkpoint
 from scripts.bench.measure import Run, describe_machine, evict, run_once, summarize, warm
+from scripts.bench.peers import quark_python
 from scripts.bench.table import markdown
 from scripts.fixture_maker import make_token_ids
 from scripts.fixture_maker.__main__ import main as make_fixture
@@ -40,6 +41,7 @@ class Job:
     cold: bool = False
     one_core: bool = False
     measures_error: bool = False
+    python: str | Path = PYTHON
 
 
 class Bench:
@@ -71,7 +73,7 @@ class Bench:
                 note(f"{job.label} ({turn + 1} of {self.runs})")
                 shutil.rmtree(self.out, ignore_errors=True)
                 (evict if job.cold else warm)(job.source)
-                runs[job.label].append(run_once([PYTHON, "-m", *job.command], one_core=job.one_core))
+                runs[job.label].append(run_once([job.python, "-m", *job.command], one_core=job.one_core))
                 if job.measures_error and turn == 0:
                     self.results[job.label] = self._error(job.source)
         for job in jobs:
@@ -141,13 +143,16 @@ def peers(bench: Bench, gigabytes: float) -> None:
     small = bench.source("slice-small", "--experts", 1, "--hidden", 2048, "--intermediate", 256)
     nearly_empty = bench.source("nearly-empty", "--experts", 1, "--hidden", 256, "--intermediate", 64)
     chain = ["--quantizer", "reference"]
+    python = quark_python()
     bench.time(
         *copy_and_runs(bench, bench.sized(gigabytes), cold=False),
         Job("start-up, k2convert", nearly_empty, bench.convert(nearly_empty)),
         Job("start-up, reference chain", nearly_empty, bench.convert(nearly_empty, *chain)),
         Job("start-up, llm-compressor", nearly_empty, [PEERS, "chain", nearly_empty, bench.out]),
+        Job("start-up, Quark", nearly_empty, [PEERS, "quark", nearly_empty, bench.out], python=python),
         Job("reference chain", short, bench.convert(short, *chain), measures_error=True),
         Job("llm-compressor NVFP4A16", slice_, [PEERS, "chain", slice_, bench.out], measures_error=True),
+        Job("Quark, file to file", slice_, [PEERS, "quark", slice_, bench.out], measures_error=True, python=python),
         Job("llm-compressor expanded MSE", small, [PEERS, "expanded", small, bench.out], measures_error=True),
         Job("run plain, slice", slice_, bench.convert(slice_, "--rule", "plain"), measures_error=True),
         Job("run optimal, slice", slice_, bench.convert(slice_), measures_error=True),
@@ -156,6 +161,7 @@ def peers(bench: Bench, gigabytes: float) -> None:
     for label, start_up in (
         ("reference chain", "start-up, reference chain"),
         ("llm-compressor NVFP4A16", "start-up, llm-compressor"),
+        ("Quark, file to file", "start-up, Quark"),
         ("llm-compressor expanded MSE", "start-up, llm-compressor"),
     ):
         # Start-up would dominate the time of a slice, so it is measured and subtracted.

@@ -27,6 +27,7 @@ QUESTIONS = {
         "run plain, slice",
         "run optimal, slice",
         "llm-compressor NVFP4A16",
+        "Quark, file to file",
         "reference chain",
         "llm-compressor expanded MSE",
     ),

@@ -1,4 +1,4 @@
-"""The engines' environments: one each, since their requirements disagree. Made once, under the work folder."""
+"""The environments of the engines and of AMD Quark: one each, since their requirements disagree. Made once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from zlib import crc32
 
 TORCH = "torch==2.13.0"
 VLLM_OVERLAY = "vllm-0.33.0"
+QUARK = "quark"
 
 _SGLANG_NEEDS = (
     "transformers==5.19.0 tokenizers==0.23.2 compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 aiohttp datasets dill "
@@ -36,6 +37,8 @@ STEPS: dict[str, tuple[str, ...]] = {
     "transformers5": (
         "install transformers==5.23.0 compressed-tensors==0.20.0 accelerate nvidia-modelopt==0.47.0 requests pillow",
     ),
+    # A peer of scripts/eval and scripts/bench.
+    QUARK: ("install amd-quark==0.13 compressed-tensors==0.20.0",),
 }
 
 

@@ -25,12 +25,14 @@ from scripts.evaluation.models import (
     with_input_scales,
     without_input_scales,
 )
+from scripts.evaluation.peers import quark_mlps
 from scripts.evaluation.smollm2 import make_smollm2
 from scripts.evaluation.table import Evaluation, Row, calibrated_markdown, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
 RULES = ("plain", "optimal")
+QUARK = "Quark 0.13"
 INT4, FP32, FP4 = "INT4 (the source)", "FP32", "FP4"
 
 
@@ -69,12 +71,15 @@ def convert(source: Path, destination: Path, rule: str) -> Path:
     return destination
 
 
-def evaluate(subject: Subject, work: Path, *, tokens: int | None = None) -> Evaluation:
-    """Convert with both rules and score every combination of weights and activations."""
+def evaluate(subject: Subject, work: Path, *, tokens: int | None = None, peers: bool = False) -> Evaluation:
+    """Convert with both rules, and with AMD Quark as a peer; score every combination of weights and activations."""
     source = source_mlps(subject.source)
     converted = {
         rule: converted_mlps(convert(subject.source, work / f"{subject.source.name}-{rule}", rule)) for rule in RULES
     }
+    if peers:
+        theirs = quark_mlps(subject.source, work / f"{subject.source.name}-quark")
+        converted[QUARK] = with_input_scales(theirs, converted["optimal"])
     sqnr = {rule: weight_sqnr_db(source, mlps, subject.source) for rule, mlps in converted.items()}
     variants: dict[tuple[str, str], Mlps] = {}
     for rule, mlps in converted.items():
@@ -105,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help="score both rules, W4A16 and W4A4")
         command.add_argument("--json", type=Path, metavar="FILE", help="write the figures in full precision")
         command.add_argument("--tokens", type=int, help="number of tokens to read; default: as many as in RESULTS.md")
+        command.add_argument("--peers", action="store_true", help="score AMD Quark too (installs it, 1.8 GB)")
         _common(command)
     command = commands.add_parser("calibrated", help="score calibrated conversions on text that did not calibrate them")
     command.add_argument("subject", choices=sorted(CALIBRATED_SUBJECTS))
@@ -151,7 +157,8 @@ def main() -> None:
     names = list(SUBJECTS) if options.command == "all" else [options.command]
     results: list[Evaluation] = []
     for name in names:
-        results.append(evaluate(SUBJECTS[name](options.work), options.work, tokens=options.tokens))
+        subject = SUBJECTS[name](options.work)
+        results.append(evaluate(subject, options.work, tokens=options.tokens, peers=options.peers))
         print(markdown(results[-1]), flush=True)
     _write_json(options.json, [result.to_dict() for result in results])
 

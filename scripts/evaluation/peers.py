@@ -4,11 +4,14 @@ Each routed expert becomes a module of three `nn.Linear`, which is what llm-comp
 the exact values of the INT4 weights, quantize only the routed experts, weights only, and give gate and up one global
 scale. Their quantized weights are read back in FP32 and scored like any other variant. W4A4 rows give the experts'
 inputs the same FP4 with the same constant scale as the rows of k2convert.
+
+AMD Quark calibrates nothing in its file-to-file mode. It converts the folder, and its result is read like our own.
 """
 
 from __future__ import annotations
 
 import copy
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,8 +24,10 @@ from torch.utils.data import DataLoader
 
 from k2convert.forward.mlp import Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer
-from scripts.evaluation.models import ExpertsModule, Mlps, build_model, source_mlps
+from scripts.bench.peers import quark_python
+from scripts.evaluation.models import ExpertsModule, Mlps, build_model, converted_mlps, source_mlps
 
+ROOT = Path(__file__).resolve().parents[2]
 _ROUTED = r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"
 
 
@@ -202,3 +207,11 @@ def _quantized(linear: Any) -> Tensor:
             global_scale=linear.weight_global_scale,
         )
     return weight.detach().float()
+
+
+def quark_mlps(source: Path, folder: Path) -> Mlps:
+    """Convert with AMD Quark, file to file, in its own environment, unless that was done. Inputs have no scales."""
+    if not (folder / "config.json").exists():  # written last
+        command = [quark_python(), "-m", "scripts.bench.peers", "quark", source, folder]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return converted_mlps(folder)
