@@ -25,7 +25,7 @@ from k2convert.job.layer_pass import (
 from k2convert.job.places import open_source
 from k2convert.job.statistics_file import check_statistics_path
 from k2convert.records.command import JobCommand
-from k2convert.report.formatting import counted
+from k2convert.report.wording import counted
 
 if TYPE_CHECKING:
     from k2convert.calibrate.cost import Time

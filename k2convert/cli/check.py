@@ -16,7 +16,7 @@ from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.serving import print_serve
 from k2convert.cli.validation_view import show_validation
 from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy, require_extra
-from k2convert.fit.needs import Needs
+from k2convert.fit.weights import Tensor
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.hub.ranges import RemoteShards
 from k2convert.hub.source import read_headers
@@ -30,9 +30,8 @@ from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger
 from k2convert.records.publication import check_shards_are_here
 from k2convert.report import ReportFiles, write_report
-from k2convert.report.collect import can_be_validated, check_folder
-from k2convert.report.document import figures_document
-from k2convert.report.needs import result_needs
+from k2convert.report.content import figures_document
+from k2convert.report.figures import can_be_validated, check_folder
 from k2convert.validate.contract.seen_source import see_source
 from k2convert.validate.remote import Shards, layer_bytes
 from k2convert.validate.results import ValidationReport, folder_bytes, validation_document
@@ -272,11 +271,13 @@ def report(
         if validation is not None:
             with remedy(_VALIDATION_REMEDY):
                 document = read_json_file(validation)
-                files = write_report(folder=folder, out=out, validation=document, needs=_needs(opened))
+                files = write_report(folder=folder, out=out, validation=document, tensors=_tensors(opened))
         elif (found := _validate_for_report(opened, destination, source, quiet=quiet)) is not None:
             measured = found.weights.errors if found.weights is not None else None
             document = validation_document(found)
-            files = write_report(folder=folder, out=out, validation=document, measured=measured, needs=_needs(opened))
+            files = write_report(
+                folder=folder, out=out, validation=document, measured=measured, tensors=_tensors(opened)
+            )
         else:
             files = write_report(folder=folder, out=out)
     is_servable = _show_report(files, as_json)
@@ -284,15 +285,15 @@ def report(
         _print_next_of_report(folder, is_complete=files.report.is_complete)
 
 
-def _needs(opened: _Opened) -> Needs | None:
-    """Return what the opened result needs; None if its shards are not here or are damaged."""
+def _tensors(opened: _Opened) -> list[Tensor] | None:
+    """Return the tensors of the opened result's shards; None if a shard is not here or is damaged."""
     remote = opened.shards.result
     if remote is not None:
         headers = [header for header in remote.headers.values() if isinstance(header, ShardHeader)]
         is_whole = len(headers) == len(remote.headers)
-        return result_needs(opened.folder, (t for h in headers for t in h.tensors.values())) if is_whole else None
+        return [tensor for header in headers for tensor in header.tensors.values()] if is_whole else None
     try:
-        return result_needs(opened.folder, open_checkpoint(opened.folder).tensors.values())
+        return list(open_checkpoint(opened.folder).tensors.values())
     except K2ConvertError:  # the validation says what is wrong
         return None
 
@@ -335,15 +336,12 @@ def _show_report(files: ReportFiles, as_json: bool) -> bool:
     if as_json:
         paths = {kind: None if path is None else str(path) for kind, path in written.items()}
         console.print_json({"files": paths, **document})
-        return has_passed
-    for path in written.values():
-        if path is not None:
+    else:
+        for path in filter(None, written.values()):
             console.print_line(str(path))
-    for sentence in document["missing"]:
-        console.print_note(sentence)
-    if failed:
-        rules = ", ".join(map(str, failed))
-        console.print_note(f"contract rules broken: {rules}. Do not publish or serve it; see {files.page}")
-    elif not has_passed:
-        console.print_note(f"the validation failed. Do not publish or serve it; see {files.page}")
+        for sentence in document["missing"]:
+            console.print_note(sentence)
+    if not has_passed:
+        which = f"contract rules broken: {', '.join(map(str, failed))}" if failed else "the validation failed"
+        console.print_note(f"the report is written, but {which}. Do not publish or serve this result; see {files.page}")
     return has_passed

@@ -15,7 +15,7 @@ from k2convert.job.places import Source
 from k2convert.job.prepare import Job
 from k2convert.quantize.rules import WEIGHTED_NOTE
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.report.formatting import counted
+from k2convert.report.wording import counted
 
 if TYPE_CHECKING:
     from k2convert.calibrate.cost import Time

@@ -12,7 +12,7 @@ from k2convert.fit.search import Holder, WaysOut, fp8_and_bf16_tokens
 from k2convert.fit.serving import FP8_NOTE
 from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, published_speeds, speed_ceiling
 from k2convert.fit.subject import Subject
-from k2convert.report.formatting import counted
+from k2convert.report.wording import counted
 
 _DP_NOTE = (
     "DP attention as vLLM runs it (data parallelism): all weights but the experts are on every GPU. SGLang "

@@ -1,5 +1,6 @@
 """How an inspection is shown, and what a checkpoint's ledger adds to it."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,6 @@ from k2convert.cli.console import format_bytes, print_line, print_table
 from k2convert.errors import CheckpointError
 from k2convert.plan.inspection import Inspection
 from k2convert.records.ledger import find_ledger
-from k2convert.report.pruning import pruning_document
 
 
 def stated_pruning(folder: Path) -> dict[str, Any] | None:
@@ -16,7 +16,12 @@ def stated_pruning(folder: Path) -> dict[str, Any] | None:
         ledger = find_ledger(folder)
     except CheckpointError:
         return None
-    return None if ledger is None or ledger.pruning is None else pruning_document(ledger.pruning)
+    record = None if ledger is None else ledger.pruning
+    if record is None:
+        return None
+    shares = {str(layer): asdict(part) for layer, part in (record.left_out or {}).items()}
+    counts = {"kept": record.kept.num_experts, "of": record.num_source_experts, "chosen_by": record.scores}
+    return counts | ({"left_out": shares} if shares else {})
 
 
 def _projections(found: Inspection) -> str:

@@ -110,6 +110,21 @@ def usual_parallelism(config: Mapping[str, Any]) -> Parallelism:
     return Parallelism(tensor=next(fitting, 1))
 
 
+def result_deployment(
+    config: Mapping[str, Any],
+    *,
+    family: ModelCardFacts,
+    kv_cache: ServedKvCache | None,
+    model: str,
+    revision: str | None = None,
+) -> Deployment:
+    """Return how to serve a result that is at `model`, with as much tensor parallelism as is usual for its experts."""
+    layout, activations = nvfp4_scheme(config)
+    return Deployment(
+        model, layout, activations, family, usual_parallelism(config), kv_cache=kv_cache, revision=revision
+    )
+
+
 def nvfp4_scheme(config: Mapping[str, Any]) -> tuple[Layout, Activations] | tuple[None, None]:
     """Return the layout and activations of NVFP4 weights as config.json states them; Nones for other weights."""
     _, quantization = find_quantization_config(config) or ("", {})

@@ -22,7 +22,6 @@ from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
-from k2convert.job.card import card_files
 from k2convert.job.limits import output_headers
 from k2convert.job.machine import release_buffers
 from k2convert.job.pipeline import Pipeline, Stages
@@ -51,6 +50,8 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     `names` are the files next to the shards. The shards are on the work branch: their scans and comparisons with the
     source are checked. Raises UnservableError if a rule fails; main is not changed then.
     """
+    from k2convert.report.model_card import card_files
+
     folder, source = job.destination.folder, job.source.whole or job.source.checkpoint
     if job.source.remote is None:
         source = open_checkpoint(source.folder)  # headers and config as they are, not as the conversion had them
@@ -204,6 +205,8 @@ def publish_folder(
     The folder keeps its files. Raises CheckpointError if a file changed since the validation, HubError if the Hub
     refuses.
     """
+    from k2convert.report.model_card import card_files
+
     folder, ledger, target = publication.folder, publication.ledger, publication.target
     branch = Branch(publication.hub, target, branch_name(ledger.digest))
     branch.open()

@@ -113,6 +113,12 @@ def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision:
             sglang_options="--tool-call-parser kimi_k2 --reasoning-parser kimi_k2",
             tensorrt_llm_options=f"--tool_parser kimi_k2 --reasoning_parser {opened}",
             has_vision=has_vision,
+            draft_heads=(
+                "lightseekorg/kimi-k2.5-eagle3-mla",
+                "lightseekorg/kimi-k2.6-eagle3-mla",
+                "nvidia/Kimi-K2.6-Eagle3",
+                "nvidia/Kimi-K2.7-Code-DFlash",
+            ),
         ),
         router_parameters=(WEIGHT, "e_score_correction_bias"),
         unsplit_attention=("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"),

@@ -85,7 +85,8 @@ class EngineNaming:
 
 @dataclass(frozen=True, slots=True)
 class ModelCardFacts:
-    """What a model card says of a family: its kind, what stays BF16, Hub tags, its own options of each engine."""
+    """What a model card says of a family: its kind, what stays BF16, Hub tags, its own options of each engine,
+    and the repositories of its draft heads."""
 
     model_kind: str
     kept: tuple[str, ...]
@@ -94,6 +95,7 @@ class ModelCardFacts:
     sglang_options: str = ""
     tensorrt_llm_options: str = ""
     has_vision: bool = False
+    draft_heads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Charts: the distribution of the tensors' errors, and the block scales that were used."""
+"""Charts: errors of the tensors, block scales, tokens per expert, scaled channels, and errors of the outputs."""
 
 # matplotlib does not type its keyword arguments, so every call is "partially unknown".
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -6,24 +6,27 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
+from k2convert.calibrate.columns import MIN_TOKENS
+from k2convert.records.calibration import FeedbackLayer, OutputErrors
+from k2convert.report.calibrated import shrinkages_by_layer
+from k2convert.report.drawing import FONT_SIZE, LEFT, Palette, Sheet
 from k2convert.report.figures import Report, TensorFigures, scale_value
-from k2convert.report.formatting import power_of_two, short_count
-from k2convert.report.palette import Palette
-from k2convert.report.sheet import FONT_SIZE, Sheet
+from k2convert.report.wording import power_of_two, short_count
 
-SMALLEST_NORMAL_LOG2 = -6
-LARGEST = 448.0
-_RANGE_LOG2 = (-9.6, 9.2)
+_SMALLEST_NORMAL_LOG2, _LARGEST_LOG2 = -6.0, float(np.log2(448))
+_BINS_PER_DOUBLING = 4
+_ZERO_LOG2 = -1.0  # where experts without tokens are drawn
 _TAIL_DB = 0.5
+_LEAST_ALPHA = 0.2  # of the bars with most shrinkage, which is the least feedback
 
 Series = tuple[str, NDArray[np.float64], str]
 """Label, SQNR of every tensor, color."""
@@ -34,99 +37,214 @@ def has_distribution(report: Report) -> bool:
     return any(np.isfinite(t.sqnr_db) for t in report.tensors)
 
 
-def draw_distribution(report: Report, *, palette: Palette, is_narrow: bool) -> Figure:
+def draw_distribution(report: Report, palette: Palette) -> Figure:
     """Draw histograms of the tensors' SQNR: of this conversion, of `plain`, and of the bound."""
-    width, height, left = (3.6, 2.9, 0.66) if is_narrow else (9.5, 3.0, 0.66)
-    rows = 3 if is_narrow else 1
-    top = 0.22 * rows + 0.08
-    sheet = Sheet(width, height, palette)
-    axes = sheet.axes(left, top, width - left - 0.1, height - top - 0.48)
+    sheet = Sheet(3.1, palette)
     series = _series(report.tensors, report.rule, palette)
+    axes = sheet.plot(0.22 * len(series) + 0.08)
     everything = np.concatenate([values for _, values, _ in series])
     # A few broken tensors must not squeeze the rest: they are counted in the first bin, and the label says how many.
     low = max(float(everything.min()), min(float(np.percentile(v, 1)) for _, v, _ in series) - _TAIL_DB)
     high = float(everything.max())
     pad = 0.03 * max(high - low, 0.2)
-    edges = np.linspace(low - pad, high + pad, 71 if is_narrow else 161)
+    edges = np.linspace(low - pad, high + pad, 101)
     for i, (label, values, color) in enumerate(series):
         counts = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0]
         axes.stairs(counts, edges, fill=True, color=color, alpha=0.3, linewidth=0)
         axes.stairs(counts, edges, color=color, linewidth=1.2)
-        median = f"{label}: median {statistics.median(values.tolist()):.2f} dB"
-        if is_narrow:
-            sheet.text(left, 0.16 + 0.22 * i, median, color=color, weight="bold")
-        else:
-            sheet.text(left + 3.0 * i, 0.16, median, color=color, weight="bold")
+        sheet.text(LEFT, 0.16 + 0.22 * i, f"{label}: median {_median(values):.2f} dB", color=color, bold=True)
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
-    _mark_gaps(axes, series, palette, share=0.25 if is_narrow else 0.1)
-    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    axes.yaxis.set_major_formatter(FuncFormatter(_whole))
-    axes.set_ylabel("tensors")
+    _mark_gaps(axes, [_median(values) for _, values, _ in series], palette)
+    _count_axis(axes, "tensors")
     beyond = sum(int((values < low).sum()) for _, values, _ in series)
-    note = f"; {beyond:,} further left" if beyond else "" if is_narrow else ": further right means less error"
+    note = f"; {beyond:,} further left" if beyond else ": further right means less error"
     axes.set_xlabel(f"SQNR of a tensor, dB{note}")
     return sheet.figure
 
 
 def _series(tensors: Sequence[TensorFigures], rule: str, palette: Palette) -> list[Series]:
-    ours = [t.sqnr_db for t in tensors]
-    plain = [t.sqnr_plain_db for t in tensors if t.sqnr_plain_db is not None]
+    plain = [t.sqnr_plain_db for t in tensors if t.sqnr_plain_db is not None and rule != "plain"]
     bound = [t.sqnr_bound_db for t in tensors if t.sqnr_bound_db is not None]
-    listed = [("plain", plain if rule != "plain" else [], palette.plain), (f"this: {rule}", ours, palette.ours)]
-    listed.append(("bound", bound, palette.bound))
+    listed = (
+        ("plain", plain, palette.plain),
+        (f"this: {rule}", [t.sqnr_db for t in tensors], palette.ours),
+        ("bound", bound, palette.bound),
+    )
     arrays = [(label, np.array([v for v in values if np.isfinite(v)]), color) for label, values, color in listed]
     return [(label, values, color) for label, values, color in arrays if values.size]
 
 
-def _mark_gaps(axes: Axes, series: Sequence[Series], palette: Palette, *, share: float) -> None:
-    """Draw arrows between adjacent medians that differ by more than `share` of the axis."""
+def _median(values: NDArray[np.float64]) -> float:
+    return statistics.median(values.tolist())
+
+
+def _mark_gaps(axes: Axes, medians: Sequence[float], palette: Palette) -> None:
+    """Draw arrows between adjacent medians that are far enough apart for the text."""
     low, high = axes.get_xlim()
     level = axes.get_ylim()[1] * 0.93
-    medians = [statistics.median(values.tolist()) for _, values, _ in series]
     for left, right in pairwise(medians):
-        if right - left < share * (high - low):
+        if right - left < 0.2 * (high - low):
             continue
         style = {"arrowstyle": "<->", "color": palette.muted, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
         axes.annotate("", xy=(left, level), xytext=(right, level), arrowprops=style)
-        text = f"{right - left:.2f} dB"
-        middle = (left + right) / 2
+        text, middle = f"{right - left:.2f} dB", (left + right) / 2
         axes.text(middle, level * 0.985, text, ha="center", va="top", fontsize=FONT_SIZE - 1, color=palette.muted)
 
 
-def draw_block_scales(histogram: Sequence[tuple[int, int]], *, palette: Palette, is_narrow: bool) -> Figure:
+def draw_block_scales(histogram: Iterable[tuple[int, int]], palette: Palette) -> Figure:
     """Draw the number of blocks by E4M3 block scale, with the limits of what every engine reads."""
-    width, height, left = (3.6, 2.8, 0.66) if is_narrow else (9.5, 2.9, 0.66)
-    sheet = Sheet(width, height, palette)
-    axes = sheet.axes(left, 0.34, width - left - 0.1, height - 0.34 - 0.5)
+    sheet = Sheet(2.9, palette)
+    axes = sheet.plot(0.34)
     counts = dict(histogram)
     logs = np.log2([scale_value(byte) for byte in range(1, 0x80)])
     middles = (logs[1:] + logs[:-1]) / 2
     edges = [logs[0] - (middles[0] - logs[0]), *middles]
     axes.stairs([counts.get(byte, 0) for byte in range(1, 0x7F)], edges, fill=True, color=palette.ours, linewidth=0)
-    most = max(counts.values(), default=1)
-    axes.set_yscale("log")
-    axes.set_ylim(0.7, most * 2.2)
-    axes.set_xlim(*_RANGE_LOG2)
-    axes.axvspan(_RANGE_LOG2[0], SMALLEST_NORMAL_LOG2, color=palette.warn, alpha=0.1, linewidth=0)
-    for limit in (float(SMALLEST_NORMAL_LOG2), float(np.log2(LARGEST))):
-        axes.axvline(limit, color=palette.warn, linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.set_ylim(0.7, max(counts.values(), default=1) * 2.2)
+    axes.set_xlim(-9.6, 9.2)
+    _warn_below(axes, _SMALLEST_NORMAL_LOG2, palette)
+    axes.axvline(_LARGEST_LOG2, color=palette.warn, linewidth=1.0, linestyle=(0, (4, 3)))
     ticks = list(range(-9, 10, 3))
     axes.set_xticks(ticks, [power_of_two(t) for t in ticks])
-    axes.set_ylabel("blocks")
     axes.set_xlabel("block scale (E4M3)")
-    axes.yaxis.set_major_formatter(FuncFormatter(short_count))
-    axes.minorticks_off()
-    low, high = _RANGE_LOG2
+    _log_count_axis(axes, "blocks")
     for value, text, align in (
-        (SMALLEST_NORMAL_LOG2 - 0.1, "subnormal" if is_narrow else "subnormal: zero on Hopper", "right"),
-        (SMALLEST_NORMAL_LOG2 + 0.1, "2⁻⁶" if is_narrow else "2⁻⁶, the smallest normal", "left"),
-        (float(np.log2(LARGEST)), "448" if is_narrow else "448, the largest", "right"),
+        (_SMALLEST_NORMAL_LOG2, "subnormal", "right"),
+        (_SMALLEST_NORMAL_LOG2, "2⁻⁶, the smallest normal", "left"),
+        (_LARGEST_LOG2, "448", "right"),
     ):
-        place = left + (width - left - 0.1) * (value - low) / (high - low)
-        sheet.text(place, 0.27, text, color=palette.warn, align=align)
+        sheet.label(axes, value, text, align=align)
     return sheet.figure
 
 
-def _whole(value: float, _position: object = None) -> str:
-    return f"{value:,.0f}"
+def _warn_below(axes: Axes, limit: float, palette: Palette) -> None:
+    """Mark what is below a limit on the horizontal axis."""
+    axes.axvspan(axes.get_xlim()[0], limit, color=palette.warn, alpha=0.1, linewidth=0)
+    axes.axvline(limit, color=palette.warn, linewidth=1.0, linestyle=(0, (4, 3)))
+
+
+def _count_axis(axes: Axes, label: str) -> None:
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.yaxis.set_major_formatter(FuncFormatter(short_count))
+    axes.set_ylabel(label)
+
+
+def _log_count_axis(axes: Axes, label: str) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(short_count))
+    axes.minorticks_off()
+    axes.set_ylabel(label)
+
+
+def draw_tokens(tokens: Sequence[int], palette: Palette, *, is_weighted: bool) -> Figure:
+    """Draw the number of experts by the tokens that they saw.
+
+    If errors were weighted, there is a limit below which an expert has too few.
+    """
+    sheet = Sheet(2.9, palette)
+    axes = sheet.plot(0.34)
+    counts = np.array(tokens, dtype=np.float64)
+    logs = np.where(counts > 0, np.log2(np.maximum(counts, 1)), _ZERO_LOG2)
+    limit = float(np.log2(MIN_TOKENS))
+    low = np.floor(min(float(logs.min()), limit - 1))
+    high = max(float(np.ceil(logs.max())), limit) + 0.5
+    edges = np.arange(low, high + 1 / _BINS_PER_DOUBLING, 1 / _BINS_PER_DOUBLING)
+    axes.stairs(np.histogram(logs, edges)[0], edges, fill=True, color=palette.ours, linewidth=0)
+    axes.set_xlim(edges[0], edges[-1])
+    step = 2 if high - low > 8 else 1
+    ticks = [tick for tick in range(int(np.ceil(low)), int(high) + 1) if tick >= 0 and tick % step == 0]
+    zero = {_ZERO_LOG2 + 0.5 / _BINS_PER_DOUBLING: "0"} if (counts == 0).any() else {}
+    named = zero | {tick: f"{2**tick}" if tick < 10 else f"{2 ** (tick - 10):,}k" for tick in ticks}
+    axes.set_xticks(list(named), list(named.values()))
+    axes.set_xlabel("tokens that the expert saw")
+    _count_axis(axes, "experts")
+    if is_weighted:
+        _warn_below(axes, limit, palette)
+        sheet.label(axes, limit, f"{MIN_TOKENS} tokens", align="right" if limit > (low + high) / 2 else "left")
+    return sheet.figure
+
+
+def draw_exponents(channels: Mapping[int, int], palette: Palette) -> Figure:
+    """Draw the number of channels by the power of two in the norm."""
+    sheet = Sheet(2.7, palette)
+    axes = sheet.plot(0.2)
+    most = max(map(abs, channels), default=1) or 1
+    counts = {exponent: channels.get(exponent, 0) for exponent in range(-most, most + 1)}
+    colors = [palette.ours if exponent else palette.muted for exponent in counts]
+    axes.bar(list(counts), list(counts.values()), color=colors, width=0.8)
+    axes.set_ylim(0.7, max(counts.values()) * 3)
+    for exponent, count in counts.items():
+        if count:
+            text, size = short_count(count), FONT_SIZE - 1
+            axes.text(exponent, count * 1.15, text, ha="center", fontsize=size, color=palette.muted)
+    axes.set_xticks(list(counts), [power_of_two(exponent) for exponent in counts])
+    axes.set_xlabel("power of two in the norm; 1: not scaled")
+    _log_count_axis(axes, "channels")
+    return sheet.figure
+
+
+def draw_layer_errors(layers: Mapping[int, OutputErrors], palette: Palette) -> Figure:
+    """Draw the held-out error after each MoE layer: as converted, by rule `optimal` there, from earlier layers alone.
+
+    The scale is logarithmic, so an error of zero is not drawn. The first MoE layer inherits none.
+    """
+    sheet = Sheet(3.2, palette)
+    axes = sheet.plot(0.76)
+    for label, key, color, style, marker in (
+        ("with rule optimal in the layer", "optimal_error", palette.optimal, (0, (5, 2)), "s"),
+        ("this: feedback", "feedback_error", palette.ours, "solid", "o"),
+        ("from earlier layers alone", "inherited_error", palette.muted, (0, (1, 1.5)), "^"),
+    ):
+        errors = np.array([getattr(layer, key) for layer in layers.values()], dtype=np.float64)
+        drawn = np.where(errors > 0, errors, np.nan)
+        axes.plot(
+            list(layers), drawn, label=label, color=color, linestyle=style, linewidth=1.3, marker=marker, markersize=3
+        )
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+    axes.yaxis.set_major_formatter(FuncFormatter(_plain_number))
+    axes.minorticks_off()
+    axes.set_ylabel("relative error")
+    _finish_layers(axes, layers, palette, columns=1)
+    return sheet.figure
+
+
+def draw_shrinkages(layers: Mapping[int, FeedbackLayer], palette: Palette) -> Figure:
+    """Draw the number of experts of each MoE layer by the shrinkage of their down projection."""
+    sheet = Sheet(3.2, palette)
+    axes = sheet.plot(0.76)
+    found, bottom = shrinkages_by_layer(layers), np.zeros(len(layers))
+    shades = np.linspace(1.0, _LEAST_ALPHA, max(len(found.keys() - {None}), 2)).tolist()
+    for (shrinkage, counts), shade in zip(found.items(), [*shades, 1.0], strict=False):
+        label, color, alpha = (
+            ("no feedback", palette.warn, 1.0) if shrinkage is None else (f"{shrinkage:g}", palette.ours, shade)
+        )
+        axes.bar(list(layers), counts, bottom=bottom, color=color, alpha=alpha, width=0.8, linewidth=0, label=label)
+        bottom += np.array(counts)
+    _count_axis(axes, "experts")
+    _finish_layers(axes, layers, palette, columns=4)
+    return sheet.figure
+
+
+def _finish_layers(axes: Axes, layers: Iterable[int], palette: Palette, *, columns: int) -> None:
+    """Show whole MoE layers on the horizontal axis, and the legend above it."""
+    numbers = list(layers)
+    axes.set_xlabel("MoE layer")
+    axes.set_xlim(min(numbers) - 0.6, max(numbers) + 0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=columns,
+        frameon=False,
+        fontsize=FONT_SIZE,
+        labelcolor=palette.muted,
+        borderpad=0.1,
+        borderaxespad=0.2,
+        labelspacing=0.25,
+    )
+
+
+def _plain_number(value: float, _position: object = None) -> str:
+    return f"{value:g}"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 from k2convert.errors import MalformedFileError, quoted
-from k2convert.report.formatting import decibels, with_exponents
+from k2convert.report.wording import decibels, with_exponents
 from k2convert.validate.layers.result import labels, reference_name
 
-VERDICTS = ("pass", "warn", "fail", "skipped")
+VERDICTS: Final = ("pass", "warn", "fail", "skipped")
+LAYER_COLUMNS: Final = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,63 +27,47 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdicts:
-    """The number of rules by outcome."""
-
-    total: int
-    held: int
-    warned: int
-    skipped: int
-    failed: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Checks:
     """A validation ready to be shown. `layers` are table rows, `sentences` say what else was compared.
 
-    `against` is what the layers' rows are compared with. `router_weights` is the share of the router's weight in each
-    layer that the dropped experts have.
-    `has_passed` is false if a rule is broken, or if a weight, a layer or the journal does not fit.
+    `has_passed` is false if a rule is broken, or if a weight, a layer or the journal does not fit. `against` is what
+    the layers' rows are compared with. `router_weights` is the share of the router's weight in each layer that the
+    dropped experts have.
     """
 
     has_passed: bool
     rules: tuple[Rule, ...]
-    verdicts: Verdicts
+    summary: str
     layers: tuple[tuple[str, ...], ...]
     hidden_states: str
     sentences: tuple[str, ...]
-    against: str = "INT4"
-    router_weights: Mapping[int, float] = field(default_factory=dict[int, float])
+    against: str
+    router_weights: Mapping[int, float]
 
-
-LAYER_COLUMNS = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
+    def numbers(self, verdict: str) -> list[int]:
+        """Return the numbers of the rules with an outcome: "pass", "warn", "fail" or "skipped"."""
+        return [rule.number for rule in self.rules if rule.verdict == verdict]
 
 
 def read_checks(document: Mapping[str, Any]) -> Checks:
     """Parse the document of a validation; raises MalformedFileError if it is not one."""
     try:
-        rules = tuple(_read_rule(rule) for rule in document["contract"]["rules"])
-        layers = cast("Mapping[str, Any]", document.get("layers") or {})
-        computed = cast("list[Mapping[str, Any]]", layers.get("layers", ()))
-        verdicts, found = _tally(rules), {str(error["variant"]) for layer in computed for error in layer["errors"]}
+        layers: Mapping[str, Any] = document["layers"] or {}
+        computed: list[Mapping[str, Any]] = layers.get("layers", [])
+        pruned = {int(layer["layer"]): layer["pruning"] for layer in computed if layer.get("pruning")}
         return Checks(
-            has_passed=not verdicts.failed and bool(document.get("passed", True)),
-            rules=rules,
-            verdicts=verdicts,
+            has_passed=bool(document["passed"]),
+            rules=tuple(_read_rule(rule) for rule in document["contract"]["rules"]),
+            summary=str(document["contract"]["summary"]),
             layers=tuple(row for layer in computed for row in _layer_rows(layer)),
             hidden_states=_last_part(layers.get("hidden_states", "")),
             sentences=(
-                *_summary(document["contract"]),
-                *_weight_sentences(document),
-                *_layer_sentences(document, layers),
-                *_against_sentences(document),
+                *_weight_sentences(document["weights"] or {}),
+                *_layer_sentences(document.get("layers_skipped"), computed),
+                *_against_sentences(document["against"]),
             ),
-            against=reference_name(found),
-            router_weights={
-                int(layer["layer"]): float(layer["pruning"]["router_weight_left_out"])
-                for layer in computed
-                if layer.get("pruning")
-            },
+            against=reference_name({str(error["variant"]) for layer in computed for error in layer["errors"]}),
+            router_weights={layer: float(found["router_weight_left_out"]) for layer, found in pruned.items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedFileError(
@@ -109,99 +94,56 @@ def _last_part(path: Any) -> str:
     return str(path).rstrip("/").rsplit("/", 1)[-1]
 
 
-def _tally(rules: tuple[Rule, ...]) -> Verdicts:
-    by_verdict = {verdict: [r.number for r in rules if r.verdict == verdict] for verdict in VERDICTS}
-    return Verdicts(
-        total=len(rules),
-        held=len(by_verdict["pass"]) + len(by_verdict["warn"]),
-        warned=len(by_verdict["warn"]),
-        skipped=len(by_verdict["skipped"]),
-        failed=tuple(by_verdict["fail"]),
-    )
-
-
-def _layer_rows(layer: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _layer_rows(layer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     errors: dict[str, Mapping[str, Any]] = {str(error["variant"]): error for error in layer["errors"]}
-    return [
-        (
-            str(int(layer["layer"])),
-            label,
-            decibels(error["sqnr_db"]),
-            "" if error["cosine"] is None else f"{float(error['cosine']):.6f}",
-            _worst_expert(error),
-        )
-        for variant, label in labels(errors).items()
-        for error in (errors[variant],)
-    ]
+    for variant, label in labels(errors).items():
+        error = errors[variant]
+        cosine = "" if error["cosine"] is None else f"{float(error['cosine']):.6f}"
+        expert, worst = error["worst_expert"], decibels(error["worst_expert_sqnr_db"])
+        worst = "" if expert is None else f"{int(expert)}: {worst}"
+        yield str(int(layer["layer"])), label, decibels(error["sqnr_db"]), cosine, worst
 
 
-def _worst_expert(error: Mapping[str, Any]) -> str:
-    if error["worst_expert"] is None:
-        return ""
-    return f"{int(error['worst_expert'])}: {decibels(error['worst_expert_sqnr_db'])}"
-
-
-def _layer_sentences(document: Mapping[str, Any], layers: Mapping[str, Any]) -> list[str]:
-    found: list[str] = []
-    if skipped := document.get("layers_skipped"):
-        found.append(f"Reference layers were skipped: {skipped}.")
-    for layer in layers.get("layers", ()):
-        number = int(layer["layer"])
+def _layer_sentences(skipped: Any, layers: list[Mapping[str, Any]]) -> Iterator[str]:
+    if skipped:
+        yield f"Reference layers were skipped: {skipped}."
+    for layer in layers:
         if not layer["router_unchanged"]:
-            found.append(f"Layer {number}: the router differs from the source's.")
-        found += [f"Layer {number}: {failure}" for failure in layer["failures"]]
-    return found
+            yield f"Layer {int(layer['layer'])}: the router differs from the source's."
+        yield from (f"Layer {int(layer['layer'])}: {failure}" for failure in layer["failures"])
 
 
-def _summary(contract: Mapping[str, Any]) -> list[str]:
-    """What was checked, if the document says so: those of version 0.1 do not."""
-    return [str(contract["summary"])] if "summary" in contract else []
-
-
-def _rule_sentences(rule: Mapping[str, Any]) -> list[str]:
-    """What was made again by the rule or measured only, if the document says so: those of version 0.1 do not."""
-    if not rule.get("tensors"):
-        return []
-    measured, wrong = int(rule.get("measured", 0)), len(rule["mismatches"])
-    sentences: list[str] = []
-    if int(rule["tensors"]) > measured:
+def _weight_sentences(weights: Mapping[str, Any]) -> Iterator[str]:
+    if not weights:
+        return
+    rule = weights["rule"]
+    measured, wrong = int(rule["measured"]), len(rule["mismatches"])
+    if (regenerated := int(rule["tensors"]) - measured) > 0:
         outcome = f"{wrong:,} differ" if wrong else "all are byte for byte the same"
-        sentences.append(
-            f"{int(rule['tensors']) - measured:,} tensors made again from the source by the rule {rule['rule']}: "
-            f"{outcome}. {int(rule['sampled_blocks']):,} of {int(rule['blocks']):,} blocks were made by the reference "
-            "arithmetic too."
+        yield (
+            f"{regenerated:,} tensors were regenerated from the source by the rule {rule['rule']}: {outcome}. The "
+            f"reference arithmetic also computed {int(rule['sampled_blocks']):,} of {int(rule['blocks']):,} blocks."
         )
     if measured:
-        sentences.append(
-            f"{measured:,} tensors measured against the source: the rule {rule['rule']} chooses their codes in a walk "
-            "through the layers, so they were not made again."
+        yield (
+            f"{measured:,} tensors were measured against the source. The rule {rule['rule']} chooses them in a walk "
+            "through the layers, so they were not regenerated."
         )
-    return sentences
-
-
-def _weight_sentences(document: Mapping[str, Any]) -> list[str]:
-    weights = cast("Mapping[str, Any] | None", document.get("weights"))
-    if not weights:
-        return []
-    found = _rule_sentences(weights.get("rule") or {})
     for key, what in (("journal", "the journal's figures"), ("library_decoder", "the library's own decoder")):
-        compared, wrong = int(weights[key]["compared"]), len(weights[key]["mismatches"])
-        if compared:
+        if compared := int(weights[key]["compared"]):
+            wrong = len(weights[key]["mismatches"])
             outcome = f"{wrong:,} differ" if wrong else "all agree"
-            found.append(f"{compared:,} tensors decoded from the written bytes and compared with {what}: {outcome}.")
-    return found
+            yield f"{compared:,} tensors decoded from the written bytes and compared with {what}: {outcome}."
 
 
-def _against_sentences(document: Mapping[str, Any]) -> list[str]:
-    other = cast("Mapping[str, Any] | None", document.get("against"))
+def _against_sentences(other: Mapping[str, Any] | None) -> Iterator[str]:
     if not other:
-        return []
-    name = _last_part(other["folder"])
+        return
+    if other["note"]:
+        yield str(other["note"])
     failed = ", ".join(str(int(n)) for n in other["contract"]["failed"]) or "none"
-    sqnr = decibels(other["weights"]["totals"]["total"]["sqnr_db"])
-    note = other.get("note")
-    return [
-        *([str(note)] if note else []),
-        f"Compared with {name} ({sqnr}): less error here in {int(other['better_here']):,} tensors, less there in "
-        f"{int(other['better_there']):,}, equal in {int(other['equal']):,}. Contract rules broken there: {failed}.",
-    ]
+    yield (
+        f"Compared with {_last_part(other['folder'])} ({decibels(other['weights']['totals']['total']['sqnr_db'])}): "
+        f"less error here in {int(other['better_here']):,} tensors, less there in {int(other['better_there']):,}, "
+        f"equal in {int(other['equal']):,}. Contract rules broken there: {failed}."
+    )

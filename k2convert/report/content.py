@@ -1,23 +1,37 @@
-"""The words and rows of a report, the same in the page and in the Markdown."""
+"""The content of a report: headline, sections and provenance, computed once for page, Markdown, picture and card."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final, cast
 
+from k2convert.checkpoint.files import mapping_or_empty
+from k2convert.fit.needs import COLUMNS as NEEDS_COLUMNS
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import WEIGHTED_NOTE
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.report import pruning
-from k2convert.report.calibration import facts
-from k2convert.report.checks import Checks
-from k2convert.report.feedback import feedback_totals
+from k2convert.records.ledger import TOTAL
+from k2convert.report.calibrated import calibrated_sections, kept_experts, pruned_section
+from k2convert.report.checks import LAYER_COLUMNS, Checks, read_checks
 from k2convert.report.figures import Report, TensorFigures, scale_value
-from k2convert.report.formatting import decibels, percent
+from k2convert.report.wording import Section, Table, decibels, percent
 
-NOT_COUNTED = "not counted"
-TIMES = "\u00d7"
+NOT_COUNTED: Final = "not counted"
+TIMES: Final = "\u00d7"
 _SMALLEST_NORMAL_BYTE, _LARGEST_BYTE = 0x08, 0x7E
+_ROLE_NAMES: Final = {
+    "experts": "routed experts",
+    "shared_experts": "shared experts",
+    "dense_mlp": "dense MLP of the first layers",
+    TOTAL: "all converted weights",
+}
+_COUNT_COLUMNS: Final = ("", "count", "share", "meaning")
+_WORST_COLUMNS: Final = ("tensor", "SQNR", "plain", "bound", "largest error, steps", "non-zero changed")
+_ROLE_COLUMNS: Final = (
+    "role", "weights", "SQNR", "relative error", "error / plain", "error / bound", "non-zero changed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,42 +44,21 @@ class Tile:
     tone: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
-    """One count: what, how many, their share, and what it means."""
-
-    label: str
-    value: str
-    share: str
-    meaning: str
-
-
 def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     """Return the headline figures, the most important first."""
     total = report.total
-    tiles = _outputs_tiles(report.provenance.calibration)
+    tiles = _output_tiles(report.ledger.calibration)
     if total.weighted_sqnr_db is not None:
         detail = "errors weighted by the inputs that each column had in the calibration"
         tiles.append(Tile(decibels(total.weighted_sqnr_db), "weighted SQNR", detail))
-    tiles.append(
-        Tile(
-            decibels(total.sqnr_db),
-            "SQNR",
-            f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}",
-        )
-    )
+    detail = f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}"
+    tiles.append(Tile(decibels(total.sqnr_db), "SQNR", detail))
     if total.sampled_error_plain > 0 and report.rule != "plain":
-        tiles.append(
-            Tile(f"{total.achieved_to_plain:.3f} {TIMES}", "plain's error", "plain: max calibration, the usual recipe")
-        )
+        value = f"{total.achieved_to_plain:.3f} {TIMES}"
+        tiles.append(Tile(value, "plain's error", "plain: max calibration, the usual recipe"))
     if total.sampled_error_bound > 0:
-        tiles.append(
-            Tile(
-                f"{total.achieved_to_bound:.3f} {TIMES}",
-                "the bound's error",
-                "no choice of scales, even real-valued, can do better",
-            )
-        )
+        value = f"{total.achieved_to_bound:.3f} {TIMES}"
+        tiles.append(Tile(value, "the bound's error", "no choice of scales, even real-valued, can do better"))
     if report.worst:
         worst = report.worst[0]
         tiles.append(Tile(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all converted tensors"))
@@ -77,41 +70,130 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
-def _outputs_tiles(record: CalibrationRecord | None) -> list[Tile]:
+def _output_tiles(record: CalibrationRecord | None) -> list[Tile]:
     """Return the error of the layers' outputs as a tile, if the rule was `feedback`."""
-    found = feedback_totals(record)
-    if record is None or found is None:
+    if record is None or not record.feedback:
         return []
-    if found.last is None:
+    if not record.held_out:
         return [Tile("not measured", "error of the outputs", record.measured_on)]
-    detail = f"after the last MoE layer, {record.measured_on}; {found.last.optimal_error:.3g} by rule optimal there"
-    tone = "bad" if found.last.is_worse else ""
-    return [Tile(f"{found.last.feedback_error:.3g}", "error of the outputs", detail, tone)]
+    last = list(record.held_out.values())[-1]
+    detail = f"after the last MoE layer, {record.measured_on}; {last.optimal_error:.3g} by rule optimal there"
+    return [Tile(f"{last.feedback_error:.3g}", "error of the outputs", detail, "bad" if last.is_worse else "")]
 
 
 def _contract_tile(checks: Checks) -> Tile:
-    verdicts = checks.verdicts
-    if verdicts.failed:
-        which = ", ".join(str(number) for number in verdicts.failed)
-        return Tile(f"{len(verdicts.failed)} broken", "contract rules", f"do not serve it: rule {which}", "bad")
+    failed, warned, skipped = (checks.numbers(verdict) for verdict in ("fail", "warn", "skipped"))
+    if failed:
+        which = ", ".join(map(str, failed))
+        return Tile(f"{len(failed)} broken", "contract rules", f"do not serve it: rule {which}", "bad")
     if not checks.has_passed:
         return Tile("failed", "validation", "do not serve it: see what was compared", "bad")
-    rest = [f"{verdicts.warned} with warnings"] if verdicts.warned else []
-    rest += [f"{verdicts.skipped} not checked"] if verdicts.skipped else []
+    rest = [f"{len(warned)} with warnings"] if warned else []
+    rest += [f"{len(skipped)} not checked"] if skipped else []
     detail = ", ".join(rest) or "for vLLM, SGLang and TensorRT-LLM; no engine was run"
-    tone = "good" if verdicts.held == verdicts.total else ""
-    return Tile(f"{verdicts.held} of {verdicts.total}", "contract rules hold", detail, tone)
+    total = len(checks.rules)
+    return Tile(f"{total - len(skipped)} of {total}", "contract rules hold", detail, "" if skipped else "good")
 
 
-def counts(metrics: WeightMetrics) -> tuple[Count, ...]:
-    """Return the counts of what happened to the weights."""
+def caution(report: Report) -> str:
+    """Return a paragraph about what the figures do not show."""
+    total, calibration, pruning = report.total, report.ledger.calibration, report.ledger.pruning
+    exact = "the exact INT4 values q * s"
+    if total.num_codes != total.num_weights:
+        exact += " (the BF16 values for BF16 sources)"
+    is_scaled = calibration is not None and calibration.exponents_digest is not None
+    if is_scaled:
+        exact += ", divided by the powers of two of norm scaling"
+    space = "It does not save space" if pruning is None else "Only leaving out experts saves space"
+    text = (
+        f"These are errors of weights against {exact}. The conversion is not lossless: INT4 has sixteen evenly spaced "
+        "levels, and E2M1 has no 5 and no 7, so blocks with these values change. "
+        f"{space}: INT4 and NVFP4 both take 4.5 bits per weight."
+    )
+    if calibration is not None and calibration.feedback:
+        text += (
+            " Rule feedback keeps the outputs of layers, not the weights, so its errors of weights are larger than "
+            "those of rule optimal. See the error after each layer."
+        )
+    elif calibration is not None and calibration.weighted:
+        text += f" {WEIGHTED_NOTE}"
+    if report.ledger.recipe.get("activations") == "w4a4":
+        text += " FP4 activations add error at run time, which "
+        text += "norm scaling makes smaller." if is_scaled else "does not depend on how the weights were converted."
+    return text
+
+
+def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
+    """Yield the parts of the report below the headline, in order. Those with charts alone are for the page."""
+    yield from _chart_sections(report)
+    yield Section("What happened to the weights", (), (role_table(report), _counts(report.total)))
+    if (pruning := report.ledger.pruning) is not None:
+        yield pruned_section(pruning, checks)
+    yield from calibrated_sections(report.ledger.calibration)
+    if report.worst:
+        yield Section("Worst tensors", (), (_worst(report),))
+    if checks is not None:
+        yield from _contract(checks)
+    if (needs := needs_section(report)) is not None:
+        yield needs
+    yield Section("Provenance", (), (Table(("", ""), made_by(report), is_code=True),))
+
+
+def _chart_sections(report: Report) -> Iterator[Section]:
+    is_plain = report.rule == "plain"
+    if report.tensors:
+        plain = "Plain, the rule of this conversion, is" if is_plain else "Plain is what would have been written by"
+        yield Section(
+            f"Every tensor, compared with {'' if is_plain else 'plain and '}the bound",
+            (
+                f"SQNR of {len(report.tensors):,} converted tensors. {plain} max calibration. No choice of scales, "
+                "even real-valued, can do better than the bound. Both are measured on a sample of the blocks.",
+            ),
+            charts=("distribution",),
+        )
+    if report.maps:
+        sentence = "One cell per tensor, one color scale for all three projections."
+        yield Section("SQNR by layer and expert", (sentence,), charts=("heat_map",))
+    yield Section(
+        "Block scales",
+        (
+            "How often each E4M3 block scale was written. Every engine reads scales between 2⁻⁶ and 448 correctly; "
+            "Hopper's kernels flush subnormal ones to zero. Blocks of zeros have scale 1.",
+        ),
+        charts=("block_scales",),
+    )
+
+
+def _contract(checks: Checks) -> Iterator[Section]:
+    rows = [
+        (str(rule.number), rule.verdict, f"{rule.count:,}" if rule.count else "", rule.title) for rule in checks.rules
+    ]
+    table = Table(("rule", "verdict", "count", "requirement"), rows)
+    yield Section("Servable contract", (checks.summary, *checks.sentences), (table,), rules=checks.rules)
+    if checks.layers:
+        sentence = (
+            f"Error of the output of MoE blocks against {checks.against} in FP32. Hidden states: "
+            f"{checks.hidden_states}."
+        )
+        yield Section("Reference layers", (sentence,), (Table(LAYER_COLUMNS, checks.layers),))
+
+
+def needs_section(report: Report) -> Section | None:
+    """Return memory and GPUs; None if they are not known."""
+    needs = report.needs
+    if needs is None:
+        return None
+    return Section("Needs", (needs.summary, needs.note), (Table(NEEDS_COLUMNS, needs.rows),) if needs.rows else ())
+
+
+def _counts(metrics: WeightMetrics) -> Table:
     changed = metrics.num_nonzero - metrics.equal_nonzero
     histogram = dict(metrics.scale_histogram)
     subnormal = sum(n for byte, n in histogram.items() if byte < _SMALLEST_NORMAL_BYTE)
     blocks, codes = metrics.num_blocks, metrics.num_codes
     steps = "" if metrics.max_error_steps is None else f"{metrics.max_error_steps:.2f} INT4 steps"
     extremes = [scale_value(b) for b in (metrics.min_scale_byte, metrics.max_scale_byte) if b is not None]
-    return (
+    rows = (
         _count("non-zero weights changed", changed, metrics.num_nonzero, "the conversion is not lossless"),
         _count("blocks reproduced exactly", metrics.equal_blocks, blocks, "all 16 values, blocks of zeros included"),
         _count("INT4 codes recoverable", metrics.recoverable_codes, codes, "round(w'/s) is the source's code"),
@@ -124,34 +206,34 @@ def counts(metrics: WeightMetrics) -> tuple[Count, ...]:
         _count("blocks with a subnormal scale", subnormal, blocks, "Marlin kernels on Hopper flush them to zero"),
         _count("blocks at 448", histogram.get(_LARGEST_BYTE, 0), blocks, "the largest scale"),
         _count("tensors with a wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales differ by > 2¹³"),
-        Count("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
-        Count("block scales used", " to ".join(f"{v:g}" for v in extremes) or NOT_COUNTED, "", "smallest and largest"),
+        ("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
+        ("block scales used", " to ".join(f"{v:g}" for v in extremes) or NOT_COUNTED, "", "smallest and largest"),
     )  # fmt: skip
+    return Table(_COUNT_COLUMNS, rows)
 
 
-def _count(label: str, value: int | None, of: int | None, meaning: str) -> Count:
+def _count(label: str, value: int | None, of: int | None, meaning: str) -> tuple[str, ...]:
     if value is None:
-        return Count(label, NOT_COUNTED, "", meaning)
-    return Count(label, f"{value:,}", percent(value, of) if of else "", meaning)
+        return label, NOT_COUNTED, "", meaning
+    return label, f"{value:,}", percent(value, of) if of else "", meaning
 
 
-_ROLE_COLUMNS = ("role", "weights", "SQNR", "relative error", "error / plain", "error / bound", "non-zero changed")
+def role_name(role: str) -> str:
+    """Return what people call a role of a recipe or of the totals."""
+    return _ROLE_NAMES.get(role, role)
 
 
-def role_columns(report: Report) -> tuple[str, ...]:
-    """Return the columns of `role_rows`."""
-    return (*_ROLE_COLUMNS, *(("weighted SQNR",) if report.total.weighted_error is not None else ()))
-
-
-def role_rows(report: Report) -> list[tuple[str, ...]]:
-    """Return one row per role, and the total if there are several roles."""
-    roles = [role for role in report.totals if role != "total"]
-    return [_role_row(role, report.totals[role]) for role in (roles if len(roles) == 1 else [*roles, "total"])]
+def role_table(report: Report) -> Table:
+    """Return the errors of each role, and the total if there are several roles."""
+    totals, is_weighted = report.ledger.totals, report.total.weighted_error is not None
+    roles = [role for role in totals if role != TOTAL]
+    rows = [_role_row(role, totals[role]) for role in (roles if len(roles) == 1 else [*roles, TOTAL])]
+    return Table((*_ROLE_COLUMNS, *(("weighted SQNR",) if is_weighted else ())), rows)
 
 
 def _role_row(role: str, metrics: WeightMetrics) -> tuple[str, ...]:
     return (
-        role.replace("_", " "),
+        role_name(role),
         f"{metrics.num_weights:,}",
         decibels(metrics.sqnr_db),
         f"{metrics.relative_mse:.5f}",
@@ -162,74 +244,92 @@ def _role_row(role: str, metrics: WeightMetrics) -> tuple[str, ...]:
     )
 
 
-WORST_COLUMNS = ("tensor", "SQNR", "plain", "bound", "largest error, steps", "non-zero changed")
-
-
-def worst_rows(tensors: Sequence[TensorFigures]) -> list[tuple[str, ...]]:
-    """Return one row per tensor, without its name; a cell is empty if a figure was not recorded."""
-    return [
+def _worst(report: Report) -> Table:
+    """Return one row per tensor; a cell is empty if a figure was not recorded."""
+    rows = [
         (
+            f"{t.place}: {t.module}" if t.place else t.module,
             decibels(t.sqnr_db),
             "" if t.sqnr_plain_db is None else decibels(t.sqnr_plain_db),
             "" if t.sqnr_bound_db is None else decibels(t.sqnr_bound_db),
             "" if t.max_error_steps is None else f"{t.max_error_steps:.2f}",
             f"{100 * t.changed_share:.1f} %",
         )
-        for t in tensors
+        for t in report.worst
     ]
+    return Table(_WORST_COLUMNS, rows)
 
 
 def made_by(report: Report) -> tuple[tuple[str, str], ...]:
     """Return the known facts that identify the result, as (label, value)."""
-    source, recipe = report.provenance, report.provenance.recipe
-    header_digest = report.provenance.fingerprint.get("source_headers")
-    scales = recipe.get("input_scale")
+    ledger, recipe, record = report.ledger, report.ledger.recipe, report.ledger.calibration
+    roles, scales = recipe.get("roles"), mapping_or_empty(recipe.get("input_scale"))
     rows = (
-        ("report made (UTC)", report.made_on or None),
-        ("source", source.repo),
-        ("source revision", source.revision),
-        ("source headers (blake3)", header_digest),
-        ("source family", source.family),
+        ("report made (UTC)", report.made_on),
+        ("source", ledger.repo),
+        ("source revision", ledger.revision),
+        ("source headers (blake3)", ledger.fingerprint.get("source_headers")),
+        ("source family", ledger.family),
         ("recipe", recipe.get("name")),
         ("rule", recipe.get("rule")),
-        ("roles", ", ".join(str(role) for role in recipe["roles"]) if isinstance(recipe.get("roles"), list) else None),
+        ("roles", ", ".join(map(str, cast("list[object]", roles))) if isinstance(roles, list) else None),
         ("layout", recipe.get("layout")),
         ("activations", recipe.get("activations")),
-        ("input scales", ", ".join(f"{k} {v}" for k, v in scales.items()) if isinstance(scales, dict) else None),  # type: ignore[reportUnknownVariableType]
+        ("input scales", ", ".join(f"{name} {scale}" for name, scale in scales.items())),
         ("KV cache", recipe.get("kv_cache")),
         ("quantizer", recipe.get("quantizer")),
-        ("experts kept", None if source.pruning is None else pruning.words(source.pruning)),
-        ("arithmetic version", report.provenance.fingerprint.get("arithmetic")),
-        *facts(source.calibration),
-        *((name, version) for name, version in source.versions.items()),
+        ("experts kept", None if ledger.pruning is None else kept_experts(ledger.pruning)),
+        ("arithmetic version", ledger.fingerprint.get("arithmetic")),
+        *(() if record is None else _calibrated_by(record)),
+        ("k2convert", ledger.tool_version),
+        *ledger.versions.items(),
         ("shards", f"{report.finished_shards} of {report.num_shards}"),
     )
-    return tuple((label, str(value)) for label, value in rows if value is not None)
+    return tuple((label, str(value)) for label, value in rows if value not in (None, ""))
 
 
-def caution(report: Report) -> str:
-    """Return a paragraph about what the figures do not say."""
-    total = report.total
-    exact = "the exact INT4 values q * s"
-    if total.num_codes != total.num_weights:
-        exact += " (the BF16 values for BF16 sources)"
-    calibration = report.provenance.calibration
-    is_scaled = calibration is not None and calibration.exponents_digest is not None
-    if is_scaled:
-        exact += ", divided by the powers of two of norm scaling"
-    space = "It does not save space" if report.provenance.pruning is None else "Only leaving out experts saves space"
-    text = (
-        f"These are errors of weights against {exact}. The conversion is not lossless: E2M1 has no 5 and no 7. "
-        f"{space}: INT4 and NVFP4 both take 4.5 bits per weight."
-    )
-    if calibration is not None and calibration.feedback:
-        text += (
-            " Rule feedback keeps the outputs of layers, not the weights, so its errors of weights are larger than "
-            "those of rule optimal. See the error after each layer."
-        )
-    elif calibration is not None and calibration.weighted:
-        text += f" {WEIGHTED_NOTE}"
-    if report.provenance.recipe.get("activations") == "w4a4":
-        text += " FP4 activations add error at run time, which "
-        text += "norm scaling makes smaller." if is_scaled else "does not depend on how the weights were converted."
-    return text
+def _calibrated_by(record: CalibrationRecord) -> Iterator[tuple[str, str | None]]:
+    yield "statistics (blake3)", record.statistics
+    yield from ((f"text {name} (blake3)", digest) for name, digest in record.texts)
+    yield "seed of the windows", str(record.seed)
+    yield "norm exponents (blake3)", record.exponents_digest
+
+
+def figures_document(report: Report) -> dict[str, Any]:
+    """Return totals, worst tensors and contract as plain data, for --json; figures that are not finite become None."""
+    checks = None if report.validation is None else read_checks(report.validation)
+    parts = {"calibration": report.ledger.calibration, "pruning": report.ledger.pruning}
+    return {
+        "complete": report.is_complete,
+        "rule": report.rule,
+        "totals": {role: metrics_document(metrics) for role, metrics in report.ledger.totals.items()},
+        "worst": [_tensor_document(tensor) for tensor in report.worst],
+        "contract": None
+        if checks is None
+        else {
+            "rules": len(checks.rules),
+            "held": len(checks.numbers("pass")) + len(checks.numbers("warn")),
+            "skipped": len(checks.numbers("skipped")),
+            "failed": checks.numbers("fail"),
+            "passed": checks.has_passed,
+        },
+        "missing": list(report.missing),
+        **{name: part.to_dict() for name, part in parts.items() if part is not None},
+    }
+
+
+def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
+    """Return metrics with the derived ratios; ratios that are not finite become None."""
+    names = ("sqnr_db", "relative_mse", "achieved_to_plain", "achieved_to_bound")
+    ratios = {name: getattr(metrics, name) for name in names}
+    if metrics.weighted_sqnr_db is not None:
+        ratios["weighted_sqnr_db"] = metrics.weighted_sqnr_db
+    return metrics.to_dict() | {name: _finite_or_none(value) for name, value in ratios.items()}
+
+
+def _tensor_document(tensor: TensorFigures) -> dict[str, Any]:
+    return {key: _finite_or_none(value) for key, value in asdict(tensor).items()}
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,25 +1,58 @@
-"""What a report shows, as plain values: figures of every tensor, heat maps of them, and the provenance."""
+"""The figures of a report, collected from a folder: from the journal if it is there, else from the ledger.
+
+A published folder has the ledger (k2convert.json) but not the journal (.k2convert/): totals and provenance are known,
+figures of single tensors are not, unless the shards were just measured against the source. A running conversion has
+the journal but no ledger yet. The report states what is missing; nothing is filled in.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.fit.needs import Needs
-from k2convert.models import locate_module
+from k2convert.checkpoint.files import list_folder, read_json_file
+from k2convert.checkpoint.names import CONFIG_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.errors import CheckpointError, K2ConvertError, remedy
+from k2convert.fit.needs import Needs, state_needs
+from k2convert.fit.subject import read_result
+from k2convert.fit.weights import Tensor
+from k2convert.models import find_family, locate_module
 from k2convert.models.names import ModulePlace, Role
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.records.calibration import CalibrationRecord
-from k2convert.records.ledger import TOTAL
-from k2convert.records.pruning import PruningRecord
+from k2convert.records.fingerprint import fingerprint_digest
+from k2convert.records.job_description import JobDescription
+from k2convert.records.journal import Journal
+from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, find_ledger, summarize
+from k2convert.records.shard_record import ShardRecord
 
-PROJECTIONS = ("gate", "up", "down")
-MAX_CELLS = 1 << 20  # of one map; K2 has 23,040. A damaged record may name any expert: its map would take terabytes
-NUM_WORST = 16
+PROJECTIONS: Final = ("gate", "up", "down")
+MAX_CELLS: Final = 1 << 20  # of one map; K2 has 23,040. A damaged record may name any expert: its map would take TB
+NUM_WORST: Final = 8
+_LEDGER_REMEDY: Final = "Delete the file and run the conversion again: the file is written again from the records."
+
+
+class MeasuredError(Protocol):
+    """A tensor's error: as recorded by the conversion, or as measured from written bytes (see validate.decode)."""
+
+    @property
+    def num_weights(self) -> int: ...
+    @property
+    def num_nonzero(self) -> int: ...
+    @property
+    def equal_nonzero(self) -> int: ...
+    @property
+    def sqnr_db(self) -> float | None: ...
+    @property
+    def relative_mse(self) -> float: ...
+    @property
+    def max_error_steps(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +68,13 @@ class TensorFigures:
     layer: int | None
     expert: int | None
     projection: str | None
-    num_weights: int
-    num_nonzero: int
-    equal_nonzero: int
     sqnr_db: float
     relative_mse: float
     max_error_steps: float | None
-    sqnr_plain_db: float | None = None
-    sqnr_bound_db: float | None = None
+    changed_share: float
+    """The share of non-zero weights whose value changed."""
+    sqnr_plain_db: float | None
+    sqnr_bound_db: float | None
 
     @property
     def place(self) -> str:
@@ -51,11 +83,6 @@ class TensorFigures:
             return ""
         middle = self.role.replace("_", " ") if self.expert is None else f"expert {self.expert}"
         return f"layer {self.layer}, {middle}, {self.projection}"
-
-    @property
-    def changed_share(self) -> float:
-        """The share of non-zero weights whose value changed."""
-        return 1 - self.equal_nonzero / self.num_nonzero if self.num_nonzero else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,48 +99,28 @@ class HeatMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Provenance:
-    """Source, recipe, calibration, kept experts and versions.
-
-    `shards` and `source_headers` map names to blake3 digests.
-    """
-
-    family: str | None
-    repo: str | None
-    revision: str | None
-    source_headers: Mapping[str, str]
-    recipe: Mapping[str, Any]
-    fingerprint: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    shards: Mapping[str, str]
-    calibration: CalibrationRecord | None = None
-    pruning: PruningRecord | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """Everything that a report shows. `missing` are sentences about what could not be shown, and why.
 
-    `name` is what the result is called, `made_on` the day of the report in UTC (2026-01-31) or "" if it is not said.
-    `totals` are by role and under "total". `validation` is the document that `validate --json` prints, or None.
-    `needs` is None if it is not known which GPUs hold the result.
+    `name` is what the result is called. `ledger` is the folder's; of an unfinished conversion it is made from the
+    records so far. `validation` is the document that `validate --json` prints, or None. `needs` is None if it is not
+    known which GPUs hold the result. `made_on` is the day of the report in UTC (2026-01-31).
     """
 
     name: str
-    made_on: str
-    provenance: Provenance
-    totals: Mapping[str, WeightMetrics]
+    ledger: Ledger
     tensors: tuple[TensorFigures, ...]
     maps: tuple[HeatMap, ...]
     finished_shards: int
     num_shards: int
     validation: Mapping[str, Any] | None
     missing: tuple[str, ...]
-    needs: Needs | None = None
+    needs: Needs | None
+    made_on: str
 
     @property
     def total(self) -> WeightMetrics:
-        return self.totals[TOTAL]
+        return self.ledger.totals[TOTAL]
 
     @property
     def is_complete(self) -> bool:
@@ -121,7 +128,7 @@ class Report:
 
     @property
     def rule(self) -> str:
-        return str(self.provenance.recipe.get("rule", "unknown"))
+        return str(self.ledger.recipe.get("rule", "unknown"))
 
     @property
     def worst(self) -> tuple[TensorFigures, ...]:
@@ -129,23 +136,168 @@ class Report:
         return tuple(sorted(self.tensors, key=lambda t: (t.sqnr_db, t.module))[:NUM_WORST])
 
 
-def figures_from_metrics(module: str, role: str, metrics: WeightMetrics) -> TensorFigures:
-    """Return the figures of a recorded tensor."""
+def collect_report(
+    *,
+    folder: Path,
+    validation: Mapping[str, Any] | None = None,
+    measured: Mapping[str, MeasuredError] | None = None,
+    tensors: Iterable[Tensor] | None = None,
+    name: str | None = None,
+) -> Report:
+    """Collect everything about `folder`. `measured` are errors by module, used if there is no journal. `tensors` are
+    those of a finished result's shards, to compute what it needs.
+
+    `name` is the result's, by default the folder's. Raises CheckpointError if the folder holds no conversion or a BF16
+    copy, or if its ledger or journal is damaged.
+    """
+    ledger, job = _read_documents(folder)
+    fingerprint = ledger.fingerprint if ledger is not None else job.fingerprint if job is not None else {}
+    records = Journal(folder).records(fingerprint_digest(fingerprint))
+    missing: list[str] = []
+    if ledger is None:
+        assert job is not None
+        planned, finished = len(job.shards), len(records)
+        ledger, figures = _ledger_so_far(job, records), _recorded(records)
+        if not figures:
+            raise CheckpointError(f"{folder}: no converted tensor is recorded yet. Run the conversion first.")
+    else:
+        _check_totals(ledger, folder)
+        planned = finished = len(ledger.shards)
+        figures = _recorded(records) if len(records) == planned else _measured(measured or {}, missing)
+    if finished < planned:
+        missing.append(f"The conversion is not finished: this report covers {finished} of {planned} shards.")
+    maps = heat_maps(figures)
+    if figures and not maps:
+        missing.append("No map of layers and experts: the recorded names are not those of a known model's experts.")
+    if validation is None:
+        missing.append(_why_not_validated(folder))
+    return Report(
+        name=folder.resolve().name if name is None else name,
+        ledger=ledger,
+        tensors=figures,
+        maps=maps,
+        finished_shards=finished,
+        num_shards=planned,
+        validation=validation,
+        missing=tuple(missing),
+        needs=None if tensors is None else _needs(ledger, folder, tensors),
+        made_on=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def _needs(ledger: Ledger, folder: Path, tensors: Iterable[Tensor]) -> Needs | None:
+    """Return what the result needs; None if `fit` does not know the model, or if config.json cannot be read."""
+    if ledger.family is None:
+        return None
+    try:
+        config, family = read_json_file(folder / CONFIG_NAME), find_family(ledger.family)
+        return state_needs(read_result(tensors, family=family, config=config, where=str(folder)))
+    except K2ConvertError:
+        return None
+
+
+def check_folder(folder: Path) -> None:
+    """Raise CheckpointError if there is nothing to report on. Reads only small files, so it is called first."""
+    _read_documents(folder)
+
+
+def _read_documents(folder: Path) -> tuple[Ledger | None, JobDescription | None]:
+    """Read ledger and job; at least one of them is there."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder. Pass the folder of a conversion.")
+    with remedy(_LEDGER_REMEDY):
+        ledger = find_ledger(folder)
+    job = Journal(folder).job()
+    if ledger is None and job is None:
+        raise CheckpointError(
+            f"{folder}: has neither {LEDGER_NAME} nor {WORK_FOLDER}, so there is nothing to report on. To measure an "
+            "NVFP4 checkpoint of a different tool, use `k2convert validate` with --source."
+        )
+    target = (ledger.recipe if ledger is not None else job.recipe if job is not None else {}).get("target")
+    if target in ("int4", "bf16"):
+        form = "the source's own weights" if target == "int4" else "a BF16 copy, which is exact"
+        raise CheckpointError(
+            f"{folder}: holds {form} (--to {target}). There is no error to report on; `k2convert validate` compares "
+            "the weights with the source."
+        )
+    return ledger, job
+
+
+def _ledger_so_far(job: JobDescription, records: Mapping[str, ShardRecord]) -> Ledger:
+    """Return what the ledger of an unfinished conversion would say by now."""
+    headers = {shard: digest for record in records.values() for shard, digest in record.source_headers.items()}
+    return Ledger(
+        tool_version="",
+        family=job.recipe.get("family"),
+        repo=None,
+        revision=job.fingerprint.get("source_revision"),
+        headers=dict(sorted(headers.items())),
+        recipe=job.recipe,
+        fingerprint=job.fingerprint,
+        versions={},
+        shards={
+            name: LedgerShard(record.blake3, record.file_bytes, record.num_tensors)
+            for name, record in sorted(records.items())
+        },
+        totals=summarize(records.values()),
+        pruning=job.pruning,
+    )
+
+
+def _check_totals(ledger: Ledger, folder: Path) -> None:
+    problem = next((p for p in ledger.problems if p.startswith("totals")), "totals: no total")
+    if TOTAL not in ledger.totals or problem in ledger.problems:
+        raise CheckpointError(f"{folder / LEDGER_NAME}: {problem}. {_LEDGER_REMEDY}")
+
+
+def can_be_validated(folder: Path) -> bool:
+    """Return whether the folder holds a finished conversion with its shards."""
+    return (folder / CONFIG_NAME).is_file() and any(path.name.endswith(SHARD_SUFFIX) for path in list_folder(folder))
+
+
+def _why_not_validated(folder: Path) -> str:
+    if not (folder / CONFIG_NAME).is_file():
+        return "The servable contract was not checked: the checkpoint is not finished."
+    if not can_be_validated(folder):
+        return "The servable contract was not checked: the shards are not in this folder."
+    return "The servable contract was not checked for this report. `k2convert validate` checks it."
+
+
+def _recorded(records: Mapping[str, ShardRecord]) -> tuple[TensorFigures, ...]:
+    return tuple(
+        tensor_figures(projection.module, WeightMetrics.from_dict(projection.metrics), role=projection.role)
+        for _, record in sorted(records.items())
+        for projection in record.projections
+        if projection.metrics is not None
+    )
+
+
+def _measured(measured: Mapping[str, MeasuredError], missing: list[str]) -> tuple[TensorFigures, ...]:
+    missing.append(
+        f"The journal ({WORK_FOLDER}) is not in this folder. Tensors were measured again from the written bytes, so "
+        "single tensors are not compared with plain and the bound."
+        if measured
+        else f"There are no figures of single tensors: the journal ({WORK_FOLDER}) is not in this folder. Totals are "
+        f"those of the ledger ({LEDGER_NAME}). With --source every tensor is measured again."
+    )
+    return tuple(tensor_figures(module, error) for module, error in sorted(measured.items()))
+
+
+def tensor_figures(module: str, error: MeasuredError, *, role: str | None = None) -> TensorFigures:
+    """Return the figures of a tensor, recorded or measured. `role` is by default the one that the name tells."""
     place = locate_projection(module)
     return TensorFigures(
         module=module,
-        role=role,
+        role=role or (place.role if place else "unknown"),
         layer=place.layer if place else None,
         expert=place.expert if place else None,
         projection=place.projection if place else None,
-        num_weights=metrics.num_weights,
-        num_nonzero=metrics.num_nonzero,
-        equal_nonzero=metrics.equal_nonzero,
-        sqnr_db=metrics.sqnr_db,
-        relative_mse=metrics.relative_mse,
-        max_error_steps=metrics.max_error_steps,
-        sqnr_plain_db=metrics.sqnr_plain_db,
-        sqnr_bound_db=metrics.sqnr_bound_db,
+        sqnr_db=math.inf if error.sqnr_db is None else error.sqnr_db,
+        relative_mse=error.relative_mse,
+        max_error_steps=error.max_error_steps,
+        changed_share=1 - error.equal_nonzero / error.num_nonzero if error.num_nonzero else 0.0,
+        sqnr_plain_db=error.sqnr_plain_db if isinstance(error, WeightMetrics) else None,
+        sqnr_bound_db=error.sqnr_bound_db if isinstance(error, WeightMetrics) else None,
     )
 
 
@@ -157,16 +309,20 @@ def locate_projection(module: str) -> ModulePlace | None:
 
 def heat_maps(tensors: Iterable[TensorFigures]) -> tuple[HeatMap, ...]:
     """Return maps of gate, up and down of the routed experts; empty if there are no such tensors."""
-    cells = [t for t in tensors if t.role == Role.EXPERTS and t.layer is not None and t.expert is not None]
-    layers = tuple(sorted({t.layer for t in cells if t.layer is not None}))
-    num_experts = 1 + max((t.expert for t in cells if t.expert is not None), default=-1)
+    cells = {
+        (t.projection, t.layer, t.expert): t.sqnr_db
+        for t in tensors
+        if t.role == Role.EXPERTS and t.layer is not None and t.expert is not None
+    }
+    layers = tuple(sorted({layer for _, layer, _ in cells}))
+    num_experts = 1 + max((expert for _, _, expert in cells), default=-1)
     if not cells or len(layers) * num_experts > MAX_CELLS:
         return ()
     rows = {layer: i for i, layer in enumerate(layers)}
     maps = {name: np.full((len(layers), num_experts), np.nan) for name in PROJECTIONS}
-    for t in cells:
-        if t.layer is not None and t.expert is not None and t.projection in maps:
-            maps[t.projection][rows[t.layer], t.expert] = t.sqnr_db
+    for (projection, layer, expert), sqnr_db in cells.items():
+        if projection in maps:
+            maps[projection][rows[layer], expert] = sqnr_db
     return tuple(HeatMap(name, layers, values) for name, values in maps.items() if not np.isnan(values).all())
 
 

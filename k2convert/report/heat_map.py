@@ -1,8 +1,7 @@
-"""Heat maps: SQNR by layer and expert, one map each for gate, up and down on one color scale.
+"""Heat maps: SQNR by layer and expert, one map each for gate, up and down, side by side on one color scale.
 
-K2 has 60 layers x 384 experts, so a cell is a pixel or two. On a wide page experts are columns and the maps are
-stacked. On a narrow page experts are rows and the maps are in one line. Each map is embedded as an image of one pixel
-per cell, which the browser enlarges: 69,120 cells take about 100 kB.
+K2 has 60 layers x 384 experts, so a cell is a pixel or two: experts are rows, layers are columns. Each map is embedded
+as an image of one pixel per cell, which the browser enlarges: 69,120 cells take about 100 kB.
 """
 
 # matplotlib does not type its keyword arguments, so every call is "partially unknown".
@@ -10,6 +9,8 @@ per cell, which the browser enlarges: 69,120 cells take about 100 kB.
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,17 +21,15 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from k2convert.report.drawing import COLOR_MAP, WIDTH, Palette, Sheet
 from k2convert.report.figures import HeatMap
-from k2convert.report.palette import COLOR_MAP, Palette
-from k2convert.report.sheet import Sheet
 
 MIN_SPAN_DB = 0.2  # a narrower scale would show noise as differences
 MAP_ID = "map-"
 _MAX_LABELLED_CELLS = 24 * 8
 _LAYER_STEPS = (1, 2, 5, 10, 20, 50, 100, 1 << 20)
 _EXPERT_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1 << 20)
-
-SetTicks = Callable[[Sequence[int], Sequence[str]], object]
+_NO_CELL, _EXACT_CELL = 0, 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,100 +48,72 @@ def color_scale(maps: tuple[HeatMap, ...]) -> ColorScale:
     finite = values[np.isfinite(values)]
     if finite.size == 0:
         return ColorScale(0.0, 1.0, False, False)
-    low, high = (float(v) for v in np.percentile(finite, [0.5, 99.5]))
-    if finite.size < 1000:
-        low, high = float(finite.min()), float(finite.max())
+    low, high = (float(v) for v in np.percentile(finite, [0.5, 99.5] if finite.size >= 1000 else [0, 100]))
     if high - low < MIN_SPAN_DB:
         middle = (low + high) / 2
         low, high = middle - MIN_SPAN_DB / 2, middle + MIN_SPAN_DB / 2
     return ColorScale(low, high, bool(finite.min() < low), bool(finite.max() > high))
 
 
-def draw_heat_maps(maps: tuple[HeatMap, ...], *, palette: Palette, is_narrow: bool) -> Figure:
-    """Draw all maps with their color scale; `is_narrow` for a phone."""
-    return _draw_narrow(maps, palette) if is_narrow else _draw_wide(maps, palette)
-
-
-def _draw_wide(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
-    width, left, right, title, bottom, bar = 9.5, 0.66, 0.05, 0.26, 0.42, 0.5
-    height = float(np.clip(0.042 * len(maps[0].layers), 0.6, 2.6))
-    sheet = Sheet(width, bar + len(maps) * (title + height) + bottom, palette)
+def draw_heat_maps(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
+    """Draw all maps with their color scale."""
+    left, gap, title, bottom, bar = 0.56, 0.12, 0.28, 0.42, 0.5
+    has_values = maps[0].values.size <= _MAX_LABELLED_CELLS
+    per_row = 0.19 if has_values else 0.0175
+    height = float(np.clip(per_row * maps[0].num_experts, 1.8, 6.8))
+    sheet = Sheet(bar + title + height + bottom, palette)
     scale = color_scale(maps)
-    top = bar
-    for i, found in enumerate(maps):
-        axes = sheet.axes(left, top + title, width - left - right, height)
-        _draw_map(axes, found.values, scale, palette, found.projection)
-        sheet.text(left, top + title - 0.07, found.projection, weight="bold")
-        _label_layers(axes.set_yticks, found, most=8)
-        _label_experts(axes.set_xticks, found, most=16)
-        axes.set_ylabel("layer")
-        if i < len(maps) - 1:
-            axes.set_xticklabels([])
-        if found.values.size <= _MAX_LABELLED_CELLS:
-            _write_values(axes, found.values, scale)
-        top += title + height
-    sheet.text(left + (width - left - right) / 2, top + 0.36, "expert", align="center", color=palette.muted)
-    _draw_scale(sheet, scale, left=left, top=0.24, width=3.0)
-    return sheet.figure
-
-
-def _draw_narrow(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
-    width, left, gap, title, bottom, bar = 3.6, 0.5, 0.1, 0.26, 0.42, 0.5
-    height = float(np.clip(0.0145 * maps[0].num_experts, 1.8, 5.6))
-    sheet = Sheet(width, bar + title + height + bottom, palette)
-    scale = color_scale(maps)
-    each = (width - left - 0.05 - gap * (len(maps) - 1)) / len(maps)
+    each = (WIDTH - left - 0.05 - gap * (len(maps) - 1)) / len(maps)
     for i, found in enumerate(maps):
         start = left + i * (each + gap)
         axes = sheet.axes(start, bar + title, each, height)
-        _draw_map(axes, found.values.T, scale, palette, f"{found.projection}-turned")
-        sheet.text(start, bar + title - 0.07, found.projection, weight="bold")
-        _label_experts(axes.set_yticks, found, most=12)
-        _label_layers(axes.set_xticks, found, most=4)
+        _draw_map(axes, found, scale, palette)
+        sheet.text(start, bar + title - 0.07, found.projection, bold=True)
+        _label(axes.set_yticks, range(found.num_experts), most=16, steps=_EXPERT_STEPS)
+        _label(axes.set_xticks, found.layers, most=5, steps=_LAYER_STEPS)
         if i > 0:
             axes.set_yticklabels([])
         else:
             axes.set_ylabel("expert")
-    sheet.text((left + width) / 2, bar + title + height + 0.36, "layer", align="center", color=palette.muted)
-    _draw_scale(sheet, scale, left=left, top=0.24, width=2.2)
+        if has_values:
+            _write_values(axes, found.values.T, scale)
+    sheet.text((left + WIDTH) / 2, bar + title + height + 0.36, "layer", align="center", color=palette.muted)
+    _draw_scale(sheet, scale, left=left, top=0.24, width=2.6)
     return sheet.figure
 
 
-def _draw_map(axes: Axes, values: NDArray[np.float64], scale: ColorScale, palette: Palette, name: str) -> None:
+def _draw_map(axes: Axes, found: HeatMap, scale: ColorScale, palette: Palette) -> None:
     axes.set_facecolor(palette.empty)
+    values = found.values.T
     shown = np.ma.masked_invalid(np.where(np.isposinf(values), scale.high, values))
     image = axes.imshow(
         shown, cmap=COLOR_MAP, vmin=scale.low, vmax=scale.high, aspect="auto", interpolation="none", origin="upper"
     )
-    image.set_gid(f"{MAP_ID}{name}")
+    image.set_gid(f"{MAP_ID}{found.projection}")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=2)
 
 
-def _label_layers(set_ticks: SetTicks, found: HeatMap, *, most: int) -> None:
-    rows = _spaced(found.layers, most, _LAYER_STEPS)
-    set_ticks(rows, [str(found.layers[i]) for i in rows])
-
-
-def _label_experts(set_ticks: SetTicks, found: HeatMap, *, most: int) -> None:
-    rows = _spaced(range(found.num_experts), most, _EXPERT_STEPS)
-    set_ticks(rows, [str(i) for i in rows])
-
-
-def _spaced(numbers: Sequence[int], most: int, steps: Sequence[int]) -> list[int]:
-    """Return the positions of the numbers to label: all, or the multiples of a round step, at most `most`."""
+def _label(
+    set_ticks: Callable[[Sequence[int], Sequence[str]], object],
+    numbers: Sequence[int],
+    *,
+    most: int,
+    steps: Sequence[int],
+) -> None:
+    """Label all numbers, or the multiples of a round step: at most `most`."""
     step = next(s for s in steps if len(numbers) <= most * s)
-    return [i for i, number in enumerate(numbers) if number % step == 0]
+    rows = [i for i, number in enumerate(numbers) if number % step == 0]
+    set_ticks(rows, [str(numbers[i]) for i in rows])
 
 
 def _write_values(axes: Axes, values: NDArray[np.float64], scale: ColorScale) -> None:
     norm, colors = Normalize(scale.low, scale.high, clip=True), colormaps[COLOR_MAP]
-    decimals = 2 if values.shape[1] <= 16 else 1
     for row, column in np.argwhere(~np.isnan(values)):
         value = float(values[row, column])
         red, green, blue, _ = colors(float(norm(min(value, scale.high))))
         is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
-        text = "exact" if np.isinf(value) else f"{value:.{decimals}f}"
+        text = "exact" if np.isinf(value) else f"{value:.2f}" if values.shape[1] <= 4 else f"{value:.1f}"
         color = "#10151a" if is_light else "#f4f7fa"
         axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=color)
 
@@ -160,3 +131,22 @@ def _draw_scale(sheet: Sheet, scale: ColorScale, *, left: float, top: float, wid
     for label, align in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
         label.set_horizontalalignment(align)
     sheet.text(left, top - 0.06, "SQNR, dB: darker means more error", color=sheet.palette.muted)
+
+
+def map_cells(maps: tuple[HeatMap, ...]) -> str:
+    """Return the maps' values for the page's script: only digits, base64 and the three projections' names."""
+    document = {
+        found.projection: {
+            "layers": list(found.layers),
+            "experts": found.num_experts,
+            "values": base64.b64encode(_encode_values(found.values)).decode(),
+        }
+        for found in maps
+    }
+    return json.dumps(document, separators=(",", ":"))
+
+
+def _encode_values(values: NDArray[np.float64]) -> bytes:
+    hundredths = np.clip(np.rint(100 * np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)), 1, _EXACT_CELL - 1)
+    cells = np.where(np.isposinf(values), _EXACT_CELL, hundredths)
+    return np.where(np.isnan(values), _NO_CELL, cells).astype("<u2").tobytes()

@@ -1,95 +1,95 @@
-"""report.md: the same figures for a model card, as tables under headings of the second level.
+"""report.md: the figures of the page as Markdown, and how any Markdown is rendered from a template.
 
-The picture is linked by its relative name, so both files must be in the same folder.
+Every value that a template shows is escaped, so text of a checkpoint, a recipe or another card is shown unchanged and
+does nothing. The filters of `render_template` make tables, sections and code.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from importlib import resources
+from urllib.parse import quote
 
-from k2convert.fit.needs import COLUMNS
-from k2convert.report import calibration, content, feedback, pruning
-from k2convert.report.checks import LAYER_COLUMNS, Checks
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from k2convert.report.checks import Checks
+from k2convert.report.content import caution, sections
 from k2convert.report.figures import Report
+from k2convert.report.wording import Section, Table
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&])")
-_NUM_WORST = 8
 
 
 def render_markdown(report: Report, checks: Checks | None, *, page: str, picture: str | None) -> str:
-    """Return the whole Markdown text. `page` and `picture` are the names of files in the same folder."""
-    parts = [
-        "## What the conversion changed",
-        "SQNR and relative error are over all converted weights. The error is compared on a sample of every tensor's "
-        "blocks with plain (max calibration, the usual recipe) and with the bound (no choice of scales, even "
-        "real-valued, can do better).",
-        _table(content.role_columns(report), content.role_rows(report)),
-    ]
-    if picture is not None:
-        parts.append(f"![SQNR by tensor, layer and expert]({picture})")
-    parts.append(content.caution(report).replace("q * s", "`q * s`"))
-    parts += [f"> {escape(sentence)}" for sentence in report.missing]
-    rows = [(c.label, c.value, c.share, c.meaning) for c in content.counts(report.total)]
-    parts += ["### Counts", _table(("", "", "share", ""), rows)]
-    if (pruned := report.provenance.pruning) is not None:
-        parts += ["### Pruned experts", *map(escape, pruning.sentences(pruned, checks))]
-        columns, shares = pruning.layer_table(pruned, checks)
-        parts += [_table(columns, shares)] if shares else []
-    if (found := report.provenance.calibration) is not None:
-        parts += ["### Calibration", *map(escape, calibration.sentences(found))]
-        parts.append(_table(calibration.LAYER_COLUMNS, calibration.layer_rows(found)))
-        if rows := feedback.layer_rows(found):
-            parts += ["### Rule feedback", *map(escape, feedback.sentences(found))]
-            parts.append(_table(feedback.LAYER_COLUMNS, rows))
-    if report.worst:
-        worst = report.worst[:_NUM_WORST]
-        rows = [(t.place or t.module, *row) for t, row in zip(worst, content.worst_rows(worst), strict=True)]
-        parts += ["### Worst tensors", _table(content.WORST_COLUMNS, rows)]
-    if checks is not None:
-        parts += _contract(checks)
-    if report.needs is not None:
-        parts += ["### Needs", escape(report.needs.summary), _table(COLUMNS, report.needs.rows), report.needs.note]
-    parts += ["### Provenance", _table(("", ""), content.made_by(report), code_from=1)]
-    parts.append(f"Every tensor, with charts: [{page}]({page}).")
-    return "\n\n".join(parts) + "\n"
+    """Return report.md. `page` and `picture` are the names of files in the same folder."""
+    return render_template(
+        "report.md.jinja",
+        caution=caution(report),
+        missing=report.missing,
+        sections=[section for section in sections(report, checks) if section.tables or not section.charts],
+        page=page,
+        picture=picture,
+    )
 
 
-def _contract(checks: Checks) -> list[str]:
-    rows = [
-        (str(rule.number), rule.verdict, f"{rule.count:,}" if rule.count else "", rule.title) for rule in checks.rules
-    ]
-    parts = ["### Servable contract", _table(("rule", "verdict", "count", "what must hold"), rows)]
-    parts += [escape(sentence) for sentence in checks.sentences]
-    if checks.layers:
-        parts += [
-            "### Reference layers",
-            f"Error of the output of MoE blocks against {checks.against} in FP32. Hidden states: "
-            f"{escape(checks.hidden_states)}.",
-            _table(LAYER_COLUMNS, checks.layers),
-        ]
-    return parts
+def render_template(file: str, **values: object) -> str:
+    """Return a Markdown template filled in. Every value is escaped, except those of the filters below."""
+    environment = Environment(undefined=StrictUndefined, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
+    filters = {"table": table, "section": section, "code": code, "raw": Markup, "url": _url}
+    environment.filters.update(filters)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    template = environment.from_string(resources.files("k2convert.report").joinpath(file).read_text(encoding="utf-8"))
+    return re.sub(r"\n{3,}", "\n\n", template.render(values)).strip() + "\n"
+
+
+def _shown(value: object) -> object:
+    return value if isinstance(value, Markup) or not isinstance(value, str) else sentence(value)
+
+
+def sentence(text: str) -> str:
+    """Return text with what is between backticks as code, and everything else escaped."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        return escape(text)
+    return "".join(code(part) if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
 def escape(text: str) -> str:
     """Escape text from a checkpoint or recipe, so that Markdown shows it unchanged."""
-    return _SPECIAL.sub(r"\\\1", " ".join(text.split())).replace(r"\<", "&lt;").replace(r"\&", "&amp;")
+    return _SPECIAL.sub(r"\\\1", re.sub(r"\s+", " ", text)).replace(r"\<", "&lt;").replace(r"\&", "&amp;")
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, code_from: int | None = None) -> str:
-    lines = [_line(columns), "|" + " --- |" * len(columns)]
-    for row in rows:
-        cells = [
-            _code(cell) if code_from is not None and i >= code_from else escape(cell) for i, cell in enumerate(row)
-        ]
-        lines.append(_line(cells))
-    return "\n".join(lines)
+def _url(text: str) -> Markup:
+    """Return a name as part of an address."""
+    return Markup(quote(text))
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def _code(text: str) -> str:
+def code(text: str) -> Markup:
+    """Return text as code, or as plain text if it has characters that would end the code."""
     plain = " ".join(text.split())
-    return f"`{plain}`" if re.fullmatch(r"[^`|<&\\]+", plain) else escape(plain)
+    return Markup(f"`{plain}`" if re.fullmatch(r"[^`|<&\\]+", plain) else escape(plain))
+
+
+def section(found: Section, level: int, *, is_folded: bool = False, with_tables: bool = True) -> Markup:
+    """Return a section under a heading; `is_folded` hides tables that have a summary until they are opened."""
+    parts = [f"{'#' * level} {escape(found.title)}", *map(sentence, found.sentences)]
+    for shown in found.tables if with_tables else ():
+        text = table(shown)
+        if is_folded and shown.summary:
+            text = f"<details><summary>{escape(shown.summary)}</summary>\n\n{text}\n\n</details>"
+        parts.append(text)
+    return Markup("\n\n".join(parts))
+
+
+def table(found: Table) -> Markup:
+    """Return a table. Columns of numbers are aligned at the right."""
+    alignments = ["---:" if found.is_numeric(i) else "---" for i in range(len(found.columns))]
+    lines = [_line(map(escape, found.columns)), _line(alignments)]
+    for row in found.rows:
+        lines.append(_line(code(cell) if found.is_code and i else escape(cell) for i, cell in enumerate(row)))
+    return Markup("\n".join(lines))
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

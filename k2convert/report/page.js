@@ -17,13 +17,12 @@
     const text = value === 0 ? "no tensor" : value === 65535 ? "exact" : (value / 100).toFixed(2) + " dB";
     readout.textContent = `layer ${layers[layer]}, expert ${expert}, ${name}: ${text}`;
   };
-  const point = (image, name, isTurned, event) => {
+  const point = (image, name, event) => {
     const box = image.getBoundingClientRect();
     const { layers, experts } = cells[name];
     const across = (event.clientX - box.left) / box.width;
     const down = (event.clientY - box.top) / box.height;
-    const [row, column] = isTurned ? [across, down] : [down, across];
-    show(name, clamp(row * layers.length, layers.length), clamp(column * experts, experts));
+    show(name, clamp(across * layers.length, layers.length), clamp(down * experts, experts));
   };
   const frame = (image, row, column, rows, columns) => {
     const box = image.getBoundingClientRect();
@@ -34,14 +33,13 @@
     cursor.style.height = `${box.height / rows}px`;
     cursor.hidden = false;
   };
-  const addKeys = (image, name, isTurned) => {
+  const addKeys = (image, name) => {
     const { layers, experts } = cells[name];
-    const [rows, columns] = isTurned ? [experts, layers.length] : [layers.length, experts];
     let [row, column] = [0, 0];
     const go = (newRow, newColumn) => {
-      [row, column] = [clamp(newRow, rows), clamp(newColumn, columns)];
-      frame(image, row, column, rows, columns);
-      isTurned ? show(name, column, row) : show(name, row, column);
+      [row, column] = [clamp(newRow, experts), clamp(newColumn, layers.length)];
+      frame(image, row, column, experts, layers.length);
+      show(name, column, row);
     };
     image.addEventListener("focus", () => go(row, column));
     image.addEventListener("blur", () => { cursor.hidden = true; });
@@ -49,7 +47,7 @@
       const steps = {
         ArrowUp: [row - 1, column], ArrowDown: [row + 1, column], ArrowLeft: [row, column - 1],
         ArrowRight: [row, column + 1], PageUp: [row - 10, column], PageDown: [row + 10, column],
-        Home: [row, 0], End: [row, columns - 1],
+        Home: [row, 0], End: [row, layers.length - 1],
       };
       if (!(event.key in steps) || event.altKey || event.ctrlKey || event.metaKey) return;
       event.preventDefault();
@@ -57,12 +55,11 @@
     });
   };
   for (const image of document.querySelectorAll("image[id^=map-]")) {
-    const [, name, turned] = image.id.split("-");
-    const isTurned = turned === "turned";
-    const listener = (event) => point(image, name, isTurned, event);
+    const name = image.id.slice("map-".length);
+    const listener = (event) => point(image, name, event);
     image.addEventListener("pointermove", listener);
     image.addEventListener("pointerdown", listener);
-    addKeys(image, name, isTurned);
+    addKeys(image, name);
     readout.textContent = "Point at a cell to read it, or press Tab and then the arrow keys.";
   }
   document.documentElement.dataset.ready = "yes";

@@ -85,7 +85,7 @@ def test_a_job_publishes_what_was_compared_through_the_list(
         assert server.store.read("me/job", path.name) == path.read_bytes()
     card, report = (server.store.read("me/job", name).decode() for name in ("README.md", "report.md"))
     assert ALL_RULES in card
-    assert "Kept: 2 of 4 routed experts in each layer" in card
+    assert "2 of 4 routed experts are kept in each of" in card
     assert "### Pruned experts" in report
     assert hub_cli("validate", "hf://me/job", "--source", "hf://moon/whole").returncode == 0
     layers = ("--layers", "1", "--tokens", "8", "--json")

@@ -57,8 +57,8 @@ def test_hub_to_hub_publishes_the_bytes_of_a_local_job(
     for path in local.glob("*.safetensors"):
         assert source.store.read("me/out", path.name) == path.read_bytes()
     card = source.store.read("me/out", "README.md").decode()
-    assert "- Calibrated on 8,192 tokens of `emma.txt`" in card
-    assert "- Norm scaling: " in card
+    assert "Calibrated on 8,192 tokens of emma.txt" in card
+    assert "Norm scaling multiplied" in card
     assert "no calibration data were used" not in card
     report = source.store.read("me/out", "report.html").decode()
     assert "<h2>Calibration</h2>" in report

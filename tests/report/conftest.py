@@ -12,7 +12,6 @@ import pytest
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.report import ReportFiles, write_report
-from k2convert.report.needs import result_needs
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +34,9 @@ def validation(converted: Path, tiny: Path, run_cli: Any) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def reported(converted: Path, validation: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
     """A full report."""
-    needs = result_needs(converted, open_checkpoint(converted).tensors.values())
+    tensors = open_checkpoint(converted).tensors.values()
     out = tmp_path_factory.mktemp("reported")
-    return write_report(folder=converted, out=out, validation=validation, needs=needs)
+    return write_report(folder=converted, out=out, validation=validation, tensors=tensors)
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from k2convert.errors import CheckpointError, DestinationError
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.journal import Journal
 from k2convert.report import write_report
-from k2convert.report.collect import collect_report
-from k2convert.report.figures import figures_from_metrics, heat_maps, locate_projection
+from k2convert.report.figures import collect_report, heat_maps, locate_projection, tensor_figures
 
 EditJson = Callable[[Path, Callable[[dict[str, Any]], object]], None]
 
@@ -25,7 +24,7 @@ EditJson = Callable[[Path, Callable[[dict[str, Any]], object]], None]
 def test_totals_are_the_ledgers(converted: Path) -> None:
     report = collect_report(folder=converted)
     ledger = json.loads((converted / "k2convert.json").read_text())
-    assert {role: metrics.to_dict() for role, metrics in report.totals.items()} == ledger["totals"]
+    assert {role: metrics.to_dict() for role, metrics in report.ledger.totals.items()} == ledger["totals"]
 
 
 def test_every_cell_is_its_records_sqnr(converted: Path) -> None:
@@ -162,8 +161,8 @@ def test_damaged_record_is_named(records_only: Path, edit_json: EditJson) -> Non
 
 def test_absurd_expert_number_makes_no_map(converted: Path) -> None:
     metrics = collect_report(folder=converted).total
-    far = figures_from_metrics(f"model.layers.1.mlp.experts.{10**12}.gate_proj", "experts", metrics)
-    longer_than_int_reads = figures_from_metrics(f"model.layers.1.mlp.experts.{'9' * 5000}.up_proj", "experts", metrics)
+    far = tensor_figures(f"model.layers.1.mlp.experts.{10**12}.gate_proj", metrics)
+    longer_than_int_reads = tensor_figures(f"model.layers.1.mlp.experts.{'9' * 5000}.up_proj", metrics)
     assert heat_maps([far]) == ()
     assert heat_maps([longer_than_int_reads]) == ()
 
@@ -172,8 +171,8 @@ def test_exact_and_absent_cells_differ(converted: Path) -> None:
     from dataclasses import replace
 
     total = collect_report(folder=converted).total
-    exact = figures_from_metrics("model.layers.1.mlp.experts.0.gate_proj", "experts", replace(total, squared_error=0.0))
-    other = figures_from_metrics("model.layers.1.mlp.experts.2.gate_proj", "experts", total)
+    exact = tensor_figures("model.layers.1.mlp.experts.0.gate_proj", replace(total, squared_error=0.0))
+    other = tensor_figures("model.layers.1.mlp.experts.2.gate_proj", total)
     (found,) = heat_maps([exact, other])
     assert np.isposinf(found.values[0, 0])
     assert np.isnan(found.values[0, 1])

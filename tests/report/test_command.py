@@ -54,11 +54,11 @@ def test_weights_that_the_rule_does_not_give_are_shown(folder: Path, tiny: Path,
     validation["weights"]["rule"]["mismatches"] = {"model.layers.1.mlp.experts.0.down_proj": "1 of 8 codes differ"}
     (tmp_path / "validation.json").write_text(json.dumps(validation))
     done = run_cli("report", folder, "--validation", tmp_path / "validation.json", "--out", tmp_path)
-    assert "the validation failed. Do not publish or serve it" in done.stderr
+    assert "but the validation failed. Do not publish or serve this result" in done.stderr.splitlines()[-1]
     assert "next: k2convert publish" not in done.stderr
     page = (tmp_path / "report.html").read_text()
     assert "do not serve it: see what was compared" in page
-    assert "144 tensors made again from the source by the rule optimal: 1 differ." in page
+    assert "144 tensors were regenerated from the source by the rule optimal: 1 differ." in page
 
 
 def test_broken_contract_is_shown(folder: Path, run_cli: Any, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_broken_contract_is_shown(folder: Path, run_cli: Any, tmp_path: Path) ->
     shard.write_bytes(data)
     done = run_cli("report", broken)
     assert done.returncode == 0, done.stderr
-    assert "contract rules broken: 19" in done.stderr
+    assert "contract rules broken: 19. Do not publish or serve this result" in done.stderr.splitlines()[-1]
     page = (broken / "report.html").read_text()
     assert "1 broken" in page
     assert '<span class="verdict fail">fail</span>' in page

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from k2convert.report import ReportFiles
-from k2convert.report.formatting import decibels, percent
-from k2convert.report.markdown import escape
+from k2convert.report.markdown import escape, sentence
+from k2convert.report.wording import decibels, percent
 
 
 def test_figures_are_those_of_the_page(reported: ReportFiles) -> None:
@@ -31,6 +31,7 @@ def test_memory_and_gpus_are_those_of_the_result(reported: ReportFiles) -> None:
     assert ("1 x A100 80 GB", "TP1") in {row[:2] for row in needs.rows}
     for text in (reported.markdown.read_text(), reported.page.read_text()):
         assert needs.summary in text
+        assert "`k2convert fit`" in text or "<code>k2convert fit</code>" in text
         assert all(cell in text for row in needs.rows for cell in row)
 
 
@@ -39,7 +40,7 @@ def test_every_table_is_whole(reported: ReportFiles) -> None:
     assert len(blocks) >= 5
     for rows in blocks:
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
-        assert set(rows[1]) == set("| -")
+        assert set(rows[1]) <= set("| -:")
 
 
 def test_page_and_picture_are_linked(reported: ReportFiles) -> None:
@@ -55,6 +56,7 @@ def test_text_is_shown_as_it_is(text: str) -> None:
     assert "\n" not in escaped
     assert not re.search(r"(?<!\\)[|`\[\]<*_]", escaped)
     assert "&lt;" not in escaped or "<" in text or "&amp;lt;" in escaped
+    assert "<" not in sentence(f"`{text}` {text}`")
 
 
 @pytest.mark.parametrize(

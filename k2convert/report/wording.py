@@ -1,7 +1,45 @@
-"""Numbers as text, the same in the page, the Markdown and the checks."""
+"""Numbers as text, and the parts that page, Markdown and model card show: sections of sentences, tables and charts."""
+
+from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from k2convert.report.checks import Rule
+
+_MOST_LISTED: Final = 12
+_NUMBER: Final = re.compile(r"(?:[<>] )?[\d,.]+( (?:MB|GB|dB|%))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text. With a `summary`, the page and the card fold the table under it. `is_code`: all but the first
+    column are names and digests."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    summary: str = ""
+    is_code: bool = False
+
+    def is_numeric(self, column: int) -> bool:
+        """Return whether most cells of a column are numbers."""
+        cells = [row[column] for row in self.rows if row[column]]
+        return 2 * sum(_NUMBER.fullmatch(cell) is not None for cell in cells) > len(cells)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of a report. `charts` are names (see page); `rules` are shown by the page instead of the tables."""
+
+    title: str
+    sentences: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    charts: Sequence[str] = ()
+    rules: Sequence[Rule] = ()
 
 
 def decibels(value: float | None) -> str:
@@ -53,3 +91,9 @@ def short_count(value: float, _position: object = None) -> str:
         if value >= unit:
             return f"{value / unit:.3g} {name}"
     return f"{value:g}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return "1, 2 and 3 more" for a list that may be long, "none" for an empty one."""
+    rest = len(numbers) - _MOST_LISTED
+    return ", ".join(map(str, numbers[:_MOST_LISTED])) + (f" and {rest:,} more" if rest > 0 else "") or "none"

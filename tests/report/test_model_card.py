@@ -1,0 +1,163 @@
+"""The model card: metadata that the Hub reads, the report's figures, and advice only where it applies."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from k2convert.hub.source_card import SourceCard, read_source_card
+from k2convert.report import ReportFiles
+from k2convert.report.figures import Report
+from k2convert.report.model_card import render_card
+
+K2_CARD = """---
+license: other
+license_name: modified-mit
+license_link: LICENSE
+library_name: transformers
+pipeline_tag: text-generation
+---
+# Kimi
+"""
+BASE = "moonshotai/Kimi-K2-Thinking"
+HOSTILE = "x](http://evil)<script>alert(1)</script>`|\n# taken"
+
+
+@pytest.fixture
+def report(reported: ReportFiles) -> Report:
+    return replace(reported.report, name="me/Kimi-K2-Thinking-NVFP4")
+
+
+@pytest.fixture
+def config(converted: Path) -> dict[str, Any]:
+    return json.loads((converted / "config.json").read_text())
+
+
+def changed(report: Report, **recipe: Any) -> Report:
+    return replace(report, ledger=replace(report.ledger, recipe=report.ledger.recipe | recipe))
+
+
+def card(
+    report: Report,
+    config: dict[str, Any],
+    *,
+    base: str | None = BASE,
+    source: str = K2_CARD,
+    picture: str | None = None,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The front matter, and the sections by title; the part before the first one is under ""."""
+    text = render_card(report, base_model=base, source=read_source_card(source), config=config, picture=picture)
+    _, matter, body = text.split("---\n", 2)
+    first, *rest = body.split("\n## ")
+    return yaml.safe_load(matter), {"": first} | {part.partition("\n")[0]: part for part in rest}
+
+
+def test_front_matter_carries_over_the_sources_licence_and_names_the_base(report: Report, config: Any) -> None:
+    matter, _ = card(report, config)
+    assert matter == {
+        "base_model": BASE,
+        "base_model_relation": "quantized",
+        "library_name": "transformers",
+        "license": "other",
+        "license_link": "LICENSE",
+        "license_name": "modified-mit",
+        "pipeline_tag": "text-generation",
+        "tags": ["nvfp4", "fp4", "kimi-k2", "modelopt", "vllm", "sglang", "tensorrt-llm", "k2convert"],
+    }
+
+
+def test_sections_have_the_reports_figures(report: Report, config: Any) -> None:
+    _, sections = card(report, config, picture="report.png")
+    assert list(sections) == [
+        "", "What was converted", "What it lost", "Serving", "Needs", "Hardware", "Provenance",
+    ]  # fmt: skip
+    assert f"[{BASE}](https://huggingface.co/{BASE}) with its routed experts" in sections[""]
+    assert "](report.png)" in sections[""]
+    assert "one power-of-two scale per tensor" in sections["What was converted"]
+    assert "- Kept byte for byte: attention, router, embeddings" in sections["What was converted"]
+    lost = sections["What it lost"]
+    assert "| routed experts | 4,718,592 | 22.62 dB | 0.00547 | 0.506 | 1.130 | 98.3 % |" in lost
+    assert "not lossless" in lost
+    assert "does not save space" in lost
+    assert report.needs is not None
+    assert all(cell in sections["Needs"] for row in report.needs.rows for cell in row)
+    assert "All shards together take 7.5 MB" in sections["Hardware"]
+    for fact in ("19 of 19 rules", "a local copy", "k2convert ", "numpy ", "`kimi-k2-thinking-nvfp4`"):
+        assert fact in sections["Provenance"]
+
+
+def test_every_engine_has_its_command(report: Report, config: Any) -> None:
+    _, sections = card(report, config)
+    for program in ("vllm serve me/", "sglang.launch_server --model-path me/", "trtllm-serve me/"):
+        assert program in sections["Serving"]
+    assert sections["Serving"].count("```") == 6
+
+
+def test_activations_of_4_bits_have_advice_of_their_own(report: Report, config: Any) -> None:
+    _, sections = card(report, config)
+    assert "**Keep `input_scale` at 1.0.**" in sections["What was converted"]
+    for switch in ("`SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION=1`", "`FLASHINFER_NVFP4_4OVER6=1`"):
+        assert switch in sections["Serving"]
+    _, sections = card(changed(report, activations="w4a16", input_scale=None), config)
+    text = "".join(sections.values())
+    assert "W4A16" in text
+    for words in ("input_scale", "4OVER6", "multiplies NVFP4 weights and activations", "FP4 activations add error"):
+        assert words not in text
+    measured = changed(report, input_scale={"gate_up": 0.5, "down": 1.0})
+    assert "0.5 for gate and up" in card(measured, config)[1]["What was converted"]
+    assert "Keep `input_scale`" not in card(measured, config)[1]["What was converted"]
+
+
+def test_draft_heads_are_named_as_repositories_of_their_own(report: Report, config: Any) -> None:
+    _, sections = card(report, config)
+    assert "needs no draft head inside" in sections["Serving"]
+    for repo in ("`lightseekorg/kimi-k2.6-eagle3-mla`", "`nvidia/Kimi-K2.6-Eagle3`", "`nvidia/Kimi-K2.7-Code-DFlash`"):
+        assert repo in sections["Serving"]
+
+
+def test_versions_for_the_compressed_tensors_layout_are_stated(report: Report, config: Any) -> None:
+    _, sections = card(changed(report, layout="compressed-tensors"), config)
+    assert "compressed-tensors 0.13 or later" in sections["Serving"]
+    assert "transformers 5" not in card(report, config)[1]["Serving"]
+
+
+@pytest.mark.parametrize(
+    ("family", "task"), [("kimi-k2.5", "image-text-to-text"), ("kimi-k2-thinking", "text-generation")]
+)
+def test_the_task_follows_from_vision_if_the_source_states_none(
+    report: Report, config: Any, family: str, task: str
+) -> None:
+    matter, _ = card(with_source(report, family=family), config, source="")
+    assert matter["pipeline_tag"] == task
+
+
+def test_unknown_licence_and_base_are_said_to_be_unknown(report: Report, config: Any) -> None:
+    matter, sections = card(report, config, base=None, source="")
+    assert matter["license"] == "unknown"
+    assert "base_model" not in matter
+    assert "A Kimi K2 model with its routed experts" in sections[""]
+    assert "- Source: a Kimi K2 model, " in sections["Provenance"]
+
+
+def with_source(report: Report, **facts: Any) -> Report:
+    return replace(report, ledger=replace(report.ledger, **facts))
+
+
+def test_hostile_names_are_shown_and_do_nothing(report: Report, config: Any) -> None:
+    found = replace(with_source(report, revision=HOSTILE), name=f"me/{HOSTILE}")
+    found = replace(found, ledger=replace(found.ledger, versions={HOSTILE: HOSTILE}))
+    source = SourceCard(pipeline_tag="a: b\n---\n# taken", library_name="<script>")
+    text = render_card(found, base_model=HOSTILE, source=source, config=config)
+    _, matter, body = text.split("\n---\n")[0], *text.removeprefix("---\n").split("\n---\n", 1)
+    assert yaml.safe_load(matter)["base_model"] == HOSTILE
+    assert yaml.safe_load(matter)["pipeline_tag"] == "a: b\n---\n# taken"
+    outside = "".join(body.split("```")[::2])  # the commands are in blocks of code
+    assert "<script>" not in outside
+    assert not re.search(r"(?<!\\)\]\(http://evil", outside)
+    assert "\n# taken" not in outside
