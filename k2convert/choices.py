@@ -45,3 +45,8 @@ BLOCK_SIZE: Final = 16
 
 MAX_COLUMN_EXPONENT: Final = 4
 """Norm scaling multiplies and divides columns by powers of two from 2**-4 to 2**4."""
+
+
+def counted(count: int, noun: str) -> str:
+    """Return "1 window" or "2,000 windows"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

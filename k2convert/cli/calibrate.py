@@ -8,6 +8,7 @@ import typer
 
 from k2convert.calibrate.statistics import StatisticsHeader
 from k2convert.calibrate.work import WorkFolder
+from k2convert.choices import counted
 from k2convert.cli import console
 from k2convert.cli.calibrate_options import CalibrateOptions
 from k2convert.cli.forecast import ELSEWHERE, Computer, Forecast, choose_computer, forecast
@@ -25,7 +26,6 @@ from k2convert.job.layer_pass import (
 from k2convert.job.places import open_source
 from k2convert.job.statistics_file import check_statistics_path
 from k2convert.records.command import JobCommand
-from k2convert.report.wording import counted
 
 if TYPE_CHECKING:
     from k2convert.calibrate.cost import Time

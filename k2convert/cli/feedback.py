@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k2convert.calibrate.feedback_work import FeedbackWork
+from k2convert.choices import counted
 from k2convert.cli import console
 from k2convert.cli.forecast import Computer, Forecast, forecast
 from k2convert.cli.options import TOKENS, WINDOW, RunOptions
@@ -15,7 +16,6 @@ from k2convert.job.places import Source
 from k2convert.job.prepare import Job
 from k2convert.quantize.rules import WEIGHTED_NOTE
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.report.wording import counted
 
 if TYPE_CHECKING:
     from k2convert.calibrate.cost import Time

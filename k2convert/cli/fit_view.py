@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from k2convert.choices import counted
 from k2convert.cli.console import format_bytes, print_line, print_note, print_table
 from k2convert.fit.gpus import NVFP4_NOTES
 from k2convert.fit.memory import KV_BYTES, Fit, Settings
@@ -12,7 +13,6 @@ from k2convert.fit.search import Holder, WaysOut, fp8_and_bf16_tokens
 from k2convert.fit.serving import FP8_NOTE
 from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, published_speeds, speed_ceiling
 from k2convert.fit.subject import Subject
-from k2convert.report.wording import counted
 
 _DP_NOTE = (
     "DP attention as vLLM runs it (data parallelism): all weights but the experts are on every GPU. SGLang "

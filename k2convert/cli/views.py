@@ -16,7 +16,7 @@ from k2convert.plan.plan import action_counts
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.journal import JobState
-from k2convert.report.content import metrics_document
+from k2convert.records.ledger import metrics_document
 
 STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
 

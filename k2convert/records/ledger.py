@@ -5,6 +5,7 @@ form. It is written once every shard is recorded.
 """
 
 import json
+import math
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -173,6 +174,15 @@ def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
     if totals:
         totals[TOTAL] = total_metrics([m for found in by_role.values() for m in found])
     return totals
+
+
+def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
+    """Return metrics with the derived ratios, for --json; ratios that are not finite become None."""
+    names = ("sqnr_db", "relative_mse", "achieved_to_plain", "achieved_to_bound", "weighted_sqnr_db")
+    ratios = {name: getattr(metrics, name) for name in names}
+    if metrics.weighted_sqnr_db is None:
+        del ratios["weighted_sqnr_db"]
+    return metrics.to_dict() | {name: value if math.isfinite(value) else None for name, value in ratios.items()}
 
 
 def below_budget(records: Iterable[ShardRecord], recipe: Recipe) -> dict[str, float]:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from k2convert.calibrate.columns import MIN_TOKENS
+from k2convert.choices import counted
 from k2convert.records.calibration import CalibrationRecord, FeedbackLayer, LayerCalibration
 from k2convert.records.pruning import PruningRecord, share_words
 from k2convert.report.checks import Checks
-from k2convert.report.wording import Section, Table, counted, listed, percent, with_exponents
+from k2convert.report.wording import Section, Table, listed, percent, with_exponents
 
 WARNING: Final = (
     "What pruning costs depends on the model, the scores and the task. Moonlight, Moonshot's small model of this "

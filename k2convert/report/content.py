@@ -12,7 +12,7 @@ from k2convert.fit.needs import COLUMNS as NEEDS_COLUMNS
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import WEIGHTED_NOTE
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.records.ledger import TOTAL
+from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.report.calibrated import calibrated_sections, kept_experts, pruned_section
 from k2convert.report.checks import LAYER_COLUMNS, Checks, read_checks
 from k2convert.report.figures import Report, TensorFigures, scale_value
@@ -316,15 +316,6 @@ def figures_document(report: Report) -> dict[str, Any]:
         "missing": list(report.missing),
         **{name: part.to_dict() for name, part in parts.items() if part is not None},
     }
-
-
-def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
-    """Return metrics with the derived ratios; ratios that are not finite become None."""
-    names = ("sqnr_db", "relative_mse", "achieved_to_plain", "achieved_to_bound")
-    ratios = {name: getattr(metrics, name) for name in names}
-    if metrics.weighted_sqnr_db is not None:
-        ratios["weighted_sqnr_db"] = metrics.weighted_sqnr_db
-    return metrics.to_dict() | {name: _finite_or_none(value) for name, value in ratios.items()}
 
 
 def _tensor_document(tensor: TensorFigures) -> dict[str, Any]:

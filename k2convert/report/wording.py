@@ -80,11 +80,6 @@ def with_exponents(text: str) -> str:
     return re.sub(r"\b2\^(-?[0-9]+)", lambda found: f"2{_raised(found[1])}", text)
 
 
-def counted(count: int, noun: str) -> str:
-    """Return "1 window" or "2,000 windows"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def short_count(value: float, _position: object = None) -> str:
     """Return "1.5 M", for the axis of a chart."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
