@@ -7,7 +7,7 @@ from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
 from k2convert.fit.search import Holder, find_holders, fp8_and_bf16_tokens
 from k2convert.fit.subject import Subject
 
-COLUMNS: Final = ("GPUs", "layout", "weights on each", "KV tokens, FP8", "KV tokens, BF16")
+NEEDS_COLUMNS: Final = ("GPUs", "layout", "weights on each", "KV tokens, FP8", "KV tokens, BF16")
 
 
 @dataclass(frozen=True, slots=True)

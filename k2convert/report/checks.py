@@ -7,23 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from k2convert.errors import MalformedFileError, quoted
-from k2convert.report.wording import decibels, with_exponents
+from k2convert.report.wording import Rule, decibels, with_exponents
 from k2convert.validate.layers.result import labels, reference_name
 
 VERDICTS: Final = ("pass", "warn", "fail", "skipped")
 LAYER_COLUMNS: Final = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One rule of the servable contract and its outcome. Offenders are (name, problem)."""
-
-    number: int
-    title: str
-    verdict: str
-    count: int
-    note: str
-    offenders: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)

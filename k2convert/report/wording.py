@@ -6,10 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from k2convert.report.checks import Rule
+from typing import Final
 
 _MOST_LISTED: Final = 12
 _NUMBER: Final = re.compile(r"(?:[<>] )?[\d,.]+( (?:MB|GB|dB|%))?")
@@ -29,6 +26,18 @@ class Table:
         """Return whether most cells of a column are numbers."""
         cells = [row[column] for row in self.rows if row[column]]
         return 2 * sum(_NUMBER.fullmatch(cell) is not None for cell in cells) > len(cells)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule of the servable contract and its outcome. Offenders are (name, problem)."""
+
+    number: int
+    title: str
+    verdict: str
+    count: int
+    note: str
+    offenders: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
