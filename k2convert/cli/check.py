@@ -32,7 +32,7 @@ from k2convert.records.publication import check_shards_are_here
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.content import figures_document
 from k2convert.report.figures import can_be_validated, check_folder
-from k2convert.validate.contract.seen_source import see_source
+from k2convert.validate.contract.source_view import view_source
 from k2convert.validate.remote import Shards, layer_bytes
 from k2convert.validate.results import ValidationReport, folder_bytes, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
@@ -148,7 +148,7 @@ class _Opened:
     def seen(self) -> Checkpoint | None:
         """The source with the experts that the result keeps, as far as its ledger can be read."""
         try:
-            return see_source(self.source, find_ledger(self.folder)).checkpoint or self.source
+            return view_source(self.source, find_ledger(self.folder)).checkpoint or self.source
         except K2ConvertError:  # the validation says what is wrong
             return self.source
 

@@ -19,6 +19,7 @@ from k2convert.checkpoint.files import (
 )
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.json_differences import config_differences
 from k2convert.checkpoint.layouts import (
     MODELOPT,
     QUANTIZATION_KEYS,
@@ -34,7 +35,6 @@ from k2convert.job.prepare import Job
 from k2convert.plan.plan import Plan
 from k2convert.records.ledger import build_ledger, encode_ledger
 from k2convert.records.shard_record import ShardRecord
-from k2convert.validate.contract.config import config_differences
 
 
 def index_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:

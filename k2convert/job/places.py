@@ -26,7 +26,6 @@ from k2convert.checkpoint.names import (
     RECORDS_FOLDER,
     SHARD_SUFFIX,
     SOURCE_COPY_FOLDER,
-    UPLOADS_FOLDER,
     WORK_FOLDER,
 )
 from k2convert.errors import DestinationError, DestinationWriteError, HubError, K2ConvertError, remedy
@@ -209,7 +208,7 @@ def check_work_folder(folder: Path) -> None:
     """Refuse a work folder that is not writable, or that has a file where k2convert needs a folder."""
     if not os.access(folder, os.W_OK | os.X_OK):
         raise DestinationWriteError(f"{folder}: is not writable. Choose a folder that you may write to.")
-    for name in (SOURCE_COPY_FOLDER, DOWNLOADS_FOLDER, RECORDS_FOLDER, UPLOADS_FOLDER):
+    for name in (SOURCE_COPY_FOLDER, DOWNLOADS_FOLDER, RECORDS_FOLDER):
         path = folder / name
         if path.exists() and not path.is_dir():
             raise DestinationError(f"{path}: is not a folder, but k2convert needs a folder there. Remove it.")

@@ -32,8 +32,7 @@ from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.validate.remote import LOCAL, Shards
 from k2convert.validate.results import ValidationReport
-from k2convert.validate.streamed import validate_streamed
-from k2convert.validate.validation import validate_checkpoint
+from k2convert.validate.validation import validate_checkpoint, validate_sent
 
 
 class UnservableError(InvalidCheckpointError):
@@ -47,8 +46,8 @@ class UnservableError(InvalidCheckpointError):
 def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> tuple[str, ValidationReport]:
     """Check the contract on a job's result, and commit shards and files to main; returns the commit and the findings.
 
-    `names` are the files next to the shards. The shards are on the work branch: their scans and comparisons with the
-    source are checked. Raises UnservableError if a rule fails; main is not changed then.
+    `names` are the files next to the shards. The shards are on the work branch, and what
+    was found on each of them is in its record. Raises UnservableError if a rule fails; main is not changed then.
     """
     from k2convert.report.model_card import card_files
 
@@ -57,13 +56,8 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         source = open_checkpoint(source.folder)  # headers and config as they are, not as the conversion had them
     else:
         _check_small_files(source.folder, job.source.remote)
-    validation = validate_streamed(
-        folder,
-        headers=output_headers(job.plan),
-        scans=[upload.scan for upload in uploads.uploads.values()],
-        source=source,
-        records=uploads.records.values(),
-    )
+    headers, records = output_headers(job.plan), uploads.records.values()
+    validation = validate_sent(folder, headers=headers, source=source, records=records)
     if not validation.passed:
         failed = ", ".join(map(str, validation.contract.failed))
         reason = f"rules {failed}" if failed else "decoded weights differ from the records"

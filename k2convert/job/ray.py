@@ -21,7 +21,6 @@ from typing import Any, Final
 
 from k2convert import __version__
 from k2convert.checkpoint.files import own_suffix
-from k2convert.checkpoint.names import UPLOADS_FOLDER, WORK_FOLDER
 from k2convert.errors import InvalidCheckpointError, K2ConvertError, PlanError, require_extra
 from k2convert.hub.branch import Branch
 from k2convert.hub.client import Hub
@@ -32,9 +31,7 @@ from k2convert.hub.xet import bound_memory
 from k2convert.job import machine
 from k2convert.job.node_room import new_rooms, open_room
 from k2convert.job.shard import InterruptedRun, ShardTask, convert_shard
-from k2convert.job.uploads import Uploads
 from k2convert.records.events import Events
-from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
 
 MAX_RETRIES: Final = 5  # of a task whose worker or node died
@@ -64,10 +61,9 @@ class NodeTask:
 
 @dataclass(frozen=True, slots=True)
 class NodeResult:
-    """What a node did: the shard's record, and with a result on the Hub the files that go to the branch with it."""
+    """What a node did: the shard's record."""
 
     record: ShardRecord
-    documents: dict[str, bytes] = field(default_factory=dict[str, bytes])
     node: str = ""
 
 
@@ -92,10 +88,10 @@ def do_on_node(work: NodeTask, *, cpus: int) -> NodeResult:
         if work.target is None:
             return NodeResult(convert_shard(task, threads=threads))
         result = folder / "result"
-        (result / WORK_FOLDER / UPLOADS_FOLDER).mkdir(parents=True)
+        result.mkdir()
         record = convert_shard(replace(task, destination=result), threads=threads)
-        uploads = Uploads(Branch(Hub(), work.target, work.branch), Journal(result), {record.shard: record})
-        return NodeResult(record, uploads.send_only(record.shard))
+        Branch(Hub(), work.target, work.branch).send(record.shard, result / record.shard, sha256=record.sha256)
+        return NodeResult(record)
 
 
 def answer_on_node(data: bytes, *, cpus: int) -> bytes:

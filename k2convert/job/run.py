@@ -148,7 +148,7 @@ def _open_uploads(job: Job, journal: Journal, events: Events) -> "Uploads | None
     uploads.restore(job.digest)
     if num_unchecked := sum(not uploads.is_checked(name) for name in uploads.records):
         job.hub.notify(
-            f"{num_unchecked} finished shards were not compared with the source by an earlier run: they are made again"
+            f"{num_unchecked} finished shards were not validated by an earlier run: they are converted again"
         )
     return uploads
 
@@ -158,7 +158,7 @@ def _remaining(
 ) -> tuple[list[Item], list[Item]]:
     """Return the items to convert, and those that only have to be uploaded.
 
-    A shard for the Hub is converted again if its record does not say that it was compared with the source.
+    A shard for the Hub is converted again if its record does not say that it was validated.
     """
     items: list[Item] = []
     to_upload: list[Item] = []
@@ -302,7 +302,7 @@ def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
     if run.uploads is None:
         run.journal.record(result.record)
     else:
-        run.uploads.adopt(item.name, result.documents)
+        run.uploads.adopt(result.record)
     outputs = task.shard.outputs
     run.events.progress(bytes_in=task.shard.bytes_in, bytes_out=task.shard.data_bytes, tensors=len(outputs))
     run.events.note(f"node {result.node}: {item.name}")

@@ -3,14 +3,14 @@
 Within a shard, pieces (an expert's gate and up, a down projection, a part of a copied tensor) are read by one pool of
 threads and converted by another, a bounded number of bytes ahead. The shard's own thread writes them in file order.
 Reads, arithmetic and writes release the GIL, so they overlap. The shard appears under its name when it is complete.
-A shard for upload is compared with its source on the way (validate.shard_check): later neither may be here.
+A shard for upload is validated at once: later neither it nor its source may be here.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -45,8 +45,7 @@ from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.records.events import SILENT, Events
-from k2convert.records.shard_record import ProjectionRecord, ShardRecord
-from k2convert.validate.shard_check import ShardCheck
+from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord
 
 COPY_BYTES: Final = 16 << 20
 PIECE_BYTES: Final = 16 << 10  # what a piece takes besides its tensors' bytes: without it, small ones had no bound
@@ -61,9 +60,9 @@ class ShardTask:
     """What the conversion of one shard needs, as values that can be pickled.
 
     `source_folder` holds the source shards, `header_digests` are those of the shards that are read. `inflight_bytes`
-    bounds the bytes in memory. With `for_upload` the shard's sha256 is computed too, and every byte is compared with
-    the source. `calibration` has the statistics, for a recipe that uses them. `suffix` is that of the temporary file.
-    `kept` are the experts that a pruned result keeps.
+    bounds the bytes in memory. With `for_upload` the shard's sha256 is computed too, and the written file is validated
+    with the source. `calibration` has the statistics, for a recipe that uses them. `suffix` is that of the temporary
+    file. `kept` are the experts that a pruned result keeps.
     """
 
     shard: ShardJob
@@ -87,7 +86,7 @@ def convert_shard(
 
     Without `threads` the call starts its own. Raises InterruptedRun when `stop` is set, CheckpointError for invalid
     values in the source, SourceReadError, DiskFullError, DestinationWriteError; InvalidCheckpointError for a shard
-    `for_upload` that differs from its source.
+    `for_upload` that does not validate; it is removed.
     """
     with ExitStack() as stack:
         if threads is None:
@@ -97,22 +96,27 @@ def convert_shard(
         recipe, codes = task.recipe, task.calibration and task.calibration.codes
         assert codes is not None or recipe.target == "bf16" or not RULES[recipe.rule].needs_walk
         quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule, device=task.device)
-        return _Conversion(task, quantizer, reader, threads, events, stop or Event()).run()
+        record = _Conversion(task, quantizer, reader, threads, events, stop or Event()).run()
+    return replace(record, checked=_validated(task, record)) if task.for_upload else record
 
 
-def _open_check(task: ShardTask, header: bytes, *, file_bytes: int) -> ShardCheck | None:
-    if not task.for_upload:
-        return None
-    return ShardCheck(
-        header,
-        shard=task.shard.name,
-        file_bytes=file_bytes,
-        recipe=task.recipe,
-        source_folder=task.source_folder,
-        source_digests=task.header_digests,
-        calibration=task.calibration,
-        kept=task.kept,
-    )
+def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
+    """Validate the written shard with its source shards."""
+    from k2convert.validate.shards import check_finished_shard
+
+    path = task.destination / record.shard
+    try:
+        return check_finished_shard(
+            path,
+            record,
+            source_folder=task.source_folder,
+            recipe=task.recipe,
+            calibration=task.calibration,
+            kept=task.kept,
+        )
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 _Result = tuple[list[Bytes], list[ProjectionRecord]]
@@ -130,13 +134,8 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One unit of work: what it reads, and the call that returns its buffers in file order and its records.
+    """One unit of work: what it reads, and the call that returns its buffers in file order and its records."""
 
-    `position` is where the first buffer goes in the file.
-    """
-
-    step: ConvertStep | CopyStep
-    position: int
     num_bytes: int
     bytes_in: int
     tensors: int
@@ -159,15 +158,12 @@ class _Conversion:
         header = encode_header(outputs, metadata=dict(shard.metadata), alignment=ALIGNMENT)
         file_bytes = len(header) + shard.data_bytes
         path, records = task.destination / shard.name, list[ProjectionRecord]()
-        check = _open_check(task, header, file_bytes=file_bytes)
         writing = ShardWriter(path, file_bytes, for_upload=task.for_upload, suffix=task.suffix)
         with writing as writer:
             writer.write(header)
-            for piece, (buffers, measured) in self._ahead(self._pieces(len(header)), check):
+            for piece, (buffers, measured) in self._ahead(self._pieces()):
                 for buffer in buffers:
                     writer.write(buffer.data)
-                    if check is not None:
-                        check.write(buffer.data)
                 records += measured
                 bytes_out = sum(b.nbytes for b in buffers)
                 self.events.progress(bytes_in=piece.bytes_in, bytes_out=bytes_out, tensors=piece.tensors)
@@ -181,10 +177,9 @@ class _Conversion:
             source_headers={name: task.header_digests[name] for name in shard.source_shards},
             projections=tuple(records),
             sha256=writer.sha256,
-            checked=None if check is None else check.finish(digest),
         )
 
-    def _ahead(self, pieces: Iterator[_Piece], check: ShardCheck | None) -> Iterator[tuple[_Piece, _Result]]:
+    def _ahead(self, pieces: Iterator[_Piece]) -> Iterator[tuple[_Piece, _Result]]:
         """Run pieces in the pools ahead of the writer: at most `inflight_bytes` of them, or one larger piece."""
         waiting: deque[tuple[_Piece, Future[_Loaded], Future[_Result]]] = deque()
         inflight, limit = 0, self.task.inflight_bytes
@@ -192,8 +187,8 @@ class _Conversion:
         try:
             while waiting or following is not None:
                 while following is not None and (not waiting or inflight + following.num_bytes <= limit):
-                    loading = self.threads.reading.submit(self._load, following, check)
-                    converting = self.threads.converting.submit(_convert, following, loading, check)
+                    loading = self.threads.reading.submit(self._load, following)
+                    converting = self.threads.converting.submit(_convert, following, loading)
                     waiting.append((following, loading, converting))
                     inflight += following.num_bytes + PIECE_BYTES
                     following = next(pieces, None)
@@ -207,35 +202,31 @@ class _Conversion:
             unfinished: list[Future[Any]] = [future for _, *futures in waiting for future in futures]
             wait([future for future in unfinished if not future.cancel()])  # they read files that are closed next
 
-    def _load(self, piece: _Piece, check: ShardCheck | None) -> _Loaded:
+    def _load(self, piece: _Piece) -> _Loaded:
         if self.stop.is_set():
             raise InterruptedRun
-        if check is not None and isinstance(piece.step, CopyStep):
-            for tensor, begin, end in piece.reads:
-                check.read_copy(tensor, begin, end)
         return _Loaded({t.name: self.reader.read(t, begin=begin, end=end) for t, begin, end in piece.reads})
 
-    def _pieces(self, position: int) -> Iterator[_Piece]:
-        """Yield the pieces in file order; the first goes to `position`."""
+    def _pieces(self) -> Iterator[_Piece]:
+        """Yield the pieces in file order."""
         for step in self.task.shard.steps:
             if isinstance(step, CopyStep):
                 size = step.tensor.num_bytes
-                if size == 0 and not self.task.for_upload:
-                    continue  # nothing to read or to write; for an upload it is checked like every other tensor
+                if size == 0:
+                    continue  # nothing to read or to write
                 part = COPY_BYTES if step.scaling is None else _whole_rows(step.tensor)
-                for begin in range(0, max(size, 1), part):
+                for begin in range(0, size, part):
                     end = min(begin + part, size)
                     reads = ((step.tensor, begin, end),)
                     tensors = 1 if end == size else 0
                     call = partial(self._copy_step, step)
-                    yield _Piece(step, position + begin, end - begin, end - begin, tensors, reads, call)
+                    yield _Piece(end - begin, end - begin, tensors, reads, call)
             else:
                 reads = tuple((t, 0, t.num_bytes) for t in step_sources(step))
                 bytes_in = sum(end for _, _, end in reads)
                 bytes_out = sum(o.num_bytes for o in step.outputs)
                 call = partial(self._convert_step, step)
-                yield _Piece(step, position, bytes_in + bytes_out, bytes_in, len(step.outputs), reads, call)
-            position += sum(o.num_bytes for o in step.outputs)
+                yield _Piece(bytes_in + bytes_out, bytes_in, len(step.outputs), reads, call)
 
     def _convert_step(self, step: ConvertStep, loaded: _Loaded) -> _Result:
         if self.task.recipe.target == "bf16":
@@ -286,24 +277,8 @@ class _Conversion:
         return buffers, ProjectionRecord(name, projection.role, global_scale, metrics.to_dict())
 
 
-def _convert(piece: _Piece, loading: Future[_Loaded], check: ShardCheck | None) -> _Result:
-    loaded = loading.result()
-    buffers, records = piece.call(loaded)
-    if check is not None:
-        _check(check, piece, loaded, buffers, records)
-    return buffers, records
-
-
-def _check(
-    check: ShardCheck, piece: _Piece, loaded: _Loaded, buffers: list[Bytes], records: list[ProjectionRecord]
-) -> None:
-    """Compare what is about to be written with the source."""
-    step, position = piece.step, piece.position
-    if isinstance(step, ConvertStep):
-        check.check_projections(step, records, buffers, source=loaded, position=position)
-    else:
-        (tensor, begin, _), (data,) = piece.reads[0], buffers
-        check.check_copy(tensor, begin, data, position=position)
+def _convert(piece: _Piece, loading: Future[_Loaded]) -> _Result:
+    return piece.call(loading.result())
 
 
 def _whole_rows(tensor: TensorInfo) -> int:

@@ -33,7 +33,6 @@ from k2convert.checkpoint.names import (
     JOB_NAME,
     LEDGER_NAME,
     RECORDS_FOLDER,
-    UPLOADS_FOLDER,
     WORK_FOLDER,
 )
 from k2convert.errors import (
@@ -234,7 +233,7 @@ class Journal:
         finished = {
             name: record
             for name, record in self.find_records(job.digest).records.items()
-            if self.has_file(record) or self._was_uploaded(name)
+            if self.has_file(record) or record.is_checked  # the file of a validated shard is removed after its upload
         }
         running, progress, age = read_lock(self.destination)
         is_assembled = all((self.destination / name).is_file() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
@@ -253,10 +252,6 @@ class Journal:
 
     def _record_paths(self) -> list[Path]:
         return [path for path in list_folder(self._records) if path.suffix == ".json"]
-
-    def _was_uploaded(self, shard: str) -> bool:
-        """Return whether a shard was hashed for upload. Its file may be removed after that."""
-        return (self.folder / UPLOADS_FOLDER / f"{shard}.json").exists()
 
     def sweep(self, job: JobDescription) -> None:
         """Remove the half-written shards, records and job descriptions of a killed run, and nothing of a similar name.

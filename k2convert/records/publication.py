@@ -9,7 +9,7 @@ from pathlib import Path
 
 from k2convert.checkpoint.files import dump_json, read_json_file, write_atomically
 from k2convert.checkpoint.folders import make_folder
-from k2convert.checkpoint.names import PUBLISHED_NAME, SHARD_SUFFIX, UPLOADS_FOLDER, WORK_FOLDER
+from k2convert.checkpoint.names import PUBLISHED_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, DestinationError
 from k2convert.records.journal import Journal
 
@@ -47,8 +47,11 @@ def has_left(folder: Path) -> bool:
         return False
     if find_published(folder) is not None:
         return True
-    job, uploads = Journal(folder).job(), folder / WORK_FOLDER / UPLOADS_FOLDER
-    return job is not None and all((uploads / f"{shard}.json").exists() for shard in job.shards)
+    journal = Journal(folder)
+    if (job := journal.job()) is None:
+        return False
+    records = journal.find_records(job.digest).records
+    return all(shard in records and records[shard].is_checked for shard in job.shards)
 
 
 def check_shards_are_here(folder: Path) -> None:

@@ -11,7 +11,7 @@ from k2convert.checkpoint.reader import ShardReader
 from k2convert.errors import CalibrationError
 from k2convert.models.names import WEIGHT, Role
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.validate.contract.subject import Subject
+from k2convert.validate.contract.result import Subject
 from k2convert.validate.remote import Shards
 from k2convert.validate.scaling import (
     NO_SCALING,

@@ -20,7 +20,7 @@ from k2convert.errors import DiskFullError
 from k2convert.hub.ranges import Ranges, RemoteShards
 from k2convert.models import detect_family
 from k2convert.models.names import INT4_PARAMETERS, WEIGHT
-from k2convert.validate.contract.subject import Subject
+from k2convert.validate.contract.result import Subject
 
 ALL: Final = (0, 1 << 62)
 """A shard whose size is not known."""

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.names import SHARD_SUFFIX
+from k2convert.choices import Rule
+from k2convert.quantize.rules import RULES
 from k2convert.records.ledger import TOTAL
 from k2convert.validate.contract.findings import MAX_OFFENDERS, ContractReport, RuleResult, Verdict
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.layers.result import LayersReport
+from k2convert.validate.weights import CheckedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,35 @@ def _add(errors: list[DecodedError]) -> DecodedError:
 def _sum_of_known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return math.fsum(known) if known else None
+
+
+def rule_report(rule: Rule | None, skip_reason: str, checked: Mapping[str, CheckedWeight]) -> RuleReport:
+    """Sum up the check by the rule."""
+    has_walk = rule is not None and RULES[rule].needs_walk
+    if rule is not None and not checked:
+        skip_reason = "no tensor could be measured"
+    return RuleReport(
+        rule=rule,
+        skip_reason=skip_reason,
+        tensors=len(checked) if rule is not None else 0,
+        measured=sum(not found.num_blocks for found in checked.values()) if has_walk else 0,
+        blocks=sum(found.num_blocks for found in checked.values()),
+        sampled_blocks=sum(found.sampled_blocks for found in checked.values()),
+        mismatches={module: "; ".join(found.problems) for module, found in checked.items() if found.problems},
+    )
+
+
+def compare(folder: str, ours: WeightsReport, contract: ContractReport, theirs: WeightsReport) -> Comparison:
+    """Compare two results of the same source tensor by tensor: count which one has less error."""
+    common = [(ours.errors[m], theirs.errors[m]) for m in ours.errors if m in theirs.errors]
+    return Comparison(
+        folder=folder,
+        contract=contract,
+        weights=theirs,
+        better_here=sum(a.squared_error < b.squared_error for a, b in common),
+        better_there=sum(a.squared_error > b.squared_error for a, b in common),
+        equal=sum(a.squared_error == b.squared_error for a, b in common),
+    )
 
 
 def merge_contracts(found: Sequence[ContractReport]) -> ContractReport:

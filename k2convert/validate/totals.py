@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.records.ledger import TOTAL
+from k2convert.records.shard_record import ProjectionRecord
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.weights import CheckedWeight
 
@@ -104,6 +105,22 @@ def is_same_error(measured: DecodedError, recorded: Mapping[str, Any]) -> bool:
     if measured.weighted_error is not None:
         keys += ["weighted_energy", "weighted_error"]
     return all(is_same_figure(recorded.get(key), getattr(measured, key)) for key in keys)
+
+
+def compare_journal(
+    recorded: Mapping[str, ProjectionRecord], errors: Mapping[str, DecodedError]
+) -> tuple[list[str], int]:
+    """Compare recorded with measured figures; return the modules that differ, and how many were compared."""
+    mismatches: list[str] = []
+    compared = 0
+    for module, projection in recorded.items():
+        measured, stated = errors.get(module), projection.metrics
+        if measured is None or stated is None:
+            continue
+        compared += 1
+        if not is_same_error(measured, stated):
+            mismatches.append(module)
+    return mismatches, compared
 
 
 def is_same_figure(stated: float | None, measured: float | None) -> bool:

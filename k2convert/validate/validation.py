@@ -6,8 +6,7 @@ and compared byte for byte (see weights.py). Journal and ledger are not trusted:
 number is taken from the journal: if no rule is known, which global scale a rounded divisor means.
 """
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -15,33 +14,38 @@ from typing import Final
 from k2convert.calibrate.columns import Calibration
 from k2convert.calibrate.statistics import Statistics
 from k2convert.calibrate.text import Windows
+from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.checkpoint.reader import ShardReader
+from k2convert.choices import Rule
 from k2convert.errors import CheckpointError, remedy
+from k2convert.models.names import WEIGHT_PACKED
+from k2convert.plan.recipe import Recipe
+from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
+from k2convert.records.fingerprint import ARITHMETIC_VERSION
 from k2convert.records.journal import Journal
-from k2convert.records.shard_record import ProjectionRecord
+from k2convert.records.ledger import Ledger
+from k2convert.records.shard_record import ProjectionRecord, ShardRecord
 from k2convert.validate.contract import check_subject
 from k2convert.validate.contract.findings import ContractReport
-from k2convert.validate.contract.scan import ShardVisitor, scan_shards
-from k2convert.validate.contract.subject import Subject, open_subject
-from k2convert.validate.decode import DecodedError
+from k2convert.validate.contract.result import Subject, open_subject
+from k2convert.validate.contract.scan import ShardVisitor
 from k2convert.validate.layers.result import LayerBudget, LayersReport
-from k2convert.validate.measurer import Measurer
 from k2convert.validate.norm_scaling import calibration_of, read_scaling
-from k2convert.validate.operands import check_operands
 from k2convert.validate.remote import LOCAL, Shards
 from k2convert.validate.results import (
-    Comparison,
     ValidationReport,
     WeightsReport,
+    compare,
     merge_contracts,
     merge_layers,
     merge_weights,
+    rule_report,
 )
-from k2convert.validate.rule_check import checkable_rule, rule_report, sharing_modules
-from k2convert.validate.totals import is_same_error
+from k2convert.validate.shards import ShardsFound, join_findings, validate_shards
+from k2convert.validate.totals import compare_journal
 
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
 
@@ -82,7 +86,7 @@ def validate_checkpoint(
     the conversion, from which its weights are made again; CalibrationError if they are others.
     """
     whole, subject = source, open_subject(folder, source=source, read=shards.header_reader)
-    check_operands(subject)
+    _check_operands(subject)
     if subject.is_int4 and (layers is not None or against is not None):
         raise CheckpointError(
             f"{folder}: has the source's own weights (--to int4), so there is no error to compute. Leave out --layers "
@@ -115,6 +119,37 @@ def validate_checkpoint(
         if any(found.ledger is not None and found.ledger.calibration is not None for found in (subject, other)):
             comparison = replace(comparison, note=CALIBRATED_NOTE)
     return ValidationReport(str(folder), contract, weights, layers_report, comparison, skipped)
+
+
+def _check_operands(subject: Subject) -> None:
+    """Refuse an INT4 source as the result, and an NVFP4 checkpoint as the source (CheckpointError)."""
+    folder, source = subject.folder, subject.source
+    is_source = _is_int4(subject.tensors) and not _is_nvfp4(subject.tensors) and not subject.is_int4
+    is_result = source is not None and _is_nvfp4(source.tensors)
+    if is_source and source is not None and is_result:
+        raise CheckpointError(
+            f"{folder} is an INT4 checkpoint and {source.folder} an NVFP4 one. Swap them: the result comes first, the "
+            "INT4 source after --source."
+        )
+    if is_source:
+        raise CheckpointError(
+            f"{folder}: its weights are INT4, so it is a source, not a result. Pass the folder of a finished "
+            "conversion, and the INT4 source with --source."
+        )
+    if source is not None and is_result:
+        raise CheckpointError(
+            f"{source.folder}: its weights are NVFP4, so it is not the source. Pass the INT4 checkpoint that the "
+            "result was converted from with --source."
+        )
+
+
+def _is_int4(tensors: Mapping[str, TensorInfo]) -> bool:
+    return any(name.endswith(f".{WEIGHT_PACKED}") and tensor.dtype == "I32" for name, tensor in tensors.items())
+
+
+def _is_nvfp4(tensors: Mapping[str, TensorInfo]) -> bool:
+    global_scales = tuple(names.global_scale for names in LAYOUTS.values())
+    return any(name.rpartition(".")[2] in global_scales for name in tensors)
 
 
 def _broken_rules(contract: ContractReport) -> str:
@@ -175,6 +210,21 @@ def _validate_layers(
     )
 
 
+def validate_sent(
+    folder: Path, *, headers: Mapping[str, ShardHeader], source: Checkpoint, records: Iterable[ShardRecord]
+) -> ValidationReport:
+    """Validate a result whose shards left the disk: `folder` holds everything else, `records` what was found on each.
+
+    `headers` are the planned ones of all shards. The hash of a whole file, compared with the ledger, covers its header.
+    `source` is the whole one, also of a pruned result. What no record says was compared with it fails.
+    """
+    subject, records = open_subject(folder, source=source, known_headers=dict(headers)), list(records)
+    rule, skip_reason = checkable_rule(subject.ledger, subject.recipe, has_statistics=True)
+    recorded = {projection.module: projection for record in records for projection in record.projections}
+    contract, weights = _report(subject, join_findings(records), recorded, rule, skip_reason)
+    return ValidationReport(str(folder), contract, weights, layers=None, comparison=None)
+
+
 def _measure(
     subject: Subject,
     *,
@@ -193,46 +243,67 @@ def _measure(
             f"{subject.folder}: holds a BF16 copy (--to bf16), but only NVFP4 checkpoints can be validated. "
             f"{LEDGER_NAME} has the hash of every shard."
         )
-    source = subject.source
-    if source is None or subject.is_int4:
-        around = shards.plan(subject)
-        return check_subject(subject, scan_shards(subject, shard_visitor=visitor, events=events, around=around)), None
     recorded = _recorded(subject)
-    decoder = None
-    if reference:
-        from k2convert.validate.library_decoders import create_decoder
-
-        decoder = create_decoder(subject.layout)
     rule, skip_reason = checkable_rule(subject.ledger, subject.recipe, has_statistics=calibration is not None)
-    with ShardReader(source.path) as reader, ThreadPoolExecutor(thread_name_prefix="decode") as pool:
-        measurer = Measurer(
-            subject=subject,
-            source=source,
-            reader=reader,
-            pool=pool,
-            decoder=decoder,
-            recorded=recorded,
-            rule=rule,
-            sharing=sharing_modules(subject),
-            calibration=calibration,
-        )
-        around = shards.plan(subject, settle=measurer.settle)
-        scan = scan_shards(subject, shard_visitor=visitor, tensor_visitor=measurer, events=events, around=around)
-        checked = measurer.results()
-    errors = {module: found.error for module, found in checked.items()}
+    found = validate_shards(
+        subject,
+        rule=rule,
+        recorded=recorded,
+        calibration=calibration,
+        with_library=reference,
+        events=events,
+        visitor=visitor,
+        shards=shards,
+    )
+    return _report(subject, found, recorded, rule, skip_reason, with_library=reference)
+
+
+def _report(
+    subject: Subject,
+    found: ShardsFound,
+    recorded: Mapping[str, ProjectionRecord],
+    rule: Rule | None,
+    skip_reason: str,
+    *,
+    with_library: bool = False,
+) -> tuple[ContractReport, WeightsReport | None]:
+    """Check the rules on what the pass found, and compare the journal's figures."""
+    if subject.source is None or subject.is_int4:
+        return check_subject(subject, found.scan), None
+    errors = found.errors
     mismatches, compared = compare_journal(recorded, errors)
     weights = WeightsReport(
         errors=errors,
         roles={name: subject.modules[name].parts.role for name in errors},
-        rule=rule_report(rule, skip_reason, checked),
+        rule=rule_report(rule, skip_reason, found.checked),
         journal_mismatches=tuple(mismatches),
         journal_compared=compared,
-        decoder_mismatches=tuple(sorted(measurer.decoder_mismatches)),
-        decoder_compared=len(errors) if reference else 0,
+        decoder_mismatches=found.decoder_mismatches,
+        decoder_compared=len(errors) if with_library else 0,
     )
     is_whole = subject.whole is None and errors.keys() >= {module.name for module in subject.converted}
-    totals = measurer.totals.figures(weights.totals(), num_modules=len(errors)) if is_whole and errors else None
-    return check_subject(subject, scan, errors=errors, totals=totals), weights
+    totals = found.figures(subject) if is_whole and errors else None
+    return check_subject(subject, found.scan, errors=errors, totals=totals), weights
+
+
+def checkable_rule(ledger: Ledger | None, recipe: Recipe | None, *, has_statistics: bool) -> tuple[Rule | None, str]:
+    """Return the rule by which the weights can be regenerated; None, and why, if they cannot.
+
+    `has_statistics` says whether the importance of the columns is known, which some rules need. Weights of a rule that
+    needs a walk can always be measured.
+    """
+    if ledger is None:
+        return None, "no ledger says by which rule the weights were converted"
+    if recipe is None:
+        return None, f"this version does not know the ledger's recipe (rule {ledger.recipe.get('rule')!r})"
+    if recipe.quantizer != "native":
+        return None, f"the recipe's quantizer is {recipe.quantizer!r}, whose arithmetic is not k2convert's own"
+    version = ledger.fingerprint.get("arithmetic")
+    if version != ARITHMETIC_VERSION:
+        return None, f"the ledger states arithmetic {version!r}, this version has {ARITHMETIC_VERSION}"
+    if RULES[recipe.rule].uses_importance and not has_statistics and not RULES[recipe.rule].needs_walk:
+        return None, f"the rule {recipe.rule} needs the statistics of the conversion: pass them with --statistics"
+    return recipe.rule, ""
 
 
 def _recorded(subject: Subject) -> dict[str, ProjectionRecord]:
@@ -267,33 +338,4 @@ def _compute_layers(
         scaling=subject.scaling,
         whole=whole if subject.is_pruned else None,
         events=events,
-    )
-
-
-def compare_journal(
-    recorded: Mapping[str, ProjectionRecord], errors: Mapping[str, DecodedError]
-) -> tuple[list[str], int]:
-    """Compare recorded with measured figures; return the modules that differ, and how many were compared."""
-    mismatches: list[str] = []
-    compared = 0
-    for module, projection in recorded.items():
-        measured, stated = errors.get(module), projection.metrics
-        if measured is None or stated is None:
-            continue
-        compared += 1
-        if not is_same_error(measured, stated):
-            mismatches.append(module)
-    return mismatches, compared
-
-
-def compare(folder: str, ours: WeightsReport, contract: ContractReport, theirs: WeightsReport) -> Comparison:
-    """Compare two results of the same source tensor by tensor: count which one has less error."""
-    common = [(ours.errors[m], theirs.errors[m]) for m in ours.errors if m in theirs.errors]
-    return Comparison(
-        folder=folder,
-        contract=contract,
-        weights=theirs,
-        better_here=sum(a.squared_error < b.squared_error for a, b in common),
-        better_there=sum(a.squared_error > b.squared_error for a, b in common),
-        equal=sum(a.squared_error == b.squared_error for a, b in common),
     )

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -136,7 +135,7 @@ def test_shards_whose_records_have_no_comparison_are_made_again_not_passed(
     number = edit_records(workplace, lambda record: record.pop("checked"))
     done = hub_cli(*JOB, "--json")
     assert done.returncode == 0, done.stderr
-    assert f"{number} finished shards were not compared with the source" in " ".join(done.stderr.split())
+    assert f"{number} finished shards were not validated" in " ".join(done.stderr.split())
     assert json.loads(done.stdout)["contract"] == {"rules": 19, "unchecked": [], "failed": []}
     assert_published(tiny_on_hub, local_result)
 
@@ -223,7 +222,6 @@ def test_a_wrong_kernel_stops_the_job(
     monkeypatch.setattr(cpu, "convert_int4", convert_wrongly)
     done = hub_cli(*JOB)
     assert done.returncode == 3
-    words = "the bytes to write decode to a squared error of|sampled blocks differ from the reference arithmetic"
-    assert re.search(words, " ".join(done.stderr.split()))
+    assert "sampled blocks are not what the reference arithmetic gives" in " ".join(done.stderr.split())
     assert "The shard was not uploaded. Run the same command again" in " ".join(done.stderr.split())
     assert_nothing_on_main(tiny_on_hub)

@@ -384,7 +384,7 @@ def test_a_card_that_the_hub_would_refuse_is_settled_before_the_work(
     assert matter["pipeline_tag"] == "text-generation"
 
 
-@pytest.mark.parametrize("name", ["source", "download", "shards", "uploads"])
+@pytest.mark.parametrize("name", ["source", "download", "shards"])
 @pytest.mark.parametrize("is_link", [True, False], ids=["link", "file"])
 def test_something_else_in_place_of_a_work_folder_is_refused(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, name: str, is_link: bool

@@ -15,7 +15,7 @@ from k2convert.errors import DestinationError
 pytestmark = pytest.mark.usefixtures("own_handlers")
 
 SHARD = "model-00002-of-000003.safetensors"
-FOLDERS = [".k2convert", ".k2convert/shards", ".k2convert/uploads", ".k2convert/download", ".k2convert/source", "extra"]
+FOLDERS = [".k2convert", ".k2convert/shards", ".k2convert/download", ".k2convert/source", "extra"]
 FILES = [
     "config.json",
     "config.json.tmp",
@@ -34,7 +34,6 @@ FILES = [
     ".k2convert/published.json",
     f".k2convert/shards/{SHARD}.json",
     f".k2convert/shards/{SHARD}.json.tmp",
-    f".k2convert/uploads/{SHARD}.json.tmp",
 ]
 
 

@@ -19,8 +19,8 @@ from k2convert.validate.contract import package as rules_package
 from k2convert.validate.contract import tensors as rules_tensors
 from k2convert.validate.contract.data import TensorError
 from k2convert.validate.contract.findings import ContractReport, Findings, results
+from k2convert.validate.contract.result import Subject
 from k2convert.validate.contract.scan import ScanResult
-from k2convert.validate.contract.subject import Subject
 from k2convert.validate.totals import Figures
 
 __all__ = ["check_subject"]

@@ -1,19 +1,17 @@
 """Rules 11, 12, 13 and 15: config.json and hf_quant_config.json, compared with the tensors and the source."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 from k2convert.checkpoint.files import mapping_or_empty, read_json_file
+from k2convert.checkpoint.json_differences import ABSENT, config_differences, is_same_json
 from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYPE, quant_algo
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.config import EXPERTS_KEY
 from k2convert.validate.contract.findings import Findings
-from k2convert.validate.contract.subject import Subject
-
-_ABSENT = object()
+from k2convert.validate.contract.result import Subject
 
 
 def exclude_entries(subject: Subject) -> list[str]:
@@ -46,7 +44,7 @@ def check_quantization_config(subject: Subject) -> Findings:
     declared = _declared(subject)
     expected = _expected_modelopt(subject) if subject.layout == MODELOPT else _expected_compressed_tensors()
     for key, value in expected.items():
-        if not _same(declared.get(key), value):
+        if not is_same_json(declared.get(key), value):
             found.error(f"quantization_config.{key}", f"{quoted(declared.get(key))}, expected {value!r}")
     _check_groups(subject, declared, found)
     if subject.layout == MODELOPT and not subject.has_input_scale:
@@ -102,7 +100,7 @@ def _check_scheme(scheme: Any, expected: dict[str, Any], where: str, found: Find
         return
     for key, value in expected.items():
         stated = mapping_or_empty(cast(object, scheme)).get(key)
-        if not _same(stated, value):
+        if not is_same_json(stated, value):
             found.error(f"{where}.{key}", f"{quoted(stated)}, expected {value!r}")
 
 
@@ -114,11 +112,6 @@ def _check_scale_dtype(activations: Any, where: str, found: Findings) -> None:
         found.warn(where, f'missing; {effect}. Add "scale_dtype": "{SCALE_DTYPE}"')
     elif stated not in (SCALE_DTYPE, SCALE_DTYPE.removeprefix("torch.")):
         found.error(where, f"{stated!r}, expected {SCALE_DTYPE!r}")
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Return whether two values are equal as JSON: True is not 1, and 1 is not 1.0."""
-    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
 
 
 def check_config_unchanged(subject: Subject) -> Findings:
@@ -135,29 +128,13 @@ def check_config_unchanged(subject: Subject) -> Findings:
         unread = () if subject.is_int4 else QUANTIZATION_KEYS
         for place, before, after in config_differences(subject.source.parse_config(), subject.config, unread=unread):
             if subject.is_pruned and place.rpartition(".")[2] == EXPERTS_KEY:
-                stated = "missing" if after is _ABSENT else quoted(after)
+                stated = "missing" if after is ABSENT else quoted(after)
                 found.error(place, f"{stated}, expected {quoted(before)}, which are kept")
-            elif before is _ABSENT:
+            elif before is ABSENT:
                 found.error(place, f"{quoted(after)}, not in the source")
             else:
-                found.error(place, "missing" if after is _ABSENT else f"{quoted(after)}, was {quoted(before)}")
+                found.error(place, "missing" if after is ABSENT else f"{quoted(after)}, was {quoted(before)}")
     return found
-
-
-def config_differences(
-    before: Any, after: Any, path: str = "", *, unread: Sequence[str]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (place, value before, value after) of each field that differs, except those called as in `unread`."""
-    left, right = mapping_or_empty(before), mapping_or_empty(after)
-    for key in (*left, *(key for key in right if key not in left)):
-        if key in unread:
-            continue
-        place = f"{path}.{shortened(key)}" if path else shortened(key)
-        one, other = left.get(key, _ABSENT), right.get(key, _ABSENT)
-        if isinstance(one, dict) and isinstance(other, dict):
-            yield from config_differences(cast(object, one), cast(object, other), place, unread=unread)
-        elif one is _ABSENT or other is _ABSENT or not _same(one, other):
-            yield place, one, other
 
 
 def check_hf_quant_config(subject: Subject, *, compare_lists: bool) -> Findings:
@@ -196,7 +173,7 @@ def check_hf_quant_config(subject: Subject, *, compare_lists: bool) -> Findings:
     for key in {**expected, "exclude_modules": None}:
         if key not in stated:
             found.error(f"quantization.{key}", "missing; vLLM refuses a file without it")
-        elif key in expected and not _same(stated[key], expected[key]):
+        elif key in expected and not is_same_json(stated[key], expected[key]):
             found.error(
                 f"quantization.{key}", f"{quoted(stated[key])}, expected {quoted(expected[key])} as in config.json"
             )

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from k2convert.models.names import Role
 from k2convert.validate.contract.findings import Findings
+from k2convert.validate.contract.result import Module, Subject
 from k2convert.validate.contract.scan import ScanResult
-from k2convert.validate.contract.seen_source import NO_SOURCE
-from k2convert.validate.contract.subject import Module, Subject
+from k2convert.validate.contract.source_view import NO_SOURCE
 
 
 class TensorError(Protocol):
@@ -91,12 +91,13 @@ def check_copies(subject: Subject, scan: ScanResult) -> Findings:
     if subject.is_pruned:
         every = "every tensor" if subject.is_int4 else "every other tensor"
         found.title = f"{every} is byte-identical to the source, routers to its rows of the kept experts"
-    if scaling.exponents or _was_compared_scaled(subject, scan):
+    calibration = None if subject.ledger is None else subject.ledger.calibration
+    if calibration is not None and calibration.exponents_digest is not None:
         found.title = "every other tensor is the source's, byte for byte or scaled exactly by the norm's powers of two"
     if subject.source is None:
         found.skip(subject.no_source)
         return found
-    compared = scaled = 0
+    compared = 0
     for problem in scaling.problems:
         found.error(problem.name, problem.problem)
     reported = {problem.name for problem in scaling.problems}
@@ -106,7 +107,6 @@ def check_copies(subject: Subject, scan: ScanResult) -> Findings:
         if before is None or (module is not None and module.is_converted):
             continue
         compared += 1
-        scaled += module is not None and subject.scaling_of(module, name.rpartition(".")[2]) is not None
         if name in reported:
             continue
         if (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
@@ -116,16 +116,11 @@ def check_copies(subject: Subject, scan: ScanResult) -> Findings:
             found.error(name, f"{scan.different[name]:,} of {tensor.num_bytes:,} bytes differ")
         elif name in scan.misscaled:
             found.error(name, scan.misscaled[name])
-        elif scan.compared is not None and name not in scan.compared:
+        elif name not in scan.compared:
             found.error(name, "was not compared")
-    found.note = f"{compared:,} tensors compared" + (f", {scaled:,} of them scaled" if scaled else "")
+    scaled = f", {len(scan.scaled):,} of them scaled" if scan.scaled else ""
+    found.note = f"{compared:,} tensors compared{scaled}"
     return found
-
-
-def _was_compared_scaled(subject: Subject, scan: ScanResult) -> bool:
-    """Return whether copies were compared while they were written, and the ledger states norm scaling."""
-    stated = None if subject.ledger is None else subject.ledger.calibration
-    return scan.compared is not None and stated is not None and stated.exponents_digest is not None
 
 
 def check_errors(subject: Subject, errors: Mapping[str, TensorError] | None) -> Findings:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from k2convert.validate.contract.seen_source import NO_SOURCE
+from k2convert.validate.contract.source_view import NO_SOURCE
 
 MAX_OFFENDERS = 8
 

@@ -19,7 +19,7 @@ from k2convert.validate.contract import matchers
 from k2convert.validate.contract.config import exclude_entries
 from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.matchers import EngineRefusalError
-from k2convert.validate.contract.subject import Module, Subject
+from k2convert.validate.contract.result import Module, Subject
 
 _LINEAR_ROLES = (
     Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION,

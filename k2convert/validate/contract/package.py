@@ -10,9 +10,9 @@ from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.errors import quoted, shortened
 from k2convert.records.ledger import Ledger
 from k2convert.validate.contract.findings import Findings
+from k2convert.validate.contract.result import Subject
 from k2convert.validate.contract.scan import ScanResult
-from k2convert.validate.contract.seen_source import PRUNING_PLACE
-from k2convert.validate.contract.subject import Subject
+from k2convert.validate.contract.source_view import PRUNING_PLACE
 from k2convert.validate.totals import Figures, differing_totals
 
 _TEMPORARY_SUFFIXES = (".tmp", ".part", ".incomplete")

@@ -5,7 +5,7 @@ once in file order, in batches of whole tensors. The next batch is read while th
 the bytes too: to hash whole shards, or to decode converted tensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.reader import Bytes, ShardReader, same_bytes
 from k2convert.choices import BLOCK_SIZE
 from k2convert.records.events import SILENT, Events
-from k2convert.validate.contract.subject import Module, Subject
+from k2convert.validate.contract.result import Module, Subject
 from k2convert.validate.contract.tensors import shape_problems
 from k2convert.validate.scaling import SCALED_DTYPES, Exponents, misfit
 
@@ -58,10 +58,10 @@ class Piece:
 
 @dataclass(slots=True)
 class ScanResult:
-    """What the pass found, by the names that tensors should have (see Subject).
+    """What the pass found, by the names that tensors should have (see Result).
 
-    `misscaled` says what is wrong with tensors that norm scaling changes. `compared` are the copied tensors that were
-    compared with the source; None if the pass compared all of them.
+    `compared` are the copied tensors that were compared with the source, `scaled` those of them that norm scaling
+    changes, `misscaled` says what is wrong with these.
     """
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
@@ -72,7 +72,8 @@ class ScanResult:
     scalars: dict[str, bytes] = field(default_factory=dict[str, bytes])
     different: dict[str, int] = field(default_factory=dict[str, int])
     misscaled: dict[str, str] = field(default_factory=dict[str, str])
-    compared: frozenset[str] | None = None
+    compared: set[str] = field(default_factory=set[str])
+    scaled: set[str] = field(default_factory=set[str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +97,11 @@ def scan_shards(
     shard_visitor: ShardVisitor | None = None,
     tensor_visitor: TensorVisitor | None = None,
     events: Events = SILENT,
-    digests: Mapping[str, str] | None = None,
     around: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> ScanResult:
     """Read every readable shard once; raises SourceReadError if reading fails.
 
-    `digests` are blake3 hashes that the caller knows. Of those shards only scales and scalars are read. `around` makes
-    the context in which a shard is read: its files are opened and closed inside it.
+    `around` makes the context in which a shard is read: its files are opened and closed inside it.
     """
     result = ScanResult()
     targets = _targets(subject)
@@ -114,9 +113,7 @@ def scan_shards(
         ) as source_reader,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan") as ahead,
     ):
-        scan = _Scan(
-            subject, targets, reader, source_reader, result, ahead, shard_visitor, tensor_visitor, events, digests or {}
-        )
+        scan = _Scan(subject, targets, reader, source_reader, result, ahead, shard_visitor, tensor_visitor, events)
         for shard, header in subject.headers.items():
             with around(shard):
                 result.digests[shard] = scan.shard(header)
@@ -168,38 +165,29 @@ class _Scan:
     shard_visitor: ShardVisitor | None
     tensor_visitor: TensorVisitor | None
     events: Events
-    digests: Mapping[str, str]
 
     def shard(self, header: ShardHeader) -> str:
         """Scan one shard; return the blake3 of the whole file."""
-        known, digest = self.digests.get(header.shard), blake3()
-        if known is None:
-            digest.update(self._read(header.shard, 0, header.data_begin).data)
-        batches = list(self._batches(header, whole=known is None))
+        digest = blake3(self._read(header.shard, 0, header.data_begin).data)
+        batches = list(self._batches(header))
         reading = self.ahead.submit(self._read_batch, batches[0]) if batches else None
         for number, batch in enumerate(batches):
             assert reading is not None
             data = reading.result()
             if number + 1 < len(batches):
                 reading = self.ahead.submit(self._read_batch, batches[number + 1])
-            if known is None:
-                digest.update(data.data)
+            digest.update(data.data)
             for piece in batch:
                 self._check(piece, data[piece.offset : piece.offset + piece.end - piece.begin])
             self.events.progress(bytes_in=len(data))
-        return known or digest.hexdigest()
+        return digest.hexdigest()
 
-    def _batches(self, header: ShardHeader, *, whole: bool) -> Iterator[list[Piece]]:
-        """Yield adjacent pieces in file order. Tensors of converted modules stay whole, large copied ones are split.
-
-        If the shard is not read as a `whole`, only the tensors that the rules look at are included.
-        """
+    def _batches(self, header: ShardHeader) -> Iterator[list[Piece]]:
+        """Yield adjacent pieces in file order. Tensors of converted modules stay whole, large copied ones are split."""
         batch: list[Piece] = []
         filled = 0
         for tensor in sorted(header.tensors.values(), key=lambda t: (t.begin, t.end)):
             target = self.targets.get((tensor.shard, tensor.name))
-            if not whole and not self._is_checked(target):
-                continue
             stays_whole = target is not None and target.module is not None
             size = max(tensor.num_bytes, 1) if stays_whole else BATCH_BYTES
             for begin in range(0, max(tensor.num_bytes, 1), size):
@@ -212,11 +200,6 @@ class _Scan:
                 filled += end - begin
         if batch:
             yield batch
-
-    def _is_checked(self, target: _Target | None) -> bool:
-        names = self.subject.names
-        checked = (names.block_scale, names.global_scale, names.input_scale)
-        return target is not None and target.module is not None and target.parameter in checked
 
     def _read_batch(self, batch: list[Piece]) -> Bytes:
         first, last = batch[0], batch[-1]
@@ -243,7 +226,9 @@ class _Scan:
     def _compare(self, target: _Target, piece: Piece, data: Bytes) -> None:
         assert target.source is not None
         before = self.source_reader.read(target.source, begin=piece.begin, end=piece.end)
+        self.result.compared.add(target.name)
         if target.exponents is not None:
+            self.result.scaled.add(target.name)
             self._compare_scaled(target, target.exponents, piece, before, data)
         elif not same_bytes(before, data):
             changed = int(np.count_nonzero(before != data))

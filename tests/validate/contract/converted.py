@@ -17,8 +17,8 @@ from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
 from k2convert.validate.contract import check_subject
 from k2convert.validate.contract.data import TensorError
 from k2convert.validate.contract.findings import ContractReport, RuleResult, Verdict
+from k2convert.validate.contract.result import open_subject
 from k2convert.validate.contract.scan import scan_shards
-from k2convert.validate.contract.subject import open_subject
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint
 

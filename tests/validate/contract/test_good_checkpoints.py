@@ -12,8 +12,8 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import Bytes
 from k2convert.records.events import Events
 from k2convert.validate.contract.findings import Severity, Verdict
+from k2convert.validate.contract.result import open_subject
 from k2convert.validate.contract.scan import scan_shards
-from k2convert.validate.contract.subject import open_subject
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ under the prefix they should have, so only rule 2 reports a wrong prefix.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from k2convert.models import detect_family, expected_family, parse_tensor_name
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
 from k2convert.plan.recipe import Budget, Recipe
 from k2convert.records.ledger import Ledger, find_ledger
-from k2convert.validate.contract.seen_source import see_source
+from k2convert.validate.contract.source_view import view_source
 from k2convert.validate.scaling import NO_SCALING, Exponents, Scaling
 
 
@@ -53,12 +53,7 @@ class Subject:
     """
 
     folder: Path
-    config: dict[str, Any] | None
-    config_problem: str
-    index: dict[str, Any] | None
-    index_problem: str
     headers: dict[str, ShardHeader]
-    unreadable: dict[str, str]
     tensors: dict[str, TensorInfo]
     renamed: dict[str, str]
     unknown: tuple[str, ...]
@@ -69,9 +64,14 @@ class Subject:
     source: Checkpoint | None
     source_names: Mapping[str, TensorName]
     int4_modules: frozenset[str]
-    ledger: Ledger | None
-    ledger_problem: str
     recipe: Recipe | None
+    config: dict[str, Any] | None = None
+    config_problem: str = ""
+    index: dict[str, Any] | None = None
+    index_problem: str = ""
+    unreadable: Mapping[str, str] = field(default_factory=dict[str, str])
+    ledger: Ledger | None = None
+    ledger_problem: str = ""
     no_source: str = ""
     list_problem: str = ""
     scaling: Scaling = NO_SCALING
@@ -134,6 +134,14 @@ class Subject:
         source = self.source
         return source is None or any(f"{module.name}.{name}" in source.tensors for name in (WEIGHT, WEIGHT_PACKED))
 
+    def sharing_modules(self) -> dict[str, dict[str, TensorName]]:
+        """Return the modules of the source by sharing key: those with one key have one global scale."""
+        sharing: dict[str, dict[str, TensorName]] = defaultdict(dict)
+        for parts in self.source_names.values():
+            if parts.role in CONVERTIBLE_ROLES and parts.parameter in (WEIGHT, WEIGHT_PACKED):
+                sharing[parts.sharing_key][parts.module] = parts
+        return dict(sharing)
+
     def scaling_of(self, module: Module, parameter: str) -> Exponents | None:
         """Return e [K]: the columns of a copied tensor must be the source's times 2**e; None if it is unchanged."""
         return self.scaling.of_copy(replace(module.parts, parameter=parameter), family=self.family)
@@ -155,9 +163,8 @@ def open_subject(
 ) -> Subject:
     """Read everything except tensor data; raises CheckpointError if the folder does not exist.
 
-    `source` is the whole one, also of a pruned result. `known_headers` replace the headers in the folder: of shards
-    that were removed, or of the only shards to look at. `read` reads the header of a shard that is not in the folder
-    itself, and raises as `read_header` does.
+    `source` is the whole one, also of a pruned result. `known_headers` are those of shards that were removed. `read`
+    reads the header of a shard that is not in the folder itself, and raises as `read_header` does.
     Raises PlanError if the source belongs to no known family.
     """
     if not folder.is_dir():
@@ -167,26 +174,44 @@ def open_subject(
     headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
     ledger, ledger_problem = _find_ledger(folder)
     recipe = None if ledger is None else ledger.checked_recipe()
-    seen = see_source(source, ledger)
-    source = seen.checkpoint
+    view = view_source(source, ledger)
     found = [name for header in headers.values() for name in header.tensors]
-    family = detect_family(source) if source is not None else expected_family(config, found)
+    family = detect_family(view.checkpoint) if view.checkpoint is not None else expected_family(config, found)
+    subject = _from_headers(folder, headers, family=family, source=view.checkpoint, recipe=recipe)
+    if states_int4(ledger):
+        modules = {name: replace(module, is_converted=False) for name, module in subject.modules.items()}
+        subject = replace(subject, int4_modules=frozenset[str](), modules=modules)
+    return replace(
+        subject,
+        config=config,
+        config_problem=config_problem,
+        index=index,
+        index_problem=index_problem,
+        unreadable=unreadable,
+        ledger=ledger,
+        ledger_problem=ledger_problem,
+        no_source=view.missing,
+        list_problem=view.problem.removesuffix("."),
+    )
+
+
+def open_shard(path: Path, *, family: Family, source: Checkpoint, recipe: Recipe) -> Subject:
+    """Return one finished shard of a result that is not assembled yet; `source` has the shards that it comes from."""
+    return _from_headers(path.parent, {path.name: read_header(path)}, family=family, source=source, recipe=recipe)
+
+
+def _from_headers(
+    folder: Path, headers: dict[str, ShardHeader], *, family: Family, source: Checkpoint | None, recipe: Recipe | None
+) -> Subject:
     tensors, renamed = _named_as_expected(headers, family)
     parsed, unknown = _parse(tensors, family)
     source_names = _parse(source.tensors, family)[0] if source is not None else {}
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
     layout = _detect_layout(parsed)
     modules = _modules(tensors, parsed, int4, recipe, LAYOUTS[layout])
-    if states_int4(ledger):
-        int4, modules = frozenset[str](), {name: replace(m, is_converted=False) for name, m in modules.items()}
     return Subject(
         folder=folder,
-        config=config,
-        config_problem=config_problem,
-        index=index,
-        index_problem=index_problem,
         headers=headers,
-        unreadable=unreadable,
         tensors=tensors,
         renamed=renamed,
         unknown=unknown,
@@ -197,11 +222,7 @@ def open_subject(
         source=source,
         source_names=source_names,
         int4_modules=int4,
-        ledger=ledger,
-        ledger_problem=ledger_problem,
         recipe=recipe,
-        no_source=seen.missing,
-        list_problem=seen.problem.removesuffix("."),
     )
 
 
