@@ -11,6 +11,7 @@ from typing import Any
 from k2convert import __version__
 from k2convert.checkpoint.files import (
     Content,
+    config_differences,
     dump_json,
     holds_exactly,
     parse_json_object,
@@ -19,7 +20,6 @@ from k2convert.checkpoint.files import (
 )
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.json_differences import config_differences
 from k2convert.checkpoint.layouts import (
     MODELOPT,
     QUANTIZATION_KEYS,

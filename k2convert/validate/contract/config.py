@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, cast
 
-from k2convert.checkpoint.files import mapping_or_empty, read_json_file
-from k2convert.checkpoint.json_differences import ABSENT, config_differences, is_same_json
+from k2convert.checkpoint.files import ABSENT, config_differences, is_same_json, mapping_or_empty, read_json_file
 from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYPE, quant_algo
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME
 from k2convert.choices import BLOCK_SIZE
