@@ -15,7 +15,7 @@ The package from the ground up. A wing imports itself and what is above it in th
     records     fingerprint, journal, ledger, events
     calibrate   statistics of activations, what a conversion takes from them, and conversion with feedback
     validate    the servable contract, weight error, reference layers
-    report      the report as page, Markdown and picture
+    report      the report as page, Markdown and picture, and the model card
     job         what a run does, in order
     cli         the command line
 """

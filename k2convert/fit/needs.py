@@ -28,7 +28,7 @@ def state_needs(subject: Subject) -> Needs:
     fp8, bf16 = (f"{subject.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
     return Needs(
         summary=(
-            f"Weights: {gigabytes(subject.weights.num_bytes)}. KV cache: {fp8} bytes a token in FP8, {bf16} in BF16; "
+            f"Weights: {gigabytes(subject.weights.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
             "tensor parallelism does not divide it, decode context parallelism does."
         ),
         rows=tuple(_row(subject, holder) for holder in fewest.values()),

@@ -10,7 +10,6 @@
     download        one shard in parallel ranges, resumed inside the file, checked against the Hub's sha256
     preflight       the checks before anything is converted for a destination on the Hub
     branch          the work branch of a job: shards in groups, then one atomic commit on main
-    card            the repository's README.md
     operations      the library's operation for one file
     xet             bounds for the memory of hf_xet
 

@@ -28,7 +28,7 @@ _ROLE_NAMES: Final = {
     TOTAL: "all converted weights",
 }
 _COUNT_COLUMNS: Final = ("", "count", "share", "meaning")
-_WORST_COLUMNS: Final = ("tensor", "SQNR", "plain", "bound", "largest error, steps", "non-zero changed")
+_WORST_COLUMNS: Final = ("", "SQNR", "plain", "bound", "largest error, steps", "non-zero changed")
 _ROLE_COLUMNS: Final = (
     "role", "weights", "SQNR", "relative error", "error / plain", "error / bound", "non-zero changed",
 )  # fmt: skip
@@ -78,21 +78,21 @@ def _output_tiles(record: CalibrationRecord | None) -> list[Tile]:
         return [Tile("not measured", "error of the outputs", record.measured_on)]
     last = list(record.held_out.values())[-1]
     detail = f"after the last MoE layer, {record.measured_on}; {last.optimal_error:.3g} by rule optimal there"
-    return [Tile(f"{last.feedback_error:.3g}", "error of the outputs", detail, "bad" if last.is_worse else "")]
+    return [Tile(f"{last.feedback_error:.3g}", "error of the outputs", detail, tone="bad" if last.is_worse else "")]
 
 
 def _contract_tile(checks: Checks) -> Tile:
     failed, warned, skipped = (checks.numbers(verdict) for verdict in ("fail", "warn", "skipped"))
     if failed:
         which = ", ".join(map(str, failed))
-        return Tile(f"{len(failed)} broken", "contract rules", f"do not serve it: rule {which}", "bad")
+        return Tile(f"{len(failed)} broken", "contract rules", f"do not serve it: rule {which}", tone="bad")
     if not checks.has_passed:
-        return Tile("failed", "validation", "do not serve it: see what was compared", "bad")
+        return Tile("failed", "validation", "do not serve it: see what was compared", tone="bad")
     rest = [f"{len(warned)} with warnings"] if warned else []
     rest += [f"{len(skipped)} not checked"] if skipped else []
     detail = ", ".join(rest) or "for vLLM, SGLang and TensorRT-LLM; no engine was run"
     total = len(checks.rules)
-    return Tile(f"{total - len(skipped)} of {total}", "contract rules hold", detail, "" if skipped else "good")
+    return Tile(f"{total - len(skipped)} of {total}", "contract rules hold", detail, tone="" if skipped else "good")
 
 
 def caution(report: Report) -> str:

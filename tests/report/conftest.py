@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.records.checksum import seal
 from k2convert.report import ReportFiles, write_report
 
 
@@ -49,12 +50,12 @@ def records_only(converted: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def edit_json() -> Callable[[Path, Callable[[dict[str, Any]], object]], None]:
-    """Change a JSON file in place. A record loses its checksum, as those of version 0.1 have none."""
+    """Change a JSON file in place; a record of a shard gets a checksum that fits."""
 
     def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         document = json.loads(path.read_text())
-        document.pop("checksum", None)
+        is_sealed = document.pop("checksum", None) is not None
         change(document)
-        path.write_text(json.dumps(document))
+        path.write_bytes(seal(document) if is_sealed else json.dumps(document).encode())
 
     return edit

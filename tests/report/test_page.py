@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.records.checksum import seal
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.charts import draw_block_scales
 from k2convert.report.checks import read_checks
@@ -96,6 +97,8 @@ def test_no_path_of_this_machine_is_passed_on(reported: ReportFiles, converted: 
 def test_hostile_names_are_shown_and_do_nothing(records_only: Path, edit_json: EditJson, tmp_path: Path) -> None:
     record = records_only / ".k2convert/shards/model-00002-of-000005.safetensors.json"
 
+    shard = HOSTILE.replace("/", "")  # a file name cannot contain a slash
+
     def poison_record(document: dict[str, Any]) -> None:
         worst = document["projections"][0]
         worst["module"] = worst["role"] = HOSTILE
@@ -103,17 +106,16 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, edit_json: E
         document["source_headers"] = {HOSTILE: HOSTILE}
 
     def poison_ledger(document: dict[str, Any]) -> None:
-        document["recipe"].update(name=HOSTILE, rule=HOSTILE, roles=[HOSTILE])
+        document["recipe"].update(name=HOSTILE)
         document["source"].update(repo=HOSTILE, revision=HOSTILE)
         document["versions"] = {HOSTILE: HOSTILE}
-        document["shards"] = {**document["shards"], HOSTILE: {"blake3": HOSTILE}}
+        document["shards"][shard] = {"blake3": HOSTILE, "bytes": 1, "tensors": 1}
 
     edit_json(record, poison_record)
     edit_json(records_only / "k2convert.json", poison_ledger)
-    shard = HOSTILE.replace("/", "")  # a file name cannot contain a slash
-    (records_only / f".k2convert/shards/{shard}.json").write_text(
-        json.dumps(json.loads(record.read_text()) | {"shard": shard, "projections": []})
-    )
+    copied = json.loads(record.read_text()) | {"shard": shard, "projections": []}
+    del copied["checksum"]
+    (records_only / f".k2convert/shards/{shard}.json").write_bytes(seal(copied))
     rule = {"number": 1, "title": HOSTILE, "verdict": "fail", "count": 1, "note": HOSTILE}
     rule["offenders"] = [{"name": HOSTILE, "problem": HOSTILE}]
     layer = {"layer": 1, "router_unchanged": False, "failures": [HOSTILE], "errors": []}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from k2convert.records.checksum import seal
 from k2convert.report import write_report
 
 NUM_WEIGHTS = 2048 * 7168
@@ -55,7 +56,7 @@ def k2_records(converted: Path, tmp_path: Path) -> Path:
             "shard": name, "fingerprint": "0", "blake3": "0", "file_bytes": shards[name], "num_tensors": 4617,
             "source_headers": {}, "projections": projections,
         }  # fmt: skip
-        (folder / f".k2convert/shards/{name}.json").write_text(json.dumps(record))
+        (folder / f".k2convert/shards/{name}.json").write_bytes(seal(record))
     job = json.loads((converted / ".k2convert/job.json").read_text()) | {"shards": shards}
     (folder / ".k2convert/job.json").write_text(json.dumps(job))
     return folder
