@@ -56,7 +56,7 @@ def test_the_main_commands_need_no_optional_library(converted: Path) -> None:
     ("words", "extra"),
     [
         (("run", TINY, "OUT", "--device", "cuda"), "torch"),
-        (("run", TINY, "OUT", "--quantizer", "reference"), "reference"),
+        (("run", TINY, "OUT", "--set", "quantizer=reference"), "reference"),
         (("calibrate", TINY, "OUT", "--text", TINY / "eval.txt"), "calibrate"),
         (("validate", "CONVERTED", "--source", TINY, "--layers", "1"), "torch"),
         (("validate", "CONVERTED", "--source", TINY, "--layers", "all"), "torch"),

@@ -145,6 +145,17 @@ def _other_form(document: Mapping[str, Any]) -> str:
     return 'has neither "text", a string, nor "messages", a list of objects.'
 
 
+def has_ids(path: Path) -> bool:
+    """Return whether a .jsonl file holds token ids, not text, by its first line."""
+    try:
+        with path.open("rb") as file:
+            first = next((line for line in iter(lambda: file.readline(MAX_LINE_BYTES), b"") if line.strip()), b"")
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    is_text = b'"text"' in first or b'"messages"' in first
+    return first.lstrip(b"\xef\xbb\xbf \t").startswith(b"[") or (b'"input_ids"' in first and not is_text)
+
+
 def ids_of_line(line: str) -> Ids:
     """Return the ids of a .jsonl line that holds a list of them; raises CalibrationError without a place."""
     try:

@@ -24,7 +24,16 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.calibrate.chat import ChatTemplate
-from k2convert.calibrate.documents import Ids, LineFile, PlainFile, Source, TokenArray, ids_of_line, text_of_line
+from k2convert.calibrate.documents import (
+    Ids,
+    LineFile,
+    PlainFile,
+    Source,
+    TokenArray,
+    has_ids,
+    ids_of_line,
+    text_of_line,
+)
 from k2convert.calibrate.tokenizer_process import TokenizerProcess
 from k2convert.checkpoint.files import pieces
 from k2convert.errors import CalibrationError
@@ -50,29 +59,31 @@ class Windows:
 
 
 def read_windows(
-    files: Sequence[Path], *, tokenizer: Path | None, vocab_size: int, tokens: int, window: int, seed: int
+    files: Sequence[Path], *, tokenizer: Path, vocab_size: int, tokens: int, window: int, seed: int
 ) -> Windows:
-    """Draw `tokens // window` windows from texts, or from token ids if `tokenizer` is None.
+    """Draw `tokens // window` windows from texts and token ids.
 
-    `tokenizer` is the checkpoint folder with its files. A text with fewer tokens than asked for gives what it has; with
-    fewer than one window, one shorter window. The same bytes and options give the same windows on every machine.
-    Raises CalibrationError if a file cannot be used, holds an id outside [0, vocab_size), or nothing holds a token.
+    `tokenizer` is the checkpoint folder with its files; token ids need none. A text with fewer tokens than asked for
+    gives what it has; with fewer than one window, one shorter window. The same bytes and options give the same windows
+    on every machine. Raises CalibrationError if a file cannot be used, holds an id outside [0, vocab_size), or nothing
+    holds a token.
     """
     for path in files:
-        _check_file(path, (".txt", LINES) if tokenizer else (".npy", LINES))
+        _check_file(path)
     with ExitStack() as stack:
-        if tokenizer is None:
-            sources = [_ids_source(path) for path in files]
-        else:
+        sources: dict[Path, Source] = {path: _ids_source(path) for path in files if _has_ids(path)}
+        if texts := [path for path in files if path not in sources]:
             model = stack.enter_context(TokenizerProcess(tokenizer))
             template = stack.enter_context(ChatTemplate(tokenizer))
             of_line = partial(text_of_line, tokenizer=model, template=template)
-            is_lines = [path.suffix.lower() == LINES for path in files]
-            sources = [
-                LineFile(path, of_line) if lines else PlainFile(path, model)
-                for path, lines in zip(files, is_lines, strict=True)
-            ]
-        stream = _read(sources, vocab_size=vocab_size, enough=READ_PER_TOKEN * max(tokens, window), seed=seed)
+            for path in texts:
+                sources[path] = LineFile(path, of_line) if path.suffix.lower() == LINES else PlainFile(path, model)
+        stream = _read(
+            [sources[path] for path in files],
+            vocab_size=vocab_size,
+            enough=READ_PER_TOKEN * max(tokens, window),
+            seed=seed,
+        )
     length = min(window, tokens, stream.size)
     if length == 0:
         raise CalibrationError(f"{', '.join(map(str, files))}: no token in it. Pass a text that is not empty.")
@@ -108,13 +119,17 @@ def _notes(ids: NDArray[np.int64], *, tokens: int, window: int) -> tuple[str, ..
     )
 
 
-def _check_file(path: Path, suffixes: tuple[str, ...]) -> None:
+def _check_file(path: Path) -> None:
     if not path.exists():
         raise CalibrationError(f"{path}: there is no such file.")
     if not path.is_file():
         raise CalibrationError(f"{path}: is a folder or a device, not a file.")
-    if path.suffix.lower() not in suffixes:
-        raise CalibrationError(f"{path}: its name does not end in {' or '.join(suffixes)}, so its form is unknown.")
+    if path.suffix.lower() not in (".txt", ".npy", LINES):
+        raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
+
+
+def _has_ids(path: Path) -> bool:
+    return path.suffix.lower() == ".npy" or (path.suffix.lower() == LINES and has_ids(path))
 
 
 def _ids_source(path: Path) -> Source:

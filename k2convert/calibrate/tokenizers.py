@@ -55,7 +55,7 @@ PIECE_CHARS: Final = 2 << 20
 
 _PANIC: Final = "PanicException"  # of tokenizers and tiktoken, whose code is Rust; it is not an Exception
 
-BAD_FILE: Final = "Download the checkpoint's tokenizer files again, or pass token ids instead of text (--token-ids)."
+BAD_FILE: Final = "Download the checkpoint's tokenizer files again, or pass token ids (.npy, .jsonl) instead of text."
 
 
 class Tokenizer(Protocol):

@@ -8,37 +8,28 @@ import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from k2convert import __version__
-from k2convert.cli.calibrate_options import CalibrateOptions
 from k2convert.cli.failures import UsageError, explain, explain_usage
-from k2convert.cli.fit_options import FitOptions
 from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrupted
-from k2convert.cli.machines import complete_part
-from k2convert.cli.options import (
-    TEXT_FORMS,
-    DestinationArgument,
-    FolderArgument,
-    InspectedArgument,
-    JsonOption,
-    PublicOption,
-    QuietOption,
-    RevisionOption,
+from k2convert.cli.options import JsonOption, takes
+from k2convert.cli.verbs import (
+    CalibrateOptions,
+    FitOptions,
+    InspectOptions,
+    PublishOptions,
+    ReportOptions,
     RunOptions,
-    SourceOption,
-    StatisticsOption,
-    StatusArgument,
-    YesOption,
-    existing_place,
-    new_place,
-    not_address,
-    on_branch,
-    takes,
+    StatusOptions,
+    ValidateOptions,
 )
 from k2convert.errors import InvalidCheckpointError, K2ConvertError, visible
+
+_MANY_OPTIONS: Final = 20  # from here on, help shows them in panels
 
 app = typer.Typer(
     name="k2convert",
@@ -48,6 +39,36 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class Verb(TyperCommand):
+    """A command whose help shows its options in panels, and names values without their types."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line."""
+        return ["[OPTIONS]", *(str(p.metavar) for p in self.get_params(ctx) if p.param_type_name == "argument")]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, each under the heading that its definition names."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        is_long = len(self.params) > _MANY_OPTIONS
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None or (is_long and parameter.name == "help"):
+                continue
+            if parameter.param_type_name == "argument":
+                panels.setdefault("Arguments", []).append((str(parameter.metavar), record[1]))
+            else:
+                panel = getattr(parameter, "rich_help_panel", None) if is_long else None
+                panels.setdefault(panel or "Options", []).append(record)
+        for panel, records in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+
+
+def _examples(*commands: str) -> str:
+    """Return what help shows below the options. The mark keeps the lines as they are."""
+    return "\b\nExamples:\n" + "\n".join(f"  k2convert {command}" for command in commands)
 
 
 def _version(value: bool) -> None:
@@ -63,39 +84,24 @@ def _root(
     pass
 
 
-@app.command()
-def inspect(source: InspectedArgument, as_json: JsonOption = False) -> None:
+@app.command(cls=Verb, epilog=_examples("inspect Kimi-K2-Thinking", "inspect hf://moonshotai/Kimi-K2-Thinking --json"))
+@takes(InspectOptions)
+def inspect(options: InspectOptions) -> None:
     """Describe a checkpoint, from its headers, or a statistics file."""
-    if Path(source).is_file():
-        from k2convert.cli.statistics_view import inspect_statistics
+    from k2convert.cli.inspect import inspect
 
-        inspect_statistics(Path(source), as_json=as_json)
-        return
-    from k2convert.checkpoint.names import LEDGER_NAME
-    from k2convert.cli import console
-    from k2convert.cli.inspection_view import show_inspection, stated_pruning
-    from k2convert.hub.client import Hub
-    from k2convert.job.places import open_source
-    from k2convert.plan.inspection import inspect_checkpoint
-
-    with open_source(source, hub=Hub(notify=console.print_note)) as opened:
-        folder = opened.checkpoint.folder
-        found = inspect_checkpoint(opened.checkpoint, shown_as=source, pruning=stated_pruning(folder))
-        is_result = (folder / LEDGER_NAME).is_file()
-    if as_json:
-        console.print_json(found.to_dict())
-        return
-    show_inspection(found)
-    if found.recipe is not None:
-        console.print_next(console.command("k2convert", "run", source, "DEST", "--dry-run"))
-    elif found.nvfp4_projections and is_result:
-        console.print_next(console.command("k2convert", "validate", source))
+    inspect(options)
 
 
-@app.command()
+@app.command(
+    cls=Verb,
+    epilog=_examples(
+        "fit hf://moonshotai/Kimi-K2-Thinking", "fit Kimi-K2-Thinking --gpu rtx-pro-6000 --count 8 --experts auto"
+    ),
+)
 @takes(FitOptions)
 def fit(options: FitOptions) -> None:
-    """Show which GPUs hold a checkpoint, and with how much KV cache. Needs its headers only. Exit code 3 if it does not
+    """Show which GPUs hold a checkpoint, and with how much KV cache. Only headers are read. Exit code 3 if it does not
     fit.
     """
     from k2convert.cli.fit import fit
@@ -103,18 +109,28 @@ def fit(options: FitOptions) -> None:
     fit(options)
 
 
-@app.command()
+@app.command(
+    cls=Verb,
+    epilog=_examples(
+        "run Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --dry-run",
+        "run hf://moonshotai/Kimi-K2-Thinking hf://YOU/K2-NVFP4 --max-disk 200GB",
+    ),
+)
 @takes(RunOptions)
 def run(options: RunOptions) -> None:
-    """Convert an INT4 checkpoint to NVFP4. Source and destination are folders or hf:// repositories. Running it again
-    resumes.
-    """
+    """Convert an INT4 checkpoint to NVFP4. Running it again resumes."""
     from k2convert.cli.run import run
 
     run(options)
 
 
-@app.command()
+@app.command(
+    cls=Verb,
+    epilog=_examples(
+        "calibrate Kimi-K2-Thinking k2.stats --text prompts.jsonl --dry-run --device h200",
+        "calibrate hf://moonshotai/Kimi-K2-Thinking k2.stats --text prompts.jsonl",
+    ),
+)
 @takes(CalibrateOptions)
 def calibrate(options: CalibrateOptions) -> None:
     """Collect statistics of activations on a text. It computes SOURCE layer by layer and writes STATISTICS for `run
@@ -125,172 +141,67 @@ def calibrate(options: CalibrateOptions) -> None:
     calibrate(options)
 
 
-@app.command()
-def status(destination: StatusArgument, as_json: JsonOption = False) -> None:
+@app.command(cls=Verb, epilog=_examples("status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json"))
+@takes(StatusOptions)
+def status(options: StatusOptions) -> None:
     """Show how far a conversion or a calibration is. For a finished one: where it was published."""
     from k2convert.cli.status import status
 
-    status(destination, as_json=as_json)
+    status(options)
 
 
-@app.command()
-def validate(
-    destination: DestinationArgument,
-    source: SourceOption = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="MoE layers to compute for real: 1,30,60 or all; from hf:// only these are read. Needs --source."
-        ),
-    ] = None,
-    hidden_states: Annotated[
-        Path | None, typer.Option(help="Captured hidden states (safetensors) for --layers [default: synthetic].")
-    ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help=f"Text for --layers ({TEXT_FORMS}): the source's layers below are computed on it.", metavar="FILE"
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to compute layers on.")] = 256,
-    reference: Annotated[bool, typer.Option("--reference", help="Decode with the quantization libraries too.")] = False,
-    statistics: StatisticsOption = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of another NVFP4 checkpoint of the same source, to measure it too. Needs --source.",
-            callback=existing_place,
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-) -> None:
+@app.command(
+    cls=Verb,
+    epilog=_examples(
+        "validate Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
+        "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
+    ),
+)
+@takes(ValidateOptions)
+def validate(options: ValidateOptions) -> None:
     """Check a converted checkpoint and measure its error. It checks the servable contract, every weight, and MoE
     layers on request. Exit code 3 if it fails.
     """
-    if source is None and (layers or against or reference or statistics):
-        raise typer.BadParameter("--layers, --against, --reference and --statistics need --source")
-    if layers and against and any(str(text).startswith("hf://") for text in (destination, source)):
-        raise typer.BadParameter("with hf://, --layers reads only these layers: leave out --against")
-    if text and (layers is None or hidden_states is not None):
-        raise typer.BadParameter(
-            "--text gives --layers its hidden states: pass --layers, and leave out --hidden-states"
-        )
-    if text and any(str(place).startswith("hf://") for place in (destination, source)):
-        raise typer.BadParameter("--text computes all layers below, so both checkpoints must be folders, not hf://")
-    from k2convert.cli import check
+    from k2convert.cli.validate import validate
 
-    check.validate(
-        destination,
-        source=source,
-        layers=_parse_layers(layers),
-        hidden_states=hidden_states,
-        text=tuple(text or ()),
-        tokens=tokens,
-        reference=reference,
-        statistics=statistics,
-        against=against,
-        as_json=as_json,
-        quiet=quiet,
-    )
+    validate(options)
 
 
-def _parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """Return the layer numbers; () for all, None for none."""
-    if text is None or text == "all":
-        return None if text is None else ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"--layers {text}: expected numbers like 1,30,60, or all") from None
-
-
-@app.command()
-def report(
-    destination: DestinationArgument,
-    source: SourceOption = None,
-    statistics: StatisticsOption = None,
-    validation: Annotated[
-        Path | None, typer.Option(help="Output of `validate --json`, to be shown instead of reading the shards again.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder to write to [default: DESTINATION, or . for hf://].", callback=new_place),
-    ] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-) -> None:
+@app.command(
+    cls=Verb,
+    epilog=_examples(
+        "report Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking", "report hf://YOU/K2-NVFP4 --out reports"
+    ),
+)
+@takes(ReportOptions)
+def report(options: ReportOptions) -> None:
     """Write a report as page, Markdown and picture. The files are report.html, report.md and report.png."""
-    if source is not None and validation is not None:
-        raise typer.BadParameter("--validation replaces the measurement: leave out --source")
-    if statistics is not None and source is None:
-        raise typer.BadParameter("--statistics needs --source")
-    from k2convert.cli import check
+    from k2convert.cli.report import report
 
-    check.report(
-        destination,
-        source=source,
-        statistics=statistics,
-        validation=validation,
-        out=out,
-        as_json=as_json,
-        quiet=quiet,
-    )
+    report(options)
 
 
-@app.command()
-def publish(
-    destination: FolderArgument,
-    repo: Annotated[
-        str,
-        typer.Option(help="Repository: owner/name[@branch].", callback=not_address, show_default=False),
-    ],
-    revision: RevisionOption = None,
-    public: PublicOption = False,
-    yes: YesOption = False,
-    base_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Repository of the INT4 source, for the card and its license [default: the ledger's].",
-            callback=not_address,
-        ),
-    ] = None,
-    source: SourceOption = None,
-    statistics: StatisticsOption = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-) -> None:
+@app.command(
+    cls=Verb,
+    epilog=_examples(
+        "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4 --source Kimi-K2-Thinking",
+        "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4@v2 --yes",
+    ),
+)
+@takes(PublishOptions)
+def publish(options: PublishOptions) -> None:
     """Validate a converted checkpoint and publish it on the Hub. It makes one commit, on main or a branch."""
-    if statistics is not None and source is None:
-        raise typer.BadParameter("--statistics needs --source")
     from k2convert.cli.publish import publish
 
-    publish(
-        destination,
-        repo=on_branch(repo, revision),
-        source=source,
-        statistics=statistics,
-        private=not public,
-        yes=yes,
-        base_model=base_model,
-        as_json=as_json,
-        quiet=quiet,
-    )
+    publish(options)
 
 
-@app.command()
+@app.command(cls=Verb, epilog=_examples("recipes", "recipes --json"))
 def recipes(as_json: JsonOption = False) -> None:
     """List the recipes that come with k2convert."""
-    from k2convert.cli import console
-    from k2convert.cli.views import show_recipe
-    from k2convert.plan.recipe import load_recipe, shipped_recipes
+    from k2convert.cli.recipes import recipes
 
-    found = [load_recipe(name) for name in shipped_recipes()]
-    if as_json:
-        console.print_json([recipe.document() | {"purpose": recipe.purpose} for recipe in found])
-        return
-    for recipe in found:
-        show_recipe(recipe)
+    recipes(as_json=as_json)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -301,7 +212,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     _prepare_streams()
     try:
         catch_interrupts()
-        code = app(args=complete_part(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        code = app(args=sys.argv[1:] if arguments is None else arguments, standalone_mode=False)
     except Interrupted as interrupt:
         sys.exit(say_interrupted(*getattr(interrupt, "__notes__", ())))
     except InvalidCheckpointError as error:

@@ -10,11 +10,11 @@ from k2convert.calibrate.statistics import StatisticsHeader
 from k2convert.calibrate.work import WorkFolder
 from k2convert.choices import counted
 from k2convert.cli import console
-from k2convert.cli.calibrate_options import CalibrateOptions
-from k2convert.cli.forecast import ELSEWHERE, Computer, Forecast, choose_computer, forecast
+from k2convert.cli.forecast import Computer, Forecast, choose_computer, forecast
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.texts import check_time, read_texts
+from k2convert.cli.verbs import CalibrateOptions
 from k2convert.errors import require_extra
 from k2convert.hub.client import Hub
 from k2convert.job.layer_pass import (
@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 def calibrate(options: CalibrateOptions) -> None:
     """Plan a pass, then show it (--dry-run) or do it."""
-    if (options.text is None) == (options.token_ids is None):
-        raise typer.BadParameter("pass --text FILE or --token-ids FILE, one of them")
     require_extra("calibrate", purpose="calibrate")
-    computer = choose_computer(options.device, gpu=options.gpu, cores=options.cores, dry_run=options.dry_run)
+    computer = choose_computer(options.device, dry_run=options.dry_run)
     from k2convert.calibrate.cost import chunk_windows
 
     statistics = options.statistics
@@ -52,8 +50,7 @@ def calibrate(options: CalibrateOptions) -> None:
             raise typer.BadParameter("--max-disk only applies to hf:// sources")
         windows = read_texts(
             source,
-            text=options.text,
-            token_ids=options.token_ids,
+            options.text,
             tokens=options.tokens,
             window=options.window,
             seed=options.seed,
@@ -100,7 +97,9 @@ def _check_and_do(job: CalibrationJob, options: CalibrateOptions, computer: Comp
         command = JobCommand(command_words("calibrate", options), str(Path.cwd()))
         _do(replace(job, command=command), options, time)
     elif not options.as_json:
-        console.print_next(console.own_command(without="--dry-run", options=ELSEWHERE))
+        console.print_next(
+            console.own_command(without="--dry-run", options=("--device",) if computer.elsewhere else ())
+        )
 
 
 def _forecast(job: CalibrationJob, computer: Computer) -> Forecast:

@@ -68,12 +68,14 @@ def explain_usage(error: Any) -> str:
     """Return what to print for a UsageError: usage and message; nothing if it printed help itself."""
     shown = io.StringIO()
     error.show(file=shown)
+    if "Error: " not in shown.getvalue():
+        return shown.getvalue()
     *lines, message = shown.getvalue().rstrip("\n").split("Error: ", 1)
     message = " ".join(message.split()).replace(": Value error, ", ": ")
     missing = re.fullmatch(r"No such command '(\w+)'\.", message)
     if missing and missing[1] in _SAME_THING:
         message += f" Did you mean '{_SAME_THING[missing[1]]}'?"
-    return f"{lines[0]}Error: {visible(message)}\n" if lines else message
+    return f"{lines[0]}Error: {visible(message)}\n"
 
 
 def _explain_file(error: OSError) -> str:

@@ -7,13 +7,14 @@ from k2convert.calibrate.feedback_work import FeedbackWork
 from k2convert.choices import counted
 from k2convert.cli import console
 from k2convert.cli.forecast import Computer, Forecast, forecast
-from k2convert.cli.options import TOKENS, WINDOW, RunOptions
 from k2convert.cli.texts import read_texts
+from k2convert.cli.verbs import RunOptions
 from k2convert.cli.views import conversion_span
 from k2convert.job.estimate import Estimate
 from k2convert.job.feedback_plan import CalibrationText, FeedbackPlan
 from k2convert.job.places import Source
 from k2convert.job.prepare import Job
+from k2convert.plan.recipe import TextUse
 from k2convert.quantize.rules import WEIGHTED_NOTE
 from k2convert.records.calibration import CalibrationRecord
 
@@ -21,24 +22,21 @@ if TYPE_CHECKING:
     from k2convert.calibrate.cost import Time
 
 
-def read_calibration_text(options: RunOptions, source: Source, computer: Computer) -> CalibrationText:
+def read_calibration_text(options: RunOptions, use: TextUse, source: Source, computer: Computer) -> CalibrationText:
     """Read the text of a run; raises CalibrationError."""
     from k2convert.calibrate.cost import chunk_windows
 
-    tokens, window, seed = options.tokens or TOKENS, options.window or WINDOW, options.seed or 0
-    windows = read_texts(
-        source, text=options.calibrate, token_ids=options.token_ids, tokens=tokens, window=window, seed=seed
-    )
+    windows = read_texts(source, options.calibrate or (), tokens=use.tokens, window=use.window, seed=use.seed)
     for note in () if options.quiet else windows.notes:
         console.print_note(f"note: {note}")
     return CalibrationText(
         windows=windows,
-        tokens=tokens,
-        window=window,
-        seed=seed,
+        tokens=use.tokens,
+        window=use.window,
+        seed=use.seed,
         chunk=chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=computer.gpu_bytes),
         threads=computer.threads,
-        saved=options.save_statistics,
+        saved=None if use.save_statistics is None else Path(use.save_statistics),
     )
 
 

@@ -1,14 +1,14 @@
 """The verb `fit`: which GPUs hold a checkpoint, with how much KV cache, and how fast one request can be."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import typer
 
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.choices import Engine
 from k2convert.cli import console
-from k2convert.cli.fit_options import AUTO, FitOptions
-from k2convert.cli.fit_serving import serve_commands, serving_document, show_serving
 from k2convert.cli.fit_view import (
     fit_document,
     fit_notes,
@@ -20,14 +20,19 @@ from k2convert.cli.fit_view import (
     ways_document,
 )
 from k2convert.cli.options import parse_size
+from k2convert.cli.verbs import AUTO, FitOptions
 from k2convert.fit.gpus import GPUS, Gpu, find_gpu
 from k2convert.fit.layouts import complete_layout
-from k2convert.fit.memory import CONTEXT, Fit, Settings, fit_layout
+from k2convert.fit.memory import CONTEXT, UTILIZATION, Fit, Settings, fit_layout
 from k2convert.fit.search import Holder, find_holders, most_experts, ways_out
+from k2convert.fit.serving import ENGINE_NAMES, Deployment, ServeCommand, nvfp4_scheme, serve_command
 from k2convert.fit.speed import EstimatedSpeed, estimate_speeds
 from k2convert.fit.subject import Subject, read_subject
-from k2convert.hub.client import Hub
+from k2convert.hub.client import Hub, parse_repo
 from k2convert.job.places import open_source
+from k2convert.models.config import max_positions
+
+ServeCommands = Mapping[Engine, ServeCommand]
 
 
 def fit(options: FitOptions) -> None:
@@ -73,7 +78,7 @@ class _Asked:
         experts = experts or self.subject.shape.num_experts
         if experts != self.whole.shape.num_experts:
             source = place if self.subject.recipe is not None else "SOURCE"
-            words = ("run", source, "DEST", "--keep-experts", "FILE", "--experts", experts)
+            words = ("run", source, "DEST", "--keep-experts", "FILE", "--set", f"experts={experts}")
         elif self.subject.recipe is not None:
             words = ("run", place, "DEST", "--dry-run")
         else:
@@ -157,3 +162,53 @@ def _fit(asked: _Asked, gpu: Gpu, count: int) -> Fit:
 
 def _estimates(subject: Subject, holder: Holder) -> list[EstimatedSpeed]:
     return estimate_speeds(subject.shape, gpu=holder.gpu, layout=holder.fit.layout)
+
+
+def serve_commands(subject: Subject, checkpoint: Checkpoint, holder: Holder, *, options: FitOptions) -> ServeCommands:
+    """Return the command of each engine, empty if the GPUs do not hold the model.
+
+    A source is served as the result DEST of its recipe. Requests are limited to the context asked for, or to the cache:
+    an engine refuses to start if the model's longest request does not fit.
+    """
+    if not holder.fit.holds:
+        return {}
+    recipe, repo = subject.recipe, parse_repo(options.checkpoint)
+    scheme = nvfp4_scheme(checkpoint.config) if recipe is None else (recipe.layout, recipe.activations)
+    model = options.checkpoint if repo is None else repo.repo
+    longest = max_positions(checkpoint.config)
+    deployment = Deployment(
+        model=model if recipe is None else "DEST",
+        layout=scheme[0],
+        activations=scheme[1],
+        family=subject.family.card,
+        parallelism=holder.fit.layout,
+        gpu=holder.gpu,
+        context=options.context
+        or (holder.fit.longest if longest is not None and holder.fit.longest < longest else None),
+        kv_cache=options.kv,
+        utilization=None if options.utilization == UTILIZATION else options.utilization,
+        revision=None if recipe is not None or repo is None else repo.revision,
+    )
+    return {engine: serve_command(engine, deployment) for engine in ENGINE_NAMES}
+
+
+def serving_document(commands: ServeCommands) -> dict[str, Any]:
+    """Return the commands as plain data."""
+    return {
+        "serve": {
+            engine: {"command": command.line or None, "notes": list(command.notes)}
+            for engine, command in commands.items()
+        }
+    }
+
+
+def show_serving(commands: ServeCommands, *, known: Sequence[str]) -> None:
+    """Print each command, and its notes but for those that are `known`."""
+    for engine, command in commands.items():
+        console.print_line(f"\n{ENGINE_NAMES[engine]}:")
+        if command.words:
+            console.print_line(command.block)
+    notes = dict.fromkeys(note for command in commands.values() for note in command.notes)
+    for note in notes:
+        if note not in known:
+            console.print_note(f"note: {note}")

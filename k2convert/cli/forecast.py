@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.choices import Device
 from k2convert.cli import console
+from k2convert.cli.options import parse_device
 from k2convert.errors import PlanError
 from k2convert.fit.gpus import Gpu, find_gpu
 from k2convert.job.machine import (
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from k2convert.calibrate.cost import Time
     from k2convert.calibrate.sizes import Memory, PassSize
 
-ELSEWHERE: Final = ("--gpu", "--cores")
 DAY_SECONDS: Final = 86400
 
 
@@ -51,20 +50,19 @@ class Computer:
         return gpu_memory(self.devices)[1] if self.gpu is None else self.gpu.memory_bytes
 
 
-def choose_computer(device: Device, *, gpu: str | None, cores: int | None, dry_run: bool) -> Computer:
-    """Return what computes; raises BadParameter for a machine elsewhere without a dry run, PlanError, FitError."""
-    if (gpu or cores) and not dry_run:
-        raise typer.BadParameter(f"{'--gpu' if gpu else '--cores'} only estimates: add --dry-run")
-    if gpu and cores:
-        raise typer.BadParameter("pass --gpu or --cores, not both")
-    if gpu:
+def choose_computer(name: str, *, dry_run: bool) -> Computer:
+    """Return the computer that --device names; raises BadParameter for one elsewhere without a dry run, PlanError."""
+    device, gpu, cores = parse_device(name)
+    if device is None and not dry_run:
+        raise typer.BadParameter(f"--device {name}: expected auto, cpu or cuda; other machines only with --dry-run")
+    if gpu is not None:
         found = find_gpu(gpu)
         if found.flops is None or found.bandwidth is None:
-            raise PlanError(f"--gpu {found.name}: its data sheet does not say how fast it computes. Use another GPU.")
+            raise PlanError(f"--device {found.name}: its data sheet does not say its speed. Use another GPU.")
         return Computer(("cuda:0",), THREADS_PER_GPU, found, f"one {found.title}")
-    if cores:
+    if cores is not None:
         return Computer(("cpu",), cores, None, f"{cores} core{'s' if cores > 1 else ''}")
-    devices = choose_devices(device)
+    devices = choose_devices(device or "auto")
     return Computer(devices, layer_threads(devices))
 
 

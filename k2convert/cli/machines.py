@@ -1,50 +1,17 @@
 """`run --part` and `run --ray`: a job on several machines."""
 
-import os
-import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from k2convert.errors import require_extra
-from k2convert.job.parts import FROM_SCHEDULER, Part, read_part
+from k2convert.job.parts import Part
 
 if TYPE_CHECKING:
-    from k2convert.cli.options import RunOptions
+    from k2convert.cli.verbs import RunOptions
     from k2convert.job.prepare import Job
     from k2convert.job.ray import Capacity, Cluster
-
-
-def complete_part(words: Sequence[str]) -> list[str]:
-    """Give a `--part` without a value the one that means the scheduler's: typer knows no optional values."""
-    completed: list[str] = []
-    for word, following in zip_longest(words, words[1:]):
-        completed.append(str(word))
-        if word == "--part" and re.fullmatch(r"[0-9]+/[0-9]+", following or "") is None:
-            completed.append(FROM_SCHEDULER)
-    return completed
-
-
-def chosen_part(options: "RunOptions") -> Part | None:
-    """Return the part of the job to do, if one is asked for; raises BadParameter for what no part can do, PlanError."""
-    if options.part is None:
-        return None
-    if any(str(place).startswith("hf://") for place in (options.source, options.destination)):
-        raise typer.BadParameter("--part needs folders that every task of the array sees, not hf://")
-    from k2convert.cli.recipe_overrides import has_text
-
-    if has_text(options):
-        raise typer.BadParameter("--calibrate goes through the layers in order: leave out --part")
-    if options.ray is not None:
-        raise typer.BadParameter("--ray and --part both share out the shards: use one of them")
-    if options.verify:
-        raise typer.BadParameter("--verify is for the run that ends the job: leave out --part")
-    return read_part(options.part, os.environ)
 
 
 @contextmanager
@@ -69,21 +36,6 @@ def capacity_line(found: "Capacity") -> str:
     if found.lack:
         return f"cluster: {has}; {found.lack}, or wait until the cluster grows"
     return f"cluster: {has}; {found.shards_at_a_time:,} shards at a time; the time is not estimated"
-
-
-def check_cluster(options: "RunOptions") -> None:
-    """Raise BadParameter for what no cluster can do."""
-    if options.ray is None:
-        return
-    require_extra("ray", purpose="--ray")
-    from k2convert.cli.recipe_overrides import has_text
-
-    if has_text(options):
-        raise typer.BadParameter("--calibrate goes through the layers in order: leave out --ray")
-    if options.statistics is not None and str(options.source).startswith("hf://"):
-        raise typer.BadParameter("--ray with --statistics needs a folder as source, not hf://")
-    if options.statistics is not None and options.statistics.startswith("hf://"):
-        raise typer.BadParameter("--ray needs --statistics FILE in a folder that all nodes see, not hf://")
 
 
 def run_part(job: "Job", part: Part, options: "RunOptions") -> None:

@@ -1,28 +1,30 @@
-"""The options of the commands: their choices, types and help texts."""
+"""What the options of several verbs share: definitions, checks of addresses and sizes, and how a verb gets them."""
 
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, cast, get_args, get_type_hints
 
 import typer
 
 from k2convert.checkpoint.names import WORK_SUFFIX
-from k2convert.choices import MAX_SEED, Activations, Device, KvCache, Layout, QuantizerKind, Rule, Target
+from k2convert.choices import Device
 from k2convert.errors import PlanError
 
 T = TypeVar("T")
 
-TOKENS: Final = 131_072
-WINDOW: Final = 2048
-TEXT_FORMS: Final = '.txt; .jsonl with "text", or with "messages" and "tools" for the chat template'
+TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy or .jsonl'
+ADDRESS: Final = "hf://owner/name[@revision]"
+STATISTICS: Final = "a file, or hf://[datasets/]owner/name[@revision][/FILE]"
+RESULT, CALIBRATION, MACHINE, HUB = "Source and result", "Calibration", "Machine", "Hub"
+"""The panels of `run --help`."""
 
 
 def existing_place(value: Any) -> Any:
     """Callback of an argument that names a folder, a file or a repository to read: check its spelling."""
-    from k2convert.job.spelling import check_source
+    from k2convert.cli.address import check_source
 
     return _checked(value, check_source)
 
@@ -43,21 +45,21 @@ def status_place(value: Any) -> Any:
 
 def new_place(value: Any) -> Any:
     """Callback of an argument that names a place to write to."""
-    from k2convert.job.spelling import check_new_place
+    from k2convert.cli.address import check_new_place
 
     return _checked(value, check_new_place)
 
 
 def not_address(value: Any) -> Any:
     """Callback of an argument that names a repository, with or without hf://."""
-    from k2convert.job.spelling import check_not_address
+    from k2convert.cli.address import check_not_address
 
     return _checked(value, check_not_address)
 
 
 def local_folder(value: Any) -> Any:
     """Callback of an argument that can only name a folder."""
-    from k2convert.job.spelling import check_folder
+    from k2convert.cli.address import check_folder
 
     return _checked(value, check_folder)
 
@@ -65,15 +67,6 @@ def local_folder(value: Any) -> Any:
 def _checked(value: Any, check: Callable[[str], None]) -> Any:
     if value is not None:
         check(str(value))
-    return value
-
-
-def _input_scale(value: float | None) -> float | None:
-    if value is not None:
-        from k2convert.plan.recipe import input_scale_problem
-
-        if problem := input_scale_problem(value):
-            raise typer.BadParameter(f"{value:g}: {problem}")
     return value
 
 
@@ -87,200 +80,73 @@ def size_option(text: str | None) -> str | None:
     return text
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of tables.")]
-SourceArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Folder of the INT4 checkpoint, or hf://owner/name[@revision].",
-        callback=existing_place,
-        show_default=False,
-    ),
-]
-InspectedArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE",
-        help="Folder of a checkpoint, hf://owner/name[@revision], or a statistics file of `calibrate`.",
-        callback=existing_place,
-        show_default=False,
-    ),
-]
-DestinationArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Folder of the converted checkpoint, or hf://owner/name[@revision].",
-        callback=existing_place,
-        show_default=False,
-    ),
-]
-StatusArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="DESTINATION",
-        help="Folder of a conversion, statistics file of a calibration, or hf://owner/name[@revision].",
-        callback=status_place,
-        show_default=False,
-    ),
-]
-FolderArgument = Annotated[
-    Path, typer.Argument(help="Folder of the converted checkpoint.", callback=local_folder, show_default=False)
-]
+def argument(name: str, help: str, callback: Callable[[Any], Any]) -> Any:
+    """Define an argument. `name` is what help calls it."""
+    return typer.Argument(metavar=name, help=help, callback=callback, show_default=False)
+
+
+SourceArgument = Annotated[str, argument("SOURCE", f"Folder of the INT4 checkpoint, or {ADDRESS}.", existing_place)]
 ResultArgument = Annotated[
-    str,
-    typer.Argument(
-        help="Folder of the converted checkpoint, or hf://owner/name[@branch].", callback=new_place, show_default=False
-    ),
-]
-QuietOption = Annotated[bool, typer.Option("--quiet", help="Show no progress on stderr.")]
+    str, argument("DEST", f"Folder of the converted checkpoint, or {ADDRESS}.", existing_place)
+]  # of a result that is there
+
+
+def option(
+    help: str,
+    metavar: str | None = None,
+    *,
+    name: str | None = None,
+    panel: str | None = None,
+    callback: Callable[[Any], Any] | None = None,
+    min: float | None = None,
+    max: float | None = None,
+) -> Any:
+    """Define an option. `metavar` is what help calls its value; without one, help lists the choices."""
+    names = () if name is None else (name,)
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, callback=callback, min=min, max=max)
+
+
+def flag(name: str, help: str, panel: str | None = None) -> Any:
+    """Define an option without a value."""
+    return typer.Option(name, help=help, rich_help_panel=panel)
+
+
+JsonOption = Annotated[bool, flag("--json", "Print one JSON document on stdout, not tables.", RESULT)]
+QuietOption = Annotated[bool, flag("--quiet", "Show no progress on stderr.", RESULT)]
 SourceOption = Annotated[
     str | None,
-    typer.Option(
-        help="The INT4 source, a folder or hf://owner/name[@revision]: measures every weight, compares copies.",
-        callback=existing_place,
-    ),
+    option(f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", callback=existing_place),
 ]
 StatisticsOption = Annotated[
     str | None,
-    typer.Option(
-        help="Statistics of the conversion, to regenerate weighted results: a file, or "
-        "hf://[datasets/]owner/name[@revision][/FILE]. Needs --source.",
-        metavar="FILE",
-        callback=statistics_place,
-    ),
+    option(f"Statistics that the conversion used: {STATISTICS}. Needs --source.", "FILE", callback=statistics_place),
 ]
-RevisionOption = Annotated[
-    str | None,
-    typer.Option(help="Branch of the repository to publish on, as @branch in its address.", metavar="BRANCH"),
-]
-PublicOption = Annotated[bool, typer.Option("--public/--private", help="Visibility of a new repository.")]
-YesOption = Annotated[bool, typer.Option("--yes", help="Publish without asking.")]
+PublicOption = Annotated[bool, flag("--public/--private", "Visibility of a new repository.", HUB)]
 MaxDiskOption = Annotated[
     str | None,
-    typer.Option(help="Disk to use at one time, with the Hub: 200GB [default: free less 10 %].", callback=size_option),
-]
-
-GpuOption = Annotated[
-    str | None,
-    typer.Option(
-        help="With --dry-run: compute what one GPU of this kind would take, such as h200.", show_default=False
+    option(
+        "Disk to use at once, with the Hub: 200GB [default: free less 10 %].",
+        "BYTES",
+        panel=MACHINE,
+        callback=size_option,
     ),
 ]
-CoresOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="With --dry-run: compute what so many CPU cores would take.", show_default=False),
+DeviceOption = Annotated[
+    str,
+    option(
+        "auto, cpu or cuda. To estimate a calibration elsewhere with --dry-run: a GPU such as h200, or 64-cores.",
+        "DEVICE",
+        panel=MACHINE,
+    ),
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """Arguments and options of `run`, in the order of its help."""
-
-    source: SourceArgument
-    destination: ResultArgument
-    recipe: Annotated[str | None, typer.Option(help="Recipe: a file, or a shipped name. Default: by family.")] = None
-    rule: Annotated[
-        Rule | None,
-        typer.Option(
-            help="How weights are rounded [default: by recipe; weighted with --statistics, feedback with --calibrate]."
-        ),
-    ] = None
-    layout: Annotated[Layout | None, typer.Option(help="Tensor names and config of the result.")] = None
-    activations: Annotated[Activations | None, typer.Option(help="4-bit activations, or weight-only.")] = None
-    quantizer: Annotated[
-        QuantizerKind | None, typer.Option(help="Own arithmetic, or compressed-tensors followed by ModelOpt.")
-    ] = None
-    statistics: Annotated[
-        str | None,
-        typer.Option(
-            help="Statistics of `calibrate`, for rule weighted and norm scaling: a file, or "
-            "hf://[datasets/]owner/name[@revision][/FILE].",
-            metavar="FILE",
-            callback=statistics_place,
-        ),
-    ] = None
-    calibrate: Annotated[
-        list[Path] | None,
-        typer.Option(help=f"Text for rule feedback: {TEXT_FORMS}. May be repeated.", show_default=False),
-    ] = None
-    token_ids: Annotated[
-        list[Path] | None,
-        typer.Option(help="Token ids instead of text: .npy or .jsonl. May be repeated.", show_default=False),
-    ] = None
-    tokens: Annotated[int | None, typer.Option(min=1, help=f"Tokens of the text to use [default: {TOKENS}].")] = None
-    window: Annotated[int | None, typer.Option(min=1, help=f"Tokens seen together [default: {WINDOW}].")] = None
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=MAX_SEED, help="Decides which windows are used [default: 0].")
-    ] = None
-    save_statistics: Annotated[
-        Path | None,
-        typer.Option(help="Write the statistics that --calibrate collects, as `calibrate` does.", show_default=False),
-    ] = None
-    norm_scaling: Annotated[
-        bool | None,
-        typer.Option(
-            "--norm-scaling/--no-norm-scaling",
-            help="Exact scaling of channels by statistics or text [default: on for w4a4].",
-        ),
-    ] = None
-    keep_experts: Annotated[
-        Path | None,
-        typer.Option(
-            help="Experts to keep: a list, a REAP report, or scores (statistics of `calibrate`) with --experts.",
-            show_default=False,
-        ),
-    ] = None
-    experts: Annotated[
-        int | None, typer.Option(min=1, help="How many experts a layer to keep, by the scores of --keep-experts.")
-    ] = None
-    to: Annotated[
-        Target | None,
-        typer.Option(
-            "--to", "--target", help="NVFP4, only the dequantized BF16 copy, or INT4 as it is (for --keep-experts)."
-        ),
-    ] = None
-    kv_cache: Annotated[KvCache | None, typer.Option(help="Declare an FP8 KV cache in the config.")] = None
-    input_scale: Annotated[
-        float | None,
-        typer.Option(help="Constant activation scale of gate and up [default: 1.0].", callback=_input_scale),
-    ] = None
-    down_input_scale: Annotated[
-        float | None,
-        typer.Option(help="Constant activation scale of down [default: as --input-scale].", callback=_input_scale),
-    ] = None
-    workers: Annotated[int | None, typer.Option(min=1, help="Shards at a time [default: by cores and devices].")] = None
-    device: Annotated[Device, typer.Option(help="Where to convert.")] = "auto"
-    max_disk: MaxDiskOption = None
-    work_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for a job that publishes to the Hub [default: k2convert-work/REPO].", callback=local_folder
-        ),
-    ] = None
-    public: PublicOption = False
-    revision: RevisionOption = None
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Publish without asking; calibrate for more than 12 hours too.")
-    ] = False
-    part: Annotated[
-        str | None,
-        typer.Option(
-            help="Convert one part of the shards: 3/8, or from Slurm's array variables. Run without it at the end.",
-            metavar="[I/N]",
-        ),
-    ] = None
-    ray: Annotated[
-        str | None,
-        typer.Option(help="Convert on a Ray cluster: its address, or auto for the one here.", metavar="ADDRESS"),
-    ] = None
-    cpus_per_shard: Annotated[int, typer.Option(min=1, help="CPUs of each task with --ray.")] = 4
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Hash every finished shard once more, and make damaged ones again.")
-    ] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False
-    gpu: GpuOption = None
-    cores: CoresOption = None
-    as_json: JsonOption = False
-    quiet: QuietOption = False
+def parse_device(text: str) -> tuple[Device | None, str | None, int | None]:
+    """Return a device of this machine, the GPU of another one, or how many CPU cores another one has."""
+    if text in get_args(Device):
+        return cast(Device, text), None, None
+    cores = re.fullmatch(r"([1-9][0-9]{0,3})-cores?", text)
+    return (None, None, int(cores[1])) if cores else (None, text, None)
 
 
 def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
@@ -317,21 +183,13 @@ def command_words(verb: str, options: Any) -> tuple[str, ...]:
         value = getattr(options, field.name)
         if value == field.default or field.name == "dry_run":
             continue
-        name = {"as_json": "json"}.get(field.name, field.name).replace("_", "-")
-        flags = {True: f"--{name}", False: f"--no-{name}"}
-        if isinstance(value, bool):
-            words.append(flags[value])
+        name = {"as_json": "json", "settings": "set"}.get(field.name, field.name).replace("_", "-")
+        if value is True:
+            words.append(f"--{name}")
         else:
-            given = cast(list[Path], value) if isinstance(value, list) else [value]
+            given = cast(list[object], value) if isinstance(value, list) else [value]
             words += [word for one in given for word in (f"--{name}", str(one))]
     return tuple(words)
-
-
-def on_branch(address: str, revision: str | None) -> str:
-    """Return the address of a repository with the branch of --revision; raises BadParameter if it names one already."""
-    if revision is not None and "@" in address:
-        raise typer.BadParameter(f"{address} names a branch already: leave out --revision")
-    return address if revision is None else f"{address}@{revision}"
 
 
 def parse_size(text: str) -> int:

@@ -7,9 +7,11 @@ import typer
 from k2convert.calibrate.statistics import Statistics
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
-from k2convert.cli.check import open_origin
 from k2convert.cli.progress import Display
-from k2convert.cli.run import confirm, print_notices, show_commit
+from k2convert.cli.run import confirm
+from k2convert.cli.validate import open_origin
+from k2convert.cli.verbs import PublishOptions
+from k2convert.cli.views import print_notices, show_commit
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import SCHEME, Hub, RepoRef, check_endpoint, parse_repo, target_revision
 from k2convert.hub.xet import bound_memory
@@ -28,23 +30,15 @@ from k2convert.validate.remote import Shards
 from k2convert.validate.results import folder_bytes
 
 
-def publish(
-    folder: Path,
-    *,
-    repo: str,
-    source: str | None,
-    statistics: str | None,
-    private: bool,
-    yes: bool,
-    base_model: str | None,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Validate a finished folder and publish it, unless main has it already.
+def publish(options: PublishOptions) -> None:
+    """Validate a finished folder and publish it, unless the branch has it already.
 
-    Without `source`, the rules that compare with it are skipped.
+    Without a source, the rules that compare with it are skipped.
     """
-    ref = _parse_repo(repo)
+    if options.statistics is not None and options.source is None:
+        raise typer.BadParameter("--statistics needs --source")
+    folder, base_model, quiet, as_json = options.folder, options.base_model, options.quiet, options.as_json
+    ref = _parse_repo(options.repo)
     revision = target_revision(ref)
     if has_left(folder):
         _show_left(folder, str(ref).removeprefix(SCHEME), as_json=as_json)
@@ -56,7 +50,7 @@ def publish(
         folder,
         repo=ref.repo,
         revision=revision,
-        private=private,
+        private=not options.public,
         base_model=None if base_model is None else base_model_name(_parse_repo(base_model)),
         hub=hub,
     )
@@ -71,10 +65,10 @@ def publish(
         if not quiet:
             console.print_note(f"publishes {len(ledger.shards)} shards and these files: {others}")
         with (
-            open_named_statistics(statistics, hub=hub) as calibrated,
-            open_origin(source, hub=hub) as (origin, shards),
+            open_named_statistics(options.statistics, hub=hub) as calibrated,
+            open_origin(options.source, hub=hub) as (origin, shards),
         ):
-            confirm(target, total_bytes=ledger.num_bytes, yes=yes, ask=typer.confirm)
+            confirm(target, total_bytes=ledger.num_bytes, yes=options.yes, ask=typer.confirm)
             commit = _publish(publication, source=origin, shards=shards, statistics=calibrated, quiet=quiet)
     record_published(folder, Published(target.name, commit))
     if as_json:

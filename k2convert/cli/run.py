@@ -1,10 +1,12 @@
 """`run`: plan, show or do a job, whether its ends are folders or repositories of the Hub."""
 
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -18,18 +20,19 @@ from k2convert.cli.feedback import (
     walk_document,
     walk_line,
 )
-from k2convert.cli.forecast import ELSEWHERE, Computer, choose_computer
-from k2convert.cli.machines import capacity_line, check_cluster, chosen_part, open_cluster, run_part
-from k2convert.cli.options import RunOptions, command_words, on_branch, parse_size
+from k2convert.cli.forecast import Computer, choose_computer
+from k2convert.cli.machines import capacity_line, open_cluster, run_part
+from k2convert.cli.options import command_words, parse_device, parse_size
 from k2convert.cli.progress import Display, Waiting
-from k2convert.cli.recipe_overrides import check_kv_cache, has_text, recipe_overrides
-from k2convert.cli.serving import print_serve
 from k2convert.cli.texts import check_time
 from k2convert.cli.validation_view import contract_counts, show_validation
+from k2convert.cli.verbs import RunOptions
 from k2convert.cli.views import (
     estimate_document,
     plan_document,
+    print_notices,
     run_document,
+    show_commit,
     show_estimate,
     show_network,
     show_plan,
@@ -37,19 +40,20 @@ from k2convert.cli.views import (
 )
 from k2convert.errors import HubError, InvalidCheckpointError, missing_module, require_extra
 from k2convert.hub.branch import Branch, branch_name
-from k2convert.hub.client import MAIN, Hub
+from k2convert.hub.client import SCHEME, Hub
 from k2convert.hub.preflight import Target
-from k2convert.hub.request_errors import redacted
 from k2convert.hub.xet import bound_memory
 from k2convert.job.estimate import estimate, memory_bytes
 from k2convert.job.feedback_plan import FeedbackPlan
 from k2convert.job.kept_experts import prune_source
 from k2convert.job.machine import has_driver
-from k2convert.job.places import Destination, open_source, read_destination
+from k2convert.job.parts import read_part
+from k2convert.job.places import open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.job.publish import UnservableError
 from k2convert.job.run import Outcome, execute
 from k2convert.job.statistics_file import open_named_statistics
+from k2convert.plan.recipe import parse_settings, settle_recipe
 from k2convert.records.command import JobCommand
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
@@ -59,21 +63,19 @@ from k2convert.records.publication import Published, record_published
 
 def run(options: RunOptions) -> None:
     """Plan a job, then show it (--dry-run) or do it."""
-    if options.revision is not None and not options.destination.startswith("hf://"):
-        raise typer.BadParameter("--revision only applies to a destination on the Hub: hf://owner/name")
-    options = replace(options, destination=on_branch(options.destination, options.revision), revision=None)
-    overrides, part = recipe_overrides(options), chosen_part(options)
-    check_cluster(options)
-    if (options.gpu or options.cores) and not has_text(options):
-        raise typer.BadParameter(f"{'--gpu' if options.gpu else '--cores'} is for --calibrate")
-    computer = _choose_computer(options) if has_text(options) else None
+    for is_wrong, problem in _contradictions(options):
+        if is_wrong:
+            raise typer.BadParameter(problem)
+    part = None if options.part is None else read_part(options.part, os.environ)
+    computer = choose_computer(options.device, dry_run=options.dry_run) if options.calibrate else None
+    overrides = _recipe_overrides(options)
     destination = read_destination(options.destination, work_folder=options.work_dir)
-    if destination.repo is None and (options.public or options.work_dir is not None):
-        raise typer.BadParameter("--public and --work-dir only apply to a destination on the Hub: hf://owner/name")
     if destination.repo is not None:
         bound_memory()
-    if has_text(options):
+    if options.calibrate:
         require_extra("calibrate", purpose="--calibrate")
+    if options.ray is not None:
+        require_extra("ray", purpose="--ray")
     hub = Hub(notify=console.notifier(quiet=options.quiet))
     pinned = Journal(destination.folder).pinned_revision()
     with (
@@ -83,18 +85,17 @@ def run(options: RunOptions) -> None:
     ):
         if statistics is not None and statistics.origin is not None:
             options = replace(options, statistics=statistics.origin)  # the commands that are kept or printed name it
-        if source.remote is None and destination.repo is None and options.max_disk is not None:
-            raise typer.BadParameter("--max-disk only applies to hf:// sources or destinations")
         recipe = choose_recipe(source.checkpoint, options.recipe, overrides)
-        check_kv_cache(recipe.layout, recipe.kv_cache)
+        has_statistics, has_text, to_hub = (it is not None for it in (statistics, computer, destination.repo))
+        recipe = settle_recipe(recipe, has_statistics=has_statistics, has_text=has_text, to_hub=to_hub)
         source = prune_source(source, recipe, hub=hub)
         job = prepare(
             source=source,
             destination=destination,
             recipe=recipe,
             statistics=statistics,
-            text=None if computer is None else read_calibration_text(options, source, computer),
-            device="cpu" if computer is not None and computer.elsewhere else options.device,
+            text=None if computer is None else read_calibration_text(options, recipe.calibration, source, computer),
+            device=parse_device(options.device)[0] or "cpu",
             workers=options.workers,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
             private=not options.public,
@@ -119,8 +120,49 @@ def run(options: RunOptions) -> None:
             _do(job, options)
 
 
-def _choose_computer(options: RunOptions) -> Computer:
-    return choose_computer(options.device, gpu=options.gpu, cores=options.cores, dry_run=options.dry_run)
+def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
+    """The options of machines and Hub that do not fit together, each with its remedy; see settle_recipe for others."""
+    from_hub, to_hub = (place.startswith(SCHEME) for place in (options.source, options.destination))
+    statistics, device = options.statistics, options.device
+    in_order = "--calibrate goes through the layers in order: leave out"
+    yield options.part and (from_hub or to_hub), "--part needs folders that every task of the array sees, not hf://"
+    yield options.part and options.calibrate, f"{in_order} --part"
+    yield options.part and options.ray, "--ray and --part both share out the shards: use one of them"
+    yield options.part and options.verify, "--verify is for the run that ends the job: leave out --part"
+    yield options.ray and options.calibrate, f"{in_order} --ray"
+    yield options.ray and statistics and from_hub, "--ray with --statistics needs a folder as source, not hf://"
+    yield (
+        options.ray and statistics and statistics.startswith(SCHEME),
+        "--ray needs --statistics FILE in a folder that all nodes see, not hf://",
+    )
+    yield (
+        (options.public or options.work_dir) and not to_hub,
+        "--public and --work-dir only apply to a destination on the Hub: hf://owner/name",
+    )
+    yield (
+        options.max_disk and not (from_hub or to_hub),
+        "--max-disk only applies to hf:// sources or destinations: leave it out",
+    )
+    yield (
+        parse_device(device)[0] is None and not (options.calibrate and options.dry_run),
+        f"--device {device}: expected auto, cpu or cuda; other machines only with --calibrate and --dry-run",
+    )
+
+
+def _recipe_overrides(options: RunOptions) -> dict[str, Any]:
+    """Return what --set and the other options replace in a recipe; raises BadParameter for a key that is set twice."""
+    named: dict[str, Any] = {
+        "rule": options.rule,
+        "layout": options.layout,
+        "activations": options.activations,
+        "target": options.to,
+        "keep_experts": None if options.keep_experts is None else str(options.keep_experts),
+    }
+    named = {key: value for key, value in named.items() if value is not None}
+    overrides = parse_settings(options.settings or ())
+    if twice := named.keys() & overrides.keys():
+        raise typer.BadParameter(f"--set {', '.join(twice)}: there is an option for it too. Leave out one of them")
+    return overrides | named
 
 
 def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None:
@@ -153,7 +195,8 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
         if not walk.computer.elsewhere:
             check_time(time, source=options.source, yes=options.yes)
     if not options.as_json:
-        console.print_next(console.own_command(without="--dry-run", options=ELSEWHERE))
+        elsewhere = walk is not None and walk.computer.elsewhere
+        console.print_next(console.own_command(without="--dry-run", options=("--device",) if elsewhere else ()))
 
 
 def _show_cluster_plan(job: Job, options: RunOptions) -> None:
@@ -266,20 +309,6 @@ def _refuse_below_budget(job: Job, missed: Mapping[str, float]) -> None:
             f"error budget of {job.plan.recipe.budget.tensor_sqnr_db:g} dB, so `validate` fails: {worst}"
             f"{', ...' if len(missed) > 3 else ''}. Choose a different rule, or set `budget` in the recipe."
         )
-
-
-def print_notices(target: Target) -> None:
-    """Print what the user should know before publishing."""
-    for notice in target.notices:
-        console.print_note(f"note: {notice}")
-
-
-def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
-    """Print where a result was published, and how to serve it."""
-    revision = None if destination.revision == MAIN else destination.revision
-    branch = "" if revision is None else f", branch {revision},"
-    console.print_line(f"{redacted(hub.endpoint)}/{destination.repo}{branch} at commit {commit}")
-    print_serve(str(destination.repo), folder=destination.folder, revision=revision)
 
 
 def confirm(target: Target, *, total_bytes: int, yes: bool, ask: Callable[[str], bool]) -> None:

@@ -1,26 +1,33 @@
 """`status`: how far a conversion or a calibration is, and what a path holds that is neither."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.calibrate.work import PassJob, WorkFolder
+from k2convert.checkpoint.files import parse_json_object
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME, WORK_SUFFIX
 from k2convert.cli import console
 from k2convert.cli.feedback import walk_state
-from k2convert.cli.published import published_document, show_published, show_repository
-from k2convert.cli.views import show_progress, show_status, status_document
-from k2convert.errors import CheckpointError, DestinationError, K2ConvertError
-from k2convert.hub.client import SCHEME
+from k2convert.cli.verbs import StatusOptions
+from k2convert.errors import CheckpointError, DestinationError, HubError, K2ConvertError, remedy
+from k2convert.hub.client import SCHEME, Hub, parse_repo
+from k2convert.hub.source import RemoteRepo, read_file, resolve_source
 from k2convert.plan.inspection import inspect_checkpoint
 from k2convert.records.command import JobCommand, read_command
 from k2convert.records.journal import JobState, Journal
+from k2convert.records.ledger import TOTAL, Ledger, parse_ledger
 from k2convert.records.lock import read_lock
+from k2convert.records.publication import find_published, has_left
+
+STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
 
 
-def status(place: str, *, as_json: bool) -> None:
-    """Say how far the work in a folder is, or what a repository or a statistics file holds."""
+def status(options: StatusOptions) -> None:
+    """Show how far the work in a folder is, or the contents of a repository or a statistics file."""
+    place, as_json = options.destination, options.as_json
     path = Path(place)
     if place.startswith(SCHEME):
         show_repository(place, as_json=as_json)
@@ -127,3 +134,134 @@ def _made_from(command: JobCommand | None, *, here: str) -> tuple[str, ...]:
     statistics = command.value("--statistics")
     given = ("--source", command.place(command.words[2], here=here))
     return given if statistics is None else (*given, "--statistics", command.place(statistics, here=here))
+
+
+def status_document(state: JobState) -> dict[str, Any]:
+    """Return a job's state as plain data."""
+    return {
+        "complete": state.is_complete,
+        "running": state.is_running,
+        "shards": len(state.job.shards),
+        "finished_shards": len(state.finished),
+        "bytes": sum(state.job.shards.values()),
+        "finished_bytes": sum(state.job.shards[name] for name in state.finished if name in state.job.shards),
+        "pending": [name for name in state.job.shards if name not in state.finished],
+        "progress": state.progress,
+        "progress_age": round(state.progress_age) if state.progress is not None else None,
+        "resume": None if state.command is None or state.is_complete else state.command.line(here=str(Path.cwd())),
+        "recipe": state.job.recipe,
+        "fingerprint": state.job.fingerprint,
+        **({} if state.job.pruning is None else {"pruning": state.job.pruning.to_dict()}),
+    }
+
+
+def show_status(destination: Path, state: JobState) -> None:
+    """Print a job's state."""
+    document = status_document(state)
+    word = "complete" if state.is_complete else "running" if state.is_running else "not finished"
+    shards = f"{destination}: {word}: {document['finished_shards']} of {document['shards']} shards"
+    if state.progress is not None:
+        console.print_line(shards)
+        show_progress(state.progress, state.progress_age)
+    else:
+        done, total = (console.format_bytes(document[key]) for key in ("finished_bytes", "bytes"))
+        console.print_line(f"{shards}, {done} of {total}")
+    console.print_line(
+        f"recipe {state.job.recipe['name']}: rule {state.job.recipe['rule']}, layout {state.job.recipe['layout']}"
+    )
+    if state.job.pruning is not None:
+        console.print_line(state.job.pruning.line)
+
+
+def show_progress(progress: Mapping[str, Any], age: float) -> None:
+    """Print what the running process last said about its phases."""
+    for name, phase in progress["phases"].items():
+        done, total, rate = phase["done"], phase["total"], phase["rate"]
+        if unit := phase.get("unit"):
+            speed = f", {rate:,.0f} tokens/s per layer" if rate and done < total else ""
+            layer = f"layer {min(done // unit + 1, total // unit)} of {total // unit}"
+            console.print_line(f"{name}: {layer} on {unit:,} tokens{speed}")
+            continue
+        speed = f", {console.format_rate(rate)}" if rate and done < total else ""
+        console.print_line(f"{name}: {console.format_bytes(min(done, total))} of {console.format_bytes(total)}{speed}")
+    if age > STALE_SECONDS:
+        console.print_line(f"the running process has reported nothing for {console.format_seconds(age)}")
+    elif progress["seconds_left"]:
+        console.print_line(f"ETA {console.format_seconds(progress['seconds_left'])}")
+
+
+def show_repository(text: str, *, as_json: bool) -> None:
+    """Say what hf://owner/name[@revision] holds; raises HubError if it is not a result of k2convert."""
+    hub, ref = Hub(notify=console.print_note), parse_repo(text)
+    assert ref is not None  # with the scheme it is a repository or an error
+    repo = resolve_source(hub, ref)
+    ledger = _read_ledger(hub, repo, text)
+    missing = [n for n, s in ledger.shards.items() if n not in repo.files or repo.files[n].num_bytes != s.num_bytes]
+    document = _repository_document(repo, ledger, missing)
+    if as_json:
+        console.print_json(document)
+        return
+    kind = "private" if repo.private else "public"
+    count, size = len(ledger.shards), console.format_bytes(ledger.num_bytes)
+    word = "complete" if document["complete"] else "not complete"
+    console.print_line(f"{text} ({kind}) at commit {repo.commit}: {word}: {count} shards, {size}")
+    if missing:
+        console.print_line(f"shards missing or of a wrong size: {len(missing)} of {count}, first {missing[0]}")
+    for problem in ledger.problems:
+        console.print_line(f"{LEDGER_NAME}: {problem}")
+    recipe = ledger.recipe
+    console.print_line(f"recipe {recipe.get('name')}: rule {recipe.get('rule')}, layout {recipe.get('layout')}")
+    if ledger.repo is not None:
+        console.print_line(f"converted from {ledger.repo} at commit {ledger.revision}")
+    if TOTAL in ledger.totals:
+        console.print_line(f"weight error: SQNR {ledger.totals[TOTAL].sqnr_db:.2f} dB")
+    console.print_next(console.command("k2convert", "validate", text))
+
+
+def _read_ledger(hub: Hub, repo: RemoteRepo, text: str) -> Ledger:
+    file = repo.files.get(LEDGER_NAME)
+    if file is None:
+        raise HubError(
+            f"{text}: has no {LEDGER_NAME} at commit {repo.commit[:12]}, so it holds no result of k2convert. Check the "
+            "name and the revision. A job that is not finished leaves main as it is: ask its work folder."
+        )
+    data = read_file(hub, repo.repo, repo.commit, file)
+    with remedy("Choose a different revision, or publish the result again."):
+        return parse_ledger(parse_json_object(data.decode(errors="replace"), where=f"{text}: {LEDGER_NAME}"))
+
+
+def _repository_document(repo: RemoteRepo, ledger: Ledger, missing: list[str]) -> dict[str, Any]:
+    return {
+        "complete": bool(ledger.shards) and not missing and not ledger.problems,
+        "published": {"repo": repo.repo, "commit": repo.commit},
+        "private": repo.private,
+        "shards": len(ledger.shards),
+        "bytes": ledger.num_bytes,
+        "missing": missing,
+        "problems": list(ledger.problems),
+        "source": {"repo": ledger.repo, "revision": ledger.revision},
+        "recipe": ledger.recipe,
+        "fingerprint": ledger.fingerprint,
+    }
+
+
+def published_document(folder: Path) -> dict[str, Any]:
+    """Return where the result of a folder was published, as plain data."""
+    found = find_published(folder)
+    return {"published": None if found is None else {"repo": found.repo, "commit": found.commit}}
+
+
+def show_published(folder: Path) -> bool:
+    """Say where the result of a folder went; return whether the state's next step was said too."""
+    found = find_published(folder)
+    if found is not None:
+        console.print_line(f"published as {found}")
+    if not has_left(folder):
+        return False
+    if found is None:
+        console.print_note("uploaded, but not known to be on main: the same `k2convert run` command finishes the job")
+        if (command := read_command(folder)) is not None:
+            console.print_next(command.line(here=str(Path.cwd())))
+    else:
+        console.print_next(console.command("k2convert", "validate", f"hf://{found.repo}"))
+    return True

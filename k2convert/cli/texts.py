@@ -17,19 +17,11 @@ if TYPE_CHECKING:
 MAX_HOURS: Final = 12
 
 
-def read_texts(
-    source: Source,
-    *,
-    text: Sequence[Path] | None,
-    token_ids: Sequence[Path] | None,
-    tokens: int,
-    window: int,
-    seed: int,
-) -> Windows:
-    """Read the text with the source's tokenizer, or the token ids, in windows that the model's positions allow."""
+def read_texts(source: Source, files: Sequence[Path], *, tokens: int, window: int, seed: int) -> Windows:
+    """Read texts with the source's tokenizer, and token ids, in windows that the model's positions allow."""
     return read_windows(
-        text or token_ids or [],
-        tokenizer=source.checkpoint.folder if text else None,
+        files,
+        tokenizer=source.checkpoint.folder,
         vocab_size=vocabulary_size(source.checkpoint),
         tokens=tokens,
         window=min(window, max_positions(source.checkpoint.config) or window),
@@ -42,5 +34,5 @@ def check_time(time: "Time", *, source: str, yes: bool) -> None:
     if time.middle > MAX_HOURS * 3600 and not yes:
         raise CalibrationError(
             f"{source}: the pass would take {format_span(time.least, time.most)} on this machine, more than "
-            f"{MAX_HOURS} hours. Use a machine with a GPU, or fewer --tokens, or repeat the command with --yes."
+            f"{MAX_HOURS} hours. Use a machine with a GPU, or fewer tokens, or repeat the command with --yes."
         )

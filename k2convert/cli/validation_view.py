@@ -2,9 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from k2convert.cli.console import print_line, print_table, print_verdict
+from k2convert.checkpoint.files import read_json_file
+from k2convert.checkpoint.names import CONFIG_NAME
+from k2convert.cli.console import print_line, print_next, print_table, print_verdict
+from k2convert.models import find_family
+from k2convert.records.ledger import read_ledger
 from k2convert.records.pruning import share_words
 from k2convert.validate.contract.findings import MAX_OFFENDERS, ContractReport
 from k2convert.validate.decode import DecodedError
@@ -147,3 +152,13 @@ def _show_comparison(comparison: Comparison) -> None:
         f"by tensor: less error here in {comparison.better_here:,}, less there in {comparison.better_there:,}, "
         f"equal in {comparison.equal:,}"
     )
+
+
+def print_serve(model: str, *, folder: Path, revision: str | None = None) -> None:
+    """Print how to serve a folder or a repository. `folder` has the result's config.json and ledger."""
+    from k2convert.fit.serving import result_deployment, serve_command
+
+    config, ledger = read_json_file(folder / CONFIG_NAME), read_ledger(folder)
+    family, kv_cache = find_family(str(ledger.family)).card, ledger.recipe.get("kv_cache")
+    deployment = result_deployment(config, family=family, kv_cache=kv_cache, model=model, revision=revision)
+    print_next(serve_command("vllm", deployment).line)

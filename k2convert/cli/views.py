@@ -1,24 +1,31 @@
 """How plans, runs and states are shown: tables for people, plain data for --json."""
 
 import math
-import textwrap
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from k2convert.calibrate.columns import MIN_TOKENS
-from k2convert.cli.console import format_bytes, format_rate, format_seconds, format_span, print_line, print_table
-from k2convert.cli.pruning_view import pruning_document, show_pruning
+from k2convert.cli.console import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_span,
+    print_line,
+    print_note,
+    print_table,
+)
+from k2convert.cli.validation_view import print_serve
 from k2convert.hub.branch import branch_name
+from k2convert.hub.client import MAIN, Hub
+from k2convert.hub.preflight import Target
+from k2convert.hub.request_errors import redacted
 from k2convert.job.estimate import Estimate
+from k2convert.job.places import Destination
 from k2convert.job.prepare import Job
 from k2convert.plan.plan import action_counts
-from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.records.journal import JobState
 from k2convert.records.ledger import metrics_document
-
-STALE_SECONDS: Final = 30.0  # a running process reports every two seconds
+from k2convert.records.pruning import share_words
 
 
 def plan_document(job: Job, *, source: str) -> dict[str, Any]:
@@ -88,6 +95,30 @@ def _show_calibration(job: Job) -> None:
                 f"norm scaling: {found['scaled_channels']:,} channels of {layers} are multiplied by powers of two, "
                 "which is exact"
             )
+
+
+def pruning_document(job: Job) -> dict[str, Any]:
+    """Return which experts a job keeps and what that drops, as plain data; empty if it keeps all."""
+    pruning, whole, seen = job.source.pruning, job.source.whole, job.source.checkpoint
+    if pruning is None or whole is None:
+        return {}
+    dropped = {
+        "source_tensors": len(whole.tensors) - len(seen.tensors),
+        "bytes_in": whole.tensor_bytes - seen.tensor_bytes,
+    }
+    return {"pruning": pruning.to_dict() | {"kept": pruning.kept.num_experts, "dropped": dropped}}
+
+
+def show_pruning(job: Job) -> None:
+    """Print which experts a job keeps and the size of the result, if it does not keep all."""
+    if job.source.pruning is not None:
+        dropped = pruning_document(job)["pruning"]["dropped"]
+        print_line(
+            f"{job.source.pruning.line}: drops {dropped['source_tensors']:,} tensors, "
+            f"{format_bytes(dropped['bytes_in'])} of the source; the result has {format_bytes(job.plan.data_bytes)}"
+        )
+        for what, shares in job.source.pruning.shares.items():
+            print_line(f"left out of the {what}: {share_words(shares)}")
 
 
 def _hub_document(job: Job) -> dict[str, Any]:
@@ -237,64 +268,15 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
     print_line(f"{job.destination.folder}: {len(job.plan.jobs)} shards, {format_seconds(seconds)}{rate}")
 
 
-def status_document(state: JobState) -> dict[str, Any]:
-    """Return a job's state as plain data."""
-    return {
-        "complete": state.is_complete,
-        "running": state.is_running,
-        "shards": len(state.job.shards),
-        "finished_shards": len(state.finished),
-        "bytes": sum(state.job.shards.values()),
-        "finished_bytes": sum(state.job.shards[name] for name in state.finished if name in state.job.shards),
-        "pending": [name for name in state.job.shards if name not in state.finished],
-        "progress": state.progress,
-        "progress_age": round(state.progress_age) if state.progress is not None else None,
-        "resume": None if state.command is None or state.is_complete else state.command.line(here=str(Path.cwd())),
-        "recipe": state.job.recipe,
-        "fingerprint": state.job.fingerprint,
-        **({} if state.job.pruning is None else {"pruning": state.job.pruning.to_dict()}),
-    }
+def print_notices(target: Target) -> None:
+    """Print what the user should know before publishing."""
+    for notice in target.notices:
+        print_note(f"note: {notice}")
 
 
-def show_status(destination: Path, state: JobState) -> None:
-    """Print a job's state."""
-    document = status_document(state)
-    word = "complete" if state.is_complete else "running" if state.is_running else "not finished"
-    shards = f"{destination}: {word}: {document['finished_shards']} of {document['shards']} shards"
-    if state.progress is not None:
-        print_line(shards)
-        show_progress(state.progress, state.progress_age)
-    else:
-        print_line(f"{shards}, {format_bytes(document['finished_bytes'])} of {format_bytes(document['bytes'])}")
-    print_line(
-        f"recipe {state.job.recipe['name']}: rule {state.job.recipe['rule']}, layout {state.job.recipe['layout']}"
-    )
-    if state.job.pruning is not None:
-        print_line(state.job.pruning.line)
-
-
-def show_progress(progress: Mapping[str, Any], age: float) -> None:
-    """Print what the running process last said about its phases."""
-    for name, phase in progress["phases"].items():
-        done, total, rate = phase["done"], phase["total"], phase["rate"]
-        if unit := phase.get("unit"):
-            speed = f", {rate:,.0f} tokens/s per layer" if rate and done < total else ""
-            layer = f"layer {min(done // unit + 1, total // unit)} of {total // unit}"
-            print_line(f"{name}: {layer} on {unit:,} tokens{speed}")
-            continue
-        speed = f", {format_rate(rate)}" if rate and done < total else ""
-        print_line(f"{name}: {format_bytes(min(done, total))} of {format_bytes(total)}{speed}")
-    if age > STALE_SECONDS:
-        print_line(f"the running process has reported nothing for {format_seconds(age)}")
-    elif progress["seconds_left"]:
-        print_line(f"ETA {format_seconds(progress['seconds_left'])}")
-
-
-def show_recipe(recipe: Recipe) -> None:
-    """Print a recipe by its name: whom it serves, what it converts and how. Lines have at most 80 columns."""
-    family, roles = recipe.family or "any family", ", ".join(recipe.roles)
-    terms = f"{family}; {roles}; rule {recipe.rule}; {recipe.activations}; layout {recipe.layout}"
-    print_line(recipe.name)
-    for text in (recipe.purpose, terms):
-        for line in textwrap.wrap(text, 76, break_long_words=False, break_on_hyphens=False):
-            print_line(f"    {line}")
+def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
+    """Print where a result was published, and how to serve it."""
+    revision = None if destination.revision == MAIN else destination.revision
+    branch = "" if revision is None else f", branch {revision},"
+    print_line(f"{redacted(hub.endpoint)}/{destination.repo}{branch} at commit {commit}")
+    print_serve(str(destination.repo), folder=destination.folder, revision=revision)

@@ -1,4 +1,4 @@
-"""Statistics in a job: what the recipe needs of them, whether they are of this source, what the ledger says of them.
+"""Statistics in a job: what is used of them, whether they are of this source, and the ledger's entry.
 
 Headers and the statistics file decide here, before anything is written. The digests of the norms' bytes are compared
 too: before the start if the source is a folder, and after each download if it is on the Hub.
@@ -6,7 +6,6 @@ too: before the start if the source is a folder, and after each download if it i
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Final
 
 import numpy as np
 from blake3 import blake3
@@ -16,80 +15,17 @@ from k2convert.calibrate.statistics import Statistics
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import ShardReader
-from k2convert.errors import CalibrationError, RecipeError
+from k2convert.errors import CalibrationError
 from k2convert.job.places import Source
 from k2convert.models import detect_family, locate_module
 from k2convert.models.names import WEIGHT, Architecture
 from k2convert.plan.plan import Plan
-from k2convert.plan.recipe import Budget, Recipe
+from k2convert.plan.recipe import Recipe
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord, LayerCalibration
 from k2convert.records.fingerprint import source_digest
 
-WALK_TENSOR_SQNR_DB: Final = 13.0
-"""The budget of a tensor whose codes come from a walk, in dB. The walk keeps outputs, not weights: the worst tensor of
-k2-tiny had 17.2 dB and that of SmolLM2 18.2 dB, against 22.5 dB by rule `optimal` on k2-tiny."""
-
 _REMEDY = "Make statistics of this source with `k2convert calibrate`."
-
-
-def settle_recipe(recipe: Recipe, *, has_statistics: bool, has_text: bool = False) -> Recipe:
-    """Return the recipe with norm scaling decided: on or off with statistics or text, unset without.
-
-    With a text to calibrate on, the rule is the one that needs a walk through the layers. Raises RecipeError for a
-    recipe that needs statistics or a text and has none, or has them and cannot use them.
-    """
-    if has_text:
-        return _settle_walk(recipe, has_statistics=has_statistics)
-    rule = RULES[recipe.rule]
-    if rule.needs_walk and recipe.target == "nvfp4":
-        instead = " It makes its own statistics: leave out --statistics." if has_statistics else ""
-        raise RecipeError(
-            f"recipe {recipe.name}: rule {recipe.rule} converts the model layer by layer on a text: pass the text with "
-            f"--calibrate FILE.{instead}"
-        )
-    is_weighted = rule.uses_importance
-    if not has_statistics:
-        if is_weighted or recipe.norm_scaling:
-            what = f"rule {recipe.rule}" if is_weighted else "norm scaling"
-            raise RecipeError(
-                f"recipe {recipe.name}: {what} needs --statistics FILE, which `k2convert calibrate` makes."
-            )
-        return recipe.model_copy(update={"norm_scaling": None})
-    if recipe.target != "nvfp4" or recipe.quantizer == "reference":
-        what = f"target {recipe.target}" if recipe.target != "nvfp4" else "quantizer reference"
-        raise RecipeError(f"recipe {recipe.name}: {what} uses no statistics. Leave out --statistics.")
-    is_scaled = _is_scaled(recipe)
-    if not is_weighted and not is_scaled:
-        raise RecipeError(
-            f"recipe {recipe.name}: rule {recipe.rule} without norm scaling uses no statistics. Leave out "
-            "--statistics, or use --rule weighted or --norm-scaling."
-        )
-    return recipe.model_copy(update={"norm_scaling": is_scaled})
-
-
-def _is_scaled(recipe: Recipe) -> bool:
-    """Return whether norms are scaled, by default for FP4 activations alone: weights lose 10 % by it on SmolLM2."""
-    return recipe.activations == "w4a4" if recipe.norm_scaling is None else recipe.norm_scaling
-
-
-def _settle_walk(recipe: Recipe, *, has_statistics: bool) -> Recipe:
-    """Return a recipe for a conversion with --calibrate: its rule, and whether norms are scaled."""
-    (walked,) = (name for name, arithmetic in RULES.items() if arithmetic.needs_walk)
-    if has_statistics:
-        raise RecipeError("--calibrate makes its own statistics. Leave out --statistics, or --calibrate.")
-    if recipe.target != "nvfp4" or recipe.quantizer == "reference":
-        what = f"target {recipe.target}" if recipe.target != "nvfp4" else "quantizer reference"
-        raise RecipeError(f"recipe {recipe.name}: {what} cannot be calibrated. Leave out --calibrate.")
-    if "rule" in recipe.model_fields_set and recipe.rule != walked:
-        raise RecipeError(
-            f"recipe {recipe.name}: --calibrate converts by rule {walked}, not {recipe.rule}. Leave out the rule, or "
-            "--calibrate."
-        )
-    settled: dict[str, Any] = {"rule": walked, "norm_scaling": _is_scaled(recipe)}
-    if "budget" not in recipe.model_fields_set:
-        settled["budget"] = Budget(tensor_sqnr_db=WALK_TENSOR_SQNR_DB)
-    return recipe.model_copy(update=settled)
 
 
 def choose_calibration(statistics: Statistics, *, recipe: Recipe, source: Source) -> Calibration:

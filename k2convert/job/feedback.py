@@ -84,8 +84,8 @@ def _check_kept(plan: FeedbackPlan, calibrated: CalibrationRecord) -> None:
     path = plan.text.saved
     if path is not None and not (path.exists() and open_statistics(path).digest == calibrated.statistics):
         raise CalibrationError(
-            f"{path}: the conversion is complete, and its statistics were not kept. Leave out --save-statistics; "
-            "`k2convert calibrate` makes them."
+            f"{path}: the conversion is complete, and its statistics were not kept. Leave out "
+            "calibration.save_statistics; `k2convert calibrate` makes them."
         )
 
 

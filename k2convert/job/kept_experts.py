@@ -7,7 +7,8 @@
     statistics      the file of `k2convert calibrate`, which has REAP's saliency
 
 Layers are those of the model, experts are numbered as in the source. `of`, how many experts a layer of the model has,
-`chosen_by`, one phrase, and `left_out` may be left out. With scores and statistics, --experts says how many to keep.
+`chosen_by`, one phrase, and `left_out` may be left out. With scores and statistics, the recipe's `experts` is how many
+to keep.
 """
 
 import math
@@ -46,8 +47,6 @@ def prune_source(source: Source, recipe: Recipe, *, hub: Hub) -> Source:
 
     Raises PlanError or CalibrationError naming file, layer and remedy if the file cannot be used for this model.
     """
-    if recipe.keep_experts is None and recipe.experts is not None:
-        raise PlanError(f"--experts {recipe.experts} needs --keep-experts FILE with scores (keep_experts in a recipe).")
     if recipe.keep_experts is None:
         return source
     return source.pruned(_read(Path(recipe.keep_experts), recipe.experts, source, hub))
@@ -57,7 +56,7 @@ def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRec
     checkpoint = source.checkpoint
     architecture = detect_family(checkpoint).read_architecture(checkpoint.config, str(checkpoint.folder))
     if count is not None and count > architecture.num_experts:
-        raise PlanError(f"--experts {count}: the model has {architecture.num_experts} experts per layer. Keep fewer.")
+        raise PlanError(f"experts {count}: the model has {architecture.num_experts} experts per layer. Keep fewer.")
     raw = _contents(path)
     if raw is None:
         found = open_statistics(path)
@@ -149,7 +148,7 @@ def _is_score(value: object) -> bool:
 
 def _listed(layers: Mapping[int, list[Any]], count: int | None) -> KeptExperts:
     if count is not None:
-        raise PlanError("lists the experts to keep, so there is nothing to choose. Leave out --experts.")
+        raise PlanError("lists the experts to keep, so there is nothing to choose. Leave out `experts`.")
     for layer, experts in layers.items():
         if wrong := [expert for expert in experts if type(expert) is not int]:
             raise ValueError(f"layer {layer}: {quoted(wrong[0])} is not the number of an expert")
@@ -169,7 +168,7 @@ def _reap_layers(document: Mapping[str, Any]) -> dict[int, list[Any]]:
 
 def _needed(count: int | None, path: Path) -> int:
     if count is None:
-        raise PlanError(f"{path}: has scores, but does not say how many experts to keep. Add --experts N.")
+        raise PlanError(f"{path}: has scores, but does not say how many experts to keep. Add --set experts=N.")
     return count
 
 

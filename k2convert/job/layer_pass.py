@@ -178,7 +178,7 @@ def check_calibration_room(job: CalibrationJob) -> None:
         advice = "Allow more with --max-disk, or free some space" if job.shards is not None else "Free some space"
         raise DiskFullError(
             f"{job.work.folder}: the pass needs {job.disk_needed:,} bytes of disk at one time, but may use "
-            f"{job.disk_allowed:,}. {advice}, or use fewer --tokens."
+            f"{job.disk_allowed:,}. {advice}, or use fewer tokens."
         )
 
 

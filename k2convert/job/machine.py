@@ -74,7 +74,7 @@ def check_memory(place: str, *, needed: int, available: int, of_gpu: bool = Fals
         kind, other = ("GPU memory", "GPU") if of_gpu else ("memory", "machine")
         raise PlanError(
             f"{place}: needs about {needed / 1e9:,.1f} GB of {kind}, but {available / 1e9:,.1f} GB is available. "
-            f"Use fewer --tokens, a shorter --window, or a {other} with more memory."
+            f"Use fewer tokens, a shorter window, or a {other} with more memory."
         )
 
 

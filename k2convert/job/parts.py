@@ -12,8 +12,8 @@ from typing import Final
 from k2convert.errors import PlanError, quoted
 from k2convert.job.room import Item
 
-FROM_SCHEDULER: Final = "scheduler"
-"""The value of --part that takes it from the variables of a Slurm array."""
+FROM_SCHEDULER: Final = "auto"
+"""The value of --part that reads the variables of a Slurm array."""
 
 _MAX_COUNT: Final = 100_000
 _TASK, _FIRST, _COUNT = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT"))
@@ -44,7 +44,7 @@ def read_part(text: str, environment: Mapping[str, str]) -> Part:
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     part = None if match is None else Part(int(match[1]), int(match[2]))
     if part is None or not 1 <= part.number <= part.count <= _MAX_COUNT:
-        raise PlanError(f"--part {quoted(text)}: expected I/N with I from 1 to N, such as 3/8.")
+        raise PlanError(f"--part {quoted(text)}: expected I/N with I from 1 to N, such as 3/8, or auto.")
     return part
 
 
@@ -55,7 +55,7 @@ def _slurm_part(environment: Mapping[str, str]) -> Part:
         last = int(environment.get("SLURM_ARRAY_TASK_MAX", first + (count - 1) * step))
     except (KeyError, ValueError):
         raise PlanError(
-            f"--part without a value needs {_TASK}, {_FIRST} and {_COUNT}, which Slurm sets in an array job. "
+            f"--part auto needs {_TASK}, {_FIRST} and {_COUNT}, which Slurm sets in an array job. "
             "Elsewhere write --part I/N."
         ) from None
     is_even = step > 0 and 0 < count <= _MAX_COUNT and last == first + (count - 1) * step

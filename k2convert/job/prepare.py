@@ -12,7 +12,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.choices import Device
-from k2convert.errors import CheckpointError, DiskFullError, PlanError, RecipeError, require_extra
+from k2convert.errors import CheckpointError, DiskFullError, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.hub.preflight import Target, check_target, other_weights_error, read_published
 from k2convert.hub.source_card import SourceCard, accepted_card
@@ -22,7 +22,6 @@ from k2convert.job.calibration import (
     check_widths,
     choose_calibration,
     scaled_layers,
-    settle_recipe,
 )
 from k2convert.job.feedback_plan import (
     CalibrationText,
@@ -36,7 +35,7 @@ from k2convert.job.places import Destination, Source, check_destination, refuse_
 from k2convert.job.room import Item
 from k2convert.models import detect_family
 from k2convert.plan.plan import Plan, plan_conversion
-from k2convert.plan.recipe import Recipe, load_recipe
+from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
 from k2convert.records.fingerprint import job_fingerprint, local_identity
@@ -96,7 +95,7 @@ class Job:
 
 def choose_recipe(source: Checkpoint, recipe: str | None, overrides: Mapping[str, Any]) -> Recipe:
     """Load the named recipe, or that of the source's family, with command-line overrides."""
-    return load_recipe(recipe or detect_family(source).recipe, **overrides)
+    return load_recipe(recipe or detect_family(source).recipe, overrides)
 
 
 def prepare(
@@ -119,13 +118,13 @@ def prepare(
     not fit.
     """
     hub, checkpoint, folder = hub or Hub(), source.checkpoint, destination.folder
-    _check_pruning(source, recipe, text)
+    has_statistics, has_text, to_hub = (it is not None for it in (statistics, text, destination.repo))
+    recipe = settle_recipe(recipe, has_statistics=has_statistics, has_text=has_text, to_hub=to_hub)
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
         require_extra("reference", purpose="the reference quantizer")
     check_destination(folder, source=checkpoint.folder if source.remote is None else None)
-    recipe = settle_recipe(recipe, has_statistics=statistics is not None, has_text=text is not None)
     calibration = None if statistics is None else choose_calibration(statistics, recipe=recipe, source=source)
-    plan = _plan(source, recipe, calibration, has_text=text is not None)
+    plan = _plan(source, recipe, calibration, has_text=has_text)
     items = output_items(plan)
     refuse_links(folder, [*(Path(shard.name) for shard in plan.jobs), *list_sidecars(checkpoint.folder)])
     devices, walk = _cluster_devices(device) if on_cluster else choose_devices(device), None
@@ -138,7 +137,7 @@ def prepare(
         calibrated = _kept_calibration(folder, description)
         items = walk.in_order(items)
     finished = Journal(folder).finished(description.digest)
-    target = _check_target(plan, items, source, destination, private=private, hub=hub)
+    target = _check_target(items, source, destination, private=private, hub=hub)
     workers = min(choose_workers(workers, num_devices=len(devices)), max(len(items) - len(finished), 1))
     limits = plan_limits(
         plan, items, source, destination, devices=devices, workers=workers, max_disk=max_disk, walk=walk
@@ -159,20 +158,6 @@ def prepare(
         calibrated=calibrated,
         feedback=walk,
     )
-
-
-def _check_pruning(source: Source, recipe: Recipe, text: CalibrationText | None) -> None:
-    """Refuse what needs a list of kept experts and has none, or the other way round (RecipeError)."""
-    if source.pruning is None:
-        if recipe.target == "int4":
-            raise RecipeError(
-                f"recipe {recipe.name}: target int4 only drops experts: say which to keep with --keep-experts FILE."
-            )
-    elif text is not None and text.saved is not None:
-        raise RecipeError(
-            "--save-statistics would write statistics of the pruned model, not of the source. Leave it out, or write "
-            "the pruned model with --target int4 first, and convert that."
-        )
 
 
 def _cluster_devices(device: Device) -> tuple[str, ...]:
@@ -238,7 +223,6 @@ def source_identities(source: Source) -> dict[str, str]:
 
 
 def _check_target(
-    plan: Plan,
     items: Sequence[Item],
     source: Source,
     destination: Destination,
@@ -246,15 +230,10 @@ def _check_target(
     private: bool,
     hub: Hub,
 ) -> Target | None:
-    """Check the repository that the result goes to, if it goes to one; raises HubError, PlanError."""
+    """Check the repository that the result goes to, if it goes to one; raises HubError."""
     if destination.repo is None:
         return None
     check_endpoint()
-    if plan.recipe.target != "nvfp4":
-        raise PlanError(
-            f"--to {plan.recipe.target} needs a folder as destination: only NVFP4 checkpoints are validated and "
-            "published."
-        )
     file_bytes = {item.name: item.output_bytes for item in items}
     return check_target(
         hub,

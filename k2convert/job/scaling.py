@@ -22,7 +22,7 @@ from k2convert.quantize.formats.columns import divide_columns, scale_bits, scale
 from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 
-_REMEDY: Final = "Make the statistics again with `k2convert calibrate`, or convert with --no-norm-scaling."
+_REMEDY: Final = "Make the statistics again with `k2convert calibrate`, or convert with --set norm_scaling=false."
 
 
 def projection_importance(projection: Projection, calibration: Calibration | None) -> NDArray[np.uint8] | None:

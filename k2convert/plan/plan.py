@@ -180,7 +180,7 @@ def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) ->
         if tensor.dtype not in SCALABLE_DTYPES or tensor.shape[-1:] != (columns,):
             raise PlanError(
                 f"{tensor.shard}: {name}: {tensor.dtype} {list(tensor.shape)}; norm scaling needs "
-                f"{' or '.join(SCALABLE_DTYPES)} with {columns} columns. Use --no-norm-scaling."
+                f"{' or '.join(SCALABLE_DTYPES)} with {columns} columns. Use --set norm_scaling=false."
             )
         scalings[name] = scaling
     return scalings

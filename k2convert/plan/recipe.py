@@ -4,13 +4,14 @@ A recipe names roles, never regular expressions. Unknown keys are refused: a mis
 result without a message.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from k2convert.choices import Activations, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
+from k2convert.choices import MAX_SEED, Activations, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
 from k2convert.errors import PlanError, RecipeError, cut, quoted, shortened
 from k2convert.models import find_family
 from k2convert.quantize.rules import RULES
@@ -28,6 +29,14 @@ def _is_family(value: str) -> str:
         return find_family(value).name
     except PlanError as error:
         raise ValueError(str(error)) from None
+
+
+def _are_roles(value: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
+    if len(set(value)) != len(value):
+        raise ValueError("a role is repeated; remove one")
+    if "experts" not in value:
+        raise ValueError("must contain 'experts', because the source's INT4 weights are the routed experts")
+    return value
 
 
 Fp32Scale = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_is_fp32_scale)]
@@ -55,6 +64,19 @@ class Budget(BaseModel):
     expert_sqnr_db: float = 12.0
 
 
+class TextUse(BaseModel):
+    """How the text of `run --calibrate` is used: how many tokens of it, in windows drawn by a seed.
+
+    `save_statistics` is the path of a statistics file to write.
+    """
+
+    model_config = _FORBID
+    tokens: Annotated[int, Field(ge=1)] = 131_072
+    window: Annotated[int, Field(ge=1)] = 2048
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
+    save_statistics: Annotated[str, Field(min_length=1)] | None = None
+
+
 class Recipe(BaseModel):
     """One kind of result: which roles become NVFP4, by which rule, in which layout, and which experts are kept.
 
@@ -72,38 +94,116 @@ class Recipe(BaseModel):
     quantizer: QuantizerKind = "native"
     activations: Activations = "w4a4"
     norm_scaling: bool | None = None
-    roles: tuple[RoleName, ...] = ("experts",)
+    roles: Annotated[tuple[RoleName, ...], AfterValidator(_are_roles)] = ("experts",)
     input_scale: InputScale = InputScale()
     kv_cache: KvCache | None = None
     budget: Budget = Budget()
     keep_experts: Annotated[str, Field(min_length=1)] | None = None
     experts: Annotated[int, Field(ge=1)] | None = None
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> "Recipe":
-        if len(set(self.roles)) != len(self.roles):
-            raise ValueError("roles: a role is repeated; remove one")
-        if "experts" not in self.roles:
-            raise ValueError("roles: must contain 'experts', because the source's INT4 weights are the routed experts")
-        if self.quantizer == "reference" and not RULES[self.rule].is_modelopt:
-            known = " or ".join(f"'rule: {rule}'" for rule, arithmetic in RULES.items() if arithmetic.is_modelopt)
-            raise ValueError(f"quantizer 'reference' does not support rule {self.rule!r}; add {known}")
-        if self.norm_scaling and self.quantizer == "reference":
-            raise ValueError("quantizer 'reference' does not support norm scaling; remove 'norm_scaling'")
-        if self.norm_scaling and self.target != "nvfp4":
-            raise ValueError(f"norm scaling is for NVFP4; remove 'norm_scaling' or 'target: {self.target}'")
-        return self
+    calibration: TextUse = TextUse()
 
     def document(self) -> dict[str, Any]:
         """Return the resolved recipe as plain data, with every default; `norm_scaling` only if it is set.
 
-        Without the experts to keep: the ledger has them themselves (records/pruning.py), wherever they were read from.
-        Without the purpose.
+        Without the purpose, and without what the ledger has itself, wherever it was read from: the experts to keep
+        (records/pruning.py) and the text.
         """
-        document = self.model_dump(mode="json", exclude={"keep_experts", "experts", "purpose"})
+        document = self.model_dump(mode="json", exclude={"keep_experts", "experts", "purpose", "calibration"})
         if self.norm_scaling is None:
             del document["norm_scaling"]
         return document
+
+
+WALK_TENSOR_SQNR_DB: Final = 13.0
+"""The budget of a tensor whose codes come from a walk, in dB. The walk keeps outputs, not weights: the worst tensor of
+k2-tiny had 17.2 dB and that of SmolLM2 18.2 dB, against 22.5 dB by rule `optimal` on k2-tiny."""
+
+_NVFP4_KEYS: Final = frozenset(("rule", "layout", "activations", "quantizer", "norm_scaling", "kv_cache"))
+
+
+def settle_recipe(
+    recipe: Recipe, *, has_statistics: bool = False, has_text: bool = False, to_hub: bool = False
+) -> Recipe:
+    """Return the recipe with its rule, norm scaling and budget decided; raises RecipeError if something contradicts it.
+
+    A recipe that names no rule is converted by rule feedback with a text, and by rule weighted with statistics.
+    """
+    settled: dict[str, Any] = {}
+    if "rule" not in recipe.model_fields_set and recipe.target == "nvfp4":
+        if recipe.quantizer == "reference":
+            settled["rule"] = _the_rule(modelopt=True)
+        elif has_text or has_statistics:
+            settled["rule"] = _the_rule(walk=True) if has_text else "weighted"
+    if has_text and "budget" not in recipe.model_fields_set:
+        settled["budget"] = Budget(tensor_sqnr_db=WALK_TENSOR_SQNR_DB)
+    if recipe.norm_scaling is None and (has_statistics or has_text):
+        settled["norm_scaling"] = recipe.activations == "w4a4"  # weights alone lose 10 % by it on SmolLM2
+    elif not recipe.norm_scaling and not (has_statistics or has_text):
+        settled["norm_scaling"] = None
+    recipe = recipe.model_copy(update=settled)
+    for is_wrong, problem in _contradictions(recipe, statistics=has_statistics, text=has_text, to_hub=to_hub):
+        if is_wrong:
+            raise RecipeError(f"recipe {recipe.name}: {problem}")
+    return recipe
+
+
+def _the_rule(*, walk: bool = False, modelopt: bool = False) -> Rule:
+    """Return the only rule that needs a walk, or that ModelOpt has too."""
+    return next(name for name, rule in RULES.items() if (walk and rule.needs_walk) or (modelopt and rule.is_modelopt))
+
+
+def _contradictions(r: Recipe, *, statistics: bool, text: bool, to_hub: bool) -> Iterator[tuple[object, str]]:
+    """Everything that does not fit together, each with its remedy. The first one that holds is reported."""
+    rule, is_nvfp4, given = RULES[r.rule], r.target == "nvfp4", "--calibrate" if text else "--statistics"
+    unused = [key for key in sorted(r.model_fields_set & _NVFP4_KEYS) if getattr(r, key) is not None]
+    yield not is_nvfp4 and (statistics or text), f"target {r.target} cannot be calibrated. Leave out {given}."
+    yield not is_nvfp4 and unused, f"target {r.target} converts nothing to NVFP4. Leave out {', '.join(unused)}."
+    yield statistics and text, "--calibrate collects its own statistics. Leave out --statistics, or --calibrate."
+    yield (
+        r.quantizer == "reference" and (statistics or text),
+        f"quantizer reference cannot be calibrated. Leave out {given}.",
+    )
+    yield (
+        r.quantizer == "reference" and not rule.is_modelopt,
+        f"quantizer reference does not support rule {r.rule}. Use rule {_the_rule(modelopt=True)}.",
+    )
+    yield (
+        text and not rule.needs_walk,
+        f"--calibrate converts by rule {_the_rule(walk=True)}, not {r.rule}. Leave out the rule, or --calibrate.",
+    )
+    yield (
+        is_nvfp4 and rule.needs_walk and not text,
+        f"rule {r.rule} needs a text, which gives it statistics too. Add --calibrate FILE, without --statistics.",
+    )
+    needs = "norm scaling" if r.norm_scaling else f"rule {r.rule}"
+    yield (
+        is_nvfp4 and (rule.uses_importance or r.norm_scaling) and not (statistics or text),
+        f"{needs} needs statistics. Add --statistics FILE, which `k2convert calibrate` writes.",
+    )
+    yield (
+        statistics and not rule.uses_importance and not r.norm_scaling,
+        f"rule {r.rule} without norm scaling uses no statistics. Leave out --statistics, or use rule weighted.",
+    )
+    yield (
+        r.layout == "compressed-tensors" and r.kv_cache,
+        f"kv_cache {r.kv_cache} has no effect in vLLM with the layout compressed-tensors. Leave it out, and serve with "
+        f"`vllm serve --kv-cache-dtype {r.kv_cache}`.",
+    )
+    yield (
+        r.experts is not None and r.keep_experts is None,
+        f"experts {r.experts} needs a file with scores. Add --keep-experts FILE.",
+    )
+    yield r.target == "int4" and not r.keep_experts, "target int4 only drops experts. Add --keep-experts FILE."
+    yield (
+        "calibration" in r.model_fields_set and not text,
+        "the keys of calibration are for a text. Add --calibrate FILE, or leave them out.",
+    )
+    yield (
+        r.calibration.save_statistics and r.keep_experts,
+        "calibration.save_statistics would have statistics of the pruned model, not of the source. Leave it out, or "
+        "write the pruned model with --to int4 first, and convert that.",
+    )
+    yield to_hub and not is_nvfp4, f"target {r.target} needs a folder as destination: the Hub gets only NVFP4."
 
 
 def recipes_folder() -> Path:
@@ -118,8 +218,8 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
-def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
-    """Load a recipe by shipped name or by path. `overrides` that are not None replace its fields."""
+def load_recipe(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """Load a recipe by shipped name or by path. `overrides` replace its keys, or keys of its sections."""
     path = _find_recipe(name_or_path)
     try:
         text = _read_text(path)
@@ -131,7 +231,23 @@ def load_recipe(name_or_path: str, **overrides: Any) -> Recipe:
         raise RecipeError(f"{path}: duplicate key {quoted(repeated)}. Remove one.")
     if not isinstance(document, dict):
         raise RecipeError(f"{path}: a recipe must be a mapping of keys to values. Start from a shipped one.")
-    return build_recipe(cast(dict[str, Any], document), where=str(path), **overrides)
+    return build_recipe(cast(dict[str, Any], document), where=str(path), overrides=overrides)
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the overrides in `key=value` and `section.key=value`, with values in YAML; raises RecipeError."""
+    overrides: dict[str, Any] = {}
+    for text in settings:
+        name, equals, raw = text.partition("=")
+        section, dot, key = name.partition(".")
+        if not (equals and section and (key or not dot)):
+            raise RecipeError(f"--set {shortened(text)}: not a setting. Use key=value or section.key=value.")
+        try:
+            value: Any = yaml.safe_load(raw)
+        except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+            raise RecipeError(f"--set {shortened(text)}: the value is not YAML. Use for example {name}=1.") from None
+        _merge(overrides, {section: {key: value}} if dot else {section: value})
+    return overrides
 
 
 def _find_recipe(name_or_path: str) -> Path:
@@ -162,18 +278,27 @@ def _read_text(path: Path) -> str:
     return raw.decode("utf-8")
 
 
-def build_recipe(document: dict[str, Any], *, where: str, **overrides: Any) -> Recipe:
+def build_recipe(document: dict[str, Any], *, where: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Check a recipe document; raises RecipeError naming file, key and what is allowed.
 
     If the document alone is correct, the message names the overrides, not the document.
     """
-    given = {key: value for key, value in overrides.items() if value is not None}
+    merged = dict(document)
+    _merge(merged, overrides or {})
     try:
-        return Recipe.model_validate(document | given)
+        return Recipe.model_validate(merged)
     except ValidationError as error:
-        if given and _is_recipe(document):
-            where = ", ".join(f"{key} {value}" for key, value in given.items())
+        if overrides and _is_recipe(document):
+            where = f"recipe {shortened(str(document['name']))} with --set or options"
         raise RecipeError(f"{where}: {_explain(error)}") from None
+
+
+def _merge(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Replace keys of a document, and only the keys that are there of a section."""
+    for key, value in changes.items():
+        below = document.get(key)
+        is_section = isinstance(value, dict) and isinstance(below, dict)
+        document[key] = cast(dict[str, Any], below) | value if is_section else value
 
 
 def _is_recipe(document: dict[str, Any]) -> bool:
@@ -184,21 +309,14 @@ def _is_recipe(document: dict[str, Any]) -> bool:
     return True
 
 
-def input_scale_problem(value: float) -> str:
-    """Return why `value` cannot be an activation scale; empty if it can."""
-    try:
-        InputScale(gate_up=value)
-    except ValidationError as error:
-        return error.errors()[0]["msg"].removeprefix("Value error, ")
-    return ""
-
-
 def _explain(error: ValidationError) -> str:
     parts: list[str] = []
     for problem in error.errors():
         place = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            model = {"input_scale": InputScale, "budget": Budget}.get(str(problem["loc"][0]), Recipe)
+            model = {"input_scale": InputScale, "budget": Budget, "calibration": TextUse}.get(
+                str(problem["loc"][0]), Recipe
+            )
             known = f"; known keys: {', '.join(model.model_fields)}"  # once for each model
             parts.append(f"unknown key {quoted(place)}{'' if any(known in part for part in parts) else known}")
         else:

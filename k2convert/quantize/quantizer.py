@@ -60,7 +60,7 @@ def create_quantizer(kind: QuantizerKind, *, rule: Rule, device: str) -> Quantiz
         offered = " or ".join(name for name, arithmetic in RULES.items() if arithmetic.is_modelopt)
         raise RecipeError(
             f"the reference quantizer writes what ModelOpt writes, which is rule {offered}, not {rule}. "
-            f"Use --rule {offered} with it, or --quantizer native."
+            f"Use --rule {offered} with it, or quantizer native."
         )
     from k2convert.quantize.libraries import create_reference_quantizer
 

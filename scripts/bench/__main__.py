@@ -142,7 +142,7 @@ def peers(bench: Bench, gigabytes: float) -> None:
     slice_, short = bench.source("slice-8", "--experts", 8), bench.source("slice-2", "--experts", 2)
     small = bench.source("slice-small", "--experts", 1, "--hidden", 2048, "--intermediate", 256)
     nearly_empty = bench.source("nearly-empty", "--experts", 1, "--hidden", 256, "--intermediate", 64)
-    chain = ["--quantizer", "reference"]
+    chain = ["--rule", "plain", "--set", "quantizer=reference"]
     python = quark_python()
     bench.time(
         *copy_and_runs(bench, bench.sized(gigabytes), cold=False),
@@ -188,7 +188,7 @@ def calibration(bench: Bench, experts: Sequence[int]) -> None:
     for count in experts:
         source = bench.source(f"layer-{count}", "--experts", count, "--dense-layers", 1)
         command = ["k2convert", "calibrate", source, bench.out / "statistics.safetensors"]
-        options = ["--token-ids", ids, "--tokens", "512", "--window", "512", "--device", bench.device]
+        options = ["--text", ids, "--tokens", "512", "--window", "512", "--device", bench.device]
         bench.time(Job(f"calibrate, {count} experts", source, [*command, *options]))
 
 
@@ -199,7 +199,7 @@ def feedback(bench: Bench) -> None:
     jobs: list[Job] = []
     for experts, tokens in FEEDBACK_SIZES:
         source = bench.source(f"layer-{experts}", "--experts", experts, "--dense-layers", 1)
-        options = ["--token-ids", ids, "--tokens", str(tokens), "--window", "2048", "--yes"]
+        options = ["--calibrate", ids, "--set", f"calibration.tokens={tokens}", "--yes"]
         jobs.append(Job(feedback_label(experts, tokens), source, bench.convert(source, *map(str, options))))
     bench.time(*jobs)
     seconds = {size: bench.results[feedback_label(*size)]["seconds"] for size in FEEDBACK_SIZES}

@@ -86,19 +86,19 @@ class Conversion:
     walk: bool = False
 
 
-NORM, NO_NORM = "--norm-scaling", "--no-norm-scaling"
+NORM, NO_NORM = ("--set", "norm_scaling=true"), ("--set", "norm_scaling=false")
 CONVERSIONS = (
     Conversion("plain", None, ("--rule", "plain")),
     Conversion("optimal", None, ("--rule", "optimal")),
-    Conversion("optimal, norm scaling", "text", ("--rule", "optimal", NORM)),
-    Conversion("weighted", "text", (NO_NORM,)),
-    Conversion("weighted, norm scaling", "text", (NORM,)),
-    Conversion("weighted, foreign text", "foreign", (NO_NORM,)),
-    Conversion("weighted, norm scaling, foreign text", "foreign", (NORM,), (W4A4,)),
-    Conversion(f"weighted, {TOKENS_AN_EXPERT} tokens an expert", "few", (NO_NORM,)),
-    Conversion(f"weighted, norm scaling, {TOKENS_AN_EXPERT} tokens an expert", "few", (NORM,), (W4A4,)),
+    Conversion("optimal, norm scaling", "text", ("--rule", "optimal", *NORM)),
+    Conversion("weighted", "text", NO_NORM),
+    Conversion("weighted, norm scaling", "text", NORM),
+    Conversion("weighted, foreign text", "foreign", NO_NORM),
+    Conversion("weighted, norm scaling, foreign text", "foreign", NORM, (W4A4,)),
+    Conversion(f"weighted, {TOKENS_AN_EXPERT} tokens an expert", "few", NO_NORM),
+    Conversion(f"weighted, norm scaling, {TOKENS_AN_EXPERT} tokens an expert", "few", NORM, (W4A4,)),
     Conversion("feedback", "text", (), walk=True),
-    Conversion("feedback, no norm scaling", "text", (NO_NORM,), walk=True),
+    Conversion("feedback, no norm scaling", "text", NO_NORM, walk=True),
     Conversion("feedback, foreign text", "foreign", (), walk=True),
     Conversion("feedback, 64 tokens in all", "64", (), walk=True),
     Conversion("feedback, 512 tokens in all", "512", (), walk=True),
@@ -136,12 +136,14 @@ class Tokens:
 
     path: Path
     count: int
-    is_ids: bool
 
     def options(self, *, text: str) -> list[object]:
-        """Return the options of `k2convert`, where a file of text follows the option `text`."""
-        kind = "--token-ids" if self.is_ids else text
-        return [kind, self.path, "--tokens", self.count, "--window", min(WINDOW, self.count), "--quiet", "--yes"]
+        """Return the options of `k2convert`, where a file follows the option `text`."""
+        window = min(WINDOW, self.count)
+        use: list[object] = ["--tokens", self.count, "--window", window]
+        if text == "--calibrate":
+            use = ["--set", f"calibration={{tokens: {self.count}, window: {window}}}"]
+        return [text, self.path, *use, "--quiet", "--yes"]
 
 
 def calibration_tokens(subject: CalibratedSubject, work: Path) -> dict[str, Tokens]:
@@ -151,11 +153,11 @@ def calibration_tokens(subject: CalibratedSubject, work: Path) -> dict[str, Toke
     ids = work / f"{subject.source.name}-ids.jsonl"
     ids.write_text("".join(f"{window}\n" for window in calibration_windows(subject).tolist()), encoding="utf-8")
     return {
-        "text": Tokens(ids, subject.calibration_tokens, is_ids=True),
-        "foreign": Tokens(foreign_text(work), subject.calibration_tokens, is_ids=False),
-        "few": Tokens(subject.calibration, few, is_ids=False),
-        "64": Tokens(ids, 64, is_ids=True),
-        "512": Tokens(ids, 512, is_ids=True),
+        "text": Tokens(ids, subject.calibration_tokens),
+        "foreign": Tokens(foreign_text(work), subject.calibration_tokens),
+        "few": Tokens(subject.calibration, few),
+        "64": Tokens(ids, 64),
+        "512": Tokens(ids, 512),
     }
 
 

@@ -24,12 +24,35 @@ def text(tiny: Path, tmp_path: Path) -> Path:
 
 
 def test_a_text_of_any_name_is_calibrated_on(text: Path, tiny: Path, run_cli: Run) -> None:
-    size = ("--tokens", "32", "--window", "16", "--device", "cpu")
     statistics, out = text.parent / "s.stats", text.parent / "out"
     commands = [
-        ("calibrate", tiny, statistics, "--text", text, *size, "--json"),
+        (
+            "calibrate",
+            tiny,
+            statistics,
+            "--text",
+            text,
+            "--tokens",
+            "32",
+            "--window",
+            "16",
+            "--device",
+            "cpu",
+            "--json",
+        ),
         ("inspect", statistics, "--json"),
-        ("run", tiny, out, "--calibrate", text, *size, "--json"),
+        (
+            "run",
+            tiny,
+            out,
+            "--calibrate",
+            text,
+            "--set",
+            "calibration={tokens: 32, window: 16}",
+            "--device",
+            "cpu",
+            "--json",
+        ),
         ("validate", out, "--source", tiny, "--layers", "1", "--text", text, "--tokens", "16", "--json"),
     ]
     for words in commands:
@@ -41,13 +64,14 @@ def test_a_text_of_any_name_is_calibrated_on(text: Path, tiny: Path, run_cli: Ru
     assert json.loads((out / "k2convert.json").read_text())["calibration"]["texts"][0]["name"] == STATED
 
 
-def test_a_seed_that_no_file_can_hold_is_a_usage_error(text: Path, tiny: Path, run_cli: Run) -> None:
-    for words in (
-        ("calibrate", tiny, text.parent / "s.stats", "--text"),
-        ("run", tiny, text.parent / "o", "--calibrate"),
-    ):
-        done = run_cli(*words, text, "--seed", str(10**18), "--dry-run")
-        assert done.returncode == 2
-        assert "Error: Invalid value for '--seed': " in done.stderr.splitlines()[-1]
-        done = run_cli(*words, text, "--seed", str(10**18 - 1), "--tokens", "32", "--device", "cpu", "--yes")
+def test_a_seed_that_no_file_can_hold_is_refused(text: Path, tiny: Path, run_cli: Run) -> None:
+    more = ("--device", "cpu", "--yes")
+    calibrate = ("calibrate", tiny, text.parent / "s.stats", "--text", text, "--tokens", "32", "--seed")
+    convert = ("run", tiny, text.parent / "o", "--calibrate", text, "--set", "calibration.tokens=32", "--set")
+    for words, code in (((*calibrate, str(10**18)), 2), ((*convert, f"calibration.seed={10**18}"), 1)):
+        done = run_cli(*words, *more)
+        assert done.returncode == code
+        assert "seed" in done.stderr.splitlines()[-1]
+    for words in ((*calibrate, str(10**18 - 1)), (*convert, f"calibration.seed={10**18 - 1}")):
+        done = run_cli(*words, *more)
         assert done.returncode == 0, done.stderr

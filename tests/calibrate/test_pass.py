@@ -191,7 +191,7 @@ def test_a_window_that_is_not_finite_is_dropped_and_counted(calibrate: Calibrate
     source, ids, out = copy_of(cut, tmp_path / "source"), tmp_path / "ids.npy", tmp_path / "out"
     plant(source, "model.embed_tokens.weight", 7 * 256, NAN)  # of token 7
     np.save(ids, np.where(np.arange(16 * 32).reshape(16, 32) == 40, 7, 9 + np.arange(16 * 32).reshape(16, 32) % 1000))
-    options = ("--token-ids", ids, "--tokens", "512", "--window", "32", "--device", "cpu", "--json")
+    options = ("--text", ids, "--tokens", "512", "--window", "32", "--device", "cpu", "--json")
     done = calibrate(source, out, *options)
     assert (done.code, json.loads(done.out)["dropped_windows"]) == (0, 1), done.err
     found = open_statistics(out)
@@ -345,18 +345,18 @@ def test_a_folder_of_others_in_place_of_the_work_folder_stays_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "options", "says"),
+    ("name", "content", "says"),
     [
-        ("empty.txt", "", ("--text",), "no token in it"),
-        ("ids.jsonl", "[1, 2, 2048]\n", ("--token-ids",), "holds the token id 2048"),
-        ("ids.jsonl", "[1, 2, -1]\n", ("--token-ids",), "holds the token id -1"),
+        ("empty.txt", "", "no token in it"),
+        ("ids.jsonl", "[1, 2, 2048]\n", "holds the token id 2048"),
+        ("ids.jsonl", "[1, 2, -1]\n", "holds the token id -1"),
     ],
 )
 def test_a_text_that_cannot_be_used_is_one_line_and_nothing_is_written(
-    calibrate: Calibrate, cut: Path, tmp_path: Path, name: str, content: str, options: tuple[str, ...], says: str
+    calibrate: Calibrate, cut: Path, tmp_path: Path, name: str, content: str, says: str
 ) -> None:
     (tmp_path / name).write_text(content)
-    done = calibrate(cut, tmp_path / "out", *options, tmp_path / name, *SMALL)
+    done = calibrate(cut, tmp_path / "out", "--text", tmp_path / name, *SMALL)
     assert (done.code, done.out, said(done.err).count("\n")) == (1, "", 1)
     assert says in done.err
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -386,7 +386,7 @@ def test_a_window_is_not_longer_than_the_model_reads(
 
 
 def test_usage_errors(calibrate: Calibrate, cut: Path, text: Path, tmp_path: Path) -> None:
-    for words in ((), ("--text", text, "--token-ids", text), ("--text", text, "--max-disk", "1GB")):
+    for words in ((), ("--text", text, "--max-disk", "1GB")):
         assert calibrate(cut, tmp_path / "out", *words).code == 2
 
 
@@ -396,7 +396,7 @@ def test_a_long_pass_needs_yes(
     monkeypatch.setattr("k2convert.cli.texts.MAX_HOURS", 0)
     done = calibrate(cut, tmp_path / "out", "--text", text, *SMALL)
     assert (done.code, done.out, said(done.err).count("\n")) == (1, "", 1)
-    assert "Use a machine with a GPU, or fewer --tokens, or repeat the command with --yes." in done.err
+    assert "Use a machine with a GPU, or fewer tokens, or repeat the command with --yes." in done.err
     assert calibrate(cut, tmp_path / "out", "--text", text, *SMALL, "--yes", "--dry-run").code == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -405,7 +405,7 @@ def test_a_long_pass_needs_yes(
 def test_a_pass_over_k2_takes_days_on_two_cores(calibrate: Calibrate, k2_headers: Path, tmp_path: Path) -> None:
     """All of Kimi-K2-Thinking, of which only the headers are here."""
     np.save(tmp_path / "ids.npy", np.arange(131_072) % 100_000)
-    done = calibrate(k2_headers, tmp_path / "out", "--token-ids", tmp_path / "ids.npy", "--device", "cpu", "--quiet")
+    done = calibrate(k2_headers, tmp_path / "out", "--text", tmp_path / "ids.npy", "--device", "cpu", "--quiet")
     assert (done.code, done.out, said(done.err).count("\n")) == (1, "", 1), done.err
-    assert " on this machine, more than 12 hours. Use a machine with a GPU, or fewer --tokens, or repeat" in done.err
+    assert " on this machine, more than 12 hours. Use a machine with a GPU, or fewer tokens, or repeat" in done.err
     assert not (tmp_path / "out.work").exists()

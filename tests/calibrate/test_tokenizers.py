@@ -139,7 +139,7 @@ def test_damaged_files_are_one_line(name: str, content: bytes, complaint: str, t
     with pytest.raises(Exception, match=complaint) as failure:
         open_tokenizer(tmp_path)
     assert "\n" not in str(failure.value)
-    assert "--token-ids" in str(failure.value), "what to do instead"
+    assert "pass token ids" in str(failure.value), "what to do instead"
 
 
 def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:

@@ -73,6 +73,13 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def text_words(verb: str, file: Path, *, tokens: int, window: int) -> tuple[object, ...]:
+    """The options that calibrate on a file, as each verb has them."""
+    if verb == "run":
+        return ("--calibrate", file, "--set", f"calibration={{tokens: {tokens}, window: {window}}}")
+    return ("--text", file, "--tokens", tokens, "--window", window)
+
+
 @pytest.mark.parametrize("verb", ["calibrate", "run"])
 @pytest.mark.parametrize("kind", ["tiny", "shaped"])
 def test_a_dry_run_says_the_memory_that_the_run_takes(
@@ -83,12 +90,7 @@ def test_a_dry_run_says_the_memory_that_the_run_takes(
         verb,
         source,
         tmp_path / "out",
-        "--token-ids",
-        ids,
-        "--tokens",
-        1024,
-        "--window",
-        window,
+        *text_words(verb, ids, tokens=1024, window=window),
         "--device",
         "cpu",
     ]
@@ -119,13 +121,13 @@ def test_what_needs_more_memory_than_there_is_is_refused(
     verb: str,
 ) -> None:
     monkeypatch.setattr("k2convert.cli.forecast.available_memory", lambda: 0)
-    words = (verb, tiny, tmp_path / "out", "--token-ids", ids, "--tokens", "1024", "--window", "128", "--quiet")
+    words = (verb, tiny, tmp_path / "out", *text_words(verb, ids, tokens=1024, window=128), "--quiet")
     for more in ((), ("--dry-run",)):
         assert run(*words, "--device", "cpu", *more) == 1
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert error.startswith(f"error: {tiny}: needs about ")
-        assert "GB is available. Use fewer --tokens, a shorter --window, or a machine with more memory." in error
+        assert "GB is available. Use fewer tokens, a shorter window, or a machine with more memory." in error
     assert not list(tmp_path.iterdir())
 
 
@@ -133,35 +135,34 @@ def test_what_needs_more_memory_than_there_is_is_refused(
 def test_a_machine_that_is_not_here_is_estimated_from_counted_work(
     tiny: Path, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    words = (verb, tiny, tmp_path / "out", "--token-ids", ids, "--tokens", "1024", "--window", "128", "--dry-run")
-    assert run(*words, "--gpu", "h200") == 0
+    words = (verb, tiny, tmp_path / "out", *text_words(verb, ids, tokens=1024, window=128), "--dry-run")
+    assert run(*words, "--device", "h200") == 0
     shown = capsys.readouterr()
     assert "memory of the GPU: needs about" in shown.out
     assert ", H200 has 151.40 GB" in shown.out
     assert "disk: needs" in shown.out
     assert "on one H200: " in shown.out
     assert ", computed from its data sheet and a disk of 0.5 to 5 GB/s, not measured\n" in shown.out
-    assert "--gpu" not in shown.err
+    assert "--device" not in shown.err
     assert "h200" not in shown.err
-    assert run(*words, "--cores", "64") == 0
+    assert run(*words, "--device", "64-cores") == 0
     shown = capsys.readouterr()
     assert "on 64 cores: less than a minute, computed from one core here, not measured" in shown.out
     assert ("one core's work, however many there are: " in shown.out) == (verb == "run")
-    assert "--cores" not in shown.err
+    assert "--device" not in shown.err
     assert not list(tmp_path.iterdir())
 
 
 def test_a_machine_that_is_not_here_needs_a_dry_run(
     tiny: Path, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words, says in (
-        (("calibrate", "--token-ids", ids, "--gpu", "h200"), "--gpu only estimates: add --dry-run"),
-        (("run", "--token-ids", ids, "--cores", "64"), "--cores only estimates: add --dry-run"),
-        (("run", "--dry-run", "--gpu", "h200"), "--gpu is for --calibrate"),
-        (("calibrate", "--token-ids", ids, "--dry-run", "--gpu", "h200", "--cores", "2"), "--gpu or --cores, not both"),
+    for words in (
+        ("calibrate", "--text", ids, "--device", "h200"),
+        ("run", "--calibrate", ids, "--device", "64-cores"),
+        ("run", "--dry-run", "--device", "h200"),
     ):
         assert run(words[0], tiny, tmp_path / "out", *words[1:]) == 2
-        assert says in capsys.readouterr().err
-    for name, says in (("dgx-spark", "does not say how fast"), ("h300", "unknown. Known: b200")):
-        assert run("calibrate", tiny, tmp_path / "out", "--token-ids", ids, "--dry-run", "--gpu", name) == 1
+        assert "expected auto, cpu or cuda; other machines only with" in " ".join(capsys.readouterr().err.split())
+    for name, says in (("dgx-spark", "does not say its speed"), ("h300", "unknown. Known: b200")):
+        assert run("calibrate", tiny, tmp_path / "out", "--text", ids, "--dry-run", "--device", name) == 1
         assert says in capsys.readouterr().err

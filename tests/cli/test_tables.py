@@ -21,14 +21,13 @@ from k2convert.calibrate.statistics import write_statistics
 from k2convert.cli import (
     console,
     fit_view,
-    inspection_view,
-    statistics_view,
+    inspect,
     validation_view,
     views,
 )
 from k2convert.cli.app import main
 
-VIEWS = (fit_view, inspection_view, statistics_view, validation_view, views)
+VIEWS = (fit_view, inspect, validation_view, views)
 K2_WEIGHTS = "1,014,686,023,680"
 
 
@@ -152,7 +151,7 @@ def test_no_cell_is_cut_and_no_line_is_too_long(
         lines = printed(table, monkeypatch, columns)
         assert max(map(len, lines)) <= columns, table.title
         forms[table.maker] = check_is_whole(table, lines)
-    assert columns < 80 or (forms["show_holders"] and forms["show_statistics"] and forms["_show_contract"])
+    assert columns < 80 or (forms["show_holders"] and forms["_show_statistics"] and forms["_show_contract"])
 
 
 def test_a_pipe_gets_whole_tables(tables: list[Table], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(tiny: Path, ids: Path) -> bytes:
     """The statistics made from the folder."""
     path = ids.with_name("here")
-    done = run_here("calibrate", tiny, path, "--token-ids", ids, *LAYERS)
+    done = run_here("calibrate", tiny, path, "--text", ids, *LAYERS)
     assert done.returncode == 0, done.stderr
     return path.read_bytes()
 
@@ -58,13 +58,13 @@ def here(tiny: Path, ids: Path) -> bytes:
 def test_a_source_on_the_hub_gives_the_same_file_in_bounded_disk(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, tiny: Path, ids: Path, workplace: Path, here: bytes
 ) -> None:
-    plan = hub_cli("calibrate", "hf://moon/tiny", "there", "--token-ids", ids, *LAYERS, "--dry-run", "--json")
+    plan = hub_cli("calibrate", "hf://moon/tiny", "there", "--text", ids, *LAYERS, "--dry-run", "--json")
     needed = json.loads(plan.stdout)["disk_needed"]
     shards = sum(path.stat().st_size for path in tiny.glob("*.safetensors"))
     assert needed < 0.5 * shards
     assert not (workplace / "there.work").exists()
     with Watched(workplace) as watched:
-        options = ("--token-ids", ids, *LAYERS, "--max-disk", str(needed))
+        options = ("--text", ids, *LAYERS, "--max-disk", str(needed))
         done = hub_cli("calibrate", "hf://moon/tiny", "there", *options)
     assert done.returncode == 0, done.stderr
     assert (workplace / "there").read_bytes() == here
@@ -77,7 +77,7 @@ def test_a_source_on_the_hub_gives_the_same_file_in_bounded_disk(
 def test_too_little_disk_is_refused_before_a_shard_is_fetched(
     tiny_on_hub: LoopbackHub, hub_cli: HubCli, ids: Path, workplace: Path
 ) -> None:
-    done = hub_cli("calibrate", "hf://moon/tiny", "there", "--token-ids", ids, *LAYERS, "--max-disk", "1MB", "--quiet")
+    done = hub_cli("calibrate", "hf://moon/tiny", "there", "--text", ids, *LAYERS, "--max-disk", "1MB", "--quiet")
     assert (done.returncode, done.stdout, said(done.stderr).count("\n")) == (1, "", 1)
     assert said(done.stderr).startswith("error: there.work: the pass needs ")
     assert done.stderr.endswith(
@@ -97,7 +97,7 @@ def test_a_pass_that_the_hub_ended_goes_on_with_the_commit_it_began_with(
             time.sleep(0.001)
         traffic.inject(Fault("GET", r"model-0000[45]-of-000005\.safetensors$", status=403, times=1000))
 
-    options = ("--token-ids", ids, *LAYERS)
+    options = ("--text", ids, *LAYERS)
     thread = threading.Thread(target=refuse, daemon=True)
     thread.start()
     done = hub_cli("calibrate", "hf://moon/tiny", "there", *options)

@@ -17,7 +17,7 @@ from k2convert.job import assemble
 from scripts.fixture_maker import make_k25
 
 NUM_KILLS, NUM_SLOW_KILLS = 4, 20
-OPTIONS = ("--tokens", "320", "--window", "64", "--device", "cpu")
+OPTIONS = ("--set", "calibration={tokens: 320, window: 64}", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from k2convert.records.ledger import read_ledger
 def test_statistics_choose_the_experts_of_a_source_on_the_hub(hub_cli: HubCli, workplace: Path, tiny: Path) -> None:
     """Their norms are fetched and compared before the start."""
     scores = random_statistics(workplace / "stats", tiny)
-    keep = ("--keep-experts", scores, "--experts", "6")
+    keep = ("--keep-experts", scores, "--set", "experts=6")
     for words in ((tiny, "local"), ("hf://moon/tiny", "fetched")):
         done = hub_cli("run", *words, *keep)
         assert done.returncode == 0, done.stderr

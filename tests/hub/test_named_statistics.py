@@ -158,7 +158,7 @@ def test_quiet_leaves_the_result_and_the_next_command(
     ids = tmp_path / "ids.jsonl"
     ids.write_text(json.dumps({"input_ids": list(range(64))}) + "\n")
     verbs = (
-        ("calibrate", "hf://moon/cut", "c.stats", "--token-ids", ids, "--tokens", "64", "--window", "32"),
+        ("calibrate", "hf://moon/cut", "c.stats", "--text", ids, "--tokens", "64", "--window", "32"),
         ("report", "hf://me/out", "--source", "hf://moon/cut"),
         ("validate", "hf://me/out", "--source", "hf://moon/cut"),
         ("run", "hf://moon/cut", "out"),

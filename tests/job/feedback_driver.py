@@ -27,7 +27,7 @@ from k2convert.calibrate.feedback_work import FeedbackWork
 from k2convert.cli.app import main
 from k2convert.records.journal import Journal
 
-OPTIONS = ("--tokens", "320", "--window", "64", "--device", "cpu", "--quiet")
+OPTIONS = ("--set", "calibration={tokens: 320, window: 64}", "--device", "cpu", "--quiet")
 FIRST = "model-00002-of-000005.safetensors"  # with the experts of layer 1
 NOT_COMPARED = {".k2convert/lock", ".k2convert/command.json"}
 

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from crash_runs import ALL, crash
 
-OPTIONS = ("--tokens", "128", "--window", "32", "--device", "cpu", "--quiet")
+SIZE = ("--tokens", "128", "--window", "32")
+USE = ("--set", "calibration={tokens: 128, window: 32}")
+OPTIONS = ("--device", "cpu", "--quiet")
 SPREAD = 7
 
 
@@ -15,8 +17,8 @@ def crashed(command: str, source: Path, folder: Path, most: int) -> dict[str, An
     text = folder / "text.txt"
     text.write_text((source / "calibration.txt").read_text()[:2000])
     if command == "calibrate":
-        return crash(folder, "calibrate", source, "OUT/statistics", "--text", text, *OPTIONS, most=most)
-    return crash(folder, "run", source, "OUT", "--calibrate", text, "--workers", "1", *OPTIONS, most=most)
+        return crash(folder, "calibrate", source, "OUT/statistics", "--text", text, *SIZE, *OPTIONS, most=most)
+    return crash(folder, "run", source, "OUT", "--calibrate", text, "--workers", "1", *USE, *OPTIONS, most=most)
 
 
 @pytest.mark.parametrize("command", ["calibrate", "run --calibrate"])

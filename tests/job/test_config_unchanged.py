@@ -19,7 +19,7 @@ from k2convert.job.prepare import Job, choose_recipe, prepare
 from k2convert.job.run import execute
 from scripts.fixture_maker.config import published_config
 
-SMALL = ("--tokens", "256", "--window", "64", "--device", "cpu", "--quiet")
+SMALL = ("--set", "calibration={tokens: 256, window: 64}", "--device", "cpu", "--quiet")
 KEY = "quantization_config"
 
 

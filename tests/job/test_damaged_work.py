@@ -19,7 +19,7 @@ from k2convert.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
 
-OPTIONS = ("--tokens", "128", "--window", "32", "--device", "cpu")
+OPTIONS = ("--set", "calibration={tokens: 128, window: 32}", "--device", "cpu")
 EXPERT = "model.layers.1.mlp.experts.0.down_proj"
 STREAMS = ("layer-000.safetensors", "hidden-001.safetensors", "converted-001.safetensors")
 RESULTS = ("layer-001.safetensors", "feedback-001.json", "codes-001.safetensors")

@@ -37,7 +37,7 @@ REAP = {
 def read(path: Path, source: Path, experts: int | None = None, **config: Any) -> PruningRecord:
     checkpoint = open_checkpoint(source)
     checkpoint = replace(checkpoint, config_text=json.dumps(checkpoint.config | config))
-    recipe = load_recipe(RECIPE, keep_experts=str(path), experts=experts)
+    recipe = load_recipe(RECIPE, {"keep_experts": str(path), "experts": experts})
     pruning = prune_source(Source(checkpoint), recipe, hub=Hub()).pruning
     assert pruning is not None
     return pruning
@@ -128,7 +128,7 @@ def test_statistics_of_another_model_are_refused(tiny: Path, short: Path, statis
             read(path, source, experts=4)
     with pytest.raises(K2ConvertError, match=r"layers\.2\.post_attention_layernorm\.weight differs"):
         read(rewritten(tmp_path / "b", statistics, norm="ab" * 32), tiny, experts=10)
-    with pytest.raises(K2ConvertError, match="Add --experts N"):
+    with pytest.raises(K2ConvertError, match="Add --set experts=N"):
         read(statistics, tiny)
 
 
@@ -166,13 +166,13 @@ def with_layer(values: Any, layer: str = "2") -> dict[str, Any]:
         ({}, None, "one of the keys 'experts' and 'scores'"),
         (LIST | {"chosen_by": "a\nb"}, None, "chosen_by: 'a\\nb' is not a line"),
         (LIST | {"chosen_by": 5}, None, "chosen_by: 5 is not a line"),
-        (LIST, 8, "lists the experts to keep, so there is nothing to choose. Leave out --experts"),
-        (REAP, 10, "lists the experts to keep, so there is nothing to choose. Leave out --experts"),
+        (LIST, 8, "lists the experts to keep, so there is nothing to choose. Leave out `experts`"),
+        (REAP, 10, "lists the experts to keep, so there is nothing to choose. Leave out `experts`"),
         (REAP | {"a.layers.3.mlp": EIGHT}, None, "has layer 3 twice, the second time as a.layers.3.mlp"),
         (REAP | {"layers.x.mlp": EIGHT}, None, "unknown key 'layers.x.mlp'"),
-        (SCORES, None, "has scores, but does not say how many experts to keep. Add --experts N"),
+        (SCORES, None, "has scores, but does not say how many experts to keep. Add --set experts=N"),
         (SCORES, 3, "each token uses 4"),
-        (SCORES, 17, "--experts 17: the model has 16 experts per layer. Keep fewer"),
+        (SCORES, 17, "experts 17: the model has 16 experts per layer. Keep fewer"),
         ({"scores": in_each_layer([1.0] * 8)}, 8, "layer 1 has 8 scores, but the model has 16 experts per layer"),
         ({"scores": in_each_layer([True] * 16)}, 8, "layer 1: the score True is not a finite number"),
         ({"scores": in_each_layer([float("nan")] * 16)}, 8, "layer 1: the score nan is not a finite number"),
@@ -188,7 +188,7 @@ def test_what_cannot_be_used_is_refused(
         read(path, tiny, experts=count)
     message = str(refused.value)
     assert says in message
-    assert message.startswith((f"{path}: ", "--experts 17"))
+    assert message.startswith((f"{path}: ", "experts 17"))
     assert message.count(str(path)) == message.startswith(str(path)), "the file is named once"
     assert re.search(r"\n|\.\.(\s|$)", message) is None
 
@@ -200,9 +200,9 @@ FORMS = "Pass {"
     ("document", "count", "ends"),
     [
         (LIST | {"of": 384}, None, "but this model has 16. Use a file made for this model."),
-        (LIST, 8, "so there is nothing to choose. Leave out --experts."),
-        (REAP, 10, "so there is nothing to choose. Leave out --experts."),
-        (SCORES, None, "has scores, but does not say how many experts to keep. Add --experts N."),
+        (LIST, 8, "so there is nothing to choose. Leave out `experts`."),
+        (REAP, 10, "so there is nothing to choose. Leave out `experts`."),
+        (SCORES, None, "has scores, but does not say how many experts to keep. Add --set experts=N."),
         (with_layer([*range(7), True]), None, "List each expert by its number in the source."),
         (LIST | {"chosen_by": 5}, None, "Shorten 'chosen_by', or leave it out."),
         (LIST | {"left_out": {"1": {}}}, None, "Leave out 'left_out'."),
@@ -263,12 +263,11 @@ def test_a_file_of_another_kind_is_refused(content: bytes | None, says: str, tin
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        (("--target", "int4"), 1, "target int4 only drops experts: say which to keep with --keep-experts FILE"),
-        (("--target", "int4", "--keep-experts", "LIST", "--rule", "plain"), 2, "--to int4 only drops experts"),
-        (("--target", "int4", "--keep-experts", "LIST", "--statistics", "LIST"), 2, "leave out --statistics"),
-        (("--to", "int4", "--keep-experts", "LIST", "--calibrate", "LIST"), 2, "leave out --calibrate"),
-        (("--experts", "8"), 1, "--experts 8 needs --keep-experts FILE with scores"),
-        (("--keep-experts", "LIST", "--experts", "8"), 1, "Leave out --experts"),
+        (("--to", "int4"), 1, "target int4 only drops experts. Add --keep-experts FILE"),
+        (("--to", "int4", "--keep-experts", "LIST", "--rule", "plain"), 1, "Leave out rule"),
+        (("--to", "int4", "--keep-experts", "LIST", "--calibrate", "LIST"), 1, "Leave out --calibrate"),
+        (("--set", "experts=8"), 1, "experts 8 needs a file with scores. Add --keep-experts FILE"),
+        (("--keep-experts", "LIST", "--set", "experts=8"), 1, "Leave out `experts`"),
         (("--recipe", "RECIPE", "--to", "bf16"), 0, "keeps 8 of 16 experts per layer"),
         (("--recipe", "RECIPE"), 0, "keeps 8 of 16 experts per layer"),
     ],
@@ -303,7 +302,7 @@ def test_reap_of_llm_compressor_chooses_what_our_saliency_does(tiny: Path, tmp_p
     text = (tiny / "calibration.txt").read_text()[:20000]
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"][: 16 * 64]).reshape(16, 64)
     np.save(tmp_path / "ids.npy", ids)
-    words = ("--token-ids", tmp_path / "ids.npy", "--tokens", ids.size, "--window", 64, "--quiet")
+    words = ("--text", tmp_path / "ids.npy", "--tokens", ids.size, "--window", 64, "--quiet")
     assert run("calibrate", tiny, tmp_path / "stats", *words) == 0
     ours = read(tmp_path / "stats", tiny, experts=10)
     assert run("run", tiny, tmp_path / "bf16", "--to", "bf16", "--quiet") == 0

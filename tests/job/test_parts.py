@@ -126,7 +126,7 @@ def test_parts_and_a_whole_run_wait_for_each_other(
         ("--part=4/3",),
         ("--part=0/3",),
         ("--part=one",),
-        ("--part",),
+        ("--part", "auto"),
     ],
     ids=" ".join,
 )
@@ -162,7 +162,7 @@ def test_an_array_of_tasks_with_the_same_command_does_all_parts(small: Path, tmp
     paths = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     for task in (7, 8):
         done = subprocess.run(
-            ["sh", "-c", f"k2convert run {small} {out} --device cpu --part"],  # what sbatch --wrap does
+            ["sh", "-c", f"k2convert run {small} {out} --device cpu --part auto"],  # what sbatch --wrap does
             env={"PATH": paths, "HOME": str(tmp_path)} | slurm(task, 7, 2, MAX=8, STEP=1),
             capture_output=True,
             text=True,

@@ -26,8 +26,8 @@ from scripts.fixture_maker.layouts import reap_survivors
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
 
-INT4 = ("--target", "int4")
-SMALL_TEXT = ("--tokens", "256", "--window", "64", "--device", "cpu")
+INT4 = ("--to", "int4")
+SMALL_TEXT = ("--set", "calibration={tokens: 256, window: 64}", "--device", "cpu")
 KEPT = {1: (1, 2, 3), 2: (0, 1, 3)}
 
 
@@ -230,9 +230,17 @@ def test_the_walk_goes_through_the_pruned_model(
     assert run("run", tmp_path / "int4", tmp_path / "theirs", *calibrate) == 0
     assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
     capsys.readouterr()
-    words = ("run", small, tmp_path / "saves", *keep, *calibrate, "--save-statistics", tmp_path / "saved")
+    words = (
+        "run",
+        small,
+        tmp_path / "saves",
+        *keep,
+        *calibrate,
+        "--set",
+        f"calibration.save_statistics={tmp_path / 'saved'}",
+    )
     assert run(*words) == 1
-    assert "would write statistics of the pruned model" in capsys.readouterr().err
+    assert "would have statistics of the pruned model" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_resumes_with_the_same_list_and_refuses_others(

@@ -216,7 +216,7 @@ def test_lock_of_a_dead_process_is_taken_over(tiny: Path, tmp_path: Path) -> Non
     [
         (["--rule", "plain"], "rule was 'optimal', now 'plain'"),
         (["--activations", "w4a16"], "activations was 'w4a4', now 'w4a16'"),
-        (["--input-scale", "0.5"], "input_scale was"),
+        (["--set", "input_scale.down=0.5"], "input_scale was"),
         (["--layout", "compressed-tensors"], "layout was 'modelopt'"),
     ],
 )

@@ -225,7 +225,7 @@ def test_norm_scaling_serves_the_rules_without_weights_too(
     rule: Rule, cut: Path, statistics: Path, tmp_path: Path
 ) -> None:
     maker = Expected(cut, statistics, rule=rule, is_scaled=True)
-    words = ["run", cut, tmp_path / "out", "--rule", rule, "--activations", "w4a16", "--norm-scaling"]
+    words = ["run", cut, tmp_path / "out", "--rule", rule, "--activations", "w4a16", "--set", "norm_scaling=true"]
     assert run(*words, "--statistics", statistics, "--quiet") == 0
     expected = maker.result(maker.mlps(roles="experts"), layout="modelopt", activations="w4a16")
     assert_equal(raw_tensors(tmp_path / "out"), expected)
@@ -248,7 +248,7 @@ def test_k25_with_an_fp32_router(cut: Path, tmp_path: Path) -> None:
 
 def test_ledger_and_fingerprint_name_the_statistics(cut: Path, statistics: Path, tmp_path: Path) -> None:
     assert run("run", cut, tmp_path / "out", "--statistics", statistics, "--quiet") == 0
-    explicit = ["--rule", "weighted", "--norm-scaling"]  # the same job
+    explicit = ["--rule", "weighted", "--set", "norm_scaling=true"]  # the same job
     assert run("run", cut, tmp_path / "out", "--statistics", statistics, *explicit, "--quiet") == 0
     ledger, found = read_ledger(tmp_path / "out"), open_statistics(statistics)
     digest = blake3(statistics.read_bytes()).hexdigest()
@@ -270,7 +270,7 @@ def test_exponents_of_zero_change_no_copied_byte(cut: Path, statistics: Path, tm
     layers = [found.layer(n) for n in found.layers]
     zero = [replace(layer, norm_exponents=np.zeros_like(layer.norm_exponents)) for layer in layers]
     rewrite(found, zero, tmp_path / "zero")
-    for name, extra in (("on", ["--norm-scaling"]), ("off", ["--no-norm-scaling"])):
+    for name, extra in (("on", ["--set", "norm_scaling=true"]), ("off", ["--set", "norm_scaling=false"])):
         words = ["run", cut, tmp_path / name, "--statistics", tmp_path / "zero", *extra]
         assert run(*words, "--quiet") == 0
     on, off = raw_tensors(tmp_path / "on"), raw_tensors(tmp_path / "off")
@@ -386,24 +386,24 @@ def test_options_and_recipes_that_contradict_statistics_are_refused(
     cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, given = tmp_path / "out", ("--statistics", statistics)
-    assert "rule weighted needs --statistics FILE" in error_of(capsys, cut, out, "--rule", "weighted")
-    assert "needs --statistics FILE" in error_of(capsys, cut, out, "--norm-scaling", code=2)
-    assert "leave out --statistics" in error_of(capsys, cut, out, "--to", "bf16", *given, code=2)
-    assert "uses no statistics" in error_of(capsys, cut, out, "--quantizer", "reference", *given, code=2)
+    assert "rule weighted needs statistics. Add --statistics FILE" in error_of(capsys, cut, out, "--rule", "weighted")
+    assert "needs statistics" in error_of(capsys, cut, out, "--set", "norm_scaling=true")
+    assert "Leave out --statistics" in error_of(capsys, cut, out, "--to", "bf16", *given)
+    assert "Leave out --statistics" in error_of(capsys, cut, out, "--set", "quantizer=reference", *given)
     unused = ("--rule", "optimal", "--activations", "w4a16")
     assert "rule optimal without norm scaling uses no statistics" in error_of(capsys, cut, out, *unused, *given)
     for name, text, message in (
-        ("weighted", "rule: weighted", "rule weighted needs --statistics FILE"),
-        ("scaled", "norm_scaling: true", "norm scaling needs --statistics FILE"),
-        ("reference", "rule: weighted\nquantizer: reference", "does not support rule 'weighted'"),
-        ("both", "norm_scaling: true\nquantizer: reference\nrule: plain", "does not support norm scaling"),
-        ("bf16", "norm_scaling: true\ntarget: bf16", "norm scaling is for NVFP4"),
+        ("weighted", "rule: weighted", "rule weighted needs statistics"),
+        ("scaled", "norm_scaling: true", "norm scaling needs statistics"),
+        ("reference", "rule: weighted\nquantizer: reference", "does not support rule weighted"),
+        ("both", "norm_scaling: true\nquantizer: reference\nrule: plain", "norm scaling needs statistics"),
+        ("bf16", "norm_scaling: true\ntarget: bf16", "Leave out norm_scaling"),
     ):
         recipe = tmp_path / f"{name}.yaml"
         recipe.write_text(f"name: {name}\n{text}\n")
         assert message in error_of(capsys, cut, out, "--recipe", recipe)
     recipe.write_text("name: copy\ntarget: bf16\n")
-    assert "target bf16 uses no statistics" in error_of(capsys, cut, out, "--recipe", recipe, "--rule", "plain", *given)
+    assert "Leave out --statistics" in error_of(capsys, cut, out, "--recipe", recipe, "--rule", "plain", *given)
 
 
 def test_a_recipe_may_ask_for_weights_and_refuse_norm_scaling(cut: Path, statistics: Path, tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_a_recipe_may_ask_for_weights_and_refuse_norm_scaling(cut: Path, statist
 
 
 def test_no_norm_scaling_without_statistics_is_the_run_of_always(cut: Path, tmp_path: Path) -> None:
-    assert run("run", cut, tmp_path / "with", "--no-norm-scaling", "--quiet") == 0
+    assert run("run", cut, tmp_path / "with", "--set", "norm_scaling=false", "--quiet") == 0
     assert run("run", cut, tmp_path / "without", "--quiet") == 0
     assert files_of(tmp_path / "with") == files_of(tmp_path / "without")
     assert b"norm_scaling" not in (tmp_path / "with" / "k2convert.json").read_bytes()
@@ -442,7 +442,7 @@ def test_exponents_that_no_bf16_holds_name_tensor_and_remedy(
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     assert name.removesuffix(".weight_scale") in shown
-    assert "--no-norm-scaling" in shown
+    assert "norm_scaling=false" in shown
     assert not (tmp_path / "out" / "config.json").exists()
 
 
@@ -460,7 +460,7 @@ def killed_run(*words: object) -> None:
 def test_a_killed_run_resumes_with_its_kept_command_to_identical_bytes(
     cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["run", cut, tmp_path / "whole", "--statistics", statistics, "--no-norm-scaling", "--quiet"]
+    words = ["run", cut, tmp_path / "whole", "--statistics", statistics, "--set", "norm_scaling=false", "--quiet"]
     assert run(*words) == 0
     words[2] = tmp_path / "out"
     for _ in range(40):  # on a busy machine a job may end before it is killed
@@ -470,7 +470,7 @@ def test_a_killed_run_resumes_with_its_kept_command_to_identical_bytes(
         shutil.rmtree(tmp_path / "out")
     kept = read_command(tmp_path / "out")
     assert kept is not None
-    assert list(kept.words[4:]) == ["--statistics", str(statistics), "--no-norm-scaling", "--quiet"]
+    assert set(kept.words[4:]) == {"--statistics", str(statistics), "--set", "norm_scaling=false", "--quiet"}
     other = rewrite(open_statistics(statistics), layers_of(statistics), tmp_path / "other", seed=4)
     capsys.readouterr()
     assert run(*(other if word == statistics else word for word in words)) == 1

@@ -20,14 +20,13 @@ from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import Layout
 from k2convert.errors import CalibrationError, InvalidCheckpointError, RecipeError
 from k2convert.job import shard as converter
-from k2convert.job.calibration import settle_recipe
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import Job, choose_recipe, prepare
 from k2convert.job.run import execute
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.models import locate_module
 from k2convert.models.names import Role
-from k2convert.plan.recipe import build_recipe
+from k2convert.plan.recipe import build_recipe, settle_recipe
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.shard_record import ShardRecord
 from k2convert.validate.contract.findings import Verdict
@@ -240,26 +239,25 @@ def flip_one(folder: Path, name: str) -> None:
 
 def test_a_recipe_with_text_is_settled() -> None:
     unset = build_recipe({"name": "a", "activations": "w4a16"}, where="a")
-    settled = settle_recipe(unset, has_statistics=False, has_text=True)
+    settled = settle_recipe(unset, has_text=True)
     assert (settled.rule, settled.norm_scaling) == ("feedback", False)
     with_fp4 = build_recipe({"name": "a", "activations": "w4a4"}, where="a")
-    assert settle_recipe(with_fp4, has_statistics=False, has_text=True).norm_scaling
+    assert settle_recipe(with_fp4, has_text=True).norm_scaling
     off = settle_recipe(
         build_recipe({"name": "a", "rule": "feedback", "norm_scaling": False}, where="a"),
-        has_statistics=False,
         has_text=True,
     )
     assert (off.rule, off.norm_scaling) == ("feedback", False)
     assert settled.budget.tensor_sqnr_db < unset.budget.tensor_sqnr_db, "codes of a walk keep outputs, not weights"
     strict = build_recipe({"name": "a", "budget": {"tensor_sqnr_db": 21.0}}, where="a")
-    assert settle_recipe(strict, has_statistics=False, has_text=True).budget == strict.budget
+    assert settle_recipe(strict, has_text=True).budget == strict.budget
 
 
 @pytest.mark.parametrize(
     ("recipe", "given", "problem"),
     [
         ({"rule": "feedback"}, (False, False), "--calibrate FILE"),
-        ({"rule": "feedback"}, (True, False), "--calibrate FILE. It makes its own statistics"),
+        ({"rule": "feedback"}, (True, False), "Add --calibrate FILE, without --statistics"),
         ({}, (True, True), "Leave out --statistics"),
         ({"rule": "optimal"}, (False, True), "by rule feedback, not optimal"),
         ({"rule": "plain", "quantizer": "reference"}, (False, True), "quantizer reference cannot be calibrated"),

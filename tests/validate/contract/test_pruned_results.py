@@ -274,7 +274,16 @@ def test_feedback_through_the_pruned_model_is_measured(whole: dict[str, Path], t
     text, kept = tmp_path / "text.txt", tmp_path / "kept.json"
     text.write_text((tiny / "calibration.txt").read_text()[:2000])
     kept.write_text(json.dumps({"experts": {str(layer): list(experts) for layer, experts in KEPT.items()}}))
-    words = ("--calibrate", text, "--tokens", "64", "--window", "32", "--device", "cpu", "--keep-experts", kept)
+    words = (
+        "--calibrate",
+        text,
+        "--set",
+        "calibration={tokens: 64, window: 32}",
+        "--device",
+        "cpu",
+        "--keep-experts",
+        kept,
+    )
     assert run("run", whole["thinking"], tmp_path / "out", *words, "--quiet") == 0
     report = validate_checkpoint(folder=tmp_path / "out", source=open_checkpoint(whole["thinking"]))
     assert report.passed, [(r.number, r.offenders) for r in report.contract.rules if r.offenders]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from said import said
 
+from k2convert.cli.address import check_new_place, check_source
 from k2convert.cli.app import main
 from k2convert.errors import HubError
-from k2convert.job.spelling import check_new_place, check_source
 
 ADDRESSES = {
     "hf:/x": "hf://owner/name",

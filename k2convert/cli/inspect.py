@@ -1,5 +1,6 @@
-"""How a statistics file is shown: a table for people, plain data for --json."""
+"""`inspect`: what a checkpoint or a statistics file holds, as tables for people and plain data for --json."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -8,14 +9,90 @@ import numpy as np
 from k2convert.calibrate.columns import MIN_TOKENS, Calibration
 from k2convert.calibrate.layer_statistics import LayerStatistics
 from k2convert.calibrate.statistics import Statistics, open_statistics
-from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
-from k2convert.cli.console import command, print_json, print_line, print_next, print_table
-from k2convert.errors import CalibrationError, shortened
+from k2convert.checkpoint.names import CONFIG_NAME, LEDGER_NAME, SHARD_SUFFIX
+from k2convert.cli.console import command, format_bytes, print_json, print_line, print_next, print_note, print_table
+from k2convert.cli.verbs import InspectOptions
+from k2convert.errors import CalibrationError, CheckpointError, shortened
+from k2convert.hub.client import Hub
+from k2convert.job.places import open_source
+from k2convert.plan.inspection import Inspection, inspect_checkpoint
+from k2convert.records.ledger import find_ledger
 
 _CHECKPOINT_SUFFIXES: Final = (".json", SHARD_SUFFIX)
 
 
-def inspect_statistics(path: Path, *, as_json: bool) -> None:
+def inspect(options: InspectOptions) -> None:
+    """Show a checkpoint, from its headers, or a statistics file."""
+    source = options.source
+    if Path(source).is_file():
+        _inspect_statistics(Path(source), as_json=options.as_json)
+        return
+    with open_source(source, hub=Hub(notify=print_note)) as opened:
+        folder = opened.checkpoint.folder
+        found = inspect_checkpoint(opened.checkpoint, shown_as=source, pruning=_stated_pruning(folder))
+        is_result = (folder / LEDGER_NAME).is_file()
+    if options.as_json:
+        print_json(found.to_dict())
+        return
+    _show_inspection(found)
+    if found.recipe is not None:
+        print_next(command("k2convert", "run", source, "DEST", "--dry-run"))
+    elif found.nvfp4_projections and is_result:
+        print_next(command("k2convert", "validate", source))
+
+
+def _stated_pruning(folder: Path) -> dict[str, Any] | None:
+    """Return what a folder's ledger says of the experts that are kept; None for all, or without a sound ledger."""
+    try:
+        ledger = find_ledger(folder)
+    except CheckpointError:
+        return None
+    record = None if ledger is None else ledger.pruning
+    if record is None:
+        return None
+    shares = {str(layer): asdict(part) for layer, part in (record.left_out or {}).items()}
+    counts = {"kept": record.kept.num_experts, "of": record.num_source_experts, "chosen_by": record.scores}
+    return counts | ({"left_out": shares} if shares else {})
+
+
+def _projections(found: Inspection) -> str:
+    counts = {"INT4": found.int4_projections, "NVFP4": found.nvfp4_projections}
+    shown = [f"{count:,} {form}" for form, count in counts.items() if count]
+    return f"{' and '.join(shown) or 'no 4-bit'} projections"
+
+
+def _show_inspection(found: Inspection) -> None:
+    """Print an inspection."""
+    layers = found.layers
+    print_line(f"{found.folder}: {found.family} ({', '.join(found.architectures)}, model_type {found.model_type})")
+    print_line(
+        f"{layers['total']} layers ({layers['dense']} dense, {layers['moe']} MoE), {found.experts_per_layer} experts a "
+        f"MoE layer, hidden {found.hidden_size}, expert width {found.moe_intermediate_size}"
+    )
+    if (pruning := found.pruning) is not None:
+        chosen = "" if pruning["chosen_by"] is None else f", chosen by {pruning['chosen_by']}"
+        print_line(f"keeps {pruning['kept']} of {pruning['of']} experts per layer{chosen}")
+    print_line(
+        f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
+        f"({format_bytes(found.tensor_bytes)}), {_projections(found)}"
+    )
+    quantization = found.quantization
+    if quantization is None:
+        print_line("quantization_config: none")
+    else:
+        rest = ", ".join(f"{key} {value}" for key, value in quantization.items() if key != "where")
+        print_line(f"quantization_config in {quantization['where']}: {rest}")
+    rows = [
+        (h.role, h.form, f"{h.num_tensors:,}", f"{h.num_weights:,}", format_bytes(h.num_bytes)) for h in found.holdings
+    ]
+    print_table("contents", ("role", "form", "tensors", "weights", "bytes"), rows)
+    for oddity in found.oddities:
+        print_line(f"note: {oddity}")
+    if found.recipe is not None:
+        print_line(f"recipe by default: {found.recipe}")
+
+
+def _inspect_statistics(path: Path, *, as_json: bool) -> None:
     """Show a statistics file; raises CalibrationError if it is not one."""
     try:
         found = open_statistics(path)
@@ -27,13 +104,13 @@ def inspect_statistics(path: Path, *, as_json: bool) -> None:
             ) from None
         raise
     if as_json:
-        print_json(statistics_document(found))
+        print_json(_statistics_document(found))
         return
-    show_statistics(found)
+    _show_statistics(found)
     print_next(command("k2convert", "run", "SOURCE", "DEST", "--statistics", path))
 
 
-def statistics_document(statistics: Statistics) -> dict[str, Any]:
+def _statistics_document(statistics: Statistics) -> dict[str, Any]:
     """Return a statistics file as plain data, without its mean squares; CalibrationError for unusable values."""
     used = Calibration(statistics, weighted=True, norm_scaling=True)
     return {
@@ -68,9 +145,9 @@ def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[s
     }
 
 
-def show_statistics(statistics: Statistics) -> None:
+def _show_statistics(statistics: Statistics) -> None:
     """Print a statistics file."""
-    document = statistics_document(statistics)
+    document = _statistics_document(statistics)
     print_line(
         f"{document['file']}: statistics of {document['tokens']:,} tokens in windows of {document['window']:,}, "
         f"seed {document['seed']}"

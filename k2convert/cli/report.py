@@ -1,0 +1,116 @@
+"""`report`: measure a result if it is there, and write the report on it."""
+
+from pathlib import Path
+from typing import Final
+
+import typer
+
+from k2convert.checkpoint.files import read_json_file
+from k2convert.checkpoint.header import ShardHeader
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.cli import console
+from k2convert.cli.progress import Display
+from k2convert.cli.validate import Opened, named, open_ends
+from k2convert.cli.verbs import ReportOptions
+from k2convert.errors import CheckpointError, K2ConvertError, remedy
+from k2convert.fit.weights import Tensor
+from k2convert.records.events import Extent
+from k2convert.records.journal import Journal
+from k2convert.records.ledger import find_ledger
+from k2convert.report import ReportFiles, write_report
+from k2convert.report.content import figures_document
+from k2convert.report.figures import can_be_validated, check_folder
+from k2convert.validate.results import ValidationReport, validation_document
+from k2convert.validate.validation import validate_checkpoint
+
+_VALIDATION_REMEDY: Final = "Write it again: `k2convert validate DEST --json > FILE`."
+
+
+def report(options: ReportOptions) -> None:
+    """Write the report, with a validation from a file or of the folder, if the folder can be validated.
+
+    The report on a repository goes into the current folder, unless --out names another.
+    """
+    if options.source is not None and options.validation is not None:
+        raise typer.BadParameter("--validation replaces the measurement: leave out --source")
+    if options.statistics is not None and options.source is None:
+        raise typer.BadParameter("--statistics needs --source")
+    with open_ends(options) as opened:
+        folder, is_remote = opened.folder, opened.shards.result is not None
+        check_folder(folder)
+        out = Path() if options.out is None and is_remote else options.out
+        if options.validation is not None:
+            with remedy(_VALIDATION_REMEDY):
+                document = read_json_file(options.validation)
+                files = write_report(folder=folder, out=out, validation=document, tensors=_tensors(opened))
+        elif (found := _validate(opened, options)) is not None:
+            measured = found.weights.errors if found.weights is not None else None
+            document = validation_document(found)
+            files = write_report(
+                folder=folder, out=out, validation=document, measured=measured, tensors=_tensors(opened)
+            )
+        else:
+            files = write_report(folder=folder, out=out)
+    is_servable = _show(files, options.as_json)
+    if not options.as_json and is_servable and not is_remote:
+        _print_next(folder, is_complete=files.report.is_complete)
+
+
+def _tensors(opened: Opened) -> list[Tensor] | None:
+    """Return the tensors of the opened result's shards; None if a shard is not here or is damaged."""
+    remote = opened.shards.result
+    if remote is not None:
+        headers = [header for header in remote.headers.values() if isinstance(header, ShardHeader)]
+        is_whole = len(headers) == len(remote.headers)
+        return [tensor for header in headers for tensor in header.tensors.values()] if is_whole else None
+    try:
+        return list(open_checkpoint(opened.folder).tensors.values())
+    except K2ConvertError:  # the validation says what is wrong
+        return None
+
+
+def _print_next(destination: Path, *, is_complete: bool) -> None:
+    """A result is published next; a conversion that is not finished, or whose shards are gone, says how it stands."""
+    if is_complete and can_be_validated(destination) and find_ledger(destination) is not None:
+        console.print_next(console.command("k2convert", "publish", destination, "--repo", "owner/name"))
+    elif Journal(destination).job() is not None:
+        console.print_next(console.command("k2convert", "status", destination))
+
+
+def _validate(opened: Opened, options: ReportOptions) -> ValidationReport | None:
+    if not can_be_validated(opened.folder):
+        if options.source is not None:
+            raise CheckpointError(
+                f"{options.destination}: not a finished checkpoint with shards, so it cannot be measured against "
+                f"{options.source}. Leave out --source."
+            )
+        return None
+    with Display("report", Extent({"check": (opened.num_bytes, 0)}), quiet=options.quiet) as events:
+        found = validate_checkpoint(
+            folder=opened.folder,
+            source=opened.source,
+            events=events,
+            shards=opened.shards,
+            statistics=opened.statistics,
+        )
+    return named(found, options.destination)
+
+
+def _show(files: ReportFiles, as_json: bool) -> bool:
+    """Print the written files; return whether nothing that was checked has failed."""
+    written = {"html": files.page, "markdown": files.markdown, "picture": files.picture}
+    document = figures_document(files.report)
+    failed: list[int] = document["contract"]["failed"] if document["contract"] else []
+    has_passed = document["contract"] is None or document["contract"]["passed"]
+    if as_json:
+        paths = {kind: None if path is None else str(path) for kind, path in written.items()}
+        console.print_json({"files": paths, **document})
+    else:
+        for path in filter(None, written.values()):
+            console.print_line(str(path))
+        for sentence in document["missing"]:
+            console.print_note(sentence)
+    if not has_passed:
+        which = f"contract rules broken: {', '.join(map(str, failed))}" if failed else "the validation failed"
+        console.print_note(f"the report is written, but {which}. Do not publish or serve this result; see {files.page}")
+    return has_passed

@@ -1,0 +1,250 @@
+"""`validate`: check and measure a result in a folder or on the Hub, and show the findings."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+from k2convert.calibrate.statistics import Statistics
+from k2convert.calibrate.text import Windows, read_windows
+from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.cli import console
+from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.validation_view import print_serve, show_validation
+from k2convert.cli.verbs import ReportOptions, ValidateOptions
+from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy, require_extra
+from k2convert.hub.client import SCHEME, Hub, parse_repo
+from k2convert.hub.ranges import RemoteShards
+from k2convert.hub.source import read_headers
+from k2convert.job.places import open_result, open_source
+from k2convert.job.statistics_file import open_named_statistics
+from k2convert.models import vocabulary_size
+from k2convert.models.config import max_positions
+from k2convert.models.projections import SOURCE_REMEDY
+from k2convert.records.events import Extent
+from k2convert.records.ledger import find_ledger
+from k2convert.records.publication import check_shards_are_here
+from k2convert.validate.contract.source_view import view_source
+from k2convert.validate.remote import Shards, layer_bytes
+from k2convert.validate.results import ValidationReport, folder_bytes, validation_document
+from k2convert.validate.validation import LayersRequest, validate_checkpoint
+
+if TYPE_CHECKING:
+    from k2convert.validate.layers.cost import LayersCost
+
+_MAX_NUMBERS: Final = 8  # layers that are listed one by one
+TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A result and its source, open: folders, and where shards that are not in them come from."""
+
+    folder: Path
+    source: Checkpoint | None
+    shards: Shards
+    statistics: Statistics | None
+
+    @property
+    def seen(self) -> Checkpoint | None:
+        """The source with the experts that the result keeps, as far as its ledger can be read."""
+        try:
+            return view_source(self.source, find_ledger(self.folder)).checkpoint or self.source
+        except K2ConvertError:  # the validation says what is wrong
+            return self.source
+
+    @property
+    def num_bytes(self) -> int:
+        """The tensor bytes of the result's shards."""
+        return self.shards.result_bytes() if self.shards.result is not None else folder_bytes(self.folder)
+
+    def bytes_to_read(self, layers: tuple[int, ...] | None) -> int:
+        """The bytes of the result that a validation reads; of `layers`, about as many as the source's."""
+        if not layers or self.source is None or not self.shards.is_remote:
+            return self.num_bytes
+        return layer_bytes(self.source, layers)
+
+
+def validate(options: ValidateOptions) -> None:
+    """Validate and show the findings; raises InvalidCheckpointError if the validation fails."""
+    layers, against, text = _check_options(options), options.against, options.text
+    request = None if layers is None else LayersRequest(layers, options.hidden_states, options.tokens)
+    with open_ends(options) as opened:
+        _check_operands(opened.source, layers=layers, hidden_states=options.hidden_states, against=against)
+        if request is not None and opened.source is not None and text:
+            request = replace(request, hidden_states=_read_text(text, opened.source, tokens=options.tokens))
+        if opened.shards.result is None:
+            check_shards_are_here(opened.folder)
+        total = opened.bytes_to_read(layers) + (folder_bytes(against) if against is not None else 0)
+        if opened.shards.is_remote and not options.quiet:
+            console.print_event(
+                f"checks {console.format_bytes(total)}, shard by shard; what comes from the Hub is dropped"
+            )
+        with _display(opened, request, total, quiet=options.quiet) as events:
+            found = validate_checkpoint(
+                folder=opened.folder,
+                source=opened.source,
+                reference=options.reference,
+                against=against,
+                layers=request,
+                events=events,
+                shards=opened.shards,
+                statistics=opened.statistics,
+            )
+        _show_found(named(found, options.destination), opened.folder, as_json=options.as_json)
+
+
+def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
+    """Return the layers to compute: () for all, None for none; raises BadParameter for options that contradict."""
+    layers, hidden_states, text, against = options.layers, options.hidden_states, options.text, options.against
+    uses_hub = any(str(place).startswith(SCHEME) for place in (options.destination, options.source))
+    if options.source is None and (layers or against or options.reference or options.statistics):
+        raise typer.BadParameter("--layers, --against, --reference and --statistics need --source")
+    if layers and against and uses_hub:
+        raise typer.BadParameter("with hf://, --layers reads only these layers: leave out --against")
+    if text and (layers is None or hidden_states is not None):
+        raise typer.BadParameter(
+            "--text gives --layers its hidden states: pass --layers, and leave out --hidden-states"
+        )
+    if text and uses_hub:
+        raise typer.BadParameter("--text computes all layers below, so both checkpoints must be folders, not hf://")
+    if options.reference:
+        require_extra("reference", purpose="--reference")
+    if text:
+        require_extra("calibrate", purpose="--text")
+    try:
+        numbers = () if layers in (None, "all") else tuple(int(part) for part in str(layers).split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--layers {layers}: expected numbers like 1,30,60, or all") from None
+    return None if layers is None else numbers
+
+
+def _read_text(files: Sequence[Path], source: Checkpoint, *, tokens: int) -> Windows:
+    """Read the text for --layers with the source's tokenizer, and say what it has less than asked for."""
+    found = read_windows(
+        files,
+        tokenizer=source.folder,
+        vocab_size=vocabulary_size(source),
+        tokens=tokens,
+        window=min(TEXT_WINDOW, max_positions(source.config) or TEXT_WINDOW),
+        seed=0,
+    )
+    for note in found.notes:
+        console.print_note(note)
+    return found
+
+
+def _display(opened: Opened, request: LayersRequest | None, total: int, *, quiet: bool) -> Display:
+    """Return the display of a validation. Says what the layers will take, if some are to be computed."""
+    cost = None if request is None else _say_layers_cost(opened, request, quiet=quiet)
+    extent = Extent({"check": (total, 0)}, num_experts=cost.num_experts if cost is not None else 0)
+    display = Display("validate", extent, quiet=quiet)
+    if cost is not None and cost.seconds is not None:
+        display.tally.expected_seconds["layers"] = cost.seconds
+    return display
+
+
+def _show_found(found: ValidationReport, folder: Path, *, as_json: bool) -> None:
+    """Show a validation; raises InvalidCheckpointError if it failed. `folder` has the result's config.json."""
+    if as_json:
+        console.print_json(validation_document(found))
+    else:
+        show_validation(found)
+    if not found.passed:
+        raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")
+    if not as_json and found.contract.layout != "int4":
+        ref = parse_repo(found.folder) if found.folder.startswith(SCHEME) else None
+        if ref is None:
+            print_serve(found.folder, folder=folder)
+        else:
+            print_serve(ref.repo, folder=folder, revision=ref.revision)
+
+
+@contextmanager
+def open_ends(options: ValidateOptions | ReportOptions) -> Generator[Opened]:
+    """Open a result and, if given, its source and statistics; any may be on the Hub."""
+    hub = Hub(notify=console.notifier(quiet=options.quiet))
+    with (
+        open_named_statistics(options.statistics, hub=hub) as calibrated,
+        open_result(options.destination, hub=hub) as result,
+        open_origin(options.source, hub=hub) as (origin, shards),
+    ):
+        if result.remote is not None:
+            headers = read_headers(hub, result.remote, folder=result.folder)
+            shards = replace(shards, result=RemoteShards(hub, result.remote, result.folder, headers))
+        yield Opened(result.folder, origin, shards, calibrated)
+
+
+@contextmanager
+def open_origin(text: str | None, *, hub: Hub) -> Generator[tuple[Checkpoint | None, Shards]]:
+    """Open the source, and say where its shards are.
+
+    A name without hf:// is a folder here, so that a mistyped one is not looked up on the Hub.
+    """
+    if text is None:
+        yield None, Shards()
+    elif text.startswith(SCHEME):
+        with open_source(text, hub=hub) as source:
+            assert source.remote is not None
+            yield source.checkpoint, Shards(source=RemoteShards(hub, source.remote, source.checkpoint.folder))
+    else:
+        with remedy(SOURCE_REMEDY):
+            checkpoint = open_checkpoint(Path(text))
+        yield checkpoint, Shards()
+
+
+def named(found: ValidationReport, destination: str) -> ValidationReport:
+    """Name what was validated as the user did, not by its temporary folder."""
+    return replace(found, folder=destination, contract=replace(found.contract, folder=destination))
+
+
+def _say_layers_cost(opened: Opened, request: LayersRequest, *, quiet: bool) -> "LayersCost | None":
+    """Say what --layers will take, before anything is read; None if the result cannot be opened."""
+    from k2convert.validate.layers.cost import layers_cost
+
+    if (source := opened.seen) is None or opened.source is None:
+        return None
+    try:
+        with Waiting("measures one expert", quiet=quiet):
+            converted = None if opened.shards.is_remote else open_checkpoint(opened.folder)
+            is_text = isinstance(request.hidden_states, Windows)
+            cost = layers_cost(
+                source=source, whole=opened.source, converted=converted, layers=request.layers, is_text=is_text
+            )
+    except K2ConvertError:  # the validation says what is wrong
+        return None
+    numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
+    below = f" (and {cost.num_below} layers below, for the hidden states of the text)" if cost.num_below else ""
+    text = (
+        f"--layers {numbers}{below}: computes {cost.num_experts:,} experts on {request.tokens:,} tokens and reads "
+        f"{console.format_bytes(cost.num_bytes)}"
+    )
+    if cost.seconds is not None:
+        text += f", in about {console.format_seconds(cost.seconds)} (an estimate from one expert on this machine)"
+    if not quiet:
+        console.print_event(text)
+    return cost
+
+
+def _check_operands(
+    source: Checkpoint | None, *, layers: tuple[int, ...] | None, hidden_states: Path | None, against: Path | None
+) -> None:
+    """Check now what is used after the pass over the shards, which may take hours; raises CheckpointError."""
+    if layers is not None:
+        require_extra("torch", purpose="--layers")
+    if source is not None and layers:
+        from k2convert.validate.layers.check import check_layers_exist
+
+        check_layers_exist(source, layers)
+    if hidden_states is not None:
+        if not hidden_states.is_file():
+            raise CheckpointError(f"{hidden_states}: no such file. Pass a file of hidden states.")
+        with remedy("Capture the hidden states again, or leave out --hidden-states."):
+            read_header(hidden_states)
+    if against is not None:
+        with remedy("Pass a complete NVFP4 checkpoint to --against."):
+            open_checkpoint(against)

@@ -1,0 +1,300 @@
+"""The arguments and options of every verb, in the order of its help."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from k2convert.choices import MAX_SEED, Activations, Layout, Rule, ServedKvCache, Target
+from k2convert.cli.options import (
+    ADDRESS,
+    CALIBRATION,
+    HUB,
+    MACHINE,
+    RESULT,
+    STATISTICS,
+    TEXT_FORMS,
+    DeviceOption,
+    JsonOption,
+    MaxDiskOption,
+    PublicOption,
+    QuietOption,
+    ResultArgument,
+    SourceArgument,
+    SourceOption,
+    StatisticsOption,
+    argument,
+    existing_place,
+    flag,
+    local_folder,
+    new_place,
+    not_address,
+    option,
+    size_option,
+    statistics_place,
+    status_place,
+)
+from k2convert.errors import quoted
+
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    source: SourceArgument
+    destination: Annotated[
+        str, argument("DEST", "Folder of the converted checkpoint, or hf://owner/name[@branch].", new_place)
+    ]
+    recipe: Annotated[
+        str | None,
+        option("A file, or a name that `recipes` lists [default: by family].", "RECIPE", panel=RESULT),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        option(
+            "Change a key of the recipe: experts=192, kv_cache=fp8, calibration.tokens=65536. May be repeated.",
+            "KEY=VALUE",
+            name="--set",
+            panel=RESULT,
+        ),
+    ] = None
+    rule: Annotated[
+        Rule | None,
+        option(
+            "How weights are rounded [default: by recipe; weighted with --statistics, feedback with --calibrate].",
+            panel=RESULT,
+        ),
+    ] = None
+    layout: Annotated[Layout | None, option("Tensor names and config of the result.", panel=RESULT)] = None
+    activations: Annotated[Activations | None, option("4-bit activations, or weight-only.", panel=RESULT)] = None
+    to: Annotated[
+        Target | None,
+        option("NVFP4, the dequantized BF16 copy, or INT4 as it is (with --keep-experts).", panel=RESULT),
+    ] = None
+    keep_experts: Annotated[
+        Path | None,
+        option(
+            "Experts to keep: a list, a REAP report, or scores (such as statistics) with --set experts=N.",
+            "FILE",
+            panel=RESULT,
+        ),
+    ] = None
+    verify: Annotated[
+        bool, flag("--verify", "Hash every finished shard again, and regenerate damaged ones.", RESULT)
+    ] = False
+    dry_run: Annotated[bool, flag("--dry-run", "Print the plan and write nothing.", RESULT)] = False
+    as_json: JsonOption = False
+    quiet: QuietOption = False
+    statistics: Annotated[
+        str | None,
+        option(
+            f"Statistics of `calibrate`: {STATISTICS}.",
+            "FILE",
+            panel=CALIBRATION,
+            callback=statistics_place,
+        ),
+    ] = None
+    calibrate: Annotated[
+        list[Path] | None,
+        option(f"Calibrate while converting, on {TEXT_FORMS}. May be repeated.", "FILE", panel=CALIBRATION),
+    ] = None
+    device: DeviceOption = "auto"
+    workers: Annotated[
+        int | None,
+        option("Shards at a time [default: by cores and devices].", "N", panel=MACHINE, min=1),
+    ] = None
+    max_disk: MaxDiskOption = None
+    part: Annotated[
+        str | None,
+        option(
+            "Convert part I of N, or that of a Slurm array (auto). Run without it at the end.",
+            "I/N|auto",
+            panel=MACHINE,
+        ),
+    ] = None
+    ray: Annotated[
+        str | None,
+        option("Convert on a Ray cluster: its address, or auto for the one here.", "ADDRESS", panel=MACHINE),
+    ] = None
+    cpus_per_shard: Annotated[int, option("CPUs of each task with --ray.", "N", panel=MACHINE, min=1)] = 4
+    public: PublicOption = False
+    work_dir: Annotated[
+        Path | None,
+        option(
+            "Folder for a job that publishes to the Hub [default: k2convert-work/REPO].",
+            "FOLDER",
+            panel=HUB,
+            callback=local_folder,
+        ),
+    ] = None
+    yes: Annotated[bool, flag("--yes", "Publish without asking; calibrate for more than 12 hours too.", HUB)] = False
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateOptions:
+    source: SourceArgument
+    statistics: Annotated[
+        Path,
+        typer.Argument(
+            metavar="STATISTICS",
+            help="Statistics file to write. Until it is complete, the work is in STATISTICS.work.",
+            callback=local_folder,
+            show_default=False,
+        ),
+    ]
+    text: Annotated[list[Path], option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")]
+    tokens: Annotated[int, option("Tokens to use.", "N", min=1)] = 131_072
+    window: Annotated[int, option("Tokens that are seen together.", "N", min=1)] = 2048
+    seed: Annotated[int, option("Decides which windows of the text are used.", "N", min=0, max=MAX_SEED)] = 0
+    device: DeviceOption = "auto"
+    max_disk: MaxDiskOption = None
+    yes: Annotated[bool, flag("--yes", "Calibrate for more than 12 hours too.")] = False
+    dry_run: Annotated[bool, flag("--dry-run", "Print time, memory and disk needed, and write nothing.")] = False
+    as_json: JsonOption = False
+    quiet: QuietOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class ValidateOptions:
+    destination: ResultArgument
+    source: SourceOption = None
+    layers: Annotated[
+        str | None,
+        option("MoE layers to compute: 1,30,60 or all. From hf:// only these are read. Needs --source.", "LAYERS"),
+    ] = None
+    hidden_states: Annotated[
+        Path | None,
+        option("Captured hidden states for --layers [default: synthetic].", "FILE"),
+    ] = None
+    text: Annotated[
+        list[Path] | None,
+        option(f"Text for --layers ({TEXT_FORMS}): the source's layers below are computed on it.", "FILE"),
+    ] = None
+    tokens: Annotated[int, option("Tokens to compute layers on.", "N", min=1)] = 256
+    reference: Annotated[bool, flag("--reference", "Decode with the quantization libraries too.")] = False
+    statistics: StatisticsOption = None
+    against: Annotated[
+        Path | None,
+        option(
+            "Folder of another NVFP4 checkpoint of the same source, to measure it too. Needs --source.",
+            "FOLDER",
+            callback=existing_place,
+        ),
+    ] = None
+    as_json: JsonOption = False
+    quiet: QuietOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    destination: ResultArgument
+    source: SourceOption = None
+    statistics: StatisticsOption = None
+    validation: Annotated[
+        Path | None,
+        option("Output of `validate --json`, to show it instead of reading the shards again.", "FILE"),
+    ] = None
+    out: Annotated[
+        Path | None,
+        option("Folder to write to [default: DEST, or . for hf://].", "FOLDER", callback=new_place),
+    ] = None
+    as_json: JsonOption = False
+    quiet: QuietOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOptions:
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Folder of the converted checkpoint.",
+            callback=local_folder,
+            show_default=False,
+        ),
+    ]
+    repo: Annotated[
+        str,
+        option("Repository to publish on.", "owner/name[@branch]", callback=not_address),
+    ]
+    public: PublicOption = False
+    yes: Annotated[bool, flag("--yes", "Publish without asking.")] = False
+    base_model: Annotated[
+        str | None,
+        option(
+            "Repository of the INT4 source, for the card and its license [default: the ledger's].",
+            "owner/name",
+            callback=not_address,
+        ),
+    ] = None
+    source: SourceOption = None
+    statistics: StatisticsOption = None
+    as_json: JsonOption = False
+    quiet: QuietOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class InspectOptions:
+    source: Annotated[
+        str, argument("SOURCE", f"Folder of a checkpoint, {ADDRESS}, or a statistics file.", existing_place)
+    ]
+    as_json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class StatusOptions:
+    destination: Annotated[
+        str,
+        argument("DEST", f"Folder of a conversion, statistics file of a calibration, or {ADDRESS}.", status_place),
+    ]
+    as_json: JsonOption = False
+
+
+def _experts_option(text: str | None) -> str | None:
+    if text is not None and text != AUTO and not (text.isdecimal() and 0 < len(text) < 10 and int(text)):
+        raise typer.BadParameter(f"{quoted(text)} is not a number of experts. Pass one such as 192, or auto.")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    checkpoint: Annotated[
+        str,
+        argument(
+            "CHECKPOINT", f"Folder or {ADDRESS}: an INT4 source, as it would be converted, or a result.", existing_place
+        ),
+    ]
+    gpu: Annotated[str | None, option("Kind of GPU: b200, h200, rtx-pro-6000 ...", "GPU")] = None
+    memory: Annotated[
+        str | None,
+        option("Memory of one GPU, instead of --gpu: 96GB.", "BYTES", callback=size_option),
+    ] = None
+    count: Annotated[int | None, option("Number of GPUs.", "N", min=1, max=1024)] = None
+    tp: Annotated[int | None, option("GPUs that hold each layer together.", "N", min=1)] = None
+    ep: Annotated[int | None, option("GPUs that whole experts are given to.", "N", min=1)] = None
+    pp: Annotated[int | None, option("Stages that hold the layers one after another.", "N", min=1)] = None
+    dp_attention: Annotated[bool, flag("--dp-attention", "Each GPU has its own requests.")] = False
+    dcp: Annotated[int, option("GPUs of --tp that divide the KV cache.", "N", min=1)] = 1
+    kv: Annotated[ServedKvCache | None, option("KV cache [default: as config.json declares, else bf16].")] = None
+    context: Annotated[int | None, option("Tokens of one request, with its answer [default: 8192].", "N", min=1)] = None
+    requests: Annotated[int, option("Requests at a time.", "N", min=1)] = 1
+    utilization: Annotated[
+        float, option("Share of the memory that the engine may use.", "SHARE", min=0.01, max=1.0)
+    ] = 0.92
+    overhead: Annotated[
+        str,
+        option("Memory for activations, CUDA graphs and NCCL on each GPU.", "BYTES", callback=size_option),
+    ] = "3GB"
+    experts: Annotated[
+        str | None,
+        option(
+            "Experts per layer if it is pruned; auto: the most that fit on --count GPUs.",
+            "N|auto",
+            callback=_experts_option,
+        ),
+    ] = None
+    estimate: Annotated[
+        bool, flag("--estimate", "Ask AIConfigurator for the speed (pip install 'k2convert[fit]').")
+    ] = False
+    as_json: JsonOption = False
