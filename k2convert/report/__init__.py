@@ -14,7 +14,7 @@ the same files. matplotlib (charts) and Jinja2 (escaping) are imported only when
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.folders import make_folder
@@ -22,7 +22,10 @@ from k2convert.checkpoint.names import REPORT_PAGE_NAME, REPORT_PICTURE_NAME, RE
 from k2convert.errors import DestinationError
 from k2convert.fit.weights import Tensor
 from k2convert.report.checks import read_checks
-from k2convert.report.figures import MeasuredError, Report, collect_report
+from k2convert.report.figures import Report, collect_report
+
+if TYPE_CHECKING:
+    from k2convert.validate.decode import DecodedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ def write_report(
     folder: Path,
     out: Path | None = None,
     validation: Mapping[str, Any] | None = None,
-    measured: Mapping[str, MeasuredError] | None = None,
+    measured: Mapping[str, "DecodedError"] | None = None,
     tensors: Iterable[Tensor] | None = None,
     name: str | None = None,
 ) -> ReportFiles:

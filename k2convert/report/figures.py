@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,27 +32,13 @@ from k2convert.records.journal import Journal
 from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, find_ledger, summarize
 from k2convert.records.shard_record import ShardRecord
 
+if TYPE_CHECKING:
+    from k2convert.validate.decode import DecodedError
+
 PROJECTIONS: Final = ("gate", "up", "down")
 MAX_CELLS: Final = 1 << 20  # of one map; K2 has 23,040. A damaged record may name any expert: its map would take TB
 NUM_WORST: Final = 8
 _LEDGER_REMEDY: Final = "Delete the file and run the conversion again: the file is written again from the records."
-
-
-class MeasuredError(Protocol):
-    """A tensor's error: as recorded by the conversion, or as measured from written bytes (see validate.decode)."""
-
-    @property
-    def num_weights(self) -> int: ...
-    @property
-    def num_nonzero(self) -> int: ...
-    @property
-    def equal_nonzero(self) -> int: ...
-    @property
-    def sqnr_db(self) -> float | None: ...
-    @property
-    def relative_mse(self) -> float: ...
-    @property
-    def max_error_steps(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +126,7 @@ def collect_report(
     *,
     folder: Path,
     validation: Mapping[str, Any] | None = None,
-    measured: Mapping[str, MeasuredError] | None = None,
+    measured: Mapping[str, DecodedError] | None = None,
     tensors: Iterable[Tensor] | None = None,
     name: str | None = None,
 ) -> Report:
@@ -272,7 +258,7 @@ def _recorded(records: Mapping[str, ShardRecord]) -> tuple[TensorFigures, ...]:
     )
 
 
-def _measured(measured: Mapping[str, MeasuredError], missing: list[str]) -> tuple[TensorFigures, ...]:
+def _measured(measured: Mapping[str, DecodedError], missing: list[str]) -> tuple[TensorFigures, ...]:
     missing.append(
         f"The journal ({WORK_FOLDER}) is not in this folder. Tensors were measured again from the written bytes, so "
         "single tensors are not compared with plain and the bound."
@@ -283,7 +269,7 @@ def _measured(measured: Mapping[str, MeasuredError], missing: list[str]) -> tupl
     return tuple(tensor_figures(module, error) for module, error in sorted(measured.items()))
 
 
-def tensor_figures(module: str, error: MeasuredError, *, role: str | None = None) -> TensorFigures:
+def tensor_figures(module: str, error: WeightMetrics | DecodedError, *, role: str | None = None) -> TensorFigures:
     """Return the figures of a tensor, recorded or measured. `role` is by default the one that the name tells."""
     place = locate_projection(module)
     return TensorFigures(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from k2convert.records.checksum import seal
+from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.report import write_report
 
 NUM_WEIGHTS = 2048 * 7168
@@ -33,6 +34,8 @@ def metrics(random: np.random.Generator, shape: list[int], layer: int) -> dict[s
 
 @pytest.fixture
 def k2_records(converted: Path, tmp_path: Path) -> Path:
+    job = json.loads((converted / ".k2convert/job.json").read_text())
+    digest = fingerprint_digest(job["fingerprint"])
     random = np.random.default_rng(0)
     weights = np.exp(-(((np.arange(46) - 32) / 6.0) ** 2))
     shape = (weights / weights.sum() * NUM_BLOCKS).astype(int).tolist()
@@ -53,12 +56,11 @@ def k2_records(converted: Path, tmp_path: Path) -> Path:
             for projection in ("gate", "up", "down")
         ]
         record = {
-            "shard": name, "fingerprint": "0", "blake3": "0", "file_bytes": shards[name], "num_tensors": 4617,
+            "shard": name, "fingerprint": digest, "blake3": "0", "file_bytes": shards[name], "num_tensors": 4617,
             "source_headers": {}, "projections": projections,
         }  # fmt: skip
         (folder / f".k2convert/shards/{name}.json").write_bytes(seal(record))
-    job = json.loads((converted / ".k2convert/job.json").read_text()) | {"shards": shards}
-    (folder / ".k2convert/job.json").write_text(json.dumps(job))
+    (folder / ".k2convert/job.json").write_text(json.dumps(job | {"shards": shards}))
     return folder
 
 
