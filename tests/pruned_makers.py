@@ -40,7 +40,7 @@ def convert_pruned(
 ) -> Path:
     """Convert the kept experts of a source, with its statistics or without; returns the result's folder."""
     opened = Source(open_checkpoint(source)).pruned(record_for(source, scores=scores))
-    chosen = choose_recipe(opened.checkpoint, None, recipe)
+    chosen = choose_recipe(opened.checkpoint, None, {"keep_experts": "kept.json"} | recipe)
     execute(
         prepare(
             source=opened,

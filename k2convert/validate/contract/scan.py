@@ -225,7 +225,7 @@ class _Scan:
 
     def _compare(self, target: _Target, piece: Piece, data: Bytes) -> None:
         assert target.source is not None
-        before = self.source_reader.read(target.source, begin=piece.begin, end=piece.end)
+        before = self._read_source(target.source, piece.begin, piece.end)
         self.result.compared.add(target.name)
         if target.exponents is not None:
             self.result.scaled.add(target.name)
@@ -233,6 +233,15 @@ class _Scan:
         elif not same_bytes(before, data):
             changed = int(np.count_nonzero(before != data))
             self.result.different[target.name] = self.result.different.get(target.name, 0) + changed
+
+    def _read_source(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
+        """Return bytes of a source tensor. Of a pruned router the kept rows are chosen here, not by the reader."""
+        if tensor.rows is None:
+            return self.source_reader.read(tensor, begin=begin, end=end)
+        whole, width = tensor.end - tensor.begin, tensor.num_bytes // len(tensor.rows)
+        data = self.source_reader.read(tensor._replace(rows=None), end=whole).tobytes()
+        kept = b"".join(data[row * width : (row + 1) * width] for row in tensor.rows)
+        return np.frombuffer(kept[begin:end], dtype=np.uint8)
 
     def _compare_scaled(self, target: _Target, exponents: Exponents, piece: Piece, before: Bytes, data: Bytes) -> None:
         assert target.source is not None
