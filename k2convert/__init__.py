@@ -9,11 +9,11 @@ The package from the ground up. A wing imports itself and what is above it in th
     quantize    number formats, rules, metrics, kernels: numbers only
     models      families of checkpoints, tensor names, the projections to convert
     hub         everything that talks to the Hub
-    forward     one forward pass of a layer
     plan        recipe, plan, exclude list, inspection
     fit         will it fit, and how to serve it
     records     fingerprint, journal, ledger, events
-    calibrate   statistics of activations, what a conversion takes from them, and conversion with feedback
+    forward     one forward pass, and the walk: the loop over the layers of a model
+    calibrate   a calibration: statistics of activations, what a conversion uses of them, conversion with feedback
     validate    the servable contract, weight error, reference layers
     report      the report as page, Markdown and picture, and the model card
     job         what a run does, in order

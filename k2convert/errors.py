@@ -30,6 +30,10 @@ class K2ConvertError(Exception):
     """Base of every failure that k2convert expects. The command exits with code 1."""
 
 
+class InterruptedRun(Exception):  # noqa: N818 - a request to stop is not an error
+    """The run was asked to stop."""
+
+
 class FormatError(K2ConvertError, ValueError):
     """Tensor values or shapes that the number formats do not allow."""
 

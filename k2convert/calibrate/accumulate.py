@@ -7,6 +7,8 @@ kept until then. Sums are FP64, added in the order of the tokens, and divided on
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,18 +18,83 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
+from k2convert.calibrate.calibration import CalibrationPlan
+from k2convert.calibrate.layer_files import gather_statistics, write_layer
 from k2convert.calibrate.layer_statistics import LayerStatistics
 from k2convert.calibrate.norm_scaling import find_exponents
+from k2convert.calibrate.statistics import StatisticsHeader
+from k2convert.calibrate.text import is_varied
 from k2convert.errors import CalibrationError
 from k2convert.forward.router import Routing
+from k2convert.forward.walk import States, Walk, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family
 from k2convert.models.names import WEIGHT
+from k2convert.records.command import keep_command
+from k2convert.records.events import SILENT, Events
 
 SAMPLED_TOKENS: Final = 256
 """Tokens that norm scaling is fitted to. From fewer nothing is fitted: 64 tokens made k2-tiny worse by 2 %."""
 
+Save = Callable[[LayerStatistics, int], None]
+"""Declares a layer done: accepts its statistics, and how many windows are dropped so far."""
+
 _CHUNK_ROWS: Final = 64  # in FP64 they fit into a core's cache
+
+
+@torch.no_grad()
+def collect_statistics(walk: Walk, states: States, *, seed: int, save: Save, events: Events) -> None:
+    """Collect the statistics of the layers that are not done, in order; `save` declares one done.
+
+    Raises CalibrationError if too many windows have to be dropped, and what reading and writing raise.
+    """
+    with closing(walk_layers(walk, states, events=events)) as layers:
+        for layer in layers:
+            accumulator = LayerAccumulator(layer.reader, layer.number, seed=seed, fits_norms=is_varied(walk.ids))
+            with layer.writing() as write:
+                for chunk in layer.chunks():
+                    layer.run(chunk.first, chunk.streams[0], accumulator)
+                    write(chunk.streams[0])
+            statistics = accumulator.finish()
+            layer.progress.reach(walk.ids.size)
+            save(statistics, layer.dropped)
+
+
+def calibrate(plan: CalibrationPlan, *, events: Events = SILENT) -> StatisticsHeader:
+    """Do what is left of a calibration; returns the header of the statistics file. Can be called again after a failure.
+
+    Raises any K2ConvertError.
+    """
+    plan.check_room()
+    work, text, num_layers = plan.work, plan.text, plan.num_layers
+    assert text.saved is not None
+    with work.locked(events=events) as keep:
+        was_begun = work.job() is not None
+        begun = work.begin(plan.job, events=events)
+        if plan.command is not None:
+            keep_command(work.folder, plan.command)
+        first = work.resume(num_layers=num_layers, also={}, events=events)
+        if was_begun:
+            events.note(f"{text.saved}: resuming: {first} of {num_layers} layers done")
+
+        def save(layer: LayerStatistics, dropped: int) -> None:
+            write_layer(work, layer, replace(plan.header, dropped=dropped))
+
+        with plan.opened(first, room=plan.disk_allowed - plan.disk_bytes, events=events) as around:
+            events.begun(plan.extent(first), keep=keep)
+            walk = Walk(
+                ids=text.windows.ids,
+                num_layers=num_layers,
+                hidden_size=plan.architecture.hidden_size,
+                chunk=begun.chunk,
+                devices=plan.devices,
+                workers=text.threads,
+                around=around,
+            )
+            collect_statistics(walk, work, seed=text.seed, save=save, events=events)
+        header = gather_statistics(work, text.saved, plan.header, num_layers=num_layers)
+    work.remove()
+    return header
 
 
 @dataclass(frozen=True, slots=True)

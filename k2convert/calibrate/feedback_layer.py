@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.calibrate.layer_codes import Write
+from k2convert.calibrate.layer_files import Write
 from k2convert.forward.mlp import Mlp
 from k2convert.forward.router import Routing
 from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight

@@ -19,9 +19,9 @@ from k2convert.buffers import POOL_BYTES
 from k2convert.calibrate.accumulate import SAMPLED_TOKENS
 from k2convert.calibrate.feedback_layer import GROUPED_EXPERTS, SAMPLED_ROWS
 from k2convert.calibrate.norm_scaling import STEPS
-from k2convert.calibrate.walk import DENSE_TOKENS
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS
+from k2convert.forward.walk import DENSE_TOKENS
 from k2convert.models import detect_family
 from k2convert.models.config import text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Role

@@ -43,6 +43,9 @@ SECTION_BYTES: Final = 64 << 10
 READ_PER_TOKEN: Final = 4
 """Tokens that are read of a large text for each one asked for, so that the windows come from many places."""
 
+MIN_KINDS: Final = 32
+"""Different token ids that a text must have for anything to be fitted to it."""
+
 HELD_OUT_EVERY: Final = 16
 """One window in so many is kept out of a fit, to measure what the fit is worth on other tokens."""
 
@@ -98,6 +101,11 @@ def read_windows(
 def _stated_name(path: Path) -> str:
     """Return a file's name as text that every file can hold: bytes that are not UTF-8 become escapes."""
     return path.name.encode(errors="backslashreplace").decode()
+
+
+def is_varied(ids: NDArray[np.int64]) -> bool:
+    """Whether tokens are of enough kinds to fit anything to. Repeating a few kinds tells nothing of other tokens."""
+    return np.unique(ids).size >= min(MIN_KINDS, ids.size) > 1
 
 
 def held_out(num_windows: int) -> NDArray[np.bool_]:

@@ -1,17 +1,14 @@
-"""`run --calibrate`: read its text, and say what its walk through the layers takes."""
+"""What `calibrate` and `run --calibrate` share: reading the text, and showing the calibration that is planned."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k2convert.calibrate.feedback_work import FeedbackWork
 from k2convert.choices import counted
 from k2convert.cli import console
 from k2convert.cli.forecast import Computer, Forecast, forecast
-from k2convert.cli.texts import read_texts
-from k2convert.cli.verbs import RunOptions
 from k2convert.cli.views import conversion_span
 from k2convert.job.estimate import Estimate
-from k2convert.job.feedback_plan import CalibrationText, FeedbackPlan
 from k2convert.job.places import Source
 from k2convert.job.prepare import Job
 from k2convert.plan.recipe import TextUse
@@ -19,53 +16,49 @@ from k2convert.quantize.rules import WEIGHTED_NOTE
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
+    from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
     from k2convert.calibrate.cost import Time
 
 
-def read_calibration_text(options: RunOptions, use: TextUse, source: Source, computer: Computer) -> CalibrationText:
-    """Read the text of a run; raises CalibrationError."""
+def read_calibration_text(
+    files: Sequence[Path], use: TextUse, source: Source, computer: Computer, *, quiet: bool
+) -> "CalibrationText":
+    """Read the text of a calibration; raises CalibrationError."""
+    from k2convert.calibrate.calibration import CalibrationText
     from k2convert.calibrate.cost import chunk_windows
+    from k2convert.cli.texts import read_texts
 
-    windows = read_texts(source, options.calibrate or (), tokens=use.tokens, window=use.window, seed=use.seed)
-    for note in () if options.quiet else windows.notes:
+    windows = read_texts(source, files, tokens=use.tokens, window=use.window, seed=use.seed)
+    for note in () if quiet else windows.notes:
         console.print_note(f"note: {note}")
-    return CalibrationText(
-        windows=windows,
-        tokens=use.tokens,
-        window=use.window,
-        seed=use.seed,
-        chunk=chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=computer.gpu_bytes),
-        threads=computer.threads,
-        saved=None if use.save_statistics is None else Path(use.save_statistics),
-    )
+    chunk = chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=computer.gpu_bytes)
+    saved = None if use.save_statistics is None else Path(use.save_statistics)
+    return CalibrationText(windows, use.tokens, use.window, use.seed, chunk, computer.threads, saved)
 
 
-def layers_left(job: Job, plan: FeedbackPlan) -> int:
-    """Return how many layers the walk has to do, as far as that is known before it starts."""
+def layers_left(job: Job, plan: "CalibrationPlan") -> int:
+    """Return how many layers the walk of a job has to do, as far as that is known before it starts."""
     if job.calibrated is not None and len(job.finished) == len(job.plan.jobs):
         return 0
     return plan.num_layers - plan.num_finished
 
 
-def forecast_walk(job: Job, plan: FeedbackPlan, computer: Computer) -> Forecast:
+def forecast_walk(job: Job, plan: "CalibrationPlan", computer: Computer) -> Forecast:
     """Count what the rest of the walk needs."""
-    return forecast(
-        job.source.checkpoint,
-        computer,
-        windows=(plan.header.windows, plan.header.window),
-        chunk=plan.text.chunk,
-        layers=layers_left(job, plan),
-        is_walk=True,
-    )
+    return forecast(plan, computer, layers=layers_left(job, plan))
 
 
-def walk_line(plan: FeedbackPlan) -> str:
+def plan_line(plan: "CalibrationPlan") -> str:
     """Return what is walked over, in a line."""
-    header, names = plan.header, ", ".join(name for name, _ in plan.header.texts)
-    return (
-        f"calibrates while it converts: {plan.num_layers} layers on {header.tokens:,} tokens of {names}, in "
-        f"{counted(header.windows, 'window')} of {header.window:,}; {_held_out(plan.held_out_windows)} is measured"
+    windows = plan.text.windows
+    names = ", ".join(name for name, _ in windows.texts)
+    line = (
+        f"{plan.num_layers} layers on {windows.ids.size:,} tokens of {names}, in "
+        f"{counted(windows.ids.shape[0], 'window')} of {windows.ids.shape[1]:,}"
     )
+    if plan.needs is None:
+        return line
+    return f"calibrates while it converts: {line}; {_held_out(plan.held_out_windows)} is measured"
 
 
 def norm_scaling_line(job: Job) -> str:
@@ -96,20 +89,20 @@ def show_walk(walk: Forecast, time: "Time", converting: Estimate, *, needed: int
     console.print_line(f"time in all: {console.format_span(max(time.least, least), time.most + most)}")
 
 
-def walk_document(job: Job, plan: FeedbackPlan) -> dict[str, Any]:
+def plan_document(plan: "CalibrationPlan", *, finished_layers: int) -> dict[str, Any]:
     """Return what is walked over, as plain data."""
-    header = plan.header
+    text, windows = plan.text, plan.text.windows
     return {
-        "texts": [name for name, _ in header.texts],
-        "tokens": header.tokens,
-        "window": header.window,
-        "windows": header.windows,
+        "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
+        "tokens": windows.ids.size,
+        "window": windows.ids.shape[1],
+        "windows": windows.ids.shape[0],
         "held_out_windows": plan.held_out_windows,
-        "seed": header.seed,
+        "seed": text.seed,
         "layers": plan.num_layers,
-        "finished_layers": plan.num_layers - layers_left(job, plan),
-        "norm_scaling": bool(job.plan.recipe.norm_scaling),
-        "statistics": None if plan.text.saved is None else str(plan.text.saved),
+        "finished_layers": finished_layers,
+        "statistics": None if text.saved is None else str(text.saved),
+        "devices": list(plan.devices),
     }
 
 
@@ -132,12 +125,3 @@ def show_outputs(found: CalibrationRecord | None) -> None:
     console.print_line("rule feedback keeps outputs, so its error of weights is larger than that of rule optimal")
     if found.warning is not None:
         console.print_note(f"warning: {found.warning}")
-
-
-def walk_state(destination: Path) -> dict[str, Any] | None:
-    """Return how far the walk of an unfinished job is, as plain data; None if there is none."""
-    work = FeedbackWork(destination)
-    begun = work.job()
-    if begun is None:
-        return None
-    return {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}

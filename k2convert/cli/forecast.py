@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +23,7 @@ from k2convert.job.machine import (
 )
 
 if TYPE_CHECKING:
+    from k2convert.calibrate.calibration import CalibrationPlan
     from k2convert.calibrate.cost import Time
     from k2convert.calibrate.sizes import Memory, PassSize
 
@@ -139,12 +139,11 @@ class Forecast:
         }
 
 
-def forecast(
-    source: Checkpoint, computer: Computer, *, windows: Sequence[int], chunk: int, layers: int, is_walk: bool
-) -> Forecast:
-    """Count what `layers` layers need over windows: their number and their length."""
+def forecast(plan: CalibrationPlan, computer: Computer, *, layers: int) -> Forecast:
+    """Count what the last `layers` layers of a calibration need."""
     from k2convert.calibrate.sizes import PassSize, pass_memory, read_sizes, walk_memory
 
-    size = PassSize(windows[0], windows[1], chunk, computer.devices, computer.threads, layers)
-    held = (walk_memory if is_walk else pass_memory)(read_sizes(source), size)
-    return Forecast(source, size, is_walk, computer, held)
+    windows, is_walk = plan.text.windows.ids.shape, plan.needs is not None
+    size = PassSize(windows[0], windows[1], plan.text.chunk, computer.devices, computer.threads, layers)
+    held = (walk_memory if is_walk else pass_memory)(read_sizes(plan.source), size)
+    return Forecast(plan.source, size, is_walk, computer, held)

@@ -15,7 +15,7 @@ from k2convert.cli.views import print_notices, show_commit
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import SCHEME, Hub, RepoRef, check_endpoint, parse_repo, target_revision
 from k2convert.hub.xet import bound_memory
-from k2convert.job.places import Destination
+from k2convert.job.places import Destination, open_named_statistics
 from k2convert.job.publish import (
     Publication,
     base_model_name,
@@ -23,7 +23,6 @@ from k2convert.job.publish import (
     publish_folder,
     validate_publication,
 )
-from k2convert.job.statistics_file import open_named_statistics
 from k2convert.records.events import Extent
 from k2convert.records.publication import Published, check_shards_are_here, find_published, has_left, record_published
 from k2convert.validate.remote import Shards

@@ -6,20 +6,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from k2convert.cli import console
 from k2convert.cli.feedback import (
     forecast_walk,
+    layers_left,
     norm_scaling_line,
+    plan_line,
     read_calibration_text,
     show_outputs,
     show_walk,
-    walk_document,
-    walk_line,
 )
+from k2convert.cli.feedback import plan_document as calibration_document
 from k2convert.cli.forecast import Computer, choose_computer
 from k2convert.cli.machines import capacity_line, open_cluster, run_part
 from k2convert.cli.options import command_words, parse_device, parse_size
@@ -44,21 +45,22 @@ from k2convert.hub.client import SCHEME, Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.xet import bound_memory
 from k2convert.job.estimate import estimate, memory_bytes
-from k2convert.job.feedback_plan import FeedbackPlan
 from k2convert.job.kept_experts import prune_source
 from k2convert.job.machine import has_driver
 from k2convert.job.parts import read_part
-from k2convert.job.places import open_source, read_destination
+from k2convert.job.places import Source, open_named_statistics, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.job.publish import UnservableError
 from k2convert.job.run import Outcome, execute
-from k2convert.job.statistics_file import open_named_statistics
-from k2convert.plan.recipe import parse_settings, settle_recipe
+from k2convert.plan.recipe import TextUse, parse_settings, settle_recipe
 from k2convert.records.command import JobCommand
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import below_budget, summarize
 from k2convert.records.publication import Published, record_published
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
 
 
 def run(options: RunOptions) -> None:
@@ -94,7 +96,7 @@ def run(options: RunOptions) -> None:
             destination=destination,
             recipe=recipe,
             statistics=statistics,
-            text=None if computer is None else read_calibration_text(options, recipe.calibration, source, computer),
+            text=_read_text(options, recipe.calibration, source, computer),
             device=parse_device(options.device)[0] or "cpu",
             workers=options.workers,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
@@ -118,6 +120,14 @@ def run(options: RunOptions) -> None:
             _show_published(job, job.target, as_json=options.as_json)
         else:
             _do(job, options)
+
+
+def _read_text(
+    options: RunOptions, use: TextUse, source: Source, computer: Computer | None
+) -> "CalibrationText | None":
+    if computer is None:
+        return None
+    return read_calibration_text(options.calibrate or (), use, source, computer, quiet=options.quiet)
 
 
 def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
@@ -177,12 +187,12 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
     if options.as_json:
         document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
         if job.feedback is not None and walk is not None and time is not None:
-            document["calibration"] = walk_document(job, job.feedback) | walk.document(time, needed)
+            document["calibration"] = _calibration_document(job, job.feedback) | walk.document(time, needed)
         console.print_json(document)
     else:
         show_plan(job, source=options.source)
         if job.feedback is not None and walk is not None and time is not None:
-            console.print_line(walk_line(job.feedback))
+            console.print_line(plan_line(job.feedback))
             console.print_line(norm_scaling_line(job))
             show_walk(walk, time, estimated, needed=needed)
         else:
@@ -197,6 +207,11 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
     if not options.as_json:
         elsewhere = walk is not None and walk.computer.elsewhere
         console.print_next(console.own_command(without="--dry-run", options=("--device",) if elsewhere else ()))
+
+
+def _calibration_document(job: Job, plan: "CalibrationPlan") -> dict[str, Any]:
+    done = plan.num_layers - layers_left(job, plan)
+    return calibration_document(plan, finished_layers=done) | {"norm_scaling": bool(job.plan.recipe.norm_scaling)}
 
 
 def _show_cluster_plan(job: Job, options: RunOptions) -> None:
@@ -249,7 +264,7 @@ def _do(job: Job, options: RunOptions) -> None:
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
 
 
-def _start_walk(job: Job, plan: FeedbackPlan, options: RunOptions) -> float:
+def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> float:
     """Say how long the rest of the walk takes, and return the seconds.
 
     Raises CalibrationError if it is too long, PlanError if the memory is not there.
@@ -264,7 +279,7 @@ def _start_walk(job: Job, plan: FeedbackPlan, options: RunOptions) -> float:
     check_time(time, source=options.source, yes=options.yes)
     if not options.quiet:
         span = console.format_span(time.least, time.most)
-        console.print_event(f"{walk_line(plan)}: {span} (an estimate from one expert on this machine)")
+        console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
     return time.middle
 
 

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from k2convert.calibrate.layer_files import conversion_work, statistics_work
 from k2convert.calibrate.statistics import open_statistics
-from k2convert.calibrate.work import PassJob, WorkFolder
 from k2convert.checkpoint.files import parse_json_object
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME, WORK_SUFFIX
 from k2convert.cli import console
-from k2convert.cli.feedback import walk_state
 from k2convert.cli.verbs import StatusOptions
 from k2convert.errors import CheckpointError, DestinationError, HubError, K2ConvertError, remedy
+from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.hub.source import RemoteRepo, read_file, resolve_source
 from k2convert.plan.inspection import inspect_checkpoint
@@ -53,16 +53,16 @@ def _show_statistics(path: Path, *, as_json: bool) -> None:
     console.print_next(console.command("k2convert", "inspect", path))
 
 
-def _find_pass(path: Path) -> tuple[WorkFolder, PassJob] | None:
+def _find_pass(path: Path) -> tuple[WorkFolder, WalkJob] | None:
     """Return the unfinished pass of a statistics file, which may be named with or without the suffix of its folder."""
     for statistics in (path, path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name else path):
-        work = WorkFolder(statistics)
+        work = statistics_work(statistics)
         if (begun := work.job()) is not None:
             return work, begun
     return None
 
 
-def _show_pass(work: WorkFolder, begun: PassJob, *, as_json: bool) -> None:
+def _show_pass(work: WorkFolder, begun: WalkJob, *, as_json: bool) -> None:
     is_running, progress, age = read_lock(work.folder)
     command, here = read_command(work.folder), str(Path.cwd())
     finished, layers, tokens = work.num_finished(), begun.identity.get("layers"), begun.identity.get("tokens")
@@ -75,7 +75,7 @@ def _show_pass(work: WorkFolder, begun: PassJob, *, as_json: bool) -> None:
         return
     word = "running" if is_running else "not finished"
     amount = f"{finished} of {layers} layers, {tokens:,} tokens at most"
-    console.print_line(f"{work.statistics}: calibration {word}: {amount}")
+    console.print_line(f"{str(work.folder).removesuffix(WORK_SUFFIX)}: calibration {word}: {amount}")
     if progress is not None:
         show_progress(progress, age)
     if is_running:
@@ -90,7 +90,7 @@ def _show_job(folder: Path, *, as_json: bool) -> None:
     journal = Journal(folder)
     if journal.job() is None and (other := _say_other(folder)):
         raise DestinationError(other)
-    state, walk = journal.state(), walk_state(folder)
+    state, walk = journal.state(), _walk_state(folder)
     if as_json:
         document = status_document(state) | ({} if walk is None else {"calibration": walk})
         console.print_json(document | published_document(folder))
@@ -265,3 +265,12 @@ def show_published(folder: Path) -> bool:
     else:
         console.print_next(console.command("k2convert", "validate", f"hf://{found.repo}"))
     return True
+
+
+def _walk_state(destination: Path) -> dict[str, Any] | None:
+    """Return how far the walk of an unfinished job is, as plain data; None if there is none."""
+    work = conversion_work(destination)
+    begun = work.job()
+    if begun is None:
+        return None
+    return {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}

@@ -1,144 +1,80 @@
-"""Statistics in a job: what is used of them, whether they are of this source, and the ledger's entry.
+"""Plan calibrations as jobs. Nothing of calibrate/ is loaded without one."""
 
-Headers and the statistics file decide here, before anything is written. The digests of the norms' bytes are compared
-too: before the start if the source is a folder, and after each download if it is on the Hub.
-"""
-
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-from blake3 import blake3
+from k2convert.errors import DestinationError
+from k2convert.hub.client import Hub
+from k2convert.job.limits import allowed_disk
+from k2convert.job.machine import device_name
+from k2convert.job.places import Source, check_statistics_path
+from k2convert.models import detect_family
+from k2convert.plan.plan import ShardJob, claim_projections
+from k2convert.plan.recipe import load_recipe
+from k2convert.records.fingerprint import job_fingerprint
+from k2convert.records.job_description import JobDescription
 
-from k2convert.calibrate.columns import Calibration, CollectedLayers
-from k2convert.calibrate.statistics import Statistics
-from k2convert.checkpoint.header import TensorInfo
-from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.reader import ShardReader
-from k2convert.errors import CalibrationError
-from k2convert.job.places import Source
-from k2convert.models import detect_family, locate_module
-from k2convert.models.names import WEIGHT, Architecture
-from k2convert.plan.plan import Plan
-from k2convert.plan.recipe import Recipe
-from k2convert.quantize.rules import RULES
-from k2convert.records.calibration import CalibrationRecord, LayerCalibration
-from k2convert.records.fingerprint import source_digest
-
-_REMEDY = "Make statistics of this source with `k2convert calibrate`."
+if TYPE_CHECKING:
+    from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
 
 
-def choose_calibration(statistics: Statistics, *, recipe: Recipe, source: Source) -> Calibration:
-    """Decide what a settled recipe uses of statistics; raises CalibrationError if they are of another source.
+def plan_walk(
+    text: "CalibrationText",
+    source: Source,
+    folder: Path,
+    shards: Sequence[ShardJob],
+    description: JobDescription,
+    *,
+    devices: tuple[str, ...],
+    hub: Hub,
+) -> "CalibrationPlan":
+    """Plan the walk of a conversion; raises DestinationError if its statistics cannot be saved."""
+    from k2convert.calibrate.calibration import WalkSource, plan_calibration
+    from k2convert.calibrate.layer_files import conversion_work
 
-    Statistics are of all experts of the source, whichever are kept.
-    """
-    check_statistics_source(statistics, source.checkpoint)
-    if source.pruning is not None:
-        statistics = statistics.keep_experts(source.pruning)
-    weighted = RULES[recipe.rule].uses_importance
-    return Calibration(statistics, weighted=weighted, norm_scaling=bool(recipe.norm_scaling))
-
-
-def check_statistics_source(statistics: Statistics, source: Checkpoint) -> None:
-    """Refuse statistics of a source whose shards have other headers (CalibrationError)."""
-    if statistics.source_headers != source_digest(source):
-        raise CalibrationError(
-            f"{statistics.path}: was made from a different source: the headers of its shards differ. {_REMEDY}"
-        )
-
-
-def scaled_layers(calibration: Calibration, architecture: Architecture) -> list[int]:
-    """Return the MoE layers in which a channel is scaled; raises CalibrationError for a layer that does not fit."""
-    scaled: list[int] = []
-    for number in architecture.moe_layers:
-        layer = calibration.statistics.layer(number)
-        found = (layer.gate_up_mean_square.size, *layer.down_mean_square.shape)
-        expected = (architecture.hidden_size, architecture.num_experts, architecture.moe_intermediate_size)
-        if found != expected:
-            raise CalibrationError(
-                f"{calibration.statistics.path}: layer {number} is of {found[1]} experts of {found[0]} x {found[2]}, "
-                f"but the source has {expected[1]} of {expected[0]} x {expected[2]}. {_REMEDY}"
+    path = text.saved
+    if path is not None:
+        check_statistics_path(path, source=source.checkpoint.folder if source.remote is None else None)
+        if path.resolve().is_relative_to(folder.resolve()):
+            raise DestinationError(
+                f"{path}: is inside the destination, where only the result goes. Choose a path outside."
             )
-        if calibration.exponents(number) is not None:
-            scaled.append(number)
-    for number in set(calibration.statistics.layers) - set(architecture.moe_layers):
-        if calibration.statistics.layer(number).norm_exponents.any():
-            raise CalibrationError(
-                f"{calibration.statistics.path}: layer {number} is scaled, but it has no experts. {_REMEDY}"
-            )
-    return scaled
-
-
-def check_widths(calibration: Calibration, plan: Plan) -> None:
-    """Check that every kind of projection has importance for each of its columns; raises CalibrationError."""
-    seen: set[tuple[object, ...]] = set()
-    for projection in plan.projections:
-        place = locate_module(projection.module)
-        assert place is not None
-        kind = (place.layer, place.role, place.projection)
-        if kind in seen:
-            continue
-        seen.add(kind)
-        importance = calibration.importance(place)
-        if importance is not None and importance.size != projection.num_columns:
-            raise CalibrationError(
-                f"{calibration.statistics.path}: has {importance.size} columns for {projection.module}, which has "
-                f"{projection.num_columns}. {_REMEDY}"
-            )
-
-
-def norm_tensors(statistics: CollectedLayers, source: Checkpoint) -> dict[int, TensorInfo]:
-    """Return the norms before the MLPs of the statistics' layers, by layer, as far as the source has them."""
-    family = detect_family(source)
-    named = {layer: f"{family.mlp_norm.format(layer=layer)}.{WEIGHT}" for layer in statistics.layers}
-    return {layer: source.tensors[name] for layer, name in named.items() if name in source.tensors}
-
-
-def check_norms(
-    statistics: CollectedLayers, source: Checkpoint, *, folder: Path, shards: Collection[str] | None = None
-) -> None:
-    """Compare the bytes of the norms before the MLPs with the statistics; raises CalibrationError naming one.
-
-    `folder` has the shards. Only norms in `shards` are read, if that is given.
-    """
-    with ShardReader(lambda name: folder / name) as reader:
-        for layer, tensor in norm_tensors(statistics, source).items():
-            if shards is not None and tensor.shard not in shards:
-                continue
-            if blake3(reader.read(tensor).data).hexdigest() != statistics.layer(layer).norm_digest:
-                raise CalibrationError(
-                    f"{statistics.path}: was made from a different source: {tensor.shard}: {tensor.name} differs. "
-                    f"{_REMEDY}"
-                )
-
-
-def calibration_record(found: Statistics, calibration: Calibration, architecture: Architecture) -> CalibrationRecord:
-    """Return what the ledger says of the calibration with the statistics that were found."""
-    return CalibrationRecord(
-        statistics=found.digest,
-        texts=found.texts,
-        tokens=found.tokens,
-        window=found.window,
-        windows=found.windows,
-        dropped_windows=found.dropped,
-        seed=found.seed,
-        weighted=calibration.weighted,
-        norm_scaling=calibration.norm_scaling,
-        exponents_digest=calibration.exponents_digest(),
-        layers={number: _layer_record(calibration, number) for number in architecture.moe_layers},
-        statistics_from=found.origin,
+    walk = plan_calibration(
+        text,
+        WalkSource(source.checkpoint, source.remote, hub, description.source),
+        identity=description.fingerprint,
+        work=conversion_work(folder),
+        devices=devices,
+        shards=shards,
     )
+    walk.finished_header()  # refuses statistics of anything else in its place
+    return walk
 
 
-def _layer_record(calibration: Calibration, number: int) -> LayerCalibration:
-    layer = calibration.statistics.layer(number)
-    counts: dict[int, int] = {}
-    if calibration.norm_scaling:
-        values, numbers = np.unique(layer.norm_exponents, return_counts=True)
-        counts = dict(zip(values.tolist(), numbers.tolist(), strict=True))
-    return LayerCalibration(
-        tokens=tuple(layer.tokens.tolist()),
-        fallback=calibration.fallback_experts(number),
-        exponents=counts,
+def plan_statistics(
+    text: "CalibrationText",
+    source: Source,
+    statistics: Path,
+    *,
+    devices: tuple[str, ...],
+    hub: Hub,
+    max_disk: int | None = None,
+) -> "CalibrationPlan":
+    """Plan the calibration that writes a statistics file; raises PlanError, DiskFullError, DestinationError."""
+    from k2convert.calibrate.calibration import WalkSource, plan_calibration, source_fields
+    from k2convert.calibrate.layer_files import statistics_work
+
+    checkpoint, work = source.checkpoint, statistics_work(statistics)
+    check_statistics_path(statistics, source=checkpoint.folder if source.remote is None else None)
+    recipe = load_recipe(detect_family(checkpoint).recipe, {})
+    claim_projections(source=checkpoint, recipe=recipe)  # refuses a source that cannot be converted
+    fingerprint = job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision)
+    return plan_calibration(
+        text,
+        WalkSource(checkpoint, source.remote, hub, source.identities()),
+        identity=source_fields(fingerprint) | text.identity(device_name(devices)),
+        work=work,
+        devices=devices,
+        disk_allowed=allowed_disk(work.folder, uses_hub=source.remote is not None, max_disk=max_disk),
     )

@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from k2convert.calibrate.fitting import check_norms, check_statistics_source, norm_tensors
 from k2convert.calibrate.statistics import Statistics, open_statistics
 from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, parse_json_object
 from k2convert.errors import CalibrationError, PlanError, SourceReadError, quoted, remedy, shortened
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import Ranges, RemoteShards
-from k2convert.job.calibration import check_norms, check_statistics_source, norm_tensors
 from k2convert.job.places import Source
 from k2convert.models import detect_family
 from k2convert.models.names import Architecture

@@ -3,16 +3,19 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.errors import DiskFullError
-from k2convert.job.feedback_plan import FeedbackPlan
 from k2convert.job.places import Destination, Source
 from k2convert.job.room import Item, existing_parent, least_room, used_bytes
 from k2convert.plan.plan import Plan, ShardJob
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.calibration import CalibrationPlan
 
 RECORD_BYTES: Final = 2048  # journal and upload record of one projection
 SHARD_RECORD_BYTES: Final = 8192
@@ -65,6 +68,19 @@ def _encoded_header(job: ShardJob) -> bytes:
     return encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
 
 
+def allowed_disk(folder: Path, *, uses_hub: bool, max_disk: int | None) -> int:
+    """Return the disk that a job in a folder may use; raises DiskFullError for a `max_disk` that is not there."""
+    available = shutil.disk_usage(existing_parent(folder)).free + used_bytes(folder)
+    if max_disk is None:
+        return int(available * HUB_FREE_SHARE) if uses_hub else available
+    if max_disk > available:
+        raise DiskFullError(
+            f"--max-disk is {max_disk:,} bytes, but {folder} has only {available:,} free. Name less, or free some "
+            "space."
+        )
+    return max_disk
+
+
 def plan_limits(
     plan: Plan,
     items: Sequence[Item],
@@ -74,20 +90,13 @@ def plan_limits(
     devices: tuple[str, ...],
     workers: int,
     max_disk: int | None,
-    walk: FeedbackPlan | None,
+    walk: "CalibrationPlan | None",
 ) -> Limits:
     """Decide how a job uses the machine and the disk; raises DiskFullError for a `max_disk` that is not there."""
     folder, remote, goes_to_hub = source.checkpoint.folder, source.remote, destination.repo is not None
     source_bytes = {name: remote.shard(name).num_bytes for name in source.checkpoint.headers} if remote else {}
     free = shutil.disk_usage(existing_parent(destination.folder)).free
-    available = free + used_bytes(destination.folder)
-    share = HUB_FREE_SHARE if remote is not None or goes_to_hub else 1.0
-    allowed = int(available * share) if max_disk is None else max_disk
-    if allowed > available:
-        raise DiskFullError(
-            f"--max-disk is {allowed:,} bytes, but {destination.folder} has only {available:,} free. "
-            "Name less, or free some space."
-        )
+    allowed = allowed_disk(destination.folder, uses_hub=remote is not None or goes_to_hub, max_disk=max_disk)
     small = sum((folder / p).stat().st_size for p in list_sidecars(folder))
     small += sum(p.stat().st_size for p in folder.glob("*.json"))
     copies = (0 if goes_to_hub else 1) + (remote is not None)  # shards have left the disk when a Hub job copies these

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
 from k2convert.checkpoint.folders import check_no_link
@@ -34,9 +34,14 @@ from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteRepo, fetch_small_files, mark_other_files, open_remote, resolve_source
 from k2convert.hub.source_card import SourceCard, read_source_card_file
 from k2convert.models.projections import SOURCE_REMEDY
+from k2convert.records.fingerprint import local_identity
 from k2convert.records.pruning import PruningRecord
 
+if TYPE_CHECKING:
+    from k2convert.calibrate.statistics import Statistics
+
 WORK_ROOT: Final = Path("k2convert-work")
+_STATISTICS_SUFFIX: Final = ".stats"
 _REMOTE_REMEDY: Final = "The repository is incomplete or damaged: choose a different revision, or tell its owner."
 
 
@@ -60,6 +65,13 @@ class Source:
     def card(self) -> SourceCard:
         """What the source's model card states. Read it while the source is open."""
         return read_source_card_file(self.checkpoint.folder / CARD_NAME)
+
+    def identities(self) -> dict[str, str]:
+        """Return which file each source shard is; see records/fingerprint.py."""
+        checkpoint, remote = self.checkpoint, self.remote
+        if remote is None:
+            return {shard: local_identity(checkpoint.path(shard)) for shard in checkpoint.headers}
+        return {shard: str(remote.shard(shard).sha256) for shard in checkpoint.headers}
 
     @property
     def repo(self) -> str | None:
@@ -212,3 +224,39 @@ def check_work_folder(folder: Path) -> None:
         path = folder / name
         if path.exists() and not path.is_dir():
             raise DestinationError(f"{path}: is not a folder, but k2convert needs a folder there. Remove it.")
+
+
+def check_statistics_path(path: Path, *, source: Path | None) -> None:
+    """Refuse a path that no file can be written to, or that is in the source; raises DestinationError."""
+    if path.is_dir():
+        raise DestinationError(f"{path}: is a folder. Name a file to write the statistics to.")
+    if path.is_symlink():
+        raise DestinationError(f"{path}: is a link. Remove it, or choose a different name.")
+    for parent in path.absolute().parents:
+        if parent.exists() and not parent.is_dir():
+            raise DestinationError(f"{path}: {parent} is a file, not a folder. Choose a different name.")
+    if source is not None and path.resolve().is_relative_to(source.resolve()):
+        raise DestinationError(f"{path}: is inside the source, which is never written to. Choose a path outside it.")
+
+
+@contextmanager
+def open_named_statistics(text: str | None, *, hub: Hub) -> "Generator[Statistics | None]":
+    """Open a statistics file, or one of the Hub, which is here for the block; None without a name.
+
+    Raises CalibrationError, HubError. `Statistics.origin` is then the address with its commit.
+    """
+    if text is None:
+        yield None
+        return
+    from k2convert.calibrate.statistics import open_statistics
+    from k2convert.hub.named_file import fetch_named_file
+
+    if not text.startswith(SCHEME):
+        yield open_statistics(Path(text))
+        return
+    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
+        path, origin = fetch_named_file(hub, text, suffix=_STATISTICS_SUFFIX, folder=Path(temporary))
+        with shown_as(origin, path):
+            found = open_statistics(path)
+            found.origin = origin
+            yield found

@@ -3,10 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from k2convert.calibrate.columns import Calibration
-from k2convert.calibrate.statistics import Statistics
 from k2convert.checkpoint.files import parse_json_object
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
@@ -16,33 +14,26 @@ from k2convert.errors import CheckpointError, DiskFullError, require_extra
 from k2convert.hub.client import Hub, check_endpoint
 from k2convert.hub.preflight import Target, check_target, other_weights_error, read_published
 from k2convert.hub.source_card import SourceCard, accepted_card
-from k2convert.job.calibration import (
-    calibration_record,
-    check_norms,
-    check_widths,
-    choose_calibration,
-    scaled_layers,
-)
-from k2convert.job.feedback_plan import (
-    CalibrationText,
-    FeedbackPlan,
-    plan_feedback,
-    read_architecture,
-)
+from k2convert.job.calibration import plan_walk
 from k2convert.job.limits import Limits, output_items, plan_limits
-from k2convert.job.machine import choose_devices, choose_workers
+from k2convert.job.machine import choose_devices, choose_workers, device_name
 from k2convert.job.places import Destination, Source, check_destination, refuse_links
 from k2convert.job.room import Item
-from k2convert.models import detect_family
+from k2convert.models import detect_family, read_architecture
 from k2convert.plan.plan import Plan, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
-from k2convert.records.fingerprint import job_fingerprint, local_identity
+from k2convert.records.fingerprint import job_fingerprint
 from k2convert.records.job_description import JobDescription
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger, parse_ledger
 from k2convert.records.shard_record import ShardRecord
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
+    from k2convert.calibrate.columns import Calibration
+    from k2convert.calibrate.statistics import Statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +58,9 @@ class Job:
     limits: Limits
     finished: dict[str, ShardRecord]
     command: JobCommand | None = None
-    calibration: Calibration | None = None
+    calibration: "Calibration | None" = None
     calibrated: CalibrationRecord | None = None
-    feedback: FeedbackPlan | None = None
+    feedback: "CalibrationPlan | None" = None
 
     @property
     def uses_hub(self) -> bool:
@@ -103,8 +94,8 @@ def prepare(
     source: Source,
     destination: Destination,
     recipe: Recipe,
-    statistics: Statistics | None = None,
-    text: CalibrationText | None = None,
+    statistics: "Statistics | None" = None,
+    text: "CalibrationText | None" = None,
     device: Device = "auto",
     workers: int | None = None,
     max_disk: int | None = None,
@@ -123,19 +114,19 @@ def prepare(
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
         require_extra("reference", purpose="the reference quantizer")
     check_destination(folder, source=checkpoint.folder if source.remote is None else None)
-    calibration = None if statistics is None else choose_calibration(statistics, recipe=recipe, source=source)
+    calibration = None if statistics is None else _choose_calibration(statistics, recipe, source)
     plan = _plan(source, recipe, calibration, has_text=has_text)
     items = output_items(plan)
     refuse_links(folder, [*(Path(shard.name) for shard in plan.jobs), *list_sidecars(checkpoint.folder)])
     devices, walk = _cluster_devices(device) if on_cluster else choose_devices(device), None
-    description = _describe(plan, source, statistics, walk=None if text is None else text.identity(devices))
-    calibrated: CalibrationRecord | None = None
-    if statistics is not None and calibration is not None:
-        calibrated = calibration_record(statistics, calibration, read_architecture(checkpoint))
+    description = _describe(
+        plan, source, statistics, walk=None if text is None else text.identity(device_name(devices))
+    )
+    calibrated = _calibration_record(statistics, calibration, checkpoint)
     if text is not None:
-        walk = plan_feedback(text, source=source, destination=folder, plan=plan, job=description, hub=hub)
+        walk = plan_walk(text, source, folder, plan.jobs, description, devices=devices, hub=hub)
         calibrated = _kept_calibration(folder, description)
-        items = walk.in_order(items)
+        items = tuple(sorted(items, key=lambda item, walk=walk: walk.last_layer(item.name)))
     finished = Journal(folder).finished(description.digest)
     target = _check_target(items, source, destination, private=private, hub=hub)
     workers = min(choose_workers(workers, num_devices=len(devices)), max(len(items) - len(finished), 1))
@@ -167,7 +158,7 @@ def _cluster_devices(device: Device) -> tuple[str, ...]:
     return ("cuda:0",) if device == "cuda" else ("cpu",)
 
 
-def _plan(source: Source, recipe: Recipe, calibration: Calibration | None, *, has_text: bool) -> Plan:
+def _plan(source: Source, recipe: Recipe, calibration: "Calibration | None", *, has_text: bool) -> Plan:
     """Plan the conversion, with statistics if there are any; raises PlanError, CalibrationError.
 
     With a text, which channels of a layer are scaled is known when the walk has done it: any may be.
@@ -177,6 +168,8 @@ def _plan(source: Source, recipe: Recipe, calibration: Calibration | None, *, ha
         is_scaled = has_text and recipe.norm_scaling
         layers = read_architecture(checkpoint).moe_layers if is_scaled else ()
         return plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
+    from k2convert.calibrate.fitting import check_norms, check_widths, scaled_layers
+
     layers = scaled_layers(calibration, read_architecture(checkpoint))
     plan = plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
     check_widths(calibration, plan)
@@ -185,8 +178,24 @@ def _plan(source: Source, recipe: Recipe, calibration: Calibration | None, *, ha
     return plan
 
 
+def _choose_calibration(statistics: "Statistics", recipe: Recipe, source: Source) -> "Calibration":
+    from k2convert.calibrate.fitting import choose_calibration
+
+    return choose_calibration(statistics, recipe=recipe, source=source.checkpoint, pruning=source.pruning)
+
+
+def _calibration_record(
+    statistics: "Statistics | None", calibration: "Calibration | None", source: Checkpoint
+) -> CalibrationRecord | None:
+    if statistics is None or calibration is None:
+        return None
+    from k2convert.calibrate.fitting import calibration_record
+
+    return calibration_record(statistics, calibration, read_architecture(source))
+
+
 def _describe(
-    plan: Plan, source: Source, statistics: Statistics | None, *, walk: Mapping[str, Any] | None
+    plan: Plan, source: Source, statistics: "Statistics | None", *, walk: Mapping[str, Any] | None
 ) -> JobDescription:
     """Return what the journal keeps of a job. `walk` is what the bytes depend on if it walks through the layers."""
     return JobDescription(
@@ -200,7 +209,7 @@ def _describe(
         ),
         recipe=plan.recipe.document(),
         shards={shard.name: shard.data_bytes for shard in plan.jobs},
-        source=source_identities(source),
+        source=source.identities(),
         pruning=source.pruning,
     )
 
@@ -212,14 +221,6 @@ def _kept_calibration(folder: Path, description: JobDescription) -> CalibrationR
     except CheckpointError:
         return None
     return ledger.calibration if ledger is not None and ledger.fingerprint == description.fingerprint else None
-
-
-def source_identities(source: Source) -> dict[str, str]:
-    """Return which file each source shard is; see records/fingerprint.py."""
-    checkpoint, remote = source.checkpoint, source.remote
-    if remote is None:
-        return {shard: local_identity(checkpoint.path(shard)) for shard in checkpoint.headers}
-    return {shard: str(remote.shard(shard).sha256) for shard in checkpoint.headers}
 
 
 def _check_target(

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from k2convert import __version__
 from k2convert.checkpoint.files import own_suffix
-from k2convert.errors import InvalidCheckpointError, K2ConvertError, PlanError, require_extra
+from k2convert.errors import InterruptedRun, InvalidCheckpointError, K2ConvertError, PlanError, require_extra
 from k2convert.hub.branch import Branch
 from k2convert.hub.client import Hub
 from k2convert.hub.download import download_shard
@@ -30,7 +30,7 @@ from k2convert.hub.source import RemoteRepo
 from k2convert.hub.xet import bound_memory
 from k2convert.job import machine
 from k2convert.job.node_room import new_rooms, open_room
-from k2convert.job.shard import InterruptedRun, ShardTask, convert_shard
+from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.records.events import Events
 from k2convert.records.shard_record import ShardRecord
 

@@ -38,7 +38,7 @@ from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
 
 if TYPE_CHECKING:
-    from k2convert.job.feedback import OpenWalk, ShardWalk
+    from k2convert.calibrate.conversion import OpenWalk, ShardWalk
     from k2convert.job.ray import Cluster
     from k2convert.job.uploads import Uploads
     from k2convert.validate.results import ValidationReport
@@ -186,11 +186,13 @@ def _resumed_line(run: _Run) -> str:
 
 
 def _open_walk(run: _Run) -> "OpenWalk | None":
-    if run.job.feedback is None:
+    job = run.job
+    if job.feedback is None:
         return None
-    from k2convert.job.feedback import open_walk
+    from k2convert.calibrate.conversion import open_walk
 
-    return open_walk(run.job, run.items, run.events)
+    names, is_scaled = [item.name for item in run.items], bool(job.plan.recipe.norm_scaling)
+    return open_walk(job.feedback, names, norm_scaling=is_scaled, calibrated=job.calibrated, events=run.events)
 
 
 def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Extent:
@@ -208,7 +210,7 @@ def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ex
     if job.target is not None and cluster is None:
         total = sum(item.output_bytes for item in job.items)
         phases["upload"] = (total, total - sum(item.output_bytes for item in (*run.items, *run.to_upload)))
-    layer_tokens = 0 if walk is None else walk.plan.num_tokens
+    layer_tokens = 0 if walk is None else walk.num_tokens
     return Extent(phases, len(run.mine), len(run.mine) - len(run.items), layer_tokens=layer_tokens)
 
 
@@ -241,9 +243,9 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
 def _walking(run: _Run, walk: "OpenWalk | None") -> "AbstractContextManager[ShardWalk | None]":
     if walk is None:
         return nullcontext()
-    from k2convert.job.feedback import walking
+    from k2convert.calibrate.conversion import walking
 
-    return walking(run.job, walk, run.items, stop=run.stop, events=run.events)
+    return walking(walk, room=run.job.limits.layer_room, stop=run.stop, events=run.events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +269,7 @@ class _LocalStage:
         device = self.devices.get()
         try:
             if job.source.remote is not None and calibration is not None:
-                from k2convert.job.calibration import check_norms
+                from k2convert.calibrate.fitting import check_norms
 
                 check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
             task = replace(_task(job, item.name, device), calibration=calibration, suffix=run.journal.suffix)
@@ -330,9 +332,7 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
     """Write the files next to the shards, and publish the result if it goes to the Hub."""
     job = run.job
     if walk is not None:
-        from k2convert.job.feedback import finish_walk
-
-        job = finish_walk(job, walk)
+        job = replace(job, calibrated=walk.finish())
     names = assemble(job, run.records)
     if walk is not None:
         walk.plan.work.remove()

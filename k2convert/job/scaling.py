@@ -5,12 +5,11 @@ Norm scaling is exact, or an error that names the tensor.
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.calibrate.columns import Calibration
 from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo
 from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import CalibrationError, FormatError
@@ -22,15 +21,18 @@ from k2convert.quantize.formats.columns import divide_columns, scale_bits, scale
 from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 
+if TYPE_CHECKING:
+    from k2convert.calibrate.columns import Calibration
+
 _REMEDY: Final = "Make the statistics again with `k2convert calibrate`, or convert with --set norm_scaling=false."
 
 
-def projection_importance(projection: Projection, calibration: Calibration | None) -> NDArray[np.uint8] | None:
+def projection_importance(projection: Projection, calibration: "Calibration | None") -> NDArray[np.uint8] | None:
     """Return the importance uint8 [K] of a projection's columns, None if the rule does not weigh them."""
     return None if calibration is None else calibration.importance(_place(projection))
 
 
-def projection_exponents(projection: Projection, calibration: Calibration | None) -> NDArray[np.int8] | None:
+def projection_exponents(projection: Projection, calibration: "Calibration | None") -> NDArray[np.int8] | None:
     """Return the exponents int8 [K] by which norm scaling divides a projection's columns, None if it does not."""
     if calibration is None:
         return None
@@ -46,7 +48,7 @@ def _place(projection: Projection) -> ModulePlace:
 
 
 def projection_codes(
-    projection: Projection, calibration: Calibration | None, *, shape: tuple[int, int], global_scale: float
+    projection: Projection, calibration: "Calibration | None", *, shape: tuple[int, int], global_scale: float
 ) -> Nvfp4Weight | None:
     """Return what the walk through the layers made of a projection [N, K], None for those that no walk converts.
 

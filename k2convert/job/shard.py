@@ -14,17 +14,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from k2convert.calibrate.columns import Calibration
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX
 from k2convert.checkpoint.header import TensorInfo, encode_header
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
-from k2convert.errors import FormatError, remedy
+from k2convert.errors import FormatError, InterruptedRun, remedy
 from k2convert.job.machine import Threads, open_threads
 from k2convert.job.scaling import (
     divided_weight,
@@ -47,12 +46,11 @@ from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.records.events import SILENT, Events
 from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord
 
+if TYPE_CHECKING:
+    from k2convert.calibrate.columns import Calibration
+
 COPY_BYTES: Final = 16 << 20
 PIECE_BYTES: Final = 16 << 10  # what a piece takes besides its tensors' bytes: without it, small ones had no bound
-
-
-class InterruptedRun(Exception):  # noqa: N818 - a request to stop is not an error
-    """The run was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class ShardTask:
     header_digests: dict[str, str]
     inflight_bytes: int
     for_upload: bool = False
-    calibration: Calibration | None = None
+    calibration: "Calibration | None" = None
     suffix: str = TEMPORARY_SUFFIX
     kept: KeptExperts | None = None
 

@@ -17,7 +17,7 @@ from typing import Any
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import PlanError, quoted
 from k2convert.models import kimi
-from k2convert.models.names import Family, ModulePlace, TensorName
+from k2convert.models.names import Architecture, Family, ModulePlace, TensorName
 
 FAMILIES: tuple[Family, ...] = (kimi.K2_5, kimi.K2_THINKING)
 """Every family. A checkpoint belongs to the first whose layers its tensor names have."""
@@ -51,6 +51,11 @@ def detect_family(checkpoint: Checkpoint) -> Family:
     titles = " or ".join(dict.fromkeys(family.title for family in FAMILIES))
     hints = " ".join(dict.fromkeys(family.source_hint for family in FAMILIES))
     raise PlanError(f"{checkpoint.folder}: no tensor is named {expected}: not a {titles} checkpoint. {hints}")
+
+
+def read_architecture(checkpoint: Checkpoint) -> Architecture:
+    """Return the sizes of a checkpoint's model; raises PlanError."""
+    return detect_family(checkpoint).read_architecture(checkpoint.config, str(checkpoint.folder))
 
 
 def _check_model_type(checkpoint: Checkpoint, family: Family) -> None:

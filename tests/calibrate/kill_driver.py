@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401 - imported before the forks
 
-from k2convert.calibrate.work import WorkFolder
+from k2convert.calibrate.layer_files import statistics_work
 from k2convert.cli.app import main
+from k2convert.forward.work import WorkFolder
 
 OPTIONS = ("--tokens", "256", "--window", "64", "--device", "cpu", "--quiet")
 
@@ -76,7 +77,7 @@ def wait(child: int) -> int:
 
 def remove(statistics: Path) -> None:
     statistics.unlink(missing_ok=True)
-    shutil.rmtree(WorkFolder(statistics).folder, ignore_errors=True)
+    shutil.rmtree(statistics_work(statistics).folder, ignore_errors=True)
 
 
 def drive(driver: Driver, number: int) -> dict[str, object]:
@@ -85,7 +86,7 @@ def drive(driver: Driver, number: int) -> dict[str, object]:
     begin = time.monotonic()
     assert driver.run(whole) == 0
     seconds = time.monotonic() - begin
-    work, wrong = WorkFolder(out), list[str]()
+    work, wrong = statistics_work(out), list[str]()
     kills, done_at_kills = 0, set[int]()
 
     def kill(name: str, when: Callable[[], bool]) -> None:
@@ -113,7 +114,7 @@ def drive(driver: Driver, number: int) -> dict[str, object]:
     finish("at every boundary")
     log = driver.folder / "full"
     full = {"code": driver.run(out, file_bytes=200_000, log=log), "text": log.read_text()}
-    interrupted = interrupt(driver, work, driver.folder / "interrupted")
+    interrupted = interrupt(driver, work, out, driver.folder / "interrupted")
     finish("after a full disk and an interrupt")
     return {
         "kills": kills,
@@ -124,9 +125,9 @@ def drive(driver: Driver, number: int) -> dict[str, object]:
     }
 
 
-def interrupt(driver: Driver, work: WorkFolder, log: Path) -> dict[str, object]:
+def interrupt(driver: Driver, work: WorkFolder, out: Path, log: Path) -> dict[str, object]:
     """Interrupt a run after its first layer, as Ctrl-C does."""
-    child = driver.start(work.statistics, log=log)
+    child = driver.start(out, log=log)
     while work.num_finished() == 0:
         time.sleep(0.0005)
     os.kill(child, signal.SIGINT)

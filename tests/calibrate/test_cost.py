@@ -13,9 +13,9 @@ import torch
 from k2convert.calibrate import cost
 from k2convert.calibrate.computed import Work, gpu_seconds, other_flops, pass_work, walk_work
 from k2convert.calibrate.sizes import PassSize, read_sizes
-from k2convert.calibrate.walk import DENSE_TOKENS, Walk
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.fit.gpus import GPUS, Flops, find_gpu
+from k2convert.forward.walk import DENSE_TOKENS, Walk
 
 
 def test_the_device_that_computes_is_measured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_each_gpu_has_rates_or_is_refused() -> None:
 
 def walk(*, window: int, chunk: int, device: str) -> Walk:
     ids = np.zeros((16, window), dtype=np.int64)
-    return Walk(ids, 2, 256, 0, chunk, (device,), 2, lambda _: nullcontext())  # type: ignore[arg-type, return-value]
+    return Walk(ids, 2, 256, chunk, (device,), 2, lambda _: nullcontext())  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(

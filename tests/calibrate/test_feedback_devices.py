@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from k2convert.calibrate.feedback_walk import FeedbackWalk, walk_with_feedback
-from k2convert.calibrate.feedback_work import CodesFolder, FeedbackWork
+from k2convert.calibrate.feedback_walk import FeedbackOptions, walk_with_feedback
+from k2convert.calibrate.layer_files import CodesFolder, conversion_work, read_feedback, write_layer
 from k2convert.calibrate.statistics import LayerStatistics, StatisticsHeader
-from k2convert.calibrate.walk import Walk
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.layer_shards import local_layers
+from k2convert.forward.walk import Walk
+from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.records.calibration import FeedbackLayer
 from k2convert.records.events import SILENT
 
@@ -25,23 +25,24 @@ pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 sys.path.insert(0, str(Path(__file__).parents[1] / "forward"))
 
 
-def walked(source: Path, folder: Path, device: str) -> FeedbackWork:
+def walked(source: Path, folder: Path, device: str) -> WorkFolder:
     ids = np.random.default_rng(1).integers(0, 2048, size=(8, 24))
-    work = FeedbackWork(folder)
+    work = conversion_work(folder)
     (work.folder / ".k2convert").mkdir(parents=True)
+    work.begin(WalkJob({}, 3, {}), events=SILENT)
     header = StatisticsHeader("0" * 64, (), ids.size, 24, 8, 0, 0, {})
-    walk = Walk(ids, 2, 256, 0, 3, (device,), 2, partial(local_layers, open_checkpoint(source)))
+    walk = Walk(ids, 2, 256, 3, (device,), 2, lambda _: nullcontext(open_checkpoint(source)))
 
     def save(layer: LayerStatistics, dropped: int) -> None:
-        work.write_layer(layer, header)
+        write_layer(work, layer, header)
 
-    feedback = FeedbackWalk(walk, norm_scaling=True, check_stop=lambda: None)
-    walk_with_feedback(feedback, work, save=save, events=SILENT)
+    options = FeedbackOptions(0, norm_scaling=True, check_stop=lambda: None)
+    walk_with_feedback(walk, options, work, save=save, events=SILENT)
     return work
 
 
-def decided(work: FeedbackWork) -> FeedbackLayer:
-    found = work.read_feedback(1)
+def decided(work: WorkFolder) -> FeedbackLayer:
+    found = read_feedback(work, 1)
     assert found is not None
     return found
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +14,25 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from k2convert.calibrate.accumulate import collect_statistics
 from k2convert.calibrate.columns import Calibration
-from k2convert.calibrate.feedback_walk import FeedbackWalk, walk_with_feedback
-from k2convert.calibrate.feedback_work import CodesFolder, FeedbackWork, LayerFiles
+from k2convert.calibrate.feedback_walk import FeedbackOptions, walk_with_feedback
+from k2convert.calibrate.layer_files import (
+    CodesFolder,
+    LayerFiles,
+    conversion_work,
+    drop_codes,
+    read_feedback,
+    write_layer,
+)
 from k2convert.calibrate.statistics import LayerStatistics, StatisticsHeader
 from k2convert.calibrate.text import held_out, read_windows
-from k2convert.calibrate.walk import Walk, walk_layers
-from k2convert.calibrate.work import WorkFolder
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.mlp import Mlp
+from k2convert.forward.walk import Walk
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, nvfp4_weight
-from k2convert.job.layer_shards import local_layers
+from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.models import detect_family
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
@@ -50,11 +56,10 @@ def planned(source: Path, ids: Ids, *, workers: int = 1, chunk: int = 3, num_lay
         ids=ids,
         num_layers=num_layers or architecture.num_layers,
         hidden_size=architecture.hidden_size,
-        seed=0,
         chunk=chunk,
         devices=("cpu",),
         workers=workers,
-        around=partial(local_layers, checkpoint),
+        around=lambda _: nullcontext(checkpoint),
     )
 
 
@@ -63,25 +68,26 @@ def nothing() -> None:
 
 
 def walked(
-    work: FeedbackWork, walk: Walk, *, norm_scaling: bool = True, check_stop: Callable[[], None] = nothing
-) -> FeedbackWork:
+    work: WorkFolder, walk: Walk, *, norm_scaling: bool = True, check_stop: Callable[[], None] = nothing
+) -> WorkFolder:
     """Do what is left of a walk; the hidden states that a layer takes are kept as `NAME.kept`."""
     (work.folder / ".k2convert").mkdir(parents=True, exist_ok=True)
+    work.begin(WalkJob({}, 3, {}), events=SILENT)
     shape = walk.ids.shape
     header = StatisticsHeader("0" * 64, (), walk.ids.size, shape[1], shape[0], 0, 0, {})
 
     def save(layer: LayerStatistics, dropped: int) -> None:
-        for path in (work.hidden_path(layer.layer + 1), work.converted_path(layer.layer + 1)):
+        for path in (work.path("hidden", layer.layer + 1), work.path("converted", layer.layer + 1)):
             if path.exists():
                 shutil.copy(path, path.with_suffix(".kept"))
-        work.write_layer(layer, header)
+        write_layer(work, layer, header)
 
-    feedback = FeedbackWalk(walk, norm_scaling=norm_scaling, check_stop=check_stop)
-    walk_with_feedback(feedback, work, save=save, events=SILENT)
+    options = FeedbackOptions(0, norm_scaling, check_stop)
+    walk_with_feedback(walk, options, work, save=save, events=SILENT)
     return work
 
 
-def files_of(work: FeedbackWork) -> dict[str, bytes]:
+def files_of(work: WorkFolder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(work.folder.iterdir()) if path.is_file()}
 
 
@@ -91,9 +97,9 @@ def tiny_ids(tiny: Path) -> Ids:
 
 
 @pytest.fixture(scope="module")
-def tiny_walk(tiny: Path, tiny_ids: Ids, tmp_path_factory: pytest.TempPathFactory) -> FeedbackWork:
+def tiny_walk(tiny: Path, tiny_ids: Ids, tmp_path_factory: pytest.TempPathFactory) -> WorkFolder:
     """A whole walk through the trained checkpoint: about 250 tokens an expert."""
-    return walked(FeedbackWork(tmp_path_factory.mktemp("walk")), planned(tiny, tiny_ids))
+    return walked(conversion_work(tmp_path_factory.mktemp("walk")), planned(tiny, tiny_ids))
 
 
 def states(path: Path) -> torch.Tensor:
@@ -106,23 +112,24 @@ def decoded(weight: Nvfp4Weight) -> LinearLayer:
 
 
 def test_the_statistics_are_those_of_a_pass_over_the_windows_that_are_not_kept_out(
-    tiny: Path, tiny_ids: Ids, tiny_walk: FeedbackWork, tmp_path: Path
+    tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, tmp_path: Path
 ) -> None:
     walk, work = planned(tiny, tiny_ids[~held_out(8)]), WorkFolder(tmp_path / "pass")
     (work.folder / ".k2convert").mkdir(parents=True)
+    work.begin(WalkJob({}, 3, {}), events=SILENT)
     header = StatisticsHeader("0" * 64, (), tiny_ids.size, tiny_ids.shape[1], tiny_ids.shape[0], 0, 0, {})
 
     def save(layer: LayerStatistics, dropped: int) -> None:
-        work.write_layer(layer, header)
+        write_layer(work, layer, header)
 
-    walk_layers(walk, work, save=save, events=SILENT)
+    collect_statistics(walk, work, seed=0, save=save, events=SILENT)
     for layer in range(walk.num_layers):
-        assert tiny_walk.layer_path(layer).read_bytes() == work.layer_path(layer).read_bytes()
+        assert tiny_walk.path("layer", layer).read_bytes() == work.path("layer", layer).read_bytes()
 
 
 @pytest.mark.parametrize("layer", [1, 2])
 def test_the_second_stream_is_what_the_converted_layer_gives(
-    tiny: Path, tiny_ids: Ids, tiny_walk: FeedbackWork, layer: int
+    tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, layer: int
 ) -> None:
     """The walk keeps what is lacking and updates it; here the converted layer is computed from its codes."""
     walk, work = planned(tiny, tiny_ids), tiny_walk
@@ -130,7 +137,7 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
     factors = np.ones(walk.hidden_size) if exponents is None else np.ldexp(1.0, exponents.astype(np.int32))
     with closing(WeightReader(open_checkpoint(tiny))) as reader, CodesFolder(work) as codes:
         decoder = DecoderLayer(reader, layer)
-        after, x, routing = decoder.attend(states(work.converted_path(layer)))
+        after, x, routing = decoder.attend(states(work.path("converted", layer)))
         assert routing is not None
         result = after + decoder.shared_output(x)
         scaled = x * torch.as_tensor(factors.astype(np.float32))
@@ -140,30 +147,28 @@ def test_the_second_stream_is_what_the_converted_layer_gives(
             assert found[0].global_scale == found[1].global_scale
             mlp = Mlp(*map(decoded, found))
             result[tokens] += mlp(scaled[tokens]) * p[:, None]
-    expected = states(work.converted_path(layer + 1)).flatten(0, 1)
+    expected = states(work.path("converted", layer + 1)).flatten(0, 1)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_each_layer_gives_more_of_the_int4_layer_than_rule_optimal(tiny_walk: FeedbackWork) -> None:
+def test_each_layer_gives_more_of_the_int4_layer_than_rule_optimal(tiny_walk: WorkFolder) -> None:
     for layer in (1, 2, 3):
-        found = tiny_walk.read_feedback(layer)
-        assert found is not None
+        found = read_feedback(tiny_walk, layer)
         assert found.held_out is not None
         for errors in (found.fitted, found.held_out):
             assert errors.feedback_error < errors.optimal_error
             assert (errors.inherited_error == 0) == (layer == 1), "only the first MoE layer has nothing before it"
-    assert tiny_walk.read_feedback(0) is None
+    assert not tiny_walk.path("feedback.json", 0).exists(), "a dense layer decides nothing"
 
 
 @pytest.mark.parametrize("layer", [1, 2])
 def test_the_held_out_error_is_that_of_the_streams_on_the_windows_that_are_kept_out(
-    tiny_walk: FeedbackWork, layer: int
+    tiny_walk: WorkFolder, layer: int
 ) -> None:
-    found = tiny_walk.read_feedback(layer)
-    paths = (tiny_walk.hidden_path(layer + 1), tiny_walk.converted_path(layer + 1))
+    found = read_feedback(tiny_walk, layer)
+    paths = (tiny_walk.path("hidden", layer + 1), tiny_walk.path("converted", layer + 1))
     exact, converted = (states(path).double() for path in paths)
     errors = (exact - converted).square().sum(dim=2) / exact.square().sum(dim=2)
-    assert found is not None
     assert found.held_out is not None
     assert found.held_out.feedback_error == pytest.approx(float(errors[7:].mean()), rel=1e-4)
     assert found.fitted.feedback_error == pytest.approx(float(errors[:7].mean()), rel=1e-4)
@@ -174,12 +179,10 @@ def test_windows_that_are_kept_out_change_no_code_and_no_statistics(cut: Path, t
     ids = windows_of(cut, tokens=18 * 32, window=32)
     other = ids.copy()
     other[held_out(18)] = np.random.default_rng(0).integers(0, 2048, size=(1, 32))
-    works = [walked(FeedbackWork(tmp_path / str(n)), planned(cut, found)) for n, found in enumerate((ids, other))]
-    for path in ("codes_path", "layer_path"):
-        assert len({getattr(work, path)(1).read_bytes() for work in works}) == 1
-    first, second = (work.read_feedback(1) for work in works)
-    assert first is not None
-    assert second is not None
+    works = [walked(conversion_work(tmp_path / str(n)), planned(cut, found)) for n, found in enumerate((ids, other))]
+    for kind in ("codes", "layer"):
+        assert len({work.path(kind, 1).read_bytes() for work in works}) == 1
+    first, second = (read_feedback(work, 1) for work in works)
     assert first.held_out != second.held_out
     assert replace(first, held_out=None) == replace(second, held_out=None)
 
@@ -192,16 +195,15 @@ def test_one_window_in_sixteen_is_kept_out() -> None:
 
 def test_a_single_window_has_no_held_out_error(cut: Path, tmp_path: Path) -> None:
     ids = windows_of(cut, tokens=64, window=64)
-    found = walked(FeedbackWork(tmp_path / "one"), planned(cut, ids)).read_feedback(1)
-    assert found is not None
+    found = read_feedback(walked(conversion_work(tmp_path / "one"), planned(cut, ids)), 1)
     assert found.held_out is None
     assert found.fitted.feedback_error > 0
 
 
-def test_the_streams_begin_equal_and_part(tiny_walk: FeedbackWork) -> None:
-    first = [states(path(1)) for path in (tiny_walk.hidden_path, tiny_walk.converted_path)]
+def test_the_streams_begin_equal_and_part(tiny_walk: WorkFolder) -> None:
+    first = [states(tiny_walk.path(stream, 1)) for stream in ("hidden", "converted")]
     torch.testing.assert_close(*first, rtol=0, atol=0)
-    second = [states(path(2)) for path in (tiny_walk.hidden_path, tiny_walk.converted_path)]
+    second = [states(tiny_walk.path(stream, 2)) for stream in ("hidden", "converted")]
     error = float((second[0] - second[1]).square().sum() / second[0].square().sum())
     assert 0 < error < 0.01
 
@@ -209,7 +211,7 @@ def test_the_streams_begin_equal_and_part(tiny_walk: FeedbackWork) -> None:
 def test_the_number_of_workers_changes_no_byte(cut: Path, tmp_path: Path) -> None:
     ids = windows_of(cut, tokens=512, window=64)
     found = [
-        files_of(walked(FeedbackWork(tmp_path / str(workers)), planned(cut, ids, workers=workers)))
+        files_of(walked(conversion_work(tmp_path / str(workers)), planned(cut, ids, workers=workers)))
         for workers in (1, 3)
     ]
     assert found[0] == found[1]
@@ -223,7 +225,7 @@ class Stop(Exception):  # noqa: N818 - the test's own
 @pytest.mark.parametrize("call", [2, 7])
 def test_a_stopped_walk_goes_on_to_the_same_bytes(cut: Path, tmp_path: Path, call: int) -> None:
     ids = windows_of(cut, tokens=512, window=64)
-    whole = files_of(walked(FeedbackWork(tmp_path / "whole"), planned(cut, ids)))
+    whole = files_of(walked(conversion_work(tmp_path / "whole"), planned(cut, ids)))
     calls = 0
 
     def stop_at() -> None:
@@ -232,7 +234,7 @@ def test_a_stopped_walk_goes_on_to_the_same_bytes(cut: Path, tmp_path: Path, cal
         if calls == call:
             raise Stop
 
-    work = FeedbackWork(tmp_path / "stopped")
+    work = conversion_work(tmp_path / "stopped")
     with pytest.raises(Stop):
         walked(work, planned(cut, ids), check_stop=stop_at)
     assert work.num_finished() < 2
@@ -244,7 +246,7 @@ def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path
     """Tokens that say little about the weights: on other tokens the layer is close to rule `optimal`, or better."""
     text = windows_of(tiny, tokens=1024, window=64)
     ids = {"few": text[:1], "one token": text[:1, :1], "repeated": np.full((8, 64), text[0, 7])}[case]
-    work = walked(FeedbackWork(tmp_path / "few"), planned(tiny, ids, num_layers=2), norm_scaling=False)
+    work = walked(conversion_work(tmp_path / "few"), planned(tiny, ids, num_layers=2), norm_scaling=False)
     with closing(WeightReader(open_checkpoint(tiny))) as reader, CodesFolder(work) as codes:
         hidden = DecoderLayer(reader, 0).run(embed(reader, torch.as_tensor(text[8:])))
         after, x, routing = DecoderLayer(reader, 1).attend(hidden)
@@ -269,15 +271,15 @@ def by_optimal(source: Int4Weight | torch.Tensor, global_scale: float) -> Nvfp4W
 
 def test_beginning_again_forgets_every_layer(cut: Path, tmp_path: Path) -> None:
     ids = windows_of(cut, tokens=256, window=64)
-    work = walked(FeedbackWork(tmp_path / "work"), planned(cut, ids))
+    work = walked(conversion_work(tmp_path / "work"), planned(cut, ids))
     before = files_of(work)
-    work.drop_codes(1)
+    drop_codes(work, 1)
     work.forget(0, num_layers=2)
     assert work.num_finished() == 0
     assert files_of(walked(work, planned(cut, ids))) == before
 
 
-def test_global_scales_are_those_of_rule_optimal(tiny_walk: FeedbackWork, tiny: Path) -> None:
+def test_global_scales_are_those_of_rule_optimal(tiny_walk: WorkFolder, tiny: Path) -> None:
     with closing(WeightReader(open_checkpoint(tiny))) as reader, CodesFolder(tiny_walk) as codes:
         module = "model.layers.3.mlp.experts.5.down_proj"
         source = reader.read_source(module)

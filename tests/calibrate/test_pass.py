@@ -16,14 +16,16 @@ import pytest
 from damaged_files import DAMAGES, damage_file
 from said import said
 
+from k2convert.calibrate.accumulate import calibrate as do_calibration
+from k2convert.calibrate.calibration import CalibrationText
+from k2convert.calibrate.layer_files import statistics_work, write_layer
 from k2convert.calibrate.statistics import StatisticsHeader, open_statistics
 from k2convert.calibrate.text import read_windows
-from k2convert.calibrate.work import WorkFolder
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.cli.app import main
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.hub.client import Hub
-from k2convert.job.layer_pass import execute_calibration, prepare_calibration
+from k2convert.job.calibration import plan_statistics
 from k2convert.job.places import Source
 from scripts.fixture_maker.damage import edit_json
 
@@ -71,19 +73,10 @@ def text(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calibrated(source: Path, statistics: Path, text: Path, *, workers: int = 2, chunk: int = 4) -> bytes:
     """The statistics file of a pass with these threads and windows at one time."""
     windows = read_windows([text], tokenizer=source, vocab_size=2048, tokens=256, window=64, seed=0)
-    job = prepare_calibration(
-        source=Source(open_checkpoint(source)),
-        statistics=statistics,
-        windows=windows,
-        tokens=256,
-        window=64,
-        seed=0,
-        devices=("cpu",),
-        workers=workers,
-        chunk=chunk,
-        hub=Hub(),
+    text_of_job = CalibrationText(windows, 256, 64, 0, chunk, workers, statistics)
+    do_calibration(
+        plan_statistics(text_of_job, Source(open_checkpoint(source)), statistics, devices=("cpu",), hub=Hub())
     )
-    execute_calibration(job)
     return statistics.read_bytes()
 
 
@@ -254,7 +247,7 @@ def test_other_options_than_those_of_the_work_folder_are_named(
 ) -> None:
     done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL, *change)
     assert (done.code, done.out, said(done.err).count("\n")) == (1, "", 1)
-    assert said(done.err).startswith(f"error: {begun.statistics}.work: holds a different pass: ")
+    assert said(done.err).startswith(f"error: {begun.statistics}.work: holds a different calibration: ")
     assert says in done.err
 
 
@@ -268,7 +261,7 @@ def test_another_source_or_text_than_that_of_the_work_folder_is_named(
     other.write_text(text.read_text() + "!")
     done = calibrate(begun.source, begun.statistics, "--text", other, *SMALL)
     assert (done.code, said(done.err).count("\n")) == (1, 1)
-    assert "holds a different pass: texts was 'calibration.txt (" in done.err
+    assert "holds a different calibration: texts was 'calibration.txt (" in done.err
 
 
 def test_a_source_shard_that_changed_meanwhile_is_named(
@@ -304,30 +297,30 @@ def test_a_pass_that_kept_earlier_hidden_states_goes_on_from_them(
     calibrate: Calibrate, cut: Path, text: Path, begun: Begun, whole: Path, tmp_path: Path
 ) -> None:
     """Killed after the last layer was declared done and before the hidden states that it took were removed."""
-    work = WorkFolder(begun.statistics)
+    work = statistics_work(begun.statistics)
     found = open_statistics(whole)
     header = StatisticsHeader(**{field.name: getattr(found, field.name) for field in fields(StatisticsHeader)})
-    work.write_layer(found.layer(1), header)
+    write_layer(work, found.layer(1), header)
     assert work.num_finished() == 2
-    damage_file(work.layer_path(1), "flipped", foreign=cut)
+    damage_file(work.path("layer", 1), "flipped", foreign=cut)
     done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL[:-1])
     assert (done.code, done.err.count("damaged")) == (0, 1), done.err
-    assert f"{work.layer_path(1)}: damaged: the calibration starts again with layer 1" in done.err
+    assert f"{work.path('layer', 1)}: damaged: the calibration starts again with layer 1" in done.err
     assert begun.statistics.read_bytes() == whole.read_bytes()
 
 
 def test_a_file_that_is_damaged_while_the_pass_runs_is_refused_and_the_same_command_mends_it(
     cut: Path, begun: Begun
 ) -> None:
-    work = WorkFolder(begun.statistics)
-    damage_file(work.hidden_path(1), "flipped", foreign=cut)
+    work = statistics_work(begun.statistics)
+    damage_file(work.path("hidden", 1), "flipped", foreign=cut)
     says = r"hidden-001\.safetensors: damaged\. Repeat the command"
-    with pytest.raises(CheckpointError, match=says), work.reading_hidden(1, (4, 64, 256)):
+    with pytest.raises(CheckpointError, match=says), work.reading("hidden", 1, (4, 64, 256)):
         pass
 
 
 def test_a_second_run_of_the_same_pass_waits_for_the_first(calibrate: Calibrate, text: Path, begun: Begun) -> None:
-    with WorkFolder(begun.statistics).locked():
+    with statistics_work(begun.statistics).locked():
         done = calibrate(begun.source, begun.statistics, "--text", text, *SMALL)
     assert (done.code, said(done.err).count("\n")) == (1, 1)
     assert f"{begun.statistics}.work: another run (process {os.getpid()}) is working here" in done.err

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from statistics_makers import random_statistics
 
-from k2convert.calibrate.work import WorkFolder
+from k2convert.calibrate.layer_files import statistics_work
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.records.command import read_command
 from k2convert.records.events import Extent
@@ -58,7 +58,7 @@ def test_a_pass_with_other_options_is_refused_with_the_command_of_the_pass(run_c
     words = ("--text", stopped.parent / "text.txt", "--tokens", "192", "--window", "64", "--device", "cpu", "--quiet")
     done = run_cli("calibrate", stopped.parent / "a source", stopped, *words)
     assert done.returncode == 1
-    command = read_command(WorkFolder(stopped).folder)
+    command = read_command(statistics_work(stopped).folder)
     assert command is not None
     assert f"tokens was 128, now 192. Its own command is `{command.line(here=str(Path.cwd()))}`. " in done.stderr
     assert done.stderr.count("\n") == 1
@@ -68,7 +68,7 @@ def test_status_of_a_running_calibration_has_rate_and_eta(run_cli: RunCli, stopp
     clock = [0.0]
     extent = Extent({"calibrate": (384, 128)}, layer_tokens=128)
     tally = Tally(extent, note=print, clock=lambda: clock[0])
-    with WorkFolder(stopped).locked() as keep:
+    with statistics_work(stopped).locked() as keep:
         tally.begun(extent, keep=keep)
         for _ in range(8):
             clock[0] += 1

@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401 - imported before the forks
 
-from k2convert.calibrate.feedback_work import FeedbackWork
+from k2convert.calibrate.layer_files import conversion_work
 from k2convert.cli.app import main
+from k2convert.forward.work import WorkFolder
 from k2convert.records.journal import Journal
 
 OPTIONS = ("--set", "calibration={tokens: 320, window: 64}", "--device", "cpu", "--quiet")
@@ -97,7 +98,7 @@ def drive(driver: Driver, number: int) -> dict[str, object]:
     begin = time.monotonic()
     assert driver.run(whole) == 0
     seconds = time.monotonic() - begin
-    expected, work, wrong = contents(whole), FeedbackWork(out), list[str]()
+    expected, work, wrong = contents(whole), conversion_work(out), list[str]()
     kills, done_at_kills = 0, set[int]()
 
     def kill(name: str, when: Callable[[], bool]) -> None:
@@ -147,10 +148,10 @@ def drive(driver: Driver, number: int) -> dict[str, object]:
     }
 
 
-def interrupt(driver: Driver, work: FeedbackWork, out: Path, log: Path) -> dict[str, object]:
+def interrupt(driver: Driver, work: WorkFolder, out: Path, log: Path) -> dict[str, object]:
     """Interrupt a run after the first shard with converted experts, as Ctrl-C does."""
     child = driver.start(out, log=log)
-    while not (recorded(out, FIRST) and not work.codes_path(1).exists()):
+    while not (recorded(out, FIRST) and not work.path("codes", 1).exists()):
         time.sleep(0.0005)
     os.kill(child, signal.SIGINT)
     return {"code": wait(child), "text": log.read_text(), "done": work.num_finished()}
@@ -160,10 +161,10 @@ def recorded(out: Path, shard: str) -> bool:
     return (out / ".k2convert" / "shards" / f"{shard}.json").exists()
 
 
-def leave_work(driver: Driver, work: FeedbackWork, out: Path) -> list[str]:
+def leave_work(driver: Driver, work: WorkFolder, out: Path) -> list[str]:
     """Give a finished run the work folder of one that was killed while it was removed; returns what stays of it."""
     (work.folder / ".k2convert").mkdir(parents=True)
-    work.layer_path(2).write_bytes(b"")
+    work.path("layer", 2).write_bytes(b"")
     assert driver.run(out) == 0
     return [str(path) for path in work.folder.rglob("*")]
 

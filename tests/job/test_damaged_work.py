@@ -13,7 +13,7 @@ from damaged_files import DAMAGES, damage_file
 from forked_runs import contents
 from in_process import run
 
-from k2convert.calibrate.feedback_work import CodesFolder, FeedbackWork
+from k2convert.calibrate.layer_files import CodesFolder, conversion_work
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
 
@@ -76,7 +76,7 @@ def stopped(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
     found = dict.fromkeys((*STREAMS, ".k2convert/calibration.json"), folder / "streams")
     found |= dict.fromkeys(RESULTS, results)
     for name, out in found.items():
-        assert (FeedbackWork(out).folder / name).is_file(), name
+        assert (conversion_work(out).folder / name).is_file(), name
     return found
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_work_file_is_named_and_the_result_is_the_same(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = Path(shutil.copytree(stopped[name], tmp_path / "out"))
-    path = FeedbackWork(out).folder / name
+    path = conversion_work(out).folder / name
     damage_file(path, damage, foreign=cut / "model-00002-of-000005.safetensors")
     capsys.readouterr()
     assert run("run", source, out, "--calibrate", text, *OPTIONS) == 0
@@ -110,10 +110,10 @@ def test_a_damaged_work_file_is_named_and_the_result_is_the_same(
 
 def test_codes_that_are_damaged_while_the_run_converts_are_refused(stopped: dict[str, Path], tmp_path: Path) -> None:
     name = "codes-001.safetensors"
-    work = FeedbackWork(Path(shutil.copytree(stopped[name], tmp_path / "out")))
+    work = conversion_work(Path(shutil.copytree(stopped[name], tmp_path / "out")))
     with CodesFolder(work) as codes:
         assert codes.read(EXPERT).packed.size > 0
-    damage_file(work.codes_path(1), "zeros", foreign=work.folder)
+    damage_file(work.path("codes", 1), "zeros", foreign=work.folder)
     says = rf"{name}: damaged\. Repeat the command: what was in the file is computed again\."
     with CodesFolder(work) as codes, pytest.raises(CheckpointError, match=says):
         codes.read(EXPERT)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from in_process import run
 
-from k2convert.calibrate.feedback_work import FeedbackWork
+from k2convert.calibrate.calibration import CalibrationText, ShardNeeds, shard_needs, waiting_bytes
+from k2convert.calibrate.layer_files import conversion_work
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.calibrate.text import held_out, read_windows
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
-from k2convert.job.feedback_plan import CalibrationText, ShardNeeds, shard_needs, waiting_bytes
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.records.command import read_command
@@ -90,7 +90,7 @@ def test_result_ledger_and_statistics(short: Path, text: Path, done: Path, capsy
     named = {"walk", "texts", "tokens", "window", "seed", "token_ids", "device", "torch"}
     assert named <= ledger.fingerprint.keys()
     assert "torch" in ledger.versions
-    assert not FeedbackWork(done / "out").folder.exists()
+    assert not conversion_work(done / "out").folder.exists()
     ids = read_windows([text], tokenizer=short, vocab_size=2048, tokens=320, window=64, seed=0).ids
     np.save(done / "fitted.npy", ids[~held_out(5)])
     size = ("--tokens", "320", "--window", "64", "--device", "cpu")
@@ -177,7 +177,7 @@ def test_norm_scaling_is_on_for_4_bit_activations_alone_unless_asked_for(
 def test_a_job_of_the_earlier_walk_is_refused_by_name(
     short: Path, text: Path, done: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("k2convert.job.feedback_plan.WALK_VERSION", 1)
+    monkeypatch.setattr("k2convert.calibrate.calibration.WALK_VERSION", 1)
     assert run("run", short, done / "out", "--calibrate", text, *SMALL, "--quiet") == 1
     assert "walk was 2, now 1" in capsys.readouterr().err
 
@@ -352,7 +352,7 @@ def test_the_room_of_a_walk_is_asked_for_before_it_starts(short: Path, text: Pat
 def test_shards_come_in_the_order_of_their_last_layer(short: Path, text: Path, tmp_path: Path) -> None:
     job = planned(short, tmp_path / "out", text_of(short, [text]))
     assert job.feedback is not None
-    last = [job.feedback.needs[item.name].last for item in job.items]
+    last = [(job.feedback.needs or {})[item.name].last for item in job.items]
     assert last == [-1, 0, 1, 2], "the last shard of the source has no layer"
     assert job.items[0].name == job.plan.jobs[-1].name
     assert job.feedback.needs == {shard.name: shard_needs(shard) for shard in job.plan.jobs}

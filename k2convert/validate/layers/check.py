@@ -85,7 +85,7 @@ def check_layers(
         results: list[LayerResult] = []
         read = _Readers(from_source, from_converted, None if whole is None else from_whole)
         if isinstance(hidden_states, Windows):
-            found = states_of_text(from_whole, hidden_states.ids, layers, events=events)
+            found = states_of_text(from_whole.checkpoint, hidden_states.ids, layers, events=events)
         else:
             found = _given_states(from_source, layers, hidden_states, tokens=tokens, seed=seed)
         for layer, states in found:

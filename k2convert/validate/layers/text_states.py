@@ -3,38 +3,78 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.forward.decoder import DecoderLayer, embed
+from k2convert.checkpoint.index import Checkpoint
 from k2convert.forward.router import Routing
-from k2convert.forward.weights import WeightReader
+from k2convert.forward.walk import Walk, walk_layers
+from k2convert.forward.work import HiddenStates, ReadStates, WriteStates
+from k2convert.models import read_architecture
 from k2convert.records.events import Events
 
 
+@torch.no_grad()
 def states_of_text(
-    source: WeightReader, ids: NDArray[np.int64], layers: Collection[int], *, events: Events
+    source: Checkpoint, ids: NDArray[np.int64], layers: Collection[int], *, events: Events
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each of `layers`, in their order in the model, with the input f32 [tokens, hidden] of its MLP.
 
     `ids` i64 [windows, tokens] are the text. The layers below are computed too; CheckpointError if one cannot be.
     """
-    hidden = embed(source, torch.as_tensor(ids))
-    workers = len(os.sched_getaffinity(0))
-    for number in range(max(layers) + 1):
-        layer = DecoderLayer(source, number, workers=workers)
-        if number == max(layers):
-            yield number, layer.mlp_input(hidden)
-            return
-        observer = _Observer(number, events)
-        hidden = layer.run(hidden, observer)
-        if number in layers and observer.states is not None:
-            yield number, observer.states
+    walk = Walk(
+        ids=ids,
+        num_layers=max(layers) + 1,
+        hidden_size=read_architecture(source).hidden_size,
+        chunk=ids.shape[0],
+        devices=("cpu",),
+        workers=len(os.sched_getaffinity(0)),
+        around=lambda _: nullcontext(source),
+    )
+    with closing(walk_layers(walk, _Memory(), events=events)) as walked:
+        for layer in walked:
+            observer = _Observer(layer.number, events)
+            found: list[Tensor] = []
+            with layer.writing() as write:
+                for chunk in layer.chunks():
+                    (states,) = chunk.streams
+                    if layer.is_last:
+                        found.append(layer.decoder.mlp_input(torch.as_tensor(states)))
+                        continue
+                    layer.run(chunk.first, states, observer)
+                    found += [] if observer.states is None else [observer.states]
+                    write(states)
+            if layer.number in layers:
+                yield layer.number, torch.cat(found)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Hidden states in memory: one layer's at a time."""
+
+    kept: dict[int, list[HiddenStates]] = field(default_factory=dict[int, list[HiddenStates]])
+
+    def num_finished(self) -> int:
+        return 0
+
+    def sweep(self, first: int) -> None:
+        self.kept.pop(first - 1, None)
+
+    @contextmanager
+    def reading(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[ReadStates]:  # noqa: ARG002
+        states = np.concatenate(self.kept[layer])
+        yield lambda first, stop: states[first:stop]
+
+    @contextmanager
+    def writing(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[WriteStates]:  # noqa: ARG002
+        self.kept[layer] = []
+        yield self.kept[layer].append
 
 
 @dataclass(slots=True)

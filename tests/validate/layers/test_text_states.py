@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from k2convert.calibrate.text import Windows, read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.cli.app import main
-from k2convert.forward.weights import WeightReader
 from k2convert.records.events import SILENT, Extent
 from k2convert.records.tally import Tally
 from k2convert.validate.layers.check import check_layers
@@ -47,8 +45,7 @@ def test_the_states_are_those_of_transformers(tiny: Path) -> None:
     ids = windows_of(tiny, 128).ids
     expected = inputs_of_transformers(tiny, torch.as_tensor(ids))
     tally = Tally(Extent({"check": (1, 0)}, num_experts=100), note=lambda _: None)
-    with closing(WeightReader(open_checkpoint(tiny))) as reader:
-        found = list(states_of_text(reader, ids, (3, 1), events=tally))
+    found = list(states_of_text(open_checkpoint(tiny), ids, (3, 1), events=tally))
     assert [layer for layer, _ in found] == [1, 3]
     for layer, states in found:
         assert torch.allclose(states, expected[layer], rtol=1e-4, atol=2e-6 * float(expected[layer].abs().max()))
@@ -61,8 +58,7 @@ def test_the_check_gets_these_states(tiny: Path, optimal: Path, tmp_path: Path) 
 
     source, converted = open_checkpoint(tiny), open_checkpoint(optimal)
     windows = windows_of(tiny, 64)
-    with closing(WeightReader(source)) as reader:
-        states = {f"layers.{n}.mlp.input": x for n, x in states_of_text(reader, windows.ids, (2,), events=SILENT)}
+    states = {f"layers.{n}.mlp.input": x for n, x in states_of_text(source, windows.ids, (2,), events=SILENT)}
     save_file(states, tmp_path / "states.safetensors")
     options: dict[str, Any] = {"source": source, "converted": converted, "layers": (2,), "budget": LayerBudget()}
     real = check_layers(**options, hidden_states=windows, tokens=64)

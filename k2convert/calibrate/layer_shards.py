@@ -1,4 +1,4 @@
-"""What each layer of a pass needs of a source on the Hub: fetched before the layer, dropped after it.
+"""What each layer of a walk needs of a source on the Hub: fetched before the layer, dropped after it.
 
 If the disk allows it, the next layer's bytes are fetched while a layer is computed. Each layer has a folder of its own,
 because two layers may need different parts of one shard.
@@ -7,7 +7,7 @@ because two layers may need different parts of one shard.
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import Final
@@ -99,8 +99,3 @@ class LayerShards:
             self.events.transferred(downloaded=num_bytes, is_new=is_new)
 
         self._remote(layer).bring(self.ranges[layer], stop=self.stop, arrived=arrived)
-
-
-def local_layers(source: Checkpoint, _layer: int) -> AbstractContextManager[Checkpoint]:
-    """Return the context of a layer whose shards are in a folder."""
-    return nullcontext(source)

@@ -1,0 +1,246 @@
+"""The walk: the one loop over the layers of a model, one layer at a time, some windows of a text at a time.
+
+    embedding -> layer 0 -> hidden states -> layer 1 -> ...
+                    |                           |
+                 observer                    observer
+
+Who walks gets each layer, runs its chunks under an observer of its own (decoder.BlockObserver), and declares it done.
+A layer may have several streams of hidden states: those of the source's model, and of one that is made on the way. The
+streams are the only state between layers. They are on disk (work.py), so that a walk can be interrupted and resumed.
+
+Memory: the hidden states of one chunk of windows, one expert, and what the observer keeps. A dense MLP is as wide as
+all experts of a token together, so on the CPU its layer computes fewer windows at a time. A window with a value that is
+not finite is dropped: nothing of it is counted in the layer where that happens, nor in later ones.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.errors import CalibrationError
+from k2convert.forward.decoder import BlockObserver, DecoderLayer, embed
+from k2convert.forward.router import Routing
+from k2convert.forward.weights import WeightReader
+from k2convert.forward.work import HIDDEN, HiddenStates, ReadStates, WriteStates
+from k2convert.records.events import Events
+
+MAX_DROPPED: Final = 0.1
+"""The share of dropped windows above which a walk stops."""
+
+DENSE_TOKENS: Final = 2048
+"""Tokens of a dense layer that a CPU computes at a time. It reads their weights once however few they are."""
+
+
+class States(Protocol):
+    """Where a walk keeps hidden states between layers, and which layers are done: a work folder, or memory."""
+
+    def num_finished(self) -> int:
+        """Return how many layers are done."""
+        ...
+
+    def sweep(self, first: int) -> None:
+        """Remove the hidden states that no layer from `first` on reads."""
+
+    def reading(self, stream: str, layer: int, shape: tuple[int, int, int]) -> AbstractContextManager[ReadStates]:
+        """Yield a function that reads windows of what a layer reads."""
+        ...
+
+    def writing(self, stream: str, layer: int, shape: tuple[int, int, int]) -> AbstractContextManager[WriteStates]:
+        """Yield a function that appends windows to what a layer will read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What is walked over.
+
+    `ids` are the tokens, int64 [windows, tokens]. `chunk` windows are computed at a time. `around` makes the context in
+    which a layer can be read, and gives the checkpoint to read it from.
+    """
+
+    ids: NDArray[np.int64]
+    num_layers: int
+    hidden_size: int
+    chunk: int
+    devices: tuple[str, ...]
+    workers: int
+    around: Callable[[int], AbstractContextManager[Checkpoint]]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of the hidden states: windows, tokens, hidden."""
+        return (self.ids.shape[0], self.ids.shape[1], self.hidden_size)
+
+    def windows_at_once(self, *, dense: bool) -> int:
+        """Return how many windows of a layer are computed at a time."""
+        is_narrow = dense and self.devices[0] == "cpu"
+        return min(self.chunk, max(1, DENSE_TOKENS // self.ids.shape[1])) if is_narrow else self.chunk
+
+
+def walk_layers(walk: Walk, states: States, *, events: Events) -> Generator[Layer]:
+    """Yield the layers that are not done, in order; the caller runs each and makes `states` count it as done.
+
+    Its body needs torch.no_grad(). Raises what reading and writing raise.
+    """
+    torch.set_num_threads(1)  # the workers are the threads: sums do not depend on how many there are
+    first = states.num_finished()
+    states.sweep(first)
+    for number in range(first, walk.num_layers):
+        with walk.around(number) as source, closing(WeightReader(source)) as reader:
+            yield Layer(walk, states, reader, number, events)
+        states.sweep(number + 1)
+        gc.collect()  # a layer refers to itself: at the width of K2 the peak is 2.9 GB without this, and 2.2 GB with it
+
+
+class Layer:
+    """One layer of a walk."""
+
+    def __init__(self, walk: Walk, states: States, reader: WeightReader, number: int, events: Events) -> None:
+        self.walk, self.states, self.reader, self.number = walk, states, reader, number
+        self.decoder = DecoderLayer(reader, number, walk.devices, walk.workers)
+        self.progress = Progress(events)
+        self.dropped = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no layer reads what this one gives."""
+        return self.number + 1 == self.walk.num_layers
+
+    @contextmanager
+    def reading(self, stream: str = HIDDEN) -> Generator[ReadStates]:
+        """Yield a function that reads windows [first, stop) of a stream; the first layer reads the embedding."""
+        if self.number == 0:
+            ids = self.walk.ids
+            yield lambda first, stop: embed(self.reader, torch.as_tensor(ids[first:stop])).numpy()
+            return
+        with self.states.reading(stream, self.number, self.walk.shape) as read:
+            yield read
+
+    @contextmanager
+    def writing(self, stream: str = HIDDEN) -> Generator[WriteStates]:
+        """Yield a function that keeps what the layer gives. Nothing reads what the last layer gives."""
+        if self.is_last:
+            yield lambda _: None
+            return
+        with self.states.writing(stream, self.number + 1, self.walk.shape) as write:
+            yield write
+
+    def chunks(self, streams: tuple[str, ...] = (HIDDEN,), *, apart: int = 0) -> Iterator[Chunk]:
+        """Yield the chunks in order. No chunk has windows of both kinds: the last `apart` ones, and the others."""
+        num_windows = self.walk.shape[0]
+        border, step = num_windows - apart, self.walk.windows_at_once(dense=self.decoder.is_dense)
+        with ExitStack() as stack:
+            read = [stack.enter_context(self.reading(stream)) for stream in streams]
+            for first in (*range(0, border, step), *range(border, num_windows, step)):
+                stop = min(first + step, border if first < border else num_windows)
+                yield Chunk(first, tuple(found(first, stop) for found in read))
+
+    def run(self, first: int, states: HiddenStates, observer: BlockObserver) -> None:
+        """Replace the hidden states of a chunk by those after the layer; `first` is the number of its first window.
+
+        Dropped windows become NaN. If a window turns out to be not finite, the others are computed again without it.
+        Raises CalibrationError if more than a tenth of all windows has to be dropped.
+        """
+        begin = first * self.walk.shape[1]
+        kept = finite_windows(states)
+        while kept.any():
+            inputs = torch.as_tensor(states if kept.all() else states[kept])
+            watched = _Watched(observer, self.progress, begin, states.shape[1], inputs.shape[0])
+            try:
+                result = self.decoder.run(inputs, watched)
+            except _NotFiniteError as error:
+                kept[np.flatnonzero(kept)[error.windows]] = False
+            else:
+                states[kept] = result.cpu().numpy()
+                break
+        states[~kept] = np.nan
+        self.dropped += int(np.count_nonzero(~kept))
+        if self.dropped > MAX_DROPPED * self.walk.shape[0]:
+            raise CalibrationError(
+                f"layer {self.number}: the hidden states of {self.dropped:,} of {self.walk.shape[0]:,} windows are not "
+                "finite. The weights of this layer or an earlier one are damaged. Download the source again."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some windows of a layer: the number of the first, and what the layer reads of each stream."""
+
+    first: int
+    streams: tuple[HiddenStates, ...]
+
+
+def finite_windows(states: HiddenStates) -> NDArray[np.bool_]:
+    """Return which windows of hidden states are finite, bool [windows]."""
+    return np.asarray(np.isfinite(states).all(axis=(1, 2)))
+
+
+class _NotFiniteError(Exception):
+    """Some windows are not finite after the layer: their places among those computed, int64."""
+
+    def __init__(self, windows: NDArray[np.int64]) -> None:
+        super().__init__()
+        self.windows = windows
+
+
+@dataclass(slots=True)
+class Progress:
+    """Reports the tokens of a layer as they are computed. A chunk that is computed again reports nothing twice.
+
+    The last ones are reported when the layer is done. `share` is how much one token counts.
+    """
+
+    events: Events
+    share: float = 1.0
+    reported: int = 0
+
+    def reach(self, tokens: int) -> None:
+        """Report that this many tokens are computed."""
+        tokens = int(tokens * self.share)
+        if tokens > self.reported:
+            self.events.tokens_computed(tokens - self.reported)
+            self.reported = tokens
+
+
+@dataclass(slots=True)
+class _Watched:
+    """Passes a layer's reports to the observer, unless a window is not finite; reports progress."""
+
+    observer: BlockObserver
+    progress: Progress
+    begin: int
+    window: int
+    num_windows: int
+    num_experts: int = 1
+
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+        """Pass on the input of the MLP."""
+        self.num_experts = 1 if routing is None else routing.scores.shape[1]
+        self.observer.block(x_TK, routing)
+
+    def expert(
+        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
+    ) -> None:
+        """Pass on the results of one MLP."""
+        self.observer.expert(expert, tokens_t, weights_t, inner_tI, output_tK)
+        if expert is not None:
+            tokens = self.num_windows * self.window * (expert + 1) // (self.num_experts + 1)
+            self.progress.reach(self.begin + tokens)
+
+    def output(self, h_TK: Tensor) -> None:
+        """Pass on the hidden states after the layer; raises _NotFiniteError."""
+        windows = h_TK.view(self.num_windows, -1)
+        is_finite = np.array([bool(windows[number].isfinite().all()) for number in range(self.num_windows)])
+        if not is_finite.all():
+            raise _NotFiniteError(np.flatnonzero(~is_finite))
+        self.observer.output(h_TK)

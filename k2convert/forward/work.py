@@ -1,0 +1,257 @@
+"""The work folder of a walk through the layers: what an interrupted walk goes on from.
+
+    NAME.work/.k2convert/calibration.json   what the walk depends on, field by field; written before the first layer.
+                                            And the blake3 of every file below, which is kept before it gets its name
+    NAME.work/.k2convert/lock               held by the running process, if nothing else locks it (records/lock.py)
+    NAME.work/.k2convert/download           shards of the Hub that the current layer needs
+    NAME.work/layer-000.safetensors         what was found in layer 0: the only claim that the layer is done
+    NAME.work/STREAM-001.safetensors        the hidden states that layer 1 reads, f32 [windows, tokens, hidden]
+
+A layer's other files are complete before that claim is written, and the hidden states that it read are removed after
+that. A file is compared with its blake3 whenever it is read. A run that finds a damaged one begins with the last layer
+whose files are whole, which is the first one if the hidden states before it are gone (`resume`). The states of a
+dropped window are NaN.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from k2convert.checkpoint.files import file_digest, list_folder, read_json_file, write_atomically, writing
+from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file, remove_folder
+from k2convert.checkpoint.header import encode_header, read_header
+from k2convert.checkpoint.names import CALIBRATION_JOB_NAME, DOWNLOADS_FOLDER, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
+from k2convert.errors import CheckpointError, DestinationError, MalformedFileError, ResumeError
+from k2convert.records.checksum import seal, unseal
+from k2convert.records.command import say_own_command
+from k2convert.records.events import SILENT, Events, Keep
+from k2convert.records.job_description import changed_shards, describe_changes, source_error
+from k2convert.records.lock import lock_destination
+
+HIDDEN_STATES: Final = "hidden_states"
+CLAIM: Final = "layer"
+"""The kind of file that says that a layer is done."""
+HIDDEN: Final = "hidden"
+"""The stream of hidden states of the source's own model."""
+
+HiddenStates = NDArray[np.float32]
+"""Hidden states of some windows, f32 [windows, tokens, hidden]."""
+ReadStates = Callable[[int, int], HiddenStates]
+"""Reads windows [first, stop)."""
+WriteStates = Callable[[HiddenStates], None]
+"""Appends windows."""
+
+
+@dataclass(frozen=True, slots=True)
+class WalkJob:
+    """What a walk is. `identity` has every field that its results depend on; a resumed walk must have the same.
+
+    `chunk` is how many windows are computed at a time. The first run decides it, since sums depend on it. `source` is
+    the identity of every source shard (records/fingerprint.py).
+    """
+
+    identity: dict[str, Any]
+    chunk: int
+    source: dict[str, str]
+
+
+class _Description(BaseModel):
+    """The content of calibration.json: a WalkJob, and the blake3 of every file by its name."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    identity: dict[str, Any]
+    chunk: int
+    source: dict[str, str]
+    files: dict[str, str] = {}
+
+
+class WorkFolder:
+    """The work folder of one walk. `streams` are the kinds of hidden states, `others` what else is kept of a layer."""
+
+    def __init__(self, folder: Path, *, streams: tuple[str, ...] = (HIDDEN,), others: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.downloads = folder / WORK_FOLDER / DOWNLOADS_FOLDER
+        self._streams, self._outputs = streams, (CLAIM, *others)
+        self._job_path = folder / WORK_FOLDER / CALIBRATION_JOB_NAME
+
+    @contextmanager
+    def locked(self, *, events: Events = SILENT) -> Generator[Keep]:
+        """Create the folder and lock it for this process; raises LockedError while another process has it."""
+        if self.folder.is_dir() and not (self.folder / WORK_FOLDER).is_dir() and list_folder(self.folder):
+            raise DestinationError(
+                f"{self.folder}: is not empty, and its files are not from k2convert. Remove it, or choose a different "
+                "name for the statistics."
+            )
+        make_folder(self.folder / WORK_FOLDER, root=self.folder.parent)
+        with lock_destination(self.folder, events=events) as keep:
+            yield keep
+
+    def job(self) -> WalkJob | None:
+        """Return the walk begun here, or None if there is none or its description is damaged; refuses a link."""
+        found = self._description()
+        return None if found is None else WalkJob(found.identity, found.chunk, found.source)
+
+    def _description(self) -> _Description | None:
+        check_no_link(self._job_path)
+        try:
+            return _Description.model_validate(unseal(read_json_file(self._job_path)))
+        except (MalformedFileError, ValueError):
+            return None
+
+    def _describe(self, description: _Description) -> None:
+        write_atomically(self._job_path, seal(description.model_dump()), root=self.folder)
+
+    def begin(self, job: WalkJob, *, events: Events) -> WalkJob:
+        """Begin a walk, or resume it: returns the job with the chunk of its first run. Raises ResumeError.
+
+        If its description is damaged, no file of the folder is known: all are removed.
+        """
+        found = self.job()
+        if found is None:
+            unknown = [path for path in list_folder(self.folder) if path.is_file()]
+            if unknown:
+                events.note(f"{self._job_path}: damaged: the calibration starts again at the beginning")
+            for path in unknown:
+                self.remove_file(path)
+            self._describe(_Description(identity=job.identity, chunk=job.chunk, source=job.source))
+            return job
+        if changes := describe_changes(found.identity, job.identity):
+            raise ResumeError(
+                f"{self.folder}: holds a different calibration: {changes}. {say_own_command(self.folder)}Repeat it "
+                "with the same options, choose a different name for the statistics, or delete this folder to start "
+                "over."
+            )
+        if changed := changed_shards(found.source, job.source):
+            raise source_error(changed[0], self.folder)
+        return replace(job, chunk=found.chunk)
+
+    def path(self, kind: str, layer: int) -> Path:
+        """Return the file of a kind of a layer: tensors unless the kind has a suffix. A stream's is what it reads."""
+        stem, suffix = Path(kind).stem, Path(kind).suffix or SHARD_SUFFIX
+        return self.folder / f"{stem}-{layer:03}{suffix}"
+
+    def num_finished(self, job: WalkJob | None = None) -> int:
+        """Return how many layers are done: they are the first ones. With a `job`, of this job."""
+        if job is not None and ((found := self.job()) is None or found.identity != job.identity):
+            return 0
+        layer = 0
+        while self.path(CLAIM, layer).is_file():
+            layer += 1
+        return layer
+
+    def _inputs(self, layer: int) -> list[Path]:
+        """Return the files that a layer but the first reads."""
+        return [self.path(stream, layer) for stream in self._streams]
+
+    def record(self, path: Path, digest: str) -> None:
+        """Keep the blake3 of a file, which is about to get its name."""
+        found = self._description()
+        assert found is not None, "a walk writes after `begin`"
+        found.files[path.name] = digest
+        self._describe(found)
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a small file and keep its blake3; raises DiskFullError, DestinationWriteError."""
+        self.record(path, blake3(content).hexdigest())
+        write_atomically(path, content)
+
+    def has_kept(self, path: Path) -> bool:
+        """Return whether a file was written, whether or not it is still there."""
+        found = self._description()
+        return found is not None and path.name in found.files
+
+    def check(self, path: Path) -> None:
+        """Raise CheckpointError if a file is not there as it was written."""
+        if damage := self._damage((path,)):
+            raise CheckpointError(f"{damage}. Repeat the command: what was in the file is computed again.")
+
+    def _damage(self, paths: Iterable[Path]) -> str | None:
+        """Return which file is not there as it was written, None if all are."""
+        found = self._description()
+        digests = {} if found is None else found.files
+        for path in paths:
+            if not path.is_file():
+                return f"{path}: missing"
+            if file_digest(path) != digests.get(path.name):
+                return f"{path}: damaged"
+        return None
+
+    def resume(self, *, num_layers: int, also: Mapping[int, Iterable[Path]], events: Events) -> int:
+        """Check what an earlier run left and return how many layers are done; the files of others are removed.
+
+        `also` has the files of a layer that are needed besides its claim. If one is damaged, that is a note.
+        """
+        done, first, damage = self.num_finished(), 0, None
+        while first < done and not (damage := self._damage((self.path(CLAIM, first), *also.get(first, ())))):
+            first += 1
+        while 0 < first < num_layers and (found := self._damage(self._inputs(first))):
+            first, damage = first - 1, damage or found
+        if damage:
+            place = f"with layer {first}" if first else "at the beginning"
+            events.note(f"{damage}: the calibration starts again {place}")
+            self.forget(first, num_layers=num_layers)
+        return first
+
+    def forget(self, first: int, *, num_layers: int) -> None:
+        """Remove the files of the layers from `first` on, but what it reads. Claims go first, the last one first."""
+        for layer in reversed(range(first, num_layers)):
+            self.remove_file(self.path(CLAIM, layer))
+        for layer in range(first, num_layers):
+            for path in (*(self.path(kind, layer) for kind in self._outputs), *self._inputs(layer + 1)):
+                self.remove_file(path)
+
+    def sweep(self, first: int) -> None:
+        """Remove the hidden states that no layer from `first` on reads."""
+        for layer in range(first):
+            for path in self._inputs(layer):
+                self.remove_file(path)
+
+    def remove(self) -> None:
+        """Remove the folder: the walk is done. What it is for is removed last."""
+        for layer in range(self.num_finished()):
+            self.remove_file(self.path(CLAIM, layer))
+        remove_folder(self.folder, root=self.folder.parent)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file of the folder, if it is there."""
+        with writing(path), opened_folder(self.folder) as folder:
+            remove_file(path, folder)
+
+    @contextmanager
+    def reading(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[ReadStates]:
+        """Yield a function that reads windows of the hidden states that a layer reads; raises CheckpointError."""
+        path = self.path(stream, layer)
+        self.check(path)
+        info = read_header(path).tensors[HIDDEN_STATES]
+        window_bytes = prod(shape[1:]) * 4
+        with ShardReader(lambda _: path) as reader:
+
+            def read(first: int, stop: int) -> HiddenStates:
+                data = reader.read(info, begin=first * window_bytes, end=stop * window_bytes)
+                return data.view(np.float32).reshape(stop - first, *shape[1:])
+
+            yield read
+
+    @contextmanager
+    def writing(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[WriteStates]:
+        """Yield a function that appends windows to what a layer will read; the file appears at the end of the block.
+
+        Raises DiskFullError, DestinationWriteError.
+        """
+        path, num_bytes = self.path(stream, layer), prod(shape) * 4
+        header = encode_header([(HIDDEN_STATES, "F32", shape, num_bytes)], metadata={}, alignment=ALIGNMENT)
+        with ShardWriter(path, len(header) + num_bytes) as writer:
+            writer.write(header)
+            yield lambda states: writer.write(np.ascontiguousarray(states).reshape(-1).view(np.uint8).data)
+            writer.commit(accept=lambda digest: self.record(path, digest))
