@@ -6,14 +6,12 @@ copies first.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
+from command import RunCli, run_cli
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -115,22 +113,10 @@ def k2_headers(checkpoints: Path) -> Path:
     return fixtures.make_k2_thinking_headers(checkpoints / "k2-headers")
 
 
-class RunCli(Protocol):
-    """`run_cli("inspect", folder, COLUMNS="200")`: arguments by position, environment by keyword."""
-
-    def __call__(self, *args: str | Path, timeout: float = 600, **env: str) -> subprocess.CompletedProcess[str]: ...
-
-
-@pytest.fixture(scope="session")
-def run_cli() -> RunCli:
+@pytest.fixture(scope="session", name="run_cli")
+def _run_cli() -> RunCli:
     """Run the real `k2convert` command in a process of its own."""
-
-    def run(*args: str | Path, timeout: float = 600, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "k2convert", *map(str, args)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
-
-    return run
+    return run_cli
 
 
 @pytest.fixture(params=["avx2", "portable"])

@@ -251,7 +251,11 @@ def _do(job: Job, options: RunOptions) -> None:
         with open_cluster(options) as cluster, display as events:
             outcome = execute(job, events=events, cluster=cluster, verify=options.verify)
     except UnservableError as error:
-        if not options.as_json:
+        if options.as_json:
+            from k2convert.validate.results import validation_document
+
+            console.print_json(validation_document(error.validation))
+        else:
             show_validation(error.validation)
         raise
     except BaseException as error:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from command import RunCli, run
 from said import said
 
-from k2convert.cli.app import main
 from scripts import fixture_maker as fixtures
 from scripts.fixture_maker.damage import edit_checkpoint, edit_config, edit_json
 from scripts.fixture_maker.folder import SmallCheckpoint
@@ -26,7 +26,6 @@ from scripts.fixture_maker.folder import SmallCheckpoint
 SHARD = "model-00002-of-000005.safetensors"
 
 Refuse = Callable[..., str]
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def linked(path: Path, target: Path) -> Path:
@@ -194,9 +193,7 @@ def test_model_type_of_another_model_is_refused(
     assert len(message) < 500
     assert "kimi_k2 (kimi-k2-thinking) and kimi_k25 (kimi-k2.5)" in message
     assert not dest.exists()
-    with pytest.raises(SystemExit) as stopped:
-        main(["inspect", str(source)])
-    assert stopped.value.code == 1
+    assert run("inspect", source) == 1
     assert found in capsys.readouterr().err
 
 
@@ -204,9 +201,7 @@ def test_model_type_inside_a_multimodal_config_is_free(k25: Path, tmp_path: Path
     # Moonshot states kimi_k2 there, NVIDIA deepseek_v3.
     source = Path(shutil.copytree(k25, tmp_path / "source"))
     edit_json(source / "config.json", lambda config: config["text_config"].update(model_type="deepseek_v3"))
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(source), str(dest), "--dry-run"])
-    assert ended.value.code == 0
+    assert run("run", source, dest, "--dry-run") == 0
 
 
 OTHER_SCHEMES: list[tuple[str, object]] = [
@@ -258,9 +253,7 @@ def test_another_scheme_under_the_older_name_is_refused(source: Path, dest: Path
 
 def test_config_that_says_nothing_of_the_scheme_is_taken(source: Path, dest: Path) -> None:
     edit_json(source / "config.json", lambda config: config.pop("quantization_config"))
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(source), str(dest), "--dry-run"])
-    assert ended.value.code == 0
+    assert run("run", source, dest, "--dry-run") == 0
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
@@ -268,9 +261,7 @@ def test_own_result_is_refused_as_a_source(
     layout: str, k2_shaped: Path, tmp_path: Path, refuse: Refuse, capsys: pytest.CaptureFixture[str]
 ) -> None:
     converted = tmp_path / "converted"
-    with pytest.raises(SystemExit) as done:
-        main(["run", str(k2_shaped), str(converted), "--layout", layout, "--device", "cpu", "--json"])
-    assert done.value.code == 0
+    assert run("run", k2_shaped, converted, "--layout", layout, "--device", "cpu", "--json") == 0
     capsys.readouterr()
     assert "already NVFP4" in refuse(source=converted, dest=tmp_path / "twice")
 
@@ -307,9 +298,7 @@ def test_write_that_fails_on_the_way_keeps_what_is_finished(k2_shaped: Path, des
     ],
 )
 def test_senseless_words_are_usage_errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == 2
+    assert run(*words) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -325,10 +314,9 @@ NEAR_NAMES = [
 
 @pytest.mark.parametrize(("word", "verb"), NEAR_NAMES)
 def test_a_near_name_of_a_command_names_the_command(word: str, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([word, "a", "b"])
+    code = run(word, "a", "b")
     message = capsys.readouterr().err.splitlines()[-1]
-    assert stopped.value.code == 2
+    assert code == 2
     assert message == f"Error: No such command '{word}'. Did you mean '{verb}'?"
 
 
@@ -348,10 +336,9 @@ OPTION_VALUES = [
 def test_a_bad_value_blames_its_option(
     option: str, value: str, expected: str, tiny: Path, dest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", str(tiny), str(dest), option, value])
+    code = run("run", tiny, dest, option, value)
     message = said(capsys.readouterr().err).splitlines()[-1]
-    assert stopped.value.code == 2
+    assert code == 2
     assert message.startswith(f"Error: Invalid value for '{option}': ")
     assert expected in message
     assert "Value error" not in message
@@ -409,9 +396,7 @@ def test_a_job_needs_no_stream_to_talk_to(streams: str, k2_shaped: Path, dest: P
     done = subprocess.run(["/bin/sh", "-c", f"{words} {streams}"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    with pytest.raises(SystemExit) as checked:
-        main(["validate", str(dest), "--source", str(k2_shaped), "--json"])
-    assert checked.value.code == 0
+    assert run("validate", dest, "--source", k2_shaped, "--json") == 0
 
 
 def test_command_in_its_own_process_says_the_same(source: Path, dest: Path, run_cli: RunCli) -> None:

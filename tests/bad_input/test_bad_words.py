@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import run
 
-from k2convert.cli.app import main
 from scripts.fixture_maker.damage import edit_config, edit_json
 
 INDEX = "model.safetensors.index.json"
@@ -39,9 +39,8 @@ def test_odd_words_are_shown_or_passed_over(name: str, source: Path, capsys: pyt
         ["inspect", source],
         ["run", source, source.parent / "d", "--dry-run"],
     ):
-        with pytest.raises(SystemExit) as stopped:
-            main([str(word) for word in words])
+        code = run(*words)
         printed = capsys.readouterr()
-        assert stopped.value.code == 0, printed.err
+        assert code == 0, printed.err
         if "--json" in words:
             assert json.loads(printed.out)["int4_projections"] == 144

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import RunCli
 
 from k2convert.errors import visible
 from scripts.fixture_maker.damage import edit_config, edit_header, edit_json
@@ -16,8 +16,6 @@ from scripts.fixture_maker.damage import edit_config, edit_header, edit_json
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202egnp"
 SHOWN = "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x7f\\u202egnp"
 INDEX, NORM = "model.safetensors.index.json", "model.layers.1.input_layernorm.weight"
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def rename_norm(source: Path) -> None:
@@ -47,7 +45,7 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_control_character_reaches_the_terminal(
-    name: str, k2_shaped: Path, tiny: Path, tmp_path: Path, run_cli: Run
+    name: str, k2_shaped: Path, tiny: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:
     change, words, shown = CASES[name]
     source = shutil.copytree(tiny if words[0] == "calibrate" else k2_shaped, tmp_path / "source")
@@ -59,7 +57,7 @@ def test_no_control_character_reaches_the_terminal(
     assert all(visible(line) == line for line in printed.split("\n")), printed
 
 
-def test_a_folder_of_any_name_is_shown_and_stays_in_json(k2_shaped: Path, tmp_path: Path, run_cli: Run) -> None:
+def test_a_folder_of_any_name_is_shown_and_stays_in_json(k2_shaped: Path, tmp_path: Path, run_cli: RunCli) -> None:
     out = tmp_path / EVIL
     for words in (["run", k2_shaped, out], ["status", out], ["validate", out], ["report", out]):
         for more in ([], ["--json"]):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import RunCli
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 NAME, STATED = os.fsdecode(b"t\xe9xt.txt"), "t\\udce9xt.txt"
 
 
@@ -23,7 +21,7 @@ def text(tiny: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(tiny / "eval.txt", folder / NAME))
 
 
-def test_a_text_of_any_name_is_calibrated_on(text: Path, tiny: Path, run_cli: Run) -> None:
+def test_a_text_of_any_name_is_calibrated_on(text: Path, tiny: Path, run_cli: RunCli) -> None:
     statistics, out = text.parent / "s.stats", text.parent / "out"
     commands = [
         (
@@ -64,7 +62,7 @@ def test_a_text_of_any_name_is_calibrated_on(text: Path, tiny: Path, run_cli: Ru
     assert json.loads((out / "k2convert.json").read_text())["calibration"]["texts"][0]["name"] == STATED
 
 
-def test_a_seed_that_no_file_can_hold_is_refused(text: Path, tiny: Path, run_cli: Run) -> None:
+def test_a_seed_that_no_file_can_hold_is_refused(text: Path, tiny: Path, run_cli: RunCli) -> None:
     more = ("--device", "cpu", "--yes")
     calibrate = ("calibrate", tiny, text.parent / "s.stats", "--text", text, "--tokens", "32", "--seed")
     convert = ("run", tiny, text.parent / "o", "--calibrate", text, "--set", "calibration.tokens=32", "--set")

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command import run
 from said import said
 
 from k2convert.cli.address import check_new_place, check_source
-from k2convert.cli.app import main
 from k2convert.errors import HubError
 
 ADDRESSES = {
@@ -47,10 +47,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     """Run a command that must end at once in one line and exit code 1, and return the line."""
-    with pytest.raises(SystemExit) as stopped:
-        main([str(word) for word in words])
+    code = run(*words)
     printed = capsys.readouterr()
-    assert stopped.value.code == 1, printed.err
+    assert code == 1, printed.err
     assert printed.out == ""
     assert said(printed.err).startswith("error: ")
     assert said(printed.err).count("\n") == 1

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import RunCli, run
 
 from k2convert.cli.console import format_span
 from scripts.fixture_maker import K2Shape, make_k2_shaped
-from tests.conftest import RunCli
-from tests.job.in_process import run
 
 PEAK = """
 import sys, threading

@@ -1,18 +1,55 @@
-"""`k2convert --help`: each verb in one whole line."""
+"""`--help`: each verb in one whole line, its options in few panels, and no words that only Python knows."""
 
 import re
-import subprocess
-from collections.abc import Callable
 
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
+import pytest
+from command import RunCli, run_here
+
+SUMMARIES = re.findall(r"^  ([a-z]+) {2,}(\S.*)$", run_here("--help", COLUMNS="80").stdout, flags=re.MULTILINE)
+VERBS = [verb for verb, _ in SUMMARIES]
+OPTION = r"^  (--[a-z-]+)(?: / --[a-z-]+)?((?: \S+)?)(?: {2,}|$)"
+
+
+def help_of(verb: str) -> str:
+    done = run_here(verb, "--help", COLUMNS="80")
+    assert done.returncode == 0
+    return done.stdout
+
+
+def options_of(text: str) -> list[str]:
+    return re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, flags=re.MULTILINE)
 
 
 def test_every_summary_is_a_whole_sentence_in_80_columns(run_cli: RunCli) -> None:
     done = run_cli("--help", COLUMNS="80")
     assert done.returncode == 0
-    summaries = re.findall(r"^  ([a-z]+) {2,}(\S.*)$", done.stdout.partition("Commands:\n")[2], flags=re.MULTILINE)
-    assert len(summaries) == 9
-    for verb, summary in summaries:
+    assert len(SUMMARIES) == 9
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for verb, summary in SUMMARIES:
         assert summary.endswith("."), verb
         assert not summary.endswith("..."), verb
-        assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_names_no_type_of_python_and_gives_two_examples(verb: str) -> None:
+    text = help_of(verb)
+    named = re.findall(r"^  (?:-h, )?--\S+(?: / --\S+)? (\S+)", text, flags=re.MULTILINE)
+    assert not [word for word in named if re.search(r"(?i)\b(str|text|int|integer|float|path|list|bool|range)\b", word)]
+    assert not re.search(r"<(str|int|float|path|list|bool|Path)", text)
+    examples = text.partition("Examples:\n")[2].splitlines()
+    assert len(examples) == 2
+    assert all(line.startswith(f"    k2convert {verb}") for line in examples)
+
+
+def test_run_has_22_options_in_four_panels() -> None:
+    text = help_of("run")
+    panels = re.findall(r"^([A-Z][a-z ]+):$", text.partition("Examples")[0], flags=re.MULTILINE)
+    assert panels == ["Arguments", "Source and result", "Calibration", "Machine", "Hub"]
+    assert len(options_of(text)) <= 22
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_option_is_said_alike_by_all_verbs(verb: str) -> None:
+    """The same name has the same metavar everywhere."""
+    forms, ours = (dict(re.findall(OPTION, help_of(known), flags=re.MULTILINE)) for known in (verb, "run"))
+    assert {name: form for name, form in forms.items() if name in ours and form != ours[name]} == {}

@@ -5,16 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import RunCli
 
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.tally import Tally
 
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 
 

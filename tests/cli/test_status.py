@@ -5,10 +5,10 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import RunCli
 from statistics_makers import random_statistics
 
 from k2convert.calibrate.layer_files import statistics_work
@@ -16,8 +16,6 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.records.command import read_command
 from k2convert.records.events import Extent
 from k2convert.records.tally import Tally
-
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def following(done: subprocess.CompletedProcess[str]) -> str:

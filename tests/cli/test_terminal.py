@@ -66,7 +66,8 @@ def test_rows_in_the_middle_of_a_hub_job_fit_any_width(columns: int) -> None:
     console.print(Rows(tally))
     lines = out.getvalue().splitlines()
     assert all(len(line) <= columns for line in lines)
-    same_as_golden(f"rows-{columns}", "\n".join(line.rstrip() for line in lines))
+    assert [line.split()[0] for line in lines[:3]] == ["download", "convert", "upload"]
+    assert "21 of 62 shards" in lines[3]
 
 
 @pytest.mark.parametrize("words", [("inspect", "k2-tiny"), ("run", "k2-tiny", "out", "--dry-run")])

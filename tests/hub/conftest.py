@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from hub_cli import HubCli, cli_environment, command, run_here
+from command import RunCli, cli_environment, command, run_here
 from loopback import TOKEN, LoopbackHub
 
 from k2convert.hub.client import Hub
@@ -57,7 +57,7 @@ def workplace(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub_cli(workplace: Path, hub_environment: None, monkeypatch: pytest.MonkeyPatch) -> HubCli:
+def hub_cli(workplace: Path, hub_environment: None, monkeypatch: pytest.MonkeyPatch) -> RunCli:
     """The command in this process; fails if its output has the token."""
     monkeypatch.chdir(workplace)
 
@@ -70,7 +70,7 @@ def hub_cli(workplace: Path, hub_environment: None, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def hub_process(workplace: Path, hub_environment: None) -> HubCli:
+def hub_process(workplace: Path, hub_environment: None) -> RunCli:
     """The command in a separate process, which reads the environment as a user's does."""
 
     def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:

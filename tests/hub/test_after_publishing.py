@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command import RunCli, run_here
 from faults import Fault
-from hub_cli import HubCli, run_here
 from loopback import TOKEN, LoopbackHub
 from said import said
 
@@ -30,7 +30,7 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
 @pytest.fixture
 def hub_after(
-    finished: tuple[LoopbackHub, Path], hub_cli: HubCli, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[LoopbackHub, Path], hub_cli: RunCli, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> LoopbackHub:
     """The Hub after the job; this test's own copy of the work folder is at WORK."""
     shutil.copytree(finished[1], workplace / WORK)
@@ -45,7 +45,7 @@ def done(hub_after: LoopbackHub) -> str:
     return hub_after.store.repos["me/out"].refs["main"]
 
 
-def test_status_of_the_work_folder_says_where_and_at_which_commit(done: str, hub_cli: HubCli) -> None:
+def test_status_of_the_work_folder_says_where_and_at_which_commit(done: str, hub_cli: RunCli) -> None:
     shown = hub_cli("status", WORK)
     assert f"published as hf://me/out at commit {done}\n" in shown.stdout
     assert said(shown.stderr) == "next: k2convert validate hf://me/out\n"
@@ -54,7 +54,7 @@ def test_status_of_the_work_folder_says_where_and_at_which_commit(done: str, hub
     assert document["published"] == {"repo": "me/out", "commit": done}
 
 
-def test_validate_on_the_work_folder_says_where_the_shards_are(done: str, hub_cli: HubCli) -> None:
+def test_validate_on_the_work_folder_says_where_the_shards_are(done: str, hub_cli: RunCli) -> None:
     for more in ((), ("--json",)):
         shown = hub_cli("validate", WORK, *more)
         assert (shown.returncode, shown.stdout) == (1, "")
@@ -65,7 +65,7 @@ def test_validate_on_the_work_folder_says_where_the_shards_are(done: str, hub_cl
 
 
 def test_publish_on_the_work_folder_says_that_it_is_published(
-    done: str, hub_after: LoopbackHub, hub_cli: HubCli
+    done: str, hub_after: LoopbackHub, hub_cli: RunCli
 ) -> None:
     hub_after.traffic.requests.clear()
     shown = hub_cli("publish", WORK, "--repo", "me/out", "--yes")
@@ -81,7 +81,7 @@ def test_publish_on_the_work_folder_says_that_it_is_published(
 
 
 def test_running_again_answers_at_once_and_notes_the_commit(
-    done: str, hub_after: LoopbackHub, hub_cli: HubCli, workplace: Path
+    done: str, hub_after: LoopbackHub, hub_cli: RunCli, workplace: Path
 ) -> None:
     (workplace / WORK / ".k2convert" / "published.json").unlink()
     unknown = hub_cli("validate", WORK)
@@ -97,12 +97,12 @@ def test_running_again_answers_at_once_and_notes_the_commit(
     assert f"published as hf://me/out at commit {done}" in hub_cli("status", WORK).stdout
 
 
-def test_a_damaged_note_of_the_publication_is_as_none(done: str, hub_cli: HubCli, workplace: Path) -> None:
+def test_a_damaged_note_of_the_publication_is_as_none(done: str, hub_cli: RunCli, workplace: Path) -> None:
     (workplace / WORK / ".k2convert" / "published.json").write_text('{"repo": 5}')
     assert json.loads(hub_cli("status", WORK, "--json").stdout)["published"] is None
 
 
-def test_a_job_that_could_not_commit_to_main_is_not_called_published(tiny_on_hub: LoopbackHub, hub_cli: HubCli) -> None:
+def test_a_job_that_could_not_commit_to_main_is_not_called_published(tiny_on_hub: LoopbackHub, hub_cli: RunCli) -> None:
     tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=403))
     assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 1
     shown = hub_cli("status", WORK)
@@ -114,7 +114,7 @@ def test_a_job_that_could_not_commit_to_main_is_not_called_published(tiny_on_hub
 
 
 def test_a_folder_that_was_published_says_so_and_can_still_be_validated(
-    server: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+    server: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
     shutil.copytree(local_result, workplace / "out")
     assert hub_cli("publish", "out", "--repo", "me/out", "--yes").returncode == 0
@@ -125,7 +125,7 @@ def test_a_folder_that_was_published_says_so_and_can_still_be_validated(
     assert hub_cli("validate", "out").returncode == 0
 
 
-def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: LoopbackHub, hub_cli: HubCli) -> None:
+def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: LoopbackHub, hub_cli: RunCli) -> None:
     source = hub_after.store.repos["moon/tiny"].refs["main"]
     hub_after.traffic.requests.clear()
     shown = hub_cli("status", "hf://me/out")
@@ -144,7 +144,7 @@ def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: Loopbac
     assert (document["complete"], document["shards"], document["missing"]) == (True, 5, [])
 
 
-def test_status_of_a_repository_names_a_missing_shard(done: str, hub_after: LoopbackHub, hub_cli: HubCli) -> None:
+def test_status_of_a_repository_names_a_missing_shard(done: str, hub_after: LoopbackHub, hub_cli: RunCli) -> None:
     repo, name = hub_after.store.repos["me/out"], "model-00002-of-000005.safetensors"
     repo.commit("cut", {path: file for path, file in repo.files().items() if path != name})
     shown = hub_cli("status", "hf://me/out@cut")
@@ -162,7 +162,7 @@ def test_status_of_a_repository_names_a_missing_shard(done: str, hub_after: Loop
     ],
 )
 def test_a_repository_or_revision_that_does_not_exist_is_one_line(
-    done: str, hub_cli: HubCli, verb: str, address: str, words: str
+    done: str, hub_cli: RunCli, verb: str, address: str, words: str
 ) -> None:
     shown = hub_cli(verb, address)
     assert (shown.returncode, shown.stdout) == (1, "")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_cli import cli_environment
+from command import cli_environment
 from loopback import LoopbackHub
 
 from k2convert.hub.source_card import Licence, read_source_card

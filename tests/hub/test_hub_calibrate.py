@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import RunCli, run_here
 from faults import Fault, Line
-from hub_cli import HubCli, run_here
 from loopback import LoopbackHub
 from said import said
 
@@ -56,7 +56,7 @@ def here(tiny: Path, ids: Path) -> bytes:
 
 
 def test_a_source_on_the_hub_gives_the_same_file_in_bounded_disk(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, tiny: Path, ids: Path, workplace: Path, here: bytes
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, tiny: Path, ids: Path, workplace: Path, here: bytes
 ) -> None:
     plan = hub_cli("calibrate", "hf://moon/tiny", "there", "--text", ids, *LAYERS, "--dry-run", "--json")
     needed = json.loads(plan.stdout)["disk_needed"]
@@ -75,7 +75,7 @@ def test_a_source_on_the_hub_gives_the_same_file_in_bounded_disk(
 
 
 def test_too_little_disk_is_refused_before_a_shard_is_fetched(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, ids: Path, workplace: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, ids: Path, workplace: Path
 ) -> None:
     done = hub_cli("calibrate", "hf://moon/tiny", "there", "--text", ids, *LAYERS, "--max-disk", "1MB", "--quiet")
     assert (done.returncode, done.stdout, said(done.stderr).count("\n")) == (1, "", 1)
@@ -87,7 +87,7 @@ def test_too_little_disk_is_refused_before_a_shard_is_fetched(
 
 
 def test_a_pass_that_the_hub_ended_goes_on_with_the_commit_it_began_with(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, ids: Path, workplace: Path, here: bytes
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, ids: Path, workplace: Path, here: bytes
 ) -> None:
     traffic, first = tiny_on_hub.traffic, workplace / "there.work" / "layer-000.safetensors"
     traffic.down = Line(3_000_000)  # so that the last layers are not fetched when the first one is done

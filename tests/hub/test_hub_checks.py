@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from command import RunCli
 from faults import Fault
-from hub_cli import HubCli
 from loopback import LoopbackHub
 from published import ALL_RULES, assert_published
 from said import said
@@ -64,7 +64,7 @@ def assert_nothing_on_main(server: LoopbackHub) -> None:
 @pytest.mark.parametrize("with_xet", [True, False], ids=["Xet", "LFS"])
 @pytest.mark.parametrize("what", ["code", "scale", "copied", "header"])
 def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, what: str, with_xet: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, what: str, with_xet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", not with_xet)
 
@@ -81,7 +81,7 @@ def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
 
 
 def test_a_planted_byte_with_fitting_hashes_stops_the_job_too(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plant(path: Path, record: ShardRecord) -> ShardRecord:
         flip(path, place_of(path, "code"))
@@ -101,7 +101,7 @@ def test_a_planted_byte_with_fitting_hashes_stops_the_job_too(
 
 
 def test_a_result_below_the_error_budget_does_not_reach_main(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, tmp_path: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "strict.yaml"
     recipe.write_text("name: strict\nrule: plain\nbudget: {tensor_sqnr_db: 19.7}\n")
@@ -111,7 +111,7 @@ def test_a_result_below_the_error_budget_does_not_reach_main(
     assert_nothing_on_main(tiny_on_hub)
 
 
-def stopped_before_main(server: LoopbackHub, hub_cli: HubCli) -> None:
+def stopped_before_main(server: LoopbackHub, hub_cli: RunCli) -> None:
     """Do the whole job except its last commit."""
     server.traffic.inject(Fault("POST", "/commit/main", status=403))
     assert hub_cli(*JOB).returncode == 1
@@ -129,7 +129,7 @@ def edit_records(workplace: Path, change: Callable[[dict[str, Any]], object]) ->
 
 
 def test_shards_whose_records_have_no_comparison_are_made_again_not_passed(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
     stopped_before_main(tiny_on_hub, hub_cli)
     number = edit_records(workplace, lambda record: record.pop("checked"))
@@ -149,7 +149,7 @@ def test_shards_whose_records_have_no_comparison_are_made_again_not_passed(
     ids=["a copy not compared", "below the budget"],
 )
 def test_findings_of_an_earlier_run_decide_too(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, change: Callable[[dict[str, Any]], object], rule: str
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, change: Callable[[dict[str, Any]], object], rule: str
 ) -> None:
     stopped_before_main(tiny_on_hub, hub_cli)
     edit_records(workplace, change)
@@ -166,7 +166,7 @@ def low(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_side_file_that_differs_from_the_hubs_stops_the_job(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = executor.keep_small_files
 
@@ -188,7 +188,7 @@ def test_a_side_file_that_differs_from_the_hubs_stops_the_job(
 )
 def test_publish_sends_only_what_it_validated(
     server: LoopbackHub,
-    hub_cli: HubCli,
+    hub_cli: RunCli,
     workplace: Path,
     local_result: Path,
     name: str,
@@ -210,7 +210,7 @@ def test_publish_sends_only_what_it_validated(
 
 
 def test_a_wrong_kernel_stops_the_job(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, monkeypatch: pytest.MonkeyPatch
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert = cpu.convert_int4
 

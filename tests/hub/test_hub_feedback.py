@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import RunCli, run_here
 from faults import Fault
-from hub_cli import HubCli, run_here
 from loopback import LoopbackHub
 from published import assert_published
 from test_hub_calibrate import Watched
@@ -43,7 +43,7 @@ def source(server: LoopbackHub, short: Path) -> LoopbackHub:
 
 
 def test_hub_to_hub_publishes_the_shards_of_a_local_job_in_bounded_disk(
-    source: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, short: Path, text: Path
+    source: LoopbackHub, hub_cli: RunCli, workplace: Path, local: Path, short: Path, text: Path
 ) -> None:
     words = ("run", "hf://moon/short", "hf://me/out", "--calibrate", text, *OPTIONS, "--yes")
     plan = hub_cli(*words, "--dry-run", "--json")
@@ -66,7 +66,7 @@ def test_hub_to_hub_publishes_the_shards_of_a_local_job_in_bounded_disk(
 
 
 def test_a_job_that_the_hub_ended_goes_on_at_its_layer(
-    source: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, text: Path
+    source: LoopbackHub, hub_cli: RunCli, workplace: Path, local: Path, text: Path
 ) -> None:
     words = ("run", "hf://moon/short", "out", "--calibrate", text, *OPTIONS)
     source.traffic.inject(Fault("GET", r"model-00003-of-000005\.safetensors$", status=403, times=1000))
@@ -82,7 +82,7 @@ def test_a_job_that_the_hub_ended_goes_on_at_its_layer(
 
 
 def check_killed_job(
-    source: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, text: Path, seeds: range
+    source: LoopbackHub, hub_cli: RunCli, workplace: Path, local: Path, text: Path, seeds: range
 ) -> None:
     """Kill the job at one random moment per seed, then let it finish."""
     job = ("run", "hf://moon/short", "hf://me/out", "--calibrate", text, *OPTIONS, "--yes")
@@ -98,7 +98,7 @@ def check_killed_job(
 
 
 def test_killed_at_some_moments_it_ends_with_one_commit_and_equal_bytes(
-    source: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, text: Path, without_xet: None
+    source: LoopbackHub, hub_cli: RunCli, workplace: Path, local: Path, text: Path, without_xet: None
 ) -> None:
     check_killed_job(source, hub_cli, workplace, local, text, range(NUM_KILLS))
 
@@ -106,13 +106,13 @@ def test_killed_at_some_moments_it_ends_with_one_commit_and_equal_bytes(
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, NUM_SLOW_KILLS, 5))
 def test_killed_at_twenty_moments(
-    source: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, text: Path, without_xet: None, first: int
+    source: LoopbackHub, hub_cli: RunCli, workplace: Path, local: Path, text: Path, without_xet: None, first: int
 ) -> None:
     check_killed_job(source, hub_cli, workplace, local, text, range(100 + first, 105 + first))
 
 
 def test_too_little_disk_for_the_walk_is_refused_before_a_shard_is_fetched(
-    source: LoopbackHub, hub_cli: HubCli, workplace: Path, text: Path
+    source: LoopbackHub, hub_cli: RunCli, workplace: Path, text: Path
 ) -> None:
     words = ("run", "hf://moon/short", "hf://me/out", "--calibrate", text, *OPTIONS, "--yes", "--max-disk", "3MB")
     done = hub_cli(*words, "--quiet")
@@ -130,7 +130,7 @@ def fields(config: dict[str, Any]) -> str:
 
 def test_a_published_config_has_every_field_of_the_source_and_no_other(
     server: LoopbackHub,
-    hub_cli: HubCli,
+    hub_cli: RunCli,
     short: Path,
     text: Path,
     tmp_path: Path,

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from hub_cli import HubCli
+from command import RunCli
 from loopback import LoopbackHub
 
 
 def test_a_repository_is_weighed_like_its_folder_and_no_shard_is_downloaded(
-    tiny_on_hub: LoopbackHub, tiny: Path, hub_cli: HubCli
+    tiny_on_hub: LoopbackHub, tiny: Path, hub_cli: RunCli
 ) -> None:
     shard_bytes = sum(path.stat().st_size for path in tiny.glob("*.safetensors"))
     remote, local = (

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from command import RunCli, cli_environment, command
 from faults import Fault, Kind, Line
-from hub_cli import HubCli, cli_environment, command
 from loopback import LoopbackHub
 from loopback_store import Entry
 from published import assert_published
@@ -53,7 +53,7 @@ def kill_after(
         return process.wait() == -signal.SIGKILL
 
 
-def check_killed_job(server: LoopbackHub, hub_cli: HubCli, workplace: Path, local: Path, seeds: range) -> None:
+def check_killed_job(server: LoopbackHub, hub_cli: RunCli, workplace: Path, local: Path, seeds: range) -> None:
     """Kill the job at one random moment per seed, then let it finish."""
     server.traffic.bytes_per_second = 400_000.0
     for seed in seeds:
@@ -74,7 +74,7 @@ def check_killed_job(server: LoopbackHub, hub_cli: HubCli, workplace: Path, loca
 
 def test_killed_at_random_moments_it_ends_right_and_uploads_nothing_twice(
     tiny_on_hub: LoopbackHub,
-    hub_cli: HubCli,
+    hub_cli: RunCli,
     workplace: Path,
     local_result: Path,
     tiny: Path,
@@ -89,7 +89,7 @@ def test_killed_at_random_moments_it_ends_right_and_uploads_nothing_twice(
 @pytest.mark.parametrize("first", range(0, NUM_SLOW_KILLS, 4))
 def test_killed_at_twenty_moments(
     tiny_on_hub: LoopbackHub,
-    hub_cli: HubCli,
+    hub_cli: RunCli,
     workplace: Path,
     local_result: Path,
     tiny: Path,
@@ -102,7 +102,7 @@ def test_killed_at_twenty_moments(
 
 
 def test_a_shard_half_downloaded_when_killed_is_continued(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, tiny: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, tiny: Path
 ) -> None:
     shard = "model-00001-of-000005.safetensors"
     tiny_on_hub.traffic.bytes_per_second = 60_000.0
@@ -133,7 +133,7 @@ _PLACES = [
 
 
 def test_an_interrupt_leaves_at_once_and_the_same_command_continues(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
     tiny_on_hub.traffic.bytes_per_second = 20_000.0  # the rest would take minutes
     with subprocess.Popen(
@@ -157,7 +157,7 @@ def test_an_interrupt_leaves_at_once_and_the_same_command_continues(
 
 @pytest.mark.parametrize("disable_xet", ["0", "1"], ids=["Xet", "LFS"])
 def test_a_shard_damaged_before_its_upload_never_arrives(
-    tiny_on_hub: LoopbackHub, hub_process: HubCli, workplace: Path, local_result: Path, disable_xet: str
+    tiny_on_hub: LoopbackHub, hub_process: RunCli, workplace: Path, local_result: Path, disable_xet: str
 ) -> None:
     environment = {"HF_HUB_DISABLE_XET": disable_xet}
     upload = ("PUT", "/_lfs/") if disable_xet == "1" else ("GET", "/xet-write-token/")
@@ -193,7 +193,7 @@ def random_fault(choice: random.Random) -> Fault:
     return Fault("GET", r"\.safetensors$", broken, after_bytes=after)
 
 
-def check_faulty_job(server: LoopbackHub, hub_cli: HubCli, local: Path, *, seed: int, num_faults: int) -> None:
+def check_faulty_job(server: LoopbackHub, hub_cli: RunCli, local: Path, *, seed: int, num_faults: int) -> None:
     choice = random.Random(seed)
     server.traffic.inject(*(random_fault(choice) for _ in range(num_faults)))
     for _ in range(num_faults + 1):
@@ -206,7 +206,7 @@ def check_faulty_job(server: LoopbackHub, hub_cli: HubCli, local: Path, *, seed:
 
 
 def test_random_faults_are_survived(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, without_xet: None
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path, without_xet: None
 ) -> None:
     check_faulty_job(tiny_on_hub, hub_cli, local_result, seed=1, num_faults=6)
 
@@ -214,7 +214,7 @@ def test_random_faults_are_survived(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(NUM_SLOW_FAULTS // 5))
 def test_thirty_faults_are_survived(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, without_xet: None, seed: int
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path, without_xet: None, seed: int
 ) -> None:
     check_faulty_job(tiny_on_hub, hub_cli, local_result, seed=50 + seed, num_faults=5)
 
@@ -248,7 +248,7 @@ def most_used(folder: Path) -> Iterator[list[int]]:
 
 
 def test_disk_stays_under_its_limit(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, tiny: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, tiny: Path
 ) -> None:
     """The least room is that of the largest source shard and its result."""
     plan = json.loads(hub_cli(*JOB, "--dry-run", "--json").stdout)
@@ -263,7 +263,7 @@ def test_disk_stays_under_its_limit(
 
 
 def test_a_job_continued_with_less_room_keeps_to_it(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, tiny: Path, without_xet: None
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, tiny: Path, without_xet: None
 ) -> None:
     """Killed with two shards to upload and two fetched; together with one more they would exceed the room."""
     room, work = 7_000_000, workplace / "k2convert-work" / "me--out"
@@ -304,7 +304,7 @@ def test_an_interrupt_while_planning_waits_for_no_answer(tiny_on_hub: LoopbackHu
         assert process.wait(timeout=120) == 130, "the Hub asked for a pause of 300 s"
 
 
-def stop_before_main(server: LoopbackHub, hub_cli: HubCli) -> None:
+def stop_before_main(server: LoopbackHub, hub_cli: RunCli) -> None:
     """Do the whole job except its last commit."""
     server.traffic.inject(Fault("POST", "/commit/main", status=403))
     assert hub_cli(*JOB).returncode == 1
@@ -312,7 +312,7 @@ def stop_before_main(server: LoopbackHub, hub_cli: HubCli) -> None:
 
 
 def test_a_flipped_byte_in_a_record_is_found(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
     """The branch has the same record, undamaged: nothing is converted or sent again."""
     stop_before_main(tiny_on_hub, hub_cli)
@@ -328,7 +328,7 @@ def test_a_flipped_byte_in_a_record_is_found(
 
 
 def test_damaged_records_on_the_branch_are_ignored(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
     stop_before_main(tiny_on_hub, hub_cli)
     repo = tiny_on_hub.store.repos["me/out"]
@@ -343,7 +343,7 @@ def test_damaged_records_on_the_branch_are_ignored(
 
 
 def test_a_result_that_does_not_validate_leaves_the_output_for_programs_empty(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path
 ) -> None:
     stop_before_main(tiny_on_hub, hub_cli)
     records = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"

@@ -4,7 +4,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from hub_cli import HubCli
+from command import RunCli
 from loopback import LoopbackHub
 from said import said
 
@@ -22,7 +22,7 @@ def next_line(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0] if lines else ""
 
 
-def test_next_commands_of_a_job_for_the_hub(tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path) -> None:
+def test_next_commands_of_a_job_for_the_hub(tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path) -> None:
     def follow(*words: str) -> list[str]:
         lines = [next_line(hub_cli(*words))]
         while lines[-1].startswith("k2convert "):

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from hub_cli import HubCli
+from command import RunCli
 from said import said
 
 ANSWERS = {
@@ -70,7 +70,7 @@ def _retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("answer", ANSWERS)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_answer_that_is_not_the_hubs_is_one_line(
-    name: str, answer: str, tiny: Path, local_result: Path, hub_cli: HubCli, monkeypatch: pytest.MonkeyPatch
+    name: str, answer: str, tiny: Path, local_result: Path, hub_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with portal(*ANSWERS[answer]) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)

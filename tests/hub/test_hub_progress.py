@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hub_cli import HubCli, cli_environment, command
+from command import RunCli, cli_environment, command
 from loopback import LoopbackHub
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
@@ -37,7 +37,7 @@ def test_a_hub_job_looks_as_it_should(
 
 
 def test_an_interrupted_hub_job_says_what_is_done_and_its_status_gives_the_command(
-    tiny_on_hub: LoopbackHub, hub_process: HubCli, workplace: Path
+    tiny_on_hub: LoopbackHub, hub_process: RunCli, workplace: Path
 ) -> None:
     tiny_on_hub.traffic.bytes_per_second = 100_000.0
     records = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"

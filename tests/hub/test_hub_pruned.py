@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from hub_cli import HubCli
+from command import RunCli
 from statistics_makers import random_statistics
 
 from k2convert.calibrate.statistics import StatisticsHeader, open_statistics, write_statistics
@@ -12,7 +12,7 @@ from k2convert.records.ledger import read_ledger
 
 
 @pytest.mark.usefixtures("tiny_on_hub")
-def test_statistics_choose_the_experts_of_a_source_on_the_hub(hub_cli: HubCli, workplace: Path, tiny: Path) -> None:
+def test_statistics_choose_the_experts_of_a_source_on_the_hub(hub_cli: RunCli, workplace: Path, tiny: Path) -> None:
     """Their norms are fetched and compared before the start."""
     scores = random_statistics(workplace / "stats", tiny)
     keep = ("--keep-experts", scores, "--set", "experts=6")

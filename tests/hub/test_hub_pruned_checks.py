@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hub_cli import HubCli
+from command import RunCli
 from loopback import LoopbackHub
 from pruned_makers import KEPT, SCORES, convert_pruned, make_whole
 from published import ALL_RULES
@@ -37,7 +37,7 @@ BOTH = ("validate", "hf://me/out", "--source", "hf://moon/whole", "--json")
 
 @pytest.mark.parametrize("layers", [(), ("--layers", "1", "--tokens", "16")], ids=["all", "one layer"])
 def test_validate_with_both_on_the_hub(
-    server: LoopbackHub, hub_cli: HubCli, made: Path, layers: tuple[str, ...]
+    server: LoopbackHub, hub_cli: RunCli, made: Path, layers: tuple[str, ...]
 ) -> None:
     on_hub(server, made, made / "out")
     done = hub_cli(*BOTH, *layers)
@@ -51,7 +51,7 @@ def test_validate_with_both_on_the_hub(
         assert found["contract"]["summary"].startswith("19 of 19 rules")
 
 
-def test_a_wrong_router_row_on_the_hub_fails(server: LoopbackHub, hub_cli: HubCli, made: Path, tmp_path: Path) -> None:
+def test_a_wrong_router_row_on_the_hub_fails(server: LoopbackHub, hub_cli: RunCli, made: Path, tmp_path: Path) -> None:
     out = shutil.copytree(made / "out", tmp_path / "out")
     shard = next(
         path for path in out.glob("*.safetensors") if any(".mlp.gate." in n for n in read_header(path).tensors)
@@ -77,7 +77,7 @@ def job(server: LoopbackHub, made: Path, tmp_path: Path) -> tuple[str | Path, ..
 
 
 def test_a_job_publishes_what_was_compared_through_the_list(
-    server: LoopbackHub, hub_cli: HubCli, made: Path, job: tuple[str | Path, ...]
+    server: LoopbackHub, hub_cli: RunCli, made: Path, job: tuple[str | Path, ...]
 ) -> None:
     done = hub_cli(*job)
     assert done.returncode == 0, done.stderr
@@ -115,7 +115,7 @@ def wrong_view(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("plant", [wrong_rows, wrong_view])
 def test_wrong_bytes_stop_a_job_before_the_upload(
     server: LoopbackHub,
-    hub_cli: HubCli,
+    hub_cli: RunCli,
     job: tuple[str | Path, ...],
     plant: Callable[[pytest.MonkeyPatch], str],
     monkeypatch: pytest.MonkeyPatch,

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hub_cli import HubCli, cli_environment, command
+from command import RunCli, cli_environment, command
 from loopback import LoopbackHub
 from published import assert_published
 from ray_nodes import Nodes
@@ -56,7 +56,7 @@ def downloading(driver: subprocess.Popen[str], temporary: Path, nodes: Nodes) ->
 
 
 def test_nodes_fetch_convert_and_send_whoever_dies(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, nodes: Nodes, temporary: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, nodes: Nodes, temporary: Path
 ) -> None:
     tiny_on_hub.traffic.bytes_per_second = 1_000_000.0
     with start(workplace, nodes) as driver:
@@ -83,7 +83,7 @@ def test_nodes_fetch_convert_and_send_whoever_dies(
 
 @pytest.mark.parametrize("nodes", [1], indirect=True, ids=["one node"])
 def test_nodes_follow_no_link_in_their_folder_for_temporary_files(
-    hub_cli: HubCli, workplace: Path, nodes: Nodes, temporary: Path, monkeypatch: pytest.MonkeyPatch
+    hub_cli: RunCli, workplace: Path, nodes: Nodes, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen, earlier = f"k2convert-ray-{16 * 'a'}", f"k2convert-ray-{16 * 'b'}"
     monkeypatch.setattr("k2convert.job.node_room.secrets", SimpleNamespace(token_hex=lambda num: num * "aa"))

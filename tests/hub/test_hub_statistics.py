@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from hub_cli import HubCli, run_here
+from command import RunCli, run_here
 from loopback import LoopbackHub
 from said import said
 from statistics_makers import random_statistics
@@ -38,7 +38,7 @@ def source(server: LoopbackHub, cut: Path) -> LoopbackHub:
 
 @pytest.mark.usefixtures("source")
 def test_hub_to_folder_gives_the_bytes_of_a_local_job(
-    hub_cli: HubCli, workplace: Path, local: Path, statistics: Path
+    hub_cli: RunCli, workplace: Path, local: Path, statistics: Path
 ) -> None:
     done = hub_cli("run", "hf://moon/cut", "out", "--statistics", statistics, "--workers", "2", "--json")
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def test_hub_to_folder_gives_the_bytes_of_a_local_job(
 
 
 def test_hub_to_hub_publishes_the_bytes_of_a_local_job(
-    source: LoopbackHub, hub_cli: HubCli, local: Path, statistics: Path
+    source: LoopbackHub, hub_cli: RunCli, local: Path, statistics: Path
 ) -> None:
     done = hub_cli("run", "hf://moon/cut", "hf://me/out", "--statistics", statistics, "--yes")
     assert done.returncode == 0, done.stderr
@@ -71,7 +71,7 @@ def test_hub_to_hub_publishes_the_bytes_of_a_local_job(
 
 @pytest.mark.usefixtures("source")
 def test_another_norm_is_found_when_its_shard_has_arrived(
-    hub_cli: HubCli, workplace: Path, statistics: Path, tmp_path: Path
+    hub_cli: RunCli, workplace: Path, statistics: Path, tmp_path: Path
 ) -> None:
     found = open_statistics(statistics)
     header = StatisticsHeader(**{field.name: getattr(found, field.name) for field in fields(StatisticsHeader)})
@@ -87,7 +87,7 @@ def test_another_norm_is_found_when_its_shard_has_arrived(
 
 @pytest.mark.parametrize("layers", [(), ("--layers", "1", "--tokens", "8")], ids=["everything", "one layer"])
 def test_a_published_result_is_validated_from_the_hub(
-    source: LoopbackHub, hub_cli: HubCli, local: Path, statistics: Path, layers: tuple[str, ...]
+    source: LoopbackHub, hub_cli: RunCli, local: Path, statistics: Path, layers: tuple[str, ...]
 ) -> None:
     source.store.add_folder("me/out", local)
     words = ("validate", "hf://me/out", "--source", "hf://moon/cut", "--statistics", statistics, *layers, "--json")
@@ -103,7 +103,7 @@ def test_a_published_result_is_validated_from_the_hub(
 
 
 def test_a_changed_exponent_is_found_from_the_hub(
-    source: LoopbackHub, hub_cli: HubCli, local: Path, tmp_path: Path
+    source: LoopbackHub, hub_cli: RunCli, local: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(local, tmp_path / "out", ignore=shutil.ignore_patterns(".k2convert")))
     name = "model.layers.1.mlp.shared_experts.up_proj.weight"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from command import RunCli
 from faults import Fault
-from hub_cli import HubCli
 from loopback import TOKEN, LoopbackHub
 from published import WITHOUT_SOURCE, assert_published
 from said import said
@@ -25,7 +25,7 @@ SHARDS = [f"model-0000{i}-of-000005.safetensors" for i in range(1, 6)]
 
 @pytest.mark.parametrize("disable_xet", ["0", "1"], ids=["Xet", "LFS"])
 def test_hub_to_hub_in_one_command(
-    tiny_on_hub: LoopbackHub, hub_process: HubCli, workplace: Path, local_result: Path, disable_xet: str
+    tiny_on_hub: LoopbackHub, hub_process: RunCli, workplace: Path, local_result: Path, disable_xet: str
 ) -> None:
     done = hub_process("run", "hf://moon/tiny", "hf://me/out", "--yes", HF_HUB_DISABLE_XET=disable_xet)
     assert done.returncode == 0, done.stderr
@@ -40,7 +40,7 @@ def test_hub_to_hub_in_one_command(
 
 
 def test_published_result_downloads_and_validates(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, tiny: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, tiny: Path
 ) -> None:
     assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 0
     files = tiny_on_hub.store.repos["me/out"].files()
@@ -53,7 +53,7 @@ def test_published_result_downloads_and_validates(
 
 
 def test_hub_to_folder_gives_the_local_bytes(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
     done = hub_cli("run", "hf://moon/tiny@main", "out", "--json")
     assert done.returncode == 0, done.stderr
@@ -66,7 +66,7 @@ def test_hub_to_folder_gives_the_local_bytes(
 
 
 def test_several_shards_are_converted_at_once_if_requested(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both, convert = threading.Barrier(2), executor.convert_shard
 
@@ -81,7 +81,7 @@ def test_several_shards_are_converted_at_once_if_requested(
     assert_published(tiny_on_hub, local_result)
 
 
-def test_folder_to_hub_keeps_the_source(server: LoopbackHub, hub_cli: HubCli, tiny: Path, local_result: Path) -> None:
+def test_folder_to_hub_keeps_the_source(server: LoopbackHub, hub_cli: RunCli, tiny: Path, local_result: Path) -> None:
     before = sorted((p.name, p.stat().st_mtime_ns) for p in tiny.iterdir())
     done = hub_cli("run", tiny, "hf://team/out", "--yes", "--public")
     assert done.returncode == 0, done.stderr
@@ -90,7 +90,7 @@ def test_folder_to_hub_keeps_the_source(server: LoopbackHub, hub_cli: HubCli, ti
     assert sorted((p.name, p.stat().st_mtime_ns) for p in tiny.iterdir()) == before
 
 
-def test_publish_sends_a_finished_folder_and_keeps_it(server: LoopbackHub, hub_cli: HubCli, local_result: Path) -> None:
+def test_publish_sends_a_finished_folder_and_keeps_it(server: LoopbackHub, hub_cli: RunCli, local_result: Path) -> None:
     done = hub_cli("publish", local_result, "--repo", "me/out", "--yes", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
@@ -106,7 +106,7 @@ def test_publish_sends_a_finished_folder_and_keeps_it(server: LoopbackHub, hub_c
 
 @pytest.mark.parametrize("where", ["folder", "Hub"])
 def test_publish_with_the_source_checks_all_rules(
-    server: LoopbackHub, tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, tiny: Path, where: str
+    server: LoopbackHub, tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path, tiny: Path, where: str
 ) -> None:
     source = tiny if where == "folder" else "hf://moon/tiny"
     done = hub_cli("publish", local_result, "--repo", "me/out", "--source", source, "--yes")
@@ -114,7 +114,7 @@ def test_publish_with_the_source_checks_all_rules(
     assert_published(server, local_result)
 
 
-def test_publishing_what_is_published_says_so_at_once(server: LoopbackHub, hub_cli: HubCli, local_result: Path) -> None:
+def test_publishing_what_is_published_says_so_at_once(server: LoopbackHub, hub_cli: RunCli, local_result: Path) -> None:
     first = hub_cli("publish", local_result, "--repo", "me/out", "--yes", "--json")
     server.traffic.requests.clear()
     again = hub_cli("publish", local_result, "--repo", "me/out", "--yes", "--json")
@@ -124,7 +124,7 @@ def test_publishing_what_is_published_says_so_at_once(server: LoopbackHub, hub_c
 
 
 def test_publish_refuses_what_does_not_validate(
-    server: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+    server: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
     for path in local_result.iterdir():
         if path.is_file():
@@ -149,7 +149,7 @@ def test_publish_refuses_what_does_not_validate(
     ],
 )
 def test_publish_refuses_odd_names_at_once(
-    server: LoopbackHub, hub_cli: HubCli, local_result: Path, options: tuple[str, ...], words: str
+    server: LoopbackHub, hub_cli: RunCli, local_result: Path, options: tuple[str, ...], words: str
 ) -> None:
     done = hub_cli("publish", local_result, *options, "--yes")
     assert done.returncode == 1
@@ -169,7 +169,7 @@ def test_publish_refuses_odd_names_at_once(
     ],
 )
 def test_publish_names_a_damaged_ledger(
-    server: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, key: str, value: object
+    server: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, key: str, value: object
 ) -> None:
     ledger = json.loads((local_result / "k2convert.json").read_text())
     (workplace / "k2convert.json").write_text(json.dumps(ledger | {key: value}))
@@ -179,7 +179,7 @@ def test_publish_names_a_damaged_ledger(
 
 
 def test_publish_reads_a_source_card_that_is_not_utf8(
-    server: LoopbackHub, hub_cli: HubCli, workplace: Path, tiny: Path, local_result: Path
+    server: LoopbackHub, hub_cli: RunCli, workplace: Path, tiny: Path, local_result: Path
 ) -> None:
     (workplace / "README.md").write_bytes(b"---\nlicense: mit\n---\ncaf\xe9\n")
     server.store.add_folder("moon/tiny", workplace)
@@ -191,7 +191,7 @@ def test_publish_reads_a_source_card_that_is_not_utf8(
 
 @pytest.mark.parametrize("verb", ["run", "publish"])
 def test_publishing_without_a_terminal_needs_yes(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path, verb: str
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path, verb: str
 ) -> None:
     arguments = ("hf://moon/tiny", "hf://me/out") if verb == "run" else (local_result, "--repo", "me/out")
     done = hub_cli(verb, *arguments)
@@ -201,7 +201,7 @@ def test_publishing_without_a_terminal_needs_yes(
 
 
 def test_a_repository_is_shown_as_it_was_given(
-    server: LoopbackHub, hub_cli: HubCli, local_result: Path, tiny: Path, tmp_path: Path
+    server: LoopbackHub, hub_cli: RunCli, local_result: Path, tiny: Path, tmp_path: Path
 ) -> None:
     server.store.add_folder("me/out", local_result)
     done = hub_cli("inspect", "hf://me/out@main")
@@ -216,7 +216,7 @@ def test_a_repository_is_shown_as_it_was_given(
 
 
 def test_planning_a_remote_source_downloads_no_shard_and_writes_nothing(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, tiny: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, tiny: Path
 ) -> None:
     inspected = hub_cli("inspect", "hf://moon/tiny", "--json")
     assert json.loads(inspected.stdout)["int4_projections"] == 144
@@ -230,7 +230,7 @@ def test_planning_a_remote_source_downloads_no_shard_and_writes_nothing(
     assert list(tiny_on_hub.store.repos) == ["moon/tiny"]
 
 
-def test_offline_mode_fails_at_once_but_not_for_folders(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tiny: Path) -> None:
+def test_offline_mode_fails_at_once_but_not_for_folders(tiny_on_hub: LoopbackHub, hub_cli: RunCli, tiny: Path) -> None:
     done = hub_cli("run", "hf://moon/tiny", "out", HF_HUB_OFFLINE="1")
     assert done.returncode == 1
     assert "HF_HUB_OFFLINE is set" in done.stderr
@@ -238,14 +238,14 @@ def test_offline_mode_fails_at_once_but_not_for_folders(tiny_on_hub: LoopbackHub
     assert tiny_on_hub.traffic.requests == []
 
 
-def test_too_little_disk_is_refused_at_the_plan(tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path) -> None:
+def test_too_little_disk_is_refused_at_the_plan(tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path) -> None:
     done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--max-disk", "2MB")
     assert done.returncode == 1
     assert "bytes of disk at one time, but may use 2,000,000. Allow more with --max-disk" in done.stderr
     assert list(workplace.iterdir()) == []
 
 
-def test_a_repository_with_other_weights_is_left_alone(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tiny: Path) -> None:
+def test_a_repository_with_other_weights_is_left_alone(tiny_on_hub: LoopbackHub, hub_cli: RunCli, tiny: Path) -> None:
     tiny_on_hub.store.add_folder("me/out", tiny, private=True)
     done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes")
     assert done.returncode == 1
@@ -255,7 +255,7 @@ def test_a_repository_with_other_weights_is_left_alone(tiny_on_hub: LoopbackHub,
 
 
 def test_a_failure_says_what_to_do_and_the_same_command_continues(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path
 ) -> None:
     tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=412))
     done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes")
@@ -268,7 +268,7 @@ def test_a_failure_says_what_to_do_and_the_same_command_continues(
 
 
 def test_an_unfinished_job_goes_on_with_the_commit_it_began_with(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
     repo = tiny_on_hub.store.repos["moon/tiny"]
     first = repo.refs["main"]
@@ -281,7 +281,7 @@ def test_an_unfinished_job_goes_on_with_the_commit_it_began_with(
 
 
 def test_killed_between_commit_and_clean_up_it_cleans_up(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, local_result: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path
 ) -> None:
     tiny_on_hub.traffic.inject(Fault("DELETE", "/branch/", status=403))
     assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 1
@@ -291,7 +291,7 @@ def test_killed_between_commit_and_clean_up_it_cleans_up(
 
 
 def test_another_machine_continues_from_the_branch_alone(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
     tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=403))
     assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 1
@@ -304,7 +304,7 @@ def test_another_machine_continues_from_the_branch_alone(
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_the_token_is_in_no_file(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tmp_path: Path) -> None:
+def test_the_token_is_in_no_file(tiny_on_hub: LoopbackHub, hub_cli: RunCli, tmp_path: Path) -> None:
     tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=500, times=2))
     assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 0
     for path in (p for p in tmp_path.rglob("*") if p.is_file()):
@@ -312,7 +312,7 @@ def test_the_token_is_in_no_file(tiny_on_hub: LoopbackHub, hub_cli: HubCli, tmp_
     assert os.environ["HF_TOKEN"] == TOKEN
 
 
-def test_what_a_server_says_is_printed_without_tokens(tiny_on_hub: LoopbackHub, hub_cli: HubCli) -> None:
+def test_what_a_server_says_is_printed_without_tokens(tiny_on_hub: LoopbackHub, hub_cli: RunCli) -> None:
     other = "hf_QzAbCdEfGhIjKlMnOpQrStUv"
     words = f"no access with Authorization: Bearer {TOKEN}; {other}; https://me:secret@proxy/?token=s3cret&x=1 hf_xet"
     tiny_on_hub.traffic.inject(
@@ -329,7 +329,7 @@ def test_what_a_server_says_is_printed_without_tokens(tiny_on_hub: LoopbackHub, 
 
 
 def test_a_source_that_the_hub_lists_with_another_hash_is_refused(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path
 ) -> None:
     assert hub_cli("run", "hf://moon/tiny", "out").returncode == 0
     path = workplace / "out" / ".k2convert" / "job.json"
@@ -344,7 +344,7 @@ def test_a_source_that_the_hub_lists_with_another_hash_is_refused(
 
 @pytest.mark.parametrize("inside", ["\x0b", "\u200b", " "])
 def test_a_token_that_no_request_can_carry_is_refused_unseen(
-    tiny_on_hub: LoopbackHub, hub_process: HubCli, inside: str
+    tiny_on_hub: LoopbackHub, hub_process: RunCli, inside: str
 ) -> None:
     done = hub_process("run", "hf://moon/tiny", "hf://me/out", "--yes", HF_TOKEN=f"hf_Part{inside}Other")
     assert done.returncode == 1
@@ -354,7 +354,7 @@ def test_a_token_that_no_request_can_carry_is_refused_unseen(
 
 
 def test_what_lies_in_the_work_folder_by_chance_is_not_published(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
     tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=403))
     assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 1
@@ -366,7 +366,7 @@ def test_what_lies_in_the_work_folder_by_chance_is_not_published(
 
 @pytest.mark.parametrize("verb", ["run", "publish"])
 def test_a_card_that_the_hub_would_refuse_is_settled_before_the_work(
-    server: LoopbackHub, hub_cli: HubCli, tiny: Path, workplace: Path, local_result: Path, verb: str
+    server: LoopbackHub, hub_cli: RunCli, tiny: Path, workplace: Path, local_result: Path, verb: str
 ) -> None:
     source = workplace / "source"
     shutil.copytree(tiny, source)
@@ -387,7 +387,7 @@ def test_a_card_that_the_hub_would_refuse_is_settled_before_the_work(
 @pytest.mark.parametrize("name", ["source", "download", "shards"])
 @pytest.mark.parametrize("is_link", [True, False], ids=["link", "file"])
 def test_something_else_in_place_of_a_work_folder_is_refused(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, name: str, is_link: bool
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, name: str, is_link: bool
 ) -> None:
     path = workplace / "w" / ".k2convert" / name
     path.parent.mkdir(parents=True)
@@ -403,7 +403,7 @@ def test_something_else_in_place_of_a_work_folder_is_refused(
 
 @pytest.mark.parametrize("suffix", ["", ".part", ".part.json"])
 def test_a_folder_in_place_of_a_download_is_named(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, suffix: str
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, suffix: str
 ) -> None:
     path = workplace / "w" / ".k2convert" / "download" / f"{SHARDS[0]}{suffix}"
     path.mkdir(parents=True)
@@ -415,7 +415,7 @@ def test_a_folder_in_place_of_a_download_is_named(
 
 @pytest.mark.parametrize("verb", ["run", "publish", "inspect"])
 def test_an_endpoint_that_is_no_address_ends_every_command_in_one_line(
-    hub_process: HubCli, tiny: Path, local_result: Path, verb: str
+    hub_process: RunCli, tiny: Path, local_result: Path, verb: str
 ) -> None:
     arguments = {
         "run": (tiny, "hf://me/out", "--dry-run"),
@@ -427,7 +427,7 @@ def test_an_endpoint_that_is_no_address_ends_every_command_in_one_line(
     assert said(done.stderr).startswith("error: HF_ENDPOINT is 'http://[::1': not an address")
 
 
-def test_a_work_folder_that_cannot_be_made_is_named(tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path) -> None:
+def test_a_work_folder_that_cannot_be_made_is_named(tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path) -> None:
     (workplace / "link").symlink_to("nowhere")
     arguments = ("run", "hf://moon/tiny", "hf://me/out", "--work-dir", "link/w")
     done = hub_cli(*arguments, "--yes")

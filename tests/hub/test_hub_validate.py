@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import RunCli, cli_environment, command
 from faults import Fault, Kind
-from hub_cli import HubCli, cli_environment, command
 from loopback import LoopbackHub
 from said import said
 
@@ -91,7 +91,7 @@ def change(path: Path, position: int) -> None:
 )
 def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
     tiny_on_hub: LoopbackHub,
-    hub_cli: HubCli,
+    hub_cli: RunCli,
     tiny: Path,
     published: Path,
     temporary: Watched,
@@ -122,7 +122,7 @@ def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
 
 @pytest.mark.parametrize("layers", ["1", "2,3"])
 def test_with_layers_only_these_layers_are_fetched(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, tiny: Path, published: Path, temporary: Watched, layers: str
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, tiny: Path, published: Path, temporary: Watched, layers: str
 ) -> None:
     tiny_on_hub.store.add_folder("me/out", published)
     here = hub_cli("validate", published, "--source", tiny, "--layers", layers, "--json")
@@ -142,7 +142,7 @@ def test_with_layers_only_these_layers_are_fetched(
 
 
 def test_with_layers_a_fault_of_another_layer_is_not_seen_and_one_of_this_layer_is(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, published: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, published: Path
 ) -> None:
     shard = published / "model-00003-of-000005.safetensors"
     change(shard, header_of(shard).tensors["model.layers.2.mlp.gate.weight"].begin)
@@ -154,7 +154,7 @@ def test_with_layers_a_fault_of_another_layer_is_not_seen_and_one_of_this_layer_
 
 
 def test_result_and_source_may_be_in_different_places(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, tiny: Path, published: Path, temporary: Watched
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, tiny: Path, published: Path, temporary: Watched
 ) -> None:
     repo = tiny_on_hub.store.add_folder("me/out", published)
     tag = f"hf://me/out@{repo.refs['main']}"
@@ -169,7 +169,7 @@ def test_result_and_source_may_be_in_different_places(
 
 
 def test_partners_in_other_source_shards_are_fetched_in_ranges(
-    server: LoopbackHub, hub_cli: HubCli, split: Path, workplace: Path, temporary: Watched
+    server: LoopbackHub, hub_cli: RunCli, split: Path, workplace: Path, temporary: Watched
 ) -> None:
     """Gate and up, and the parts of one projection, lie in different shards of the source."""
     assert hub_cli("run", split, "out", "--layout", "compressed-tensors").returncode == 0
@@ -184,7 +184,7 @@ def test_partners_in_other_source_shards_are_fetched_in_ranges(
     assert 0 < temporary.most <= 1.1 * two_shards(workplace / "out", split)
 
 
-def test_layers_of_a_model_with_a_vision_tower_are_found(server: LoopbackHub, hub_cli: HubCli, k25: Path) -> None:
+def test_layers_of_a_model_with_a_vision_tower_are_found(server: LoopbackHub, hub_cli: RunCli, k25: Path) -> None:
     assert hub_cli("run", k25, "out").returncode == 0
     server.store.add_folder("moon/k25", k25)
     shown = hub_cli("validate", "out", "--source", "hf://moon/k25", "--layers", "3", "--json")
@@ -193,7 +193,7 @@ def test_layers_of_a_model_with_a_vision_tower_are_found(server: LoopbackHub, hu
     assert document["passed"]
 
 
-def test_a_result_without_shards_is_named(tiny_on_hub: LoopbackHub, hub_cli: HubCli) -> None:
+def test_a_result_without_shards_is_named(tiny_on_hub: LoopbackHub, hub_cli: RunCli) -> None:
     tiny_on_hub.store.create("me/empty")
     shown = hub_cli("validate", "hf://me/empty")
     assert (shown.returncode, shown.stdout) == (1, "")
@@ -203,7 +203,7 @@ def test_a_result_without_shards_is_named(tiny_on_hub: LoopbackHub, hub_cli: Hub
 
 
 def test_errors_name_the_repository_and_not_a_temporary_folder(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, published: Path, temporary: Watched
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, published: Path, temporary: Watched
 ) -> None:
     edit_json(published / "k2convert.json", lambda ledger: ledger["recipe"].update(target="bf16"))
     tiny_on_hub.store.add_folder("me/out", published)
@@ -215,7 +215,7 @@ def test_errors_name_the_repository_and_not_a_temporary_folder(
 
 
 def test_the_next_command_serves_the_repository(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, published: Path, temporary: Watched
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, published: Path, temporary: Watched
 ) -> None:
     commit = tiny_on_hub.store.add_folder("me/out", published).refs["main"]
     shown = hub_cli("validate", f"hf://me/out@{commit}")
@@ -229,7 +229,7 @@ def test_the_next_command_serves_the_repository(
 
 
 def test_a_byte_that_changed_on_the_way_is_fetched_again(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, published: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, published: Path
 ) -> None:
     tiny_on_hub.store.add_folder("me/out", published)
     flip = Fault("GET", r"me/out/.*model-00003.*\.safetensors", Kind.CORRUPT, after_bytes=100_000, times=3)
@@ -240,7 +240,7 @@ def test_a_byte_that_changed_on_the_way_is_fetched_again(
 
 
 def test_without_room_nothing_is_downloaded(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, published: Path, temporary: Watched, monkeypatch: pytest.MonkeyPatch
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, published: Path, temporary: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_on_hub.store.add_folder("me/out", published)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**7, 7 * 10**6, 3 * 10**6))
@@ -278,7 +278,7 @@ def test_an_interrupt_leaves_nothing_behind(
 
 
 def test_the_report_on_a_repository_goes_into_the_current_folder_or_where_asked(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, published: Path, temporary: Watched
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, published: Path, temporary: Watched
 ) -> None:
     tiny_on_hub.store.add_folder("me/out", published)
     document = json.loads(hub_cli("report", "hf://me/out", "--source", "hf://moon/tiny", "--json").stdout)

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hub_cli import HubCli, run_here
+from command import RunCli, run_here
 from loopback import LoopbackHub
 
 
@@ -38,7 +38,7 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def test_publish_puts_a_new_version_on_a_branch(
-    server: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, plain: Path
+    server: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, plain: Path
 ) -> None:
     server.store.add_folder("me/out", local_result, private=True)
     before = server.store.repos["me/out"].refs["main"]
@@ -58,7 +58,7 @@ def test_publish_puts_a_new_version_on_a_branch(
 
 
 def test_a_job_puts_a_new_version_on_a_branch(
-    tiny_on_hub: LoopbackHub, hub_cli: HubCli, workplace: Path, local_result: Path, plain: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, plain: Path
 ) -> None:
     tiny_on_hub.store.add_folder("me/out", local_result, private=True)
     repo = tiny_on_hub.store.repos["me/out"]
@@ -76,7 +76,7 @@ def test_a_job_puts_a_new_version_on_a_branch(
 
 @pytest.mark.parametrize("branch", ["refs/pr/1", "k2convert-0123", "0" * 40])
 def test_what_is_no_branch_of_the_user_is_refused(
-    server: LoopbackHub, hub_cli: HubCli, tiny: Path, branch: str
+    server: LoopbackHub, hub_cli: RunCli, tiny: Path, branch: str
 ) -> None:
     done = hub_cli("run", tiny, f"hf://me/out@{branch}", "--yes")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)

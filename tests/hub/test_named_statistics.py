@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hub_cli import HubCli, run_here
+from command import RunCli, run_here
 from loopback import LoopbackHub
 from statistics_makers import random_statistics
 
@@ -44,7 +44,7 @@ def put(server: LoopbackHub, name: str, folder: Path, statistics: Path, *, as_fi
 )
 def test_statistics_of_the_hub_give_the_bytes_of_the_file(
     server: LoopbackHub,
-    hub_cli: HubCli,
+    hub_cli: RunCli,
     workplace: Path,
     cut: Path,
     statistics: Path,
@@ -83,7 +83,7 @@ def test_statistics_of_the_hub_give_the_bytes_of_the_file(
     ],
 )
 def test_what_is_no_statistics_file_on_the_hub_is_refused_in_one_line(
-    server: LoopbackHub, hub_cli: HubCli, workplace: Path, cut: Path, tmp_path: Path, address: str, words: str
+    server: LoopbackHub, hub_cli: RunCli, workplace: Path, cut: Path, tmp_path: Path, address: str, words: str
 ) -> None:
     (tmp_path / "uploaded").mkdir()
     for name in ("a.stats", "b.stats"):
@@ -100,7 +100,7 @@ def test_what_is_no_statistics_file_on_the_hub_is_refused_in_one_line(
 @pytest.mark.parametrize("wrong", ["damaged", "foreign", "missing", "without source"])
 def test_publish_refuses_wrong_statistics_and_uploads_nothing(
     server: LoopbackHub,
-    hub_cli: HubCli,
+    hub_cli: RunCli,
     workplace: Path,
     cut: Path,
     short: Path,
@@ -132,7 +132,7 @@ def test_publish_refuses_wrong_statistics_and_uploads_nothing(
 
 
 def test_publish_regenerates_the_weights_with_the_right_statistics(
-    server: LoopbackHub, hub_cli: HubCli, workplace: Path, cut: Path, statistics: Path, local: Path
+    server: LoopbackHub, hub_cli: RunCli, workplace: Path, cut: Path, statistics: Path, local: Path
 ) -> None:
     shutil.copytree(local, workplace / "out")
     words = ("publish", "out", "--repo", "me/out", "--source", cut, "--statistics", statistics, "--yes")
@@ -151,7 +151,7 @@ def test_publish_regenerates_the_weights_with_the_right_statistics(
 
 
 def test_quiet_leaves_the_result_and_the_next_command(
-    server: LoopbackHub, hub_cli: HubCli, cut: Path, local: Path, tmp_path: Path
+    server: LoopbackHub, hub_cli: RunCli, cut: Path, local: Path, tmp_path: Path
 ) -> None:
     server.store.add_folder("moon/cut", cut)
     server.store.add_folder("me/out", local)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from in_process import run
+from command import run
 
 
 @pytest.fixture(scope="session")

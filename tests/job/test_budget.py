@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from command import RunCli
 
 
 @pytest.fixture
@@ -21,7 +18,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_a_result_below_the_budget_ends_with_3_and_stays(
-    recipe: Path, k2_shaped: Path, tmp_path: Path, run_cli: Run
+    recipe: Path, k2_shaped: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:
     words = ("run", k2_shaped, tmp_path / "out", "--recipe", recipe, "--device", "cpu")
     for more in ((), ("--json",)):  # finished once, it is said again
@@ -42,7 +39,7 @@ def test_a_result_below_the_budget_ends_with_3_and_stays(
         assert f"has {figure:.2f} dB" in line or len(found["tensors"]) > 3, name
 
 
-def test_a_result_within_the_budget_says_nothing_of_it(k2_shaped: Path, tmp_path: Path, run_cli: Run) -> None:
+def test_a_result_within_the_budget_says_nothing_of_it(k2_shaped: Path, tmp_path: Path, run_cli: RunCli) -> None:
     done = run_cli("run", k2_shaped, tmp_path / "out", "--rule", "plain", "--device", "cpu", "--json")
     assert done.returncode == 0
     assert "below_budget" not in json.loads(done.stdout)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import run
+from command import run
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError, InvalidCheckpointError

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from command import run
 from damaged_files import DAMAGES, damage_file
 from forked_runs import contents
-from in_process import run
 
 from k2convert.calibrate.layer_files import CodesFolder, conversion_work
 from k2convert.checkpoint.index import open_checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_process import run
+from command import run
 from statistics_makers import random_statistics
 
 from k2convert.calibrate.statistics import StatisticsHeader, open_statistics, write_statistics

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from in_process import run
+from command import run
 from said import said
 
 from k2convert.checkpoint.files import write_atomically

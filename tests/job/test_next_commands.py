@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import RunCli
 from said import said
-
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def next_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from command import run
 from forked_runs import contents, finish, send, start
-from in_process import run
 
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 from k2convert.errors import PlanError

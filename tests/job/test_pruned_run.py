@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from in_process import run
+from command import run
 from statistics_makers import HEADER, random_statistics
 
 from k2convert.calibrate.statistics import open_statistics, write_statistics

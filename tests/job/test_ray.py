@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command import run
 from forked_runs import contents, finish, send, start
-from in_process import run
 from ray_nodes import Nodes
 from said import said
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from command import run
 from forked_runs import contents, finish, send, start
 
 from k2convert.checkpoint.header import read_header
@@ -140,9 +141,7 @@ def test_what_a_complete_folder_lost_is_restored(
         (destination / name).unlink()
     (destination / CONFIG_NAME).write_text("{}")
     for word in ("resuming: 5 of 5", "already complete: 5 of 5"):
-        with pytest.raises(SystemExit) as ended:
-            main(["run", str(tiny), str(destination)])
-        assert ended.value.code == 0
+        assert run("run", tiny, destination) == 0
         assert word in capsys.readouterr().err
         assert contents(destination) == before
 
@@ -223,9 +222,7 @@ def test_lock_of_a_dead_process_is_taken_over(tiny: Path, tmp_path: Path) -> Non
 def test_changed_recipe_is_refused_by_field(
     change: list[str], field: str, tiny: Path, whole: tuple[Path, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(tiny), str(whole[0]), *change])
-    assert ended.value.code == 1
+    assert run("run", tiny, str(whole[0]), *change) == 1
     assert field in capsys.readouterr().err
 
 

@@ -7,13 +7,13 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
 import torch
+from command import RunCli, run
 from safetensors import safe_open
 from safetensors.torch import load_file
 from said import said
@@ -28,7 +28,6 @@ from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.validate.library_decoders import agrees, create_decoder
 
-RunCli = Callable[..., CompletedProcess[str]]
 SOURCES = ("tiny", "k25", "split", "reap", "minus8", "zeros", "i64", "subnormal", "wide")
 
 
@@ -117,10 +116,9 @@ def test_a_plain_result_is_valid_in_both_layouts(
 ) -> None:
     capsys.readouterr()
     for options in ([], ["--reference"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["validate", str(plain_result), "--source", str(tiny), "--json", *options])
+        code = run("validate", plain_result, "--source", tiny, "--json", *options)
         weights = json.loads(capsys.readouterr().out)["weights"]
-        assert ended.value.code == 0, weights
+        assert code == 0, weights
         assert weights["journal"] == {"compared": 144, "mismatches": []}
         assert weights["library_decoder"] == {"compared": 144 if options else 0, "mismatches": []}
 
@@ -130,9 +128,7 @@ def test_one_flipped_block_scale_of_a_plain_result_is_found(
 ) -> None:
     name = flip_block_scale(plain_result / "model-00002-of-000005.safetensors")
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["validate", str(plain_result), "--source", str(tiny), "--reference", "--json"])
-    assert ended.value.code == 3
+    assert run("validate", plain_result, "--source", tiny, "--reference", "--json") == 3
     journal = json.loads(capsys.readouterr().out)["weights"]["journal"]
     assert journal["mismatches"] == [name.removesuffix(".weight_scale")]
 
@@ -269,9 +265,7 @@ def test_a_kv_cache_that_vllm_would_not_read_is_refused(
     half = tmp_path / "half.yaml"
     half.write_text("name: mine\nlayout: compressed-tensors\n")
     for options in (both, ("--recipe", str(recipe)), ("--recipe", str(half), "--set", "kv_cache=fp8")):
-        with pytest.raises(SystemExit) as ended:
-            main(["run", str(tiny), str(tmp_path / "out"), *options])
-        assert ended.value.code == 1
+        assert run("run", tiny, tmp_path / "out", *options) == 1
         message = " ".join(capsys.readouterr().err.split())
         assert "no effect in vLLM" in message
         assert "--kv-cache-dtype fp8" in message
@@ -325,9 +319,7 @@ def test_shared_experts_and_dense_mlp_are_converted_on_request(
     assert tensors["model.layers.1.mlp.shared_experts.gate_proj.weight"].dtype == torch.uint8
     assert tensors["model.layers.0.mlp.down_proj.weight"].dtype == torch.uint8
     assert tensors["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
-    with pytest.raises(SystemExit) as ended:
-        main(["validate", str(result), "--source", str(tiny), "--reference"])
-    assert ended.value.code == 0, capsys.readouterr().out
+    assert run("validate", result, "--source", tiny, "--reference") == 0, capsys.readouterr().out
     ignore = json.loads((result / "config.json").read_text())["quantization_config"]["ignore"]
     assert "*shared_experts*" not in ignore
     assert not [entry for entry in ignore if "layers.0" in entry]

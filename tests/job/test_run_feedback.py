@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from in_process import run
+from command import run
 
 from k2convert.calibrate.calibration import CalibrationText, ShardNeeds, shard_needs, waiting_bytes
 from k2convert.calibrate.layer_files import conversion_work

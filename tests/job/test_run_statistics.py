@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from in_process import run
+from command import run
 from numpy.typing import NDArray
 from said import said
 from statistics_makers import HEADER, moe_layer, random_statistics

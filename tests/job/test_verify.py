@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from in_process import run
+from command import run
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
 

@@ -1,14 +1,11 @@
 """`inspect` counts weights, whatever form they are stored in, and names a checkpoint as the user did."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import RunCli
 from said import said
-
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def holdings(run_cli: RunCli, folder: Path) -> dict[tuple[str, str], int]:

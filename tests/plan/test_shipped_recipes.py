@@ -1,14 +1,11 @@
 """`k2convert recipes` says whom each shipped recipe serves, and every name can be read and copied."""
 
 import json
-import subprocess
-from collections.abc import Callable
 
 import pytest
+from command import RunCli
 
 from k2convert.plan.recipe import Recipe, load_recipe, shipped_recipes
-
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import yaml
+from command import run
 from PIL import Image
 from pruned_makers import convert_pruned, make_whole
 from statistics_makers import random_statistics
 
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.cli.app import main
 from k2convert.hub.source_card import SourceCard
 from k2convert.job.places import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
@@ -321,9 +321,7 @@ def test_every_error_and_every_expert_is_in_the_charts() -> None:
 
 def test_inspect_says_what_is_kept(pruned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*words: object) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in words])
-        assert ended.value.code == 0
+        assert run(*words) == 0
         return capsys.readouterr().out
 
     found = " ".join(shown("inspect", pruned).split())

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command import run
 from safetensors.torch import load_file
 from torch import Tensor
 
-from k2convert.cli.app import main
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.validate.library_decoders import agrees
@@ -62,9 +62,7 @@ def bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("rule", ["optimal", "plain"])
 def test_it_reads_the_numbers_of_a_result(rule: str, activations: str, tiny: Path, tmp_path: Path) -> None:
     options = ["--rule", rule, "--layout", "compressed-tensors", "--activations", activations, "--json"]
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(tiny), str(tmp_path / "out"), *options])
-    assert ended.value.code == 0
+    assert run("run", tiny, tmp_path / "out", *options) == 0
     decode, found = library(tmp_path / "out"), projections(tmp_path / "out")
     assert len(found) == 144
     with torch.compiler.set_stance("force_eager"):  # old releases compile their unpacking

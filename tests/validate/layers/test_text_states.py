@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from command import run
 from torch import Tensor
 
 from k2convert.calibrate.text import Windows, read_windows
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.cli.app import main
 from k2convert.records.events import SILENT, Extent
 from k2convert.records.tally import Tally
 from k2convert.validate.layers.check import check_layers
@@ -69,10 +69,9 @@ def test_the_check_gets_these_states(tiny: Path, optimal: Path, tmp_path: Path) 
 
 def test_the_command_takes_a_text(tiny: Path, optimal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--layers", "1,2", "--tokens", "64", "--text", str(tiny / "eval.txt"), "--json"]
-    with pytest.raises(SystemExit) as ended:
-        main(["validate", str(optimal), "--source", str(tiny), *options])
+    code = run("validate", optimal, "--source", tiny, *options)
     shown = capsys.readouterr()
-    assert ended.value.code == 0
+    assert code == 0
     assert "--layers 1,2 (and 2 layers below, for the hidden states of the text): computes 48 experts" in shown.err
     layers = json.loads(shown.out)["layers"]
     assert layers["hidden_states"] == "text: eval.txt"
@@ -91,7 +90,5 @@ def test_the_command_takes_a_text(tiny: Path, optimal: Path, capsys: pytest.Capt
 def test_a_text_that_cannot_be_used_is_refused_at_once(
     options: list[str], code: int, words: str, tiny: Path, optimal: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["validate", str(optimal), "--source", str(tiny), *options])
-    assert ended.value.code == code
+    assert run("validate", optimal, "--source", tiny, *options) == code
     assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())

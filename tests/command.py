@@ -1,0 +1,75 @@
+"""The real command: in this process, which is fast, or in one of its own, which can be killed."""
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class RunCli(Protocol):
+    """`run_cli("inspect", folder, COLUMNS="200")`: arguments by position, environment by keyword."""
+
+    def __call__(self, *args: str | Path, **env: str) -> subprocess.CompletedProcess[str]: ...
+
+
+def command(*args: object) -> list[str]:
+    return [sys.executable, "-m", "k2convert", *map(str, args)]
+
+
+def cli_environment() -> dict[str, str]:
+    """This process's environment, with its PYTHONPATH, so that the command uses the same library versions."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+def run_cli(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    return subprocess.run(
+        command(*args), capture_output=True, text=True, env=cli_environment() | env, timeout=1200, check=False
+    )
+
+
+def start_cli(*args: object, **options: Any) -> subprocess.Popen[str]:
+    """Start the command in a process of its own, without its output unless the options of Popen ask for it."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command(*args), **({"env": cli_environment(), "text": True} | quiet | options))
+
+
+def run_here(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with _environment(env), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run(*args)
+    return subprocess.CompletedProcess(list(map(str, args)), code, out.getvalue(), err.getvalue())
+
+
+def run(*args: object) -> int:
+    """Run the command in this process and return its exit code."""
+    from k2convert.cli.app import main
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    try:
+        main([str(argument) for argument in args])
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
