@@ -1,12 +1,11 @@
-"""Importance and exponents of columns for the kernel tests, weights for them, and the comparison of their counts."""
+"""Importance and exponents of columns for the kernel tests, weights for them."""
 
 from __future__ import annotations
 
 import numpy as np
-from int4_makers import MAKERS, assert_same_counts
+from int4_makers import MAKERS
 
 from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.metrics.pair_counts import PairCounts
 
 MOST_ROWS = 30
 
@@ -37,10 +36,3 @@ def some_rows(maker: str, exponents: np.ndarray | None) -> Int4Weight:
     chosen = np.flatnonzero(fits)
     chosen = chosen[:: max(1, chosen.size // MOST_ROWS)]
     return Int4Weight(weight.packed[chosen], weight.scale_bits[chosen], exponents)
-
-
-def assert_same_column_counts(counts: PairCounts, expected: PairCounts) -> None:
-    assert_same_counts(counts, expected)
-    assert (counts.importance_sums is None) == (expected.importance_sums is None)
-    if expected.importance_sums is not None:
-        assert np.array_equal(counts.importance_sums, expected.importance_sums)

@@ -1,4 +1,4 @@
-"""INT4 weights for the kernel tests, each a corner of the format, and the comparison of pair counts."""
+"""INT4 weights for the kernel tests, each a corner of the format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.metrics.pair_counts import PairCounts
 
 USABLE_BITS = 0x7E00
 """BF16 bits below these are zero, subnormal numbers, or normal numbers of which eight times is finite."""
@@ -101,11 +100,3 @@ MAKERS: dict[str, Callable[[], Int4Weight]] = {
     "zeros": zeros,
     "all-zero": all_zero,
 }
-
-
-def assert_same_counts(counts: PairCounts, expected: PairCounts) -> None:
-    assert np.array_equal(counts.keys, expected.keys)
-    assert np.array_equal(counts.num_blocks, expected.num_blocks)
-    assert np.array_equal(counts.magnitude_counts, expected.magnitude_counts)
-    assert counts.equal_blocks == expected.equal_blocks
-    assert counts.outside_normal == expected.outside_normal

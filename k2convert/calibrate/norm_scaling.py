@@ -38,10 +38,9 @@ from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.columns import divide_columns
 from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
-from k2convert.quantize.kernels.columns import convert_columns, measure_columns
-from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.kernels.cpu import convert, measure_magnitude
 from k2convert.quantize.rules.optimal import optimal_global_scale
-from k2convert.quantize.rules.weighted import block_importance, quantize_weighted
+from k2convert.quantize.rules.weighted import block_importance
 
 WEIGHT_SHARE: Final = 0.6
 """How much the error of the weights counts, relative to that of the activations."""
@@ -103,11 +102,9 @@ class Proxy:
 
 def _quantize(weight: SourceWeight, importance: NDArray[np.uint8]) -> Nvfp4Weight:
     """Quantize a weight by rule `weighted`."""
-    if isinstance(weight, Bf16Weight):
-        return quantize_weighted(weight, optimal_global_scale(measure(weight), is_int4=False), importance)
-    magnitude = measure(weight) if weight.column_exponents is None else measure_columns(weight, name="rows")
-    global_scale = optimal_global_scale(magnitude, is_int4=True)
-    return convert_columns(weight, rule="weighted", global_scale=global_scale, importance=importance)[0]
+    magnitude = measure_magnitude(weight, name="rows")
+    global_scale = optimal_global_scale(magnitude, is_int4=not isinstance(weight, Bf16Weight))
+    return convert(weight, rule="weighted", global_scale=global_scale, importance=importance).weight
 
 
 def descend(proxy: Proxy, *, free: NDArray[np.bool_]) -> NDArray[np.int8]:

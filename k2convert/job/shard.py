@@ -39,7 +39,7 @@ from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
-from k2convert.quantize.kernels.codes import measure_codes
+from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import Magnitude
@@ -264,7 +264,7 @@ class _Conversion:
         name, importance = projection.module, projection_importance(projection, self.task.calibration)
         result = projection_codes(projection, self.task.calibration, shape=source.shape, global_scale=global_scale)
         if result is not None:
-            metrics = measure_codes(source, result, name=name, magnitude=shared, importance=importance)
+            metrics = measure_quantized(source, result, name=name, magnitude=shared, importance=importance)
         else:
             result, metrics = self.quantizer.quantize(
                 source, name=name, magnitude=shared, global_scale=global_scale, importance=importance

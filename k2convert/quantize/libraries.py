@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-import zlib
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -25,7 +24,7 @@ from k2convert.errors import MissingDependencyError
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.int4 import SourceWeight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.metrics.int4_error import measure_error
+from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.magnitude import Magnitude, measure
 from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
@@ -68,8 +67,7 @@ class ReferenceQuantizer:
             result = quantize_plain(source, global_scale)
         else:
             result = self._quantize_bf16(self.dequantize(source), global_scale)
-        seed = zlib.crc32(name.encode())
-        return result, measure_error(source, result, rule="plain", magnitude=magnitude, sample_seed=seed)
+        return result, measure_quantized(source, result, name=name, magnitude=magnitude)
 
     def dequantize(self, source: SourceWeight) -> Tensor:
         """Return the bf16 [N, K] weight as compressed-tensors dequantizes it; a BF16 source unchanged."""

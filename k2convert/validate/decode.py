@@ -1,26 +1,22 @@
 """Measuring written NVFP4 bytes against their source, with a decoder that shares nothing with the code that wrote them.
 
-One pass over source and result, element by element in float64: w' = v * b * g against w = q * s, both exact. Sums run
-along each row in a fixed order and are added over rows with math.fsum, so the figures do not depend on threads. The
-decoder assumes no rule, so it measures any NVFP4 checkpoint, and it detects a single flipped bit.
+metrics/measure.py compares source and result element by element, whatever the rule. Here it gets its own table of E4M3
+numbers, and any bytes, those of damaged scales too.
 
 A weight with column exponents is q * s * 2**-a. Importance w weights the sums a second time, by w / 255 of each column.
 """
 
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
-from k2convert.quantize.kernels import _cpu
+from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import decibels, ratio
+from k2convert.quantize.rules.column_search import MAX_IMPORTANCE
 
 F64 = NDArray[np.float64]
-
-with np.errstate(invalid="ignore"):  # the table holds every BF16 pattern, NaNs included
-    _BF16: F64 = (np.arange(65536, dtype=np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
 
 
 def _e4m3_values() -> F64:
@@ -90,59 +86,14 @@ def measure_decoded(
 
     `importance` [K] adds the weighted sums.
     """
-    exponents = source.column_exponents if isinstance(source, Int4Weight) else None
-    if exponents is not None or importance is not None:
-        return _measure_columns(source, packed, block_scales, global_scale, exponents, importance)
-    rows = source.shape[0]
-    written = packed.reshape(-1), block_scales.reshape(-1), _E4M3 * global_scale
-    sums = np.zeros((rows, 3))
-    counts = np.zeros((rows, 2), dtype=np.int64)
-    results = sums.reshape(-1), counts.reshape(-1)
-    if isinstance(source, Int4Weight):
-        _cpu.measure_decoded_int4(source.packed.reshape(-1), _BF16[source.scale_bits.reshape(-1)], *written, *results)
-    else:
-        _cpu.measure_decoded_bf16(source.bits.reshape(-1), *written, *results)
-    return _total(source, sums, counts)
-
-
-def _measure_columns(
-    source: SourceWeight,
-    packed: NDArray[np.uint8],
-    block_scales: NDArray[np.uint8],
-    global_scale: float,
-    exponents: NDArray[np.int8] | None,
-    importance: NDArray[np.uint8] | None,
-) -> DecodedError:
-    rows, columns = source.shape
-    written = packed.reshape(-1), block_scales.reshape(-1), _E4M3 * global_scale
-    shares = np.ones(columns) if importance is None else importance / 255.0
-    sums = np.zeros((rows, 5))
-    counts = np.zeros((rows, 2), dtype=np.int64)
-    results = sums.reshape(-1), counts.reshape(-1)
-    if isinstance(source, Int4Weight):
-        powers = np.ldexp(1.0, -(np.zeros(columns, dtype=np.int8) if exponents is None else exponents))
-        scales = _BF16[source.scale_bits.reshape(-1)]
-        _cpu.measure_columns_int4(source.packed.reshape(-1), scales, *written, powers, 1 / powers, shares, *results)
-    else:
-        _cpu.measure_columns_bf16(source.bits.reshape(-1), *written, shares, *results)
-    found = _total(source, sums, counts)
-    if importance is None:
-        return found
-    return replace(found, weighted_energy=math.fsum(sums[:, 3].tolist()), weighted_error=_sum(sums[:, 4]))
-
-
-def _total(source: SourceWeight, sums: F64, counts: NDArray[np.int64]) -> DecodedError:
-    """Add up the rows: `sums` begin with energy, error and the largest error, `counts` are non-zero and unchanged."""
-    rows, columns = source.shape
+    found = add_up(source, packed, block_scales, _E4M3 * global_scale, importance)
     return DecodedError(
-        num_weights=rows * columns,
-        num_nonzero=int(counts[:, 0].sum()),
-        equal_nonzero=int(counts[:, 1].sum()),
-        energy=math.fsum(sums[:, 0].tolist()),
-        squared_error=_sum(sums[:, 1]),
-        max_error_steps=float(sums[:, 2].max(initial=0.0)) if isinstance(source, Int4Weight) else None,
+        num_weights=source.shape[0] * source.shape[1],
+        num_nonzero=found.num_nonzero,
+        equal_nonzero=found.equal_nonzero,
+        energy=found.energy,
+        squared_error=found.squared_error,
+        max_error_steps=found.max_error_steps if isinstance(source, Int4Weight) else None,
+        weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
+        weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
     )
-
-
-def _sum(values: F64) -> float:
-    return math.fsum(values.tolist()) if np.isfinite(values).all() else math.nan

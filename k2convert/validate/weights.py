@@ -25,7 +25,7 @@ from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits
 from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.kernels.codes import measure_codes
+from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.native import CPU, create_native_quantizer, has_kernel
 from k2convert.quantize.rules import RULES
@@ -176,7 +176,7 @@ def _check_measured(
     metrics = None
     if not problems:
         try:
-            metrics = measure_codes(
+            metrics = measure_quantized(
                 weight.source, written, name=weight.module, magnitude=shared, importance=weight.importance
             )
         except FormatError as wrong:

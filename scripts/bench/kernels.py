@@ -71,7 +71,7 @@ def cpu_figures(weights: list[Int4Weight]) -> Figures:
         quantizer = create_quantizer("native", rule=rule, device="cpu")
         scale = quantizer.global_scale(quantizer.measure(weights[0], name="bench"), is_int4=True)
         works: dict[str, Callable[[Int4Weight], object]] = {
-            rule: lambda w, r=rule, s=scale: cpu.convert_int4(w, rule=r, global_scale=s),
+            rule: lambda w, r=rule, s=scale: cpu.convert(w, rule=r, global_scale=s),
             f"{rule}, measured and sampled": lambda w, q=quantizer: convert(q, w),
         }
         for label, work in works.items():
@@ -112,7 +112,7 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
     """Time both rules with their counts, a copy in device memory, and ModelOpt's sweep over all E4M3 scales."""
     from modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep import nvfp4_fp8_scale_sweep
 
-    from k2convert.quantize.kernels import cuda, cuda_columns
+    from k2convert.quantize.kernels import cuda
 
     device = torch.device("cuda")
     on_device = [cuda.upload(weight, "cuda") for weight in weights]
@@ -138,9 +138,9 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
     importance = block_importance((rng.standard_normal(COLUMNS) ** 4).astype(np.float32))
     exponents = np.where(rng.random(COLUMNS) < 0.7, 0, rng.integers(-2, 3, COLUMNS)).astype(np.int8)
     for label, own in (("weighted", None), ("weighted and scaled", exponents)):
-        columns = cuda_columns.describe_columns(own, importance, columns=COLUMNS, device="cuda")
+        columns = cuda.describe_columns(own, importance, columns=COLUMNS, device="cuda")
         seconds = synchronized(
-            lambda c=columns, j=jobs: [cuda_columns.convert_columns_on_device(w, c, global_scale=g) for w, g in j]
+            lambda c=columns, j=jobs: [cuda.convert_columns_on_device(w, c, global_scale=g) for w, g in j]
         )
         figures[label] = {"weights_per_second": NUM_WEIGHTS / seconds}
         figures[label]["of_copy_bandwidth"] = NUM_WEIGHTS * BYTES_PER_WEIGHT / seconds / bandwidth

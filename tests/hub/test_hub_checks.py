@@ -212,14 +212,14 @@ def test_publish_sends_only_what_it_validated(
 def test_a_wrong_kernel_stops_the_job(
     tiny_on_hub: LoopbackHub, hub_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert = cpu.convert_int4
+    convert = cpu.convert
 
     def convert_wrongly(weight: Int4Weight, **options: Any) -> Any:
-        result, counts = convert(weight, **options)
-        result.packed.reshape(-1)[7] ^= 0x10
-        return result, counts
+        converted = convert(weight, **options)
+        converted.weight.packed.reshape(-1)[7] ^= 0x10
+        return converted
 
-    monkeypatch.setattr(cpu, "convert_int4", convert_wrongly)
+    monkeypatch.setattr(cpu, "convert", convert_wrongly)
     done = hub_cli(*JOB)
     assert done.returncode == 3
     assert "sampled blocks are not what the reference arithmetic gives" in " ".join(done.stderr.split())

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.kernels.cpu import convert_int4
+from k2convert.quantize.kernels.cpu import convert
 from k2convert.validate.decode import DecodedError, measure_decoded
 
 ELEMENTS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -79,7 +79,7 @@ def test_figures_of_any_bytes_equal_a_plain_evaluation(maker: str) -> None:
 @pytest.mark.parametrize("maker", ["trained", "any-bytes", "few-magnitudes", "zeros"])
 def test_figures_of_a_conversion_equal_a_plain_evaluation(maker: str) -> None:
     source = MAKERS[maker]()
-    result, _ = convert_int4(source, rule="plain", global_scale=GLOBAL_SCALE)
+    result = convert(source, rule="plain", global_scale=GLOBAL_SCALE).weight
     packed, block_scales = result.packed, result.block_scales
     found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
     assert_measured(found, evaluate(*exact_weights(source), packed, block_scales))
@@ -98,7 +98,7 @@ def test_block_scales_that_are_no_number_make_the_error_none_and_leave_the_rest(
 @pytest.mark.usefixtures("instructions")
 def test_one_flipped_bit_is_seen() -> None:
     source = trained_like(1, seed=3)
-    result, _ = convert_int4(source, rule="optimal", global_scale=2.0**-12)
+    result = convert(source, rule="optimal", global_scale=2.0**-12).weight
     packed, block_scales = result.packed, result.block_scales
     before = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=2.0**-12)
     minus_zero = 0

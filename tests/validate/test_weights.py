@@ -81,14 +81,15 @@ def test_a_sample_of_one_block_in_64_is_made_again_by_the_reference_arithmetic(k
 def test_a_kernel_that_is_wrong_in_the_same_way_is_found_by_the_reference_arithmetic(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = cpu.KERNELS["optimal"]
+    right = cpu.convert
 
-    def one_step_up(packed: Any, scale_bits: Any, global_scale: float, out: Any, scale_bytes: Any) -> Any:
-        counts = right.convert_int4(packed, scale_bits, global_scale, out, scale_bytes)
+    def one_step_up(weight: SourceWeight, **options: Any) -> Any:
+        converted = right(weight, **options)
+        scale_bytes = converted.weight.block_scales
         np.minimum(scale_bytes + np.uint8(1), np.uint8(0x7E), out=scale_bytes)
-        return counts
+        return converted
 
-    monkeypatch.setitem(cpu.KERNELS, "optimal", dataclasses.replace(right, convert_int4=one_step_up))
+    monkeypatch.setattr(cpu, "convert", one_step_up)
     (problem,) = check_one(convert(trained_like(64, seed=3))[0], "optimal").problems
     assert "are not what the reference arithmetic gives" in problem
 

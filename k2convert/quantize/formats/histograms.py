@@ -1,7 +1,7 @@
 """Histograms of |q| in the 16-element blocks of an INT4 weight.
 
-A block's error under any scale depends only on its histogram, so the search and the metrics work on histograms. One
-is kept in an int64: nine fields of five bits, field k counting |q| = k (0..16).
+A block's error under any scale depends only on its histogram, so the search works on histograms. One is kept in an
+int64: nine fields of five bits, field k counting |q| = k (0..16).
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ FIELD_BITS: Final = 5
 FIELD_MASK: Final = (1 << FIELD_BITS) - 1
 
 _FIELD_SHIFTS: Final = FIELD_BITS * np.arange(NUM_MAGNITUDES)
-PRESENCE_BITS: Final = (np.int64(FIELD_MASK + 1) >> 1) << _FIELD_SHIFTS
-"""int64 [9]: the bit of `presence_masks` for each |q|, bit 5k + 4."""
-_FIFTEENS: Final = int((np.int64(FIELD_MASK >> 1) << _FIELD_SHIFTS).sum())
 
 
 def _byte_histograms() -> NDArray[np.int64]:
@@ -44,9 +41,3 @@ def block_histograms(packed: NDArray[np.uint8]) -> NDArray[np.int64]:
 def unpack_histograms(words_M: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return int64 [M, 9] counts of |q| = 0..8 from histogram words int64 [M]."""
     return (words_M[:, None] >> _FIELD_SHIFTS) & FIELD_MASK
-
-
-def presence_masks(words_M: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return int64 [M]: bit 5k + 4 is set if the block holds some |q| = k."""
-    # 15 + n has its fifth bit set exactly when n is 1..16, and never carries into the next field.
-    return (words_M + _FIFTEENS) & PRESENCE_BITS.sum()

@@ -1,12 +1,15 @@
-"""The CPU kernels as functions over arrays, compiled, one thread a call.
+"""The compiled kernels as functions over weights, one thread a call; byte for byte what rules/ defines.
 
-A call releases the interpreter's lock and uses the buffers of its thread. So callers may use any number of threads,
-with a tensor or a range of rows each. Results do not depend on the split.
+A call releases the interpreter's lock, and its only state is its thread's buffers. So callers may use any number of
+threads, with a tensor or a range of rows each. Results do not depend on the split.
+
+INT4 weights whose columns have no factors take the fastest way. With an importance, rules with a power of two as global
+scale look at 48 candidates of a block in 16-bit arithmetic with AVX2. With exponents everything is exact in float64, by
+groups of columns with equal exponents (cpp/columns.hpp).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,118 +18,127 @@ from numpy.typing import NDArray
 
 from k2convert.buffers import BUFFERS
 from k2convert.choices import BLOCK_SIZE, Rule
-from k2convert.quantize.formats.bf16 import bf16_values
-from k2convert.quantize.formats.blocks import sampled_range
-from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight, check_int4_scales
+from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
+from k2convert.quantize.formats.int4 import SourceWeight, check_int4_scales
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.kernels.search_tables import BOUND_ASSIGNMENTS, search_tables
-from k2convert.quantize.metrics.int4_error import PairFigures
-from k2convert.quantize.metrics.pair_counts import PairCounts
-from k2convert.quantize.metrics.sampled_error import SampledError
-from k2convert.quantize.rules import check_rule_scale
-from k2convert.quantize.rules.magnitude import Magnitude
+from k2convert.quantize.kernels.search_tables import search_tables
+from k2convert.quantize.rules import RULES, check_rule_scale
+from k2convert.quantize.rules.column_search import check_importance
+from k2convert.quantize.rules.magnitude import Magnitude, measure
 from k2convert.quantize.rules.optimal import global_exponent
-from k2convert.quantize.rules.plain import plain_global_scale
+from k2convert.quantize.rules.weighted_bf16 import importance_factors
 
-_DOUBLED = np.array(BOUND_ASSIGNMENTS, dtype=np.float64)[:, 1:].T
-_ASSIGNMENTS: Final = np.concatenate(
-    [np.arange(1.0, NUM_MAGNITUDES)[:, None] * _DOUBLED, _DOUBLED * _DOUBLED], axis=1
-).reshape(-1)
-"""For each |q| = 1..8 the products k * v of the six assignments, then their v * v."""
+RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"plain", "optimal", "weighted", "feedback"})
 
-_Flat = NDArray[Any]
+LARGEST_BF16_SCALE: Final = 2.0**118
+"""Above this global scale the steps exceed FP32, in which BF16 kernels divide. No weight leads to such a scale."""
 
 
-@dataclass(frozen=True, slots=True)
-class CpuKernels:
-    """The compiled functions of a rule.
-
-    convert_int4   (packed, scale_bits, global_scale, packed result, block scales) -> the fields of PairCounts
-    quantize_bf16  (bits, global_scale, packed result, block scales)
-    largest_scale  above this global scale, quantize_bf16 does not equal the rule
-    is_plain       which of the two rules that the compiled metrics know
-    """
-
-    convert_int4: Callable[[_Flat, _Flat, float, _Flat, _Flat], tuple[_Flat, _Flat, _Flat, int, int]]
-    quantize_bf16: Callable[[_Flat, float, _Flat, _Flat], None]
-    largest_scale: float
-    is_plain: bool
-
-
-def _convert_optimal(
-    packed: _Flat, scale_bits: _Flat, global_scale: float, out: _Flat, scale_bytes: _Flat
-) -> tuple[_Flat, _Flat, _Flat, int, int]:
-    return _cpu.convert_optimal(packed, scale_bits, global_exponent(global_scale), search_tables(), out, scale_bytes)
-
-
-KERNELS: Final[dict[Rule, CpuKernels]] = {
-    # Above 2**118 the steps of `optimal` exceed FP32; no weight leads to such a global scale.
-    "optimal": CpuKernels(_convert_optimal, _cpu.quantize_optimal_bf16, largest_scale=2.0**118, is_plain=False),
-    # Columns of equal importance; kernels/columns.py has the others.
-    "weighted": CpuKernels(_convert_optimal, _cpu.quantize_optimal_bf16, largest_scale=2.0**118, is_plain=False),
-    "feedback": CpuKernels(_convert_optimal, _cpu.quantize_optimal_bf16, largest_scale=2.0**118, is_plain=False),
-    "plain": CpuKernels(_cpu.convert_plain, _cpu.quantize_plain_bf16, largest_scale=np.inf, is_plain=True),
-}
-"""The rules that have kernels on the CPU."""
-
-
-def measure_int4(weight: Int4Weight, *, name: str) -> Magnitude:
-    """Measure an INT4 weight as `magnitude.measure` does; FormatError, naming it, if a scale is not usable."""
-    largest_bits, amax, usable = _cpu.measure(*_flat_int4(weight))
+def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
+    """Measure a weight as `magnitude.measure` does; FormatError, naming it, if a value is not usable."""
+    if isinstance(weight, Bf16Weight):
+        return measure(weight, name=name)
+    codes = flat(weight.packed), flat(weight.scale_bits)
+    if weight.column_exponents is not None:
+        check_int4_scales(weight.scale_bits, name=name)
+        scale_max, amax = _cpu.magnitude_of_columns(*codes, flat(weight.column_exponents))
+        return Magnitude(scale_max=scale_max, amax=amax)
+    largest_bits, amax, usable = _cpu.measure(*codes)
     if not usable:
         check_int4_scales(weight.scale_bits, name=name)
     return Magnitude(scale_max=float(bf16_values(np.array(largest_bits, dtype=np.uint16))), amax=float(amax))
 
 
-def convert_int4(weight: Int4Weight, *, rule: Rule, global_scale: float) -> tuple[Nvfp4Weight, PairCounts]:
-    """Quantize an INT4 weight and count its pairs, by a rule of KERNELS."""
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The sums and counts of one weight, as in WeightMetrics, in the order of the kernels.
+
+    `least_scale` is the least s * 2**-a of a weight that is not zero, infinite without one. The last five have no
+    meaning for BF16 weights. Weighted sums are not yet divided by 255.
+    """
+
+    energy: float
+    squared_error: float
+    weighted_energy: float
+    weighted_error: float
+    num_nonzero: int
+    equal_nonzero: int
+    equal_blocks: int
+    recoverable_codes: int
+    num_five_or_seven: int
+    num_minus_eight: int
+    max_error_steps: float
+    least_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A quantized weight, and what its conversion found on the way: None if it did not look.
+
+    `outside_normal` counts the blocks that a scale outside the normal range would serve strictly better.
+    """
+
+    weight: Nvfp4Weight
+    outside_normal: int | None = None
+    sums: Sums | None = None
+
+
+def convert(
+    weight: SourceWeight, *, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None = None
+) -> Converted:
+    """Quantize a weight by a rule of RULES_WITH_KERNEL, with the importance uint8 [K] of its columns if any."""
     check_rule_scale(rule, global_scale)
-    result = allocate_nvfp4(*weight.shape, global_scale=global_scale)
+    if importance is not None:
+        check_importance(importance, weight.shape[1])
+    if isinstance(weight, Bf16Weight):
+        return Converted(_convert_bf16(weight, rule, global_scale, importance))
+    result, is_plain = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_plain(rule)
+    arrays = flat(weight.packed), flat(weight.scale_bits)
     targets = flat(result.packed), flat(result.block_scales)
-    return result, PairCounts(*KERNELS[rule].convert_int4(*_flat_int4(weight), global_scale, *targets))
+    exponent = 0 if is_plain else global_exponent(global_scale)
+    if weight.packed.size and (weight.column_exponents is not None or importance is not None):
+        exponents = None if weight.column_exponents is None else flat(weight.column_exponents)
+        weights = None if importance is None else flat(importance)
+        outside = _cpu.convert_columns(
+            *arrays, exponents, weights, is_plain, exponent, global_scale, search_tables(), *targets
+        )
+        return Converted(result, None if is_plain else outside)
+    if is_plain:
+        energy, error, counts, _ = _cpu.convert_plain(*arrays, global_scale, *targets)
+        return Converted(result, None, Sums(energy, error, 0.0, 0.0, *counts))
+    energy, error, counts, outside = _cpu.convert_optimal(*arrays, exponent, search_tables(), *targets)
+    return Converted(result, outside, Sums(energy, error, 0.0, 0.0, *counts))
 
 
-def sample_int4_error(
-    source: Int4Weight, result: Nvfp4Weight, *, rule: Rule, magnitude: Magnitude, sample_seed: int
-) -> SampledError:
-    """Compare with plain and with the bound on sampled blocks, as `sampled_error.sample_error` does."""
-    scale_bytes = flat(result.block_scales)
-    chosen = sampled_range(scale_bytes.size, sample_seed=sample_seed)
-    achieved, plain, bound = _cpu.sample(
-        *_flat_int4(source),
-        scale_bytes,
-        chosen.start,
-        chosen.step,
-        KERNELS[rule].is_plain,
-        result.global_scale,
-        plain_global_scale(magnitude),
-        _ASSIGNMENTS,
-    )
-    return SampledError(num_blocks=len(chosen), achieved=achieved, plain=plain, bound=bound)
+def _convert_bf16(
+    weight: Bf16Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
+) -> Nvfp4Weight:
+    result, is_plain = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_plain(rule)
+    targets = flat(result.packed), flat(result.block_scales)
+    by_importance = RULES[rule].quantize_weighted if weight.bits.size else None
+    if not is_plain and global_scale > LARGEST_BF16_SCALE:
+        if importance is not None and by_importance is not None:
+            return by_importance(weight, global_scale, importance)
+        return RULES[rule].quantize_bf16(weight, global_scale)
+    if is_plain:
+        _cpu.quantize_plain_bf16(flat(weight.bits), global_scale, *targets)
+    elif importance is not None and by_importance is not None:
+        _cpu.quantize_weighted_bf16(flat(weight.bits), global_scale, importance_factors(importance), *targets)
+    else:
+        _cpu.quantize_optimal_bf16(flat(weight.bits), global_scale, *targets)
+    return result
 
 
-def figures_of_counts(counts: PairCounts, *, rule: Rule, global_scale: float) -> PairFigures:
-    """Evaluate a table of pairs, as `int4_error.pair_figures` does."""
-    magnitude_counts = counts.magnitude_counts.reshape(-1)
-    return PairFigures(*_cpu.figures_of_pairs(counts.keys, magnitude_counts, KERNELS[rule].is_plain, global_scale))
+def _is_plain(rule: Rule) -> bool:
+    return not RULES[rule].has_power_of_two_scale
 
 
 def allocate_nvfp4(rows: int, columns: int, *, global_scale: float) -> Nvfp4Weight:
     """Return an NVFP4 weight [rows, columns] with arbitrary bytes; large ones come from the buffer pool."""
-    return Nvfp4Weight(
-        packed=_empty_bytes(rows, columns // 2),
-        block_scales=_empty_bytes(rows, columns // BLOCK_SIZE),
-        global_scale=global_scale,
-    )
-
-
-def _empty_bytes(rows: int, columns: int) -> NDArray[np.uint8]:
-    return BUFFERS.empty(rows * columns).reshape(rows, columns)
-
-
-def _flat_int4(weight: Int4Weight) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
-    return flat(weight.packed), flat(weight.scale_bits)
+    sizes = columns // 2, columns // BLOCK_SIZE
+    packed, scales = (BUFFERS.empty(rows * size).reshape(rows, size) for size in sizes)
+    return Nvfp4Weight(packed, scales, global_scale)
 
 
 def flat(array: NDArray[Any]) -> NDArray[Any]:

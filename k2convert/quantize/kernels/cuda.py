@@ -1,4 +1,4 @@
-"""Launching the triton kernels: slots for the scales that occur, tables for them, and the counters they fill.
+"""Launching the triton kernels: slots for the scales that occur, and tables for them.
 
 Every table is computed with the reference arithmetic of rules/, so the kernels never round. They also work on CPU
 tensors under triton's interpreter (TRITON_INTERPRET=1 in the environment before the first import): tests without a
@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.choices import BLOCK_SIZE, Rule
+from k2convert.choices import BLOCK_SIZE, MAX_COLUMN_EXPONENT, Rule
 from k2convert.quantize.formats.bf16 import bf16_values, round_to_bf16
-from k2convert.quantize.formats.e2m1 import SIGN_BIT
+from k2convert.quantize.formats.e2m1 import DOUBLED_VALUES, SIGN_BIT, nearest_code
 from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import cpu, cuda_kernel
@@ -30,22 +30,35 @@ from k2convert.quantize.kernels.search_tables import (
     set_windows,
     window_errors,
 )
-from k2convert.quantize.metrics.pair_counts import SCALE_MASK, PairCounts, merge_counts, pair_values
-from k2convert.quantize.rules import check_rule_scale
+from k2convert.quantize.rules import RULES, check_rule_scale
+from k2convert.quantize.rules.column_search import HIGHEST_OFFSET as HIGHEST_COLUMN_OFFSET
+from k2convert.quantize.rules.column_search import LOWEST_OFFSET as LOWEST_COLUMN_OFFSET
+from k2convert.quantize.rules.column_search import check_importance, column_candidates
 from k2convert.quantize.rules.optimal import global_exponent
 from k2convert.quantize.rules.plain import plain_block_scales, plain_nibbles, plain_steps
-from k2convert.quantize.rules.scale_tables import HIGHEST_OFFSET, LOWEST_OFFSET, MIN_MANTISSA, candidate_tables
+from k2convert.quantize.rules.scale_tables import (
+    HIGHEST_OFFSET,
+    LOWEST_OFFSET,
+    MIN_MANTISSA,
+    NUM_MANTISSAS,
+    candidate_tables,
+)
 
 TILE: Final = 128
-MAX_COUNTED: Final = 1 << 16
-"""Blocks counted by one set of 21-bit counters, 16 elements each; more blocks get further sets."""
+RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"plain", "optimal", "weighted"})
 UNSIGNED: Final = -(1 << 31)
 """Codes of a zero scale under `plain`: all zero, and without a sign."""
-COUNTER_SHIFTS: Final = (0, 21, 42)
-COUNTER_MASK: Final = (1 << 21) - 1
+MAGNITUDE_BITS: Final = 0x7FFF
+"""BF16 bits without the sign: minus zero is zero."""
 LARGEST_OF_SET: Final = [members.bit_length() for members in range(256)]
 
 _kernels = cast(Any, cuda_kernel)
+SEARCHED: Final = 48
+"""Candidates that a block with equal exponents looks at, from 8 below the first with t >= 1 on (cpp/columns.hpp)."""
+
+_TABLE_BELOW: Final[int] = _kernels.TABLE_BELOW.value
+_TABLE_SIZE: Final[int] = _kernels.TABLE_SIZE.value
+_LANES: Final[int] = _kernels.LANES.value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,57 +82,70 @@ def upload(weight: Int4Weight, device: str) -> DeviceInt4:
     return DeviceInt4(to_tensor(weight.packed).to(device), to_tensor(weight.scale_bits.view(np.int16)).to(device))
 
 
-def convert_int4(weight: Int4Weight, *, rule: Rule, global_scale: float, device: str) -> tuple[Nvfp4Weight, PairCounts]:
-    """Quantize an INT4 weight on a device and count its pairs, by a rule of KERNELS; copies there and back."""
-    found = convert_on_device(upload(weight, device), rule=rule, global_scale=global_scale)
+def convert(
+    weight: Int4Weight, *, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None, device: str
+) -> cpu.Converted:
+    """Quantize an INT4 weight on a device by a rule of RULES_WITH_KERNEL, as `cpu.convert` does; copies there and back.
+
+    What the kernels do not have is converted on the CPU: `plain` with column exponents or with unsigned zeros.
+    """
+    found = None
+    if weight.column_exponents is None and importance is None:
+        found = convert_on_device(upload(weight, device), rule=rule, global_scale=global_scale)
+    elif RULES[rule].has_power_of_two_scale:
+        columns = describe_columns(weight.column_exponents, importance, columns=weight.shape[1], device=device)
+        found = convert_columns_on_device(upload(weight, device), columns, global_scale=global_scale)
     if found is None:
-        return cpu.convert_int4(weight, rule=rule, global_scale=global_scale)
-    result, counts = found
-    return Nvfp4Weight(result.packed.cpu().numpy(), result.block_scales.cpu().numpy(), global_scale), counts
+        return cpu.convert(weight, rule=rule, global_scale=global_scale, importance=importance)
+    result, outside = found
+    written = Nvfp4Weight(result.packed.cpu().numpy(), result.block_scales.cpu().numpy(), global_scale)
+    return cpu.Converted(written, outside)
 
 
-def convert_on_device(weight: DeviceInt4, *, rule: Rule, global_scale: float) -> tuple[DeviceNvfp4, PairCounts] | None:
-    """Quantize an INT4 weight that is on a device; None if the kernel cannot represent the rule's codes for it."""
+def convert_on_device(weight: DeviceInt4, *, rule: Rule, global_scale: float) -> tuple[DeviceNvfp4, int | None] | None:
+    """Quantize an INT4 weight that is on a device, and return the blocks that want a scale outside the normal range.
+
+    None if the kernel cannot represent the rule's codes for it.
+    """
     check_rule_scale(rule, global_scale)
+    kernel, result = _PLAIN if not RULES[rule].has_power_of_two_scale else _OPTIMAL, allocate(weight)
+    outside = torch.zeros(1, dtype=torch.int64, device=weight.packed.device)
+    if num_blocks := result.block_scales.numel():
+        bits = weight.scale_bits.contiguous().flatten()
+        slot_bits, slot_of = slots_of(bits)
+        tables = kernel.tables(slot_bits.cpu().numpy().astype(np.uint16), global_scale)
+        if tables is None:
+            return None
+        source = weight.packed.contiguous().view(torch.int64)
+        buffers = (source, bits, result.packed.view(torch.int64), result.block_scales, outside, slot_of)
+        on_device = (*(to_tensor(table).to(bits.device) for table in tables), *kernel.constants(bits.device))
+        kernel.kernel[(-(-num_blocks // TILE),)](*buffers, *on_device, num_blocks, TILE=TILE)
+    return result, int(outside) if RULES[rule].has_power_of_two_scale else None
+
+
+def allocate(weight: DeviceInt4) -> DeviceNvfp4:
+    """Return room for the result of a weight on its device."""
     rows, row_bytes = weight.packed.shape
-    device = weight.packed.device
-    packed = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
-    block_scales = torch.empty(rows, 2 * row_bytes // BLOCK_SIZE, dtype=torch.uint8, device=device)
-    result = DeviceNvfp4(packed, block_scales)
-    bits = weight.scale_bits.contiguous().flatten()
-    slot_bits = distinct_bits(bits)
-    num_blocks, num_slots = block_scales.numel(), slot_bits.numel()
-    if num_blocks == 0:
-        return result, merge_counts([no_counts()])
-    tables = KERNELS[rule].tables(slot_bits.cpu().numpy().astype(np.uint16), global_scale)
-    if tables is None:
-        return None
-    slot_of = torch.zeros(1 << 16, dtype=torch.int32, device=device)
-    slot_of[slot_bits] = torch.arange(num_slots, dtype=torch.int32, device=device)
-    num_programs = -(-num_blocks // TILE)
-    replicas = -(-num_programs // (MAX_COUNTED // TILE))
-    counters = torch.zeros(replicas, num_slots, 128, 3, dtype=torch.int64, device=device)
-    totals = torch.zeros(2, dtype=torch.int64, device=device)
-    source = weight.packed.contiguous().view(torch.int64)
-    buffers = (source, bits, packed.view(torch.int64), block_scales, counters, totals, slot_of)
-    on_device = (*(to_tensor(table).to(device) for table in tables), *KERNELS[rule].constants(device))
-    KERNELS[rule].kernel[(num_programs,)](*buffers, *on_device, num_blocks, num_slots, replicas, TILE=TILE)
-    return result, _take_counts(counters, slot_bits, totals)
+    sizes = (row_bytes, 2 * row_bytes // BLOCK_SIZE)
+    return DeviceNvfp4(*(torch.empty(rows, size, dtype=torch.uint8, device=weight.packed.device) for size in sizes))
 
 
-def distinct_bits(bits: Tensor) -> Tensor:
-    """Return the distinct BF16 patterns among int16 bits, ascending, int64."""
+def slots_of(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct BF16 patterns among int16 bits, ascending int64 [slots], and the slot of each, int32."""
     occurs = torch.zeros(1 << 16, dtype=torch.bool, device=bits.device)
     occurs[bits.to(torch.int64) & 0xFFFF] = True
-    return torch.nonzero(occurs).flatten()
+    slot_bits = torch.nonzero(occurs).flatten()
+    slot_of = torch.zeros(1 << 16, dtype=torch.int32, device=bits.device)
+    slot_of[slot_bits] = torch.arange(slot_bits.numel(), dtype=torch.int32, device=bits.device)
+    return slot_bits, slot_of
 
 
 def _plain_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDArray[Any], ...] | None:
-    """Return largest |q| of a set uint8 [256], and E4M3 byte, codes and inexact |q| for each (slot, largest).
+    """Return largest |q| of a set uint8 [256], and E4M3 byte and codes for each (slot, largest).
 
     None if a negative weight becomes +0 by underflow: the kernel takes the sign only from the source code.
     """
-    bits_S = slot_bits & np.uint16(SCALE_MASK)
+    bits_S = slot_bits & np.uint16(MAGNITUDE_BITS)
     scales_S1 = bf16_values(bits_S)[:, None]
     weights_Sk = round_to_bf16(np.arange(NUM_MAGNITUDES, dtype=np.float32) * scales_S1)
     bytes_Sk = plain_block_scales(weights_Sk, global_scale)
@@ -127,14 +153,10 @@ def _plain_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[N
     nibbles = plain_nibbles(-nonzero_S1k, plain_steps(bytes_Sk, global_scale)[:, :, None])
     if ((nibbles < SIGN_BIT) & (nonzero_S1k > 0)).any():
         return None
-    keys = (bits_S.astype(np.int64)[:, None] << 8 | bytes_Sk).reshape(-1)
-    wanted, written = pair_values(keys, rule="plain", global_scale=global_scale)
-    inexact = ((wanted != written)[:, 1:] << np.arange(NUM_MAGNITUDES - 1)).sum(axis=1)
     return (
         np.array(LARGEST_OF_SET, dtype=np.uint8),
         bytes_Sk.astype(np.int32).reshape(-1),
         np.where(scales_S1 > 0, packed_codes(nibbles & np.uint8(7)), np.int32(UNSIGNED)).reshape(-1),
-        inexact.astype(np.int32),
     )
 
 
@@ -145,7 +167,7 @@ def packed_codes(codes: NDArray[np.uint8]) -> NDArray[np.int32]:
 
 def _optimal_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDArray[Any], ...]:
     """Return ms - 128, E4M3 byte of position 0, its place in the maps, clamped kg - es; all int32 [slots]."""
-    fractions, exponents = np.frexp(bf16_values(slot_bits & np.uint16(SCALE_MASK)))
+    fractions, exponents = np.frexp(bf16_values(slot_bits & np.uint16(MAGNITUDE_BITS)))
     mantissas_S = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
     first_ranks = lowest_rank(mantissas_S)
     # As in split_scales: es = e - 8, and byte = 8 * (10 - (kg - es)) + the candidate's grid index.
@@ -182,41 +204,84 @@ class CudaKernel:
     constants: Callable[[torch.device], tuple[Tensor, ...]]
 
 
-KERNELS: Final[dict[Rule, CudaKernel]] = {
-    "optimal": CudaKernel(_kernels.optimal_kernel, _optimal_tables, _search_tensors),
-    # Columns of equal importance; kernels/cuda_columns.py has the others.
-    "weighted": CudaKernel(_kernels.optimal_kernel, _optimal_tables, _search_tensors),
-    "plain": CudaKernel(_kernels.plain_kernel, _plain_tables, _no_tensors),
-}
-"""The rules that have a kernel on CUDA devices."""
+_OPTIMAL: Final = CudaKernel(_kernels.optimal_kernel, _optimal_tables, _search_tensors)
+_PLAIN: Final = CudaKernel(_kernels.plain_kernel, _plain_tables, _no_tensors)
 
 
-def _take_counts(counters: Tensor, slot_bits: Tensor, totals: Tensor) -> PairCounts:
-    """Unpack counters int64 [replicas, slots, 128, 3] and add them up."""
-    fields = torch.zeros(*counters.shape[1:], 3, dtype=torch.int64, device=counters.device)
-    for replica in counters:
-        fields += torch.stack([(replica >> shift) & COUNTER_MASK for shift in COUNTER_SHIFTS], dim=-1)
-    fields = fields.flatten(2)
-    slots, scale_bytes = torch.nonzero(fields[:, :, NUM_MAGNITUDES - 1], as_tuple=True)
-    used = fields[slots, scale_bytes].cpu().numpy()
-    num_blocks = used[:, -1]
-    nonzero = used[:, :-1]
-    zeros = BLOCK_SIZE * num_blocks - nonzero.sum(axis=1)
-    part = PairCounts(
-        keys=((slot_bits[slots] & SCALE_MASK) << 8 | scale_bytes).cpu().numpy(),
-        num_blocks=num_blocks,
-        magnitude_counts=np.concatenate([zeros[:, None], nonzero], axis=1),
-        equal_blocks=int(totals[0]),
-        outside_normal=int(totals[1]),
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceColumns:
+    """The factors of K columns on a device: the kernel's arrays, and the largest difference of exponents in a block."""
+
+    arrays: tuple[Tensor, ...]
+    spread: int
+
+
+def describe_columns(
+    exponents: NDArray[np.int8] | None, importance: NDArray[np.uint8] | None, *, columns: int, device: str
+) -> DeviceColumns:
+    """Prepare exponents int8 [K] and importance uint8 [K] of the columns for the kernel."""
+    exponents_K = np.zeros(columns, dtype=np.int8) if exponents is None else exponents
+    importance_K = np.ones(columns, dtype=np.uint8) if importance is None else importance
+    check_importance(importance_K, columns)
+    by_block_BE = exponents_K.reshape(-1, BLOCK_SIZE).astype(np.int32)
+    highest_B = by_block_BE.max(axis=1)
+    arrays = (
+        8 * exponents_K.astype(np.int32),
+        np.ldexp(importance_K.astype(np.float64), 2 * (MAX_COLUMN_EXPONENT - exponents_K.astype(np.int32))),
+        8 * highest_B,
     )
-    # Sorts the pairs, and puts zero and minus zero together.
-    return merge_counts([part])
+    spread = int((highest_B - by_block_BE.min(axis=1)).max(initial=0))
+    tensors = tuple(to_tensor(array).to(device) for array in arrays)
+    return DeviceColumns(tensors, spread)
 
 
-def no_counts() -> PairCounts:
-    """Return the counts of a weight without blocks."""
-    empty = np.zeros(0, dtype=np.int64)
-    return PairCounts(empty, empty, np.zeros((0, NUM_MAGNITUDES), dtype=np.int64), 0, 0)
+def convert_columns_on_device(
+    weight: DeviceInt4, columns: DeviceColumns, *, global_scale: float
+) -> tuple[DeviceNvfp4, int]:
+    """As convert_on_device for columns with factors; the global scale is a power of two."""
+    result, device = allocate(weight), weight.packed.device
+    outside = torch.zeros(1, dtype=torch.int64, device=device)
+    if num_blocks := result.block_scales.numel():
+        bits = weight.scale_bits.contiguous().flatten()
+        slot_bits, slot_of = slots_of(bits)
+        source_bits = slot_bits.cpu().numpy().astype(np.uint16) & np.uint16(MAGNITUDE_BITS)
+        by_slot = (to_tensor(table).to(device) for table in _column_tables(source_bits, global_scale))
+        source = weight.packed.contiguous().view(torch.int64)
+        buffers = (source, bits, result.packed.view(torch.int64), result.block_scales, outside, slot_of)
+        chunks = -(-(SEARCHED + 8 * columns.spread) // _LANES)
+        sizes = (num_blocks, result.block_scales.shape[1], chunks)
+        _kernels.columns_kernel[(-(-num_blocks // TILE),)](
+            *buffers, *by_slot, *columns.arrays, *_column_tensors(device), *sizes, TILE=TILE
+        )
+    return result, int(outside)
+
+
+def _column_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDArray[np.int32], ...]:
+    """Return ms - 128, the byte of grid index 0, the grid index of the first candidate, clamped kg - es; [slots]."""
+    fractions, exponents = np.frexp(bf16_values(slot_bits))
+    mantissas_S = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
+    # As in column_search: es = e - 8.
+    offsets = global_exponent(global_scale) + 8 - exponents.astype(np.int64)
+    starts = 16 + (mantissas_S + 15) // 16
+    clamped = offsets.clip(LOWEST_COLUMN_OFFSET, HIGHEST_COLUMN_OFFSET) - LOWEST_COLUMN_OFFSET
+    tables = (mantissas_S - MIN_MANTISSA, 8 * (10 - offsets), starts, clamped)
+    return tuple(table.astype(np.int32) for table in tables)
+
+
+@lru_cache(maxsize=8)
+def _column_tensors(device: torch.device) -> tuple[Tensor, ...]:
+    arrays = (field_errors(), column_candidates()[1], packed_codes(candidate_tables().codes[:, :, 1:]))
+    return tuple(to_tensor(array).to(device) for array in arrays)
+
+
+def field_errors() -> NDArray[np.float64]:
+    """Return the error of |q| = 0..8 under the grid indices from -64 on, in (s / 2ms)**2, float64 [128, 9, 224]."""
+    indices = np.arange(_TABLE_SIZE) - _TABLE_BELOW
+    steps_C = np.ldexp(8.0 + indices % 8, indices // 8)
+    mantissas_S11 = np.arange(MIN_MANTISSA, MIN_MANTISSA + NUM_MANTISSAS, dtype=np.float64)[:, None, None]
+    wanted_Sk1 = np.arange(NUM_MAGNITUDES, dtype=np.float64)[:, None] * mantissas_S11
+    reached = np.array(DOUBLED_VALUES)[nearest_code(wanted_Sk1, steps_C)] * steps_C
+    return np.ascontiguousarray((2 * wanted_Sk1 - reached) ** 2)
 
 
 def to_tensor(array: NDArray[Any]) -> Tensor:

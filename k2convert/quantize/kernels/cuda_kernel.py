@@ -4,9 +4,13 @@ One lane is one block: 8 source bytes in two 32-bit words, 8 result bytes out. A
 handles them in parallel: bit planes with a bit for each nibble tell which of them have |q| = k. These bits are added up
 for the histogram, and multiplied by the code of k for the result. The kernel never rounds a floating-point number.
 
-`plain` finds its block scale, codes and exactness in a table of (source scale, largest |q|), filled by rules/plain.py.
-`optimal` multiplies the histogram of |q| with error tables as the CPU kernel does, in sums below 2**24. Every block
-adds its histogram to the counters of its (source scale, block scale) pair, three 64-bit words of three fields.
+`plain` finds its block scale and codes in a table of (source scale, largest |q|), filled by rules/plain.py. `optimal`
+multiplies the histogram of |q| with error tables as the CPU kernel does, in sums below 2**24.
+
+In columns_kernel the error of a block under a candidate is a sum over its 16 elements: a factor of the column, which is
+importance * 4**(4 - a), times the error of |q| from one table. An element with the exponent a sees the candidate that
+is 8 a grid indices further up (cpp/columns.hpp says why and which candidates can win). Sums are integers below 2**53
+times a power of two, exact in float64.
 """
 
 # triton's language has no types, and its functions are compiled from this source.
@@ -19,8 +23,6 @@ adds its histogram to the counters of its (source scale, block scale) pair, thre
 import triton
 import triton.language as tl
 
-COUNTER_BITS = tl.constexpr(21)
-COUNTER_WORDS = tl.constexpr(3)
 LANES = tl.constexpr(16)
 WINDOWS = tl.constexpr(9)
 RANKS = tl.constexpr(82)
@@ -31,6 +33,19 @@ LOW_BITS = tl.constexpr(0x11111111)
 """The lowest bit of each nibble."""
 SIGN_BITS = tl.constexpr(0x88888888 - (1 << 32))
 """The highest bit of each nibble, as a signed integer."""
+
+TABLE_BELOW = tl.constexpr(64)
+"""The table of errors begins at this grid index below zero."""
+TABLE_SIZE = tl.constexpr(224)
+MAGNITUDES = tl.constexpr(9)
+CANDIDATES = tl.constexpr(146)
+"""All candidates of rules/column_search.py: rank r has the grid index RANK_ZERO_INDEX - r, but for the first and last,
+under which every code is zero or saturated; both count as zero codes."""
+RANK_ZERO_INDEX = tl.constexpr(112)
+GRID_CHUNKS = tl.constexpr(9)
+UNROLLED = tl.constexpr(4)
+ALL_ZERO_INDEX = tl.constexpr(512)
+SATURATED_INDEX = tl.constexpr(-512)
 
 
 @triton.jit
@@ -122,7 +137,7 @@ def _window_keys(errors, tables, small, large):
 
 @triton.jit
 def _search(mantissas, small, large, members, errors, windows, starts):
-    """Return (position of the best candidate of all, whether its error is zero) for blocks under any ms - 128."""
+    """Return the position of the best candidate of all for blocks under any ms - 128."""
     window = tl.load(windows + 2 * members).to(tl.int32)
     second = tl.load(windows + 2 * members + 1).to(tl.int32)
     base = mantissas * (WINDOWS * 8 * LANES)
@@ -132,12 +147,12 @@ def _search(mantissas, small, large, members, errors, windows, starts):
         better = (second != window) & ((others >> 4) <= (keys >> 4))
         keys = tl.where(better, others, keys)
         window = tl.where(better, second, window)
-    return tl.load(starts + window) + LANES - 1 - (keys & (LANES - 1)), keys < LANES
+    return tl.load(starts + window) + LANES - 1 - (keys & (LANES - 1))
 
 
 @triton.jit
 def _settle(mantissas, offsets, small, large, full_errors, scale_bytes):
-    """Search all candidates that exist, as the definition does; return (rank, error is zero, better outside)."""
+    """Search all candidates that exist, as the definition does; return (rank, better outside)."""
     best = tl.full(small.shape, float("inf"), tl.float64)
     least = tl.full(small.shape, float("inf"), tl.float64)
     rank = mantissas * 0
@@ -151,20 +166,7 @@ def _settle(mantissas, offsets, small, large, full_errors, scale_bytes):
         rank = tl.where(better, candidate, rank)
         best = tl.where(better, error, best)
         least = tl.minimum(least, error)
-    return rank, best == 0.0, least < best
-
-
-@triton.jit
-def _count(counters, pairs, small, large, valid):
-    """Add histograms to the counters of their pairs: |q| = 1, 2, 3; 4, 5, 6; 7, 8 and the number of blocks."""
-    for word in tl.static_range(3):
-        packed = _count_of(small, large, 3 * word + 1).to(tl.int64)
-        packed |= _count_of(small, large, 3 * word + 2).to(tl.int64) << COUNTER_BITS
-        if word < 2:
-            packed |= _count_of(small, large, 3 * word + 3).to(tl.int64) << (2 * COUNTER_BITS)
-        else:
-            packed |= tl.full(packed.shape, 1, tl.int64) << (2 * COUNTER_BITS)
-        tl.atomic_add(counters + pairs * COUNTER_WORDS + word, packed, mask=valid, sem="relaxed")
+    return rank, least < best
 
 
 @triton.jit
@@ -177,35 +179,29 @@ def load_blocks(packed, scale_bits, slot_of, block, valid):
 
 @triton.jit
 def plain_kernel(
-    packed, scale_bits, out, out_scales, counters, totals, slot_of, largest_of, bytes_, codes, inexact,
-    num_blocks, num_slots, replicas, TILE: tl.constexpr,
+    packed, scale_bits, out, out_scales, outside, slot_of,  # noqa: ARG001 - the buffers of every kernel
+    largest_of, bytes_, codes, num_blocks, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Convert TILE blocks; bytes_, codes, inexact int32 [slots * 9]; counters int64 [replicas, slots, 128, 3]."""
-    program = tl.program_id(0)
-    block = program * TILE + tl.arange(0, TILE)
+    """Convert TILE blocks; bytes_ and codes int32 [slots * 9]."""
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = block < num_blocks
     low, high, slot = load_blocks(packed, scale_bits, slot_of, block, valid)
     small, large = _histogram(low, high)
-    members = _members(small, large)
-    row = slot * 9 + tl.load(largest_of + members).to(tl.int32)
-    byte = tl.load(bytes_ + row)
+    row = slot * 9 + tl.load(largest_of + _members(small, large)).to(tl.int32)
     _store_codes(out, block, low, high, tl.load(codes + row), valid, True)
-    tl.store(out_scales + block, byte.to(tl.uint8), mask=valid)
-    equal = valid & ((tl.load(inexact + row) & members) == 0)
-    tl.atomic_add(totals, tl.sum(equal.to(tl.int64), axis=0), sem="relaxed")
-    pairs = ((program % replicas) * num_slots + slot).to(tl.int64) * 128 + byte
-    _count(counters, pairs, small, large, valid)
+    tl.store(out_scales + block, tl.load(bytes_ + row).to(tl.uint8), mask=valid)
 
 
 @triton.jit
 def optimal_kernel(
-    packed, scale_bits, out, out_scales, counters, totals, slot_of, mantissas, firsts, first_ranks, offsets,
-    errors, windows, starts, full_errors, scale_bytes, codes,
-    num_blocks, num_slots, replicas, TILE: tl.constexpr,
+    packed, scale_bits, out, out_scales, outside, slot_of, mantissas, firsts, first_ranks, offsets,
+    errors, windows, starts, full_errors, scale_bytes, codes, num_blocks, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Convert TILE blocks; mantissas (ms - 128, negative for zero), firsts, first_ranks, offsets int32 [slots]."""
-    program = tl.program_id(0)
-    block = program * TILE + tl.arange(0, TILE)
+    """Convert TILE blocks; mantissas (ms - 128, negative for zero), firsts, first_ranks, offsets int32 [slots].
+
+    `outside` int64 [1] gets the blocks that a scale outside the normal range would serve strictly better.
+    """
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = block < num_blocks
     low, high, slot = load_blocks(packed, scale_bits, slot_of, block, valid)
     small, large = _histogram(low, high)
@@ -213,22 +209,129 @@ def optimal_kernel(
     mantissa = tl.load(mantissas + slot)
     empty = (mantissa < 0) | (members == 0)
     mantissa = tl.maximum(mantissa, 0)
-    position, equal = _search(mantissa, small, large, members, errors, windows, starts)
+    position = _search(mantissa, small, large, members, errors, windows, starts)
     byte = tl.load(firsts + slot) + position
     rank = tl.load(first_ranks + slot) - position
-    outside = valid & (empty == 0) & ((byte < LOWEST_BYTE) | (byte > HIGHEST_BYTE))
-    if tl.max(outside.to(tl.int32), axis=0) > 0:
+    is_outside = valid & (empty == 0) & ((byte < LOWEST_BYTE) | (byte > HIGHEST_BYTE))
+    if tl.max(is_outside.to(tl.int32), axis=0) > 0:
         offset = tl.load(offsets + slot)
-        settled, settled_equal, better_outside = _settle(mantissa, offset, small, large, full_errors, scale_bytes)
-        rank = tl.where(outside, settled, rank)
-        equal = tl.where(outside, settled_equal, equal)
-        byte = tl.where(outside, tl.load(scale_bytes + offset * RANKS + settled).to(tl.int32), byte)
-        tl.atomic_add(totals + 1, tl.sum((outside & better_outside).to(tl.int64), axis=0), sem="relaxed")
+        settled, better_outside = _settle(mantissa, offset, small, large, full_errors, scale_bytes)
+        rank = tl.where(is_outside, settled, rank)
+        byte = tl.where(is_outside, tl.load(scale_bytes + offset * RANKS + settled).to(tl.int32), byte)
+        tl.atomic_add(outside, tl.sum((is_outside & better_outside).to(tl.int64), axis=0), sem="relaxed")
     byte = tl.where(empty, ONE, byte)
     # Rank 0 is the candidate under which every code is zero.
     chosen = tl.load(codes + mantissa * RANKS + tl.where(empty, 0, rank), mask=valid, other=0)
     _store_codes(out, block, low, high, chosen, valid, False)
     tl.store(out_scales + block, byte.to(tl.uint8), mask=valid)
-    tl.atomic_add(totals, tl.sum((valid & (equal | empty)).to(tl.int64), axis=0), sem="relaxed")
-    pairs = ((program % replicas) * num_slots + slot).to(tl.int64) * 128 + byte
-    _count(counters, pairs, small, large, valid)
+
+
+@triton.jit
+def _code_of(low, high, e):
+    """Return q = -8..7 of the element e of every block."""
+    return ((tl.where(e < 8, low, high) >> (4 * (e & 7))) & 15) - 8
+
+
+@triton.jit
+def _magnitude_of(low, high, e):
+    code = _code_of(low, high, e)
+    return tl.maximum(code, -code)
+
+
+@triton.jit
+def _errors_at(low, high, column, table, indices, eighths, factors, errors):
+    """Return the error of every block under grid indices, float64 [blocks, 16], for indices [1 or blocks, 16]."""
+    sums = tl.zeros((low.shape[0], 16), tl.float64)
+    for e in tl.range(0, 16, loop_unroll_factor=UNROLLED):
+        row = table + _magnitude_of(low, high, e) * TABLE_SIZE + tl.load(eighths + column + e)
+        sums += tl.load(factors + column + e)[:, None] * tl.load(errors + row[:, None] + indices)
+    return sums
+
+
+@triton.jit
+def _search_columns(low, high, column, table, first, eighths, factors, errors, chunks):
+    """Return the grid index of the best candidate from `first` on; the last one of equal errors."""
+    lanes = tl.arange(0, 16)[None, :]
+    least = tl.full((low.shape[0], 16), float("inf"), tl.float64)
+    places = tl.zeros((low.shape[0], 16), tl.int32)
+    for chunk in range(chunks):
+        place = chunk * LANES + lanes
+        sums = _errors_at(low, high, column, table, first[:, None] + place, eighths, factors, errors)
+        is_better = sums <= least
+        places = tl.where(is_better, place, places)
+        least = tl.where(is_better, sums, least)
+    best = tl.min(least, axis=1)
+    return first + tl.max(tl.where(least == best[:, None], places, -1), axis=1)
+
+
+@triton.jit
+def _settle_columns(low, high, column, table, offsets, eighths, factors, errors, scale_bytes):
+    """Search all candidates that exist, as the definition does; return (grid index, byte, better outside)."""
+    lanes = tl.arange(0, 16)[None, :]
+    bytes_of = scale_bytes + offsets * CANDIDATES
+    least = tl.full((low.shape[0], 16), float("inf"), tl.float64)
+    best = tl.full((low.shape[0], 16), float("inf"), tl.float64)
+    ranks = tl.zeros((low.shape[0], 16), tl.int32)
+    for chunk in range(GRID_CHUNKS):
+        rank = chunk * LANES + 1 + lanes
+        sums = _errors_at(low, high, column, table, RANK_ZERO_INDEX - rank, eighths, factors, errors)
+        is_better = (tl.load(bytes_of[:, None] + rank) > 0) & (sums < best)
+        ranks = tl.where(is_better, rank, ranks)
+        best = tl.where(is_better, sums, best)
+        least = tl.minimum(least, sums)
+    # At this grid index every code is zero, whatever the exponent.
+    zeros = _errors_at(low, high, column, table, RANK_ZERO_INDEX + lanes * 0, eighths, factors, errors)
+    zero_error = tl.max(zeros, axis=1)
+    error = tl.min(best, axis=1)
+    chosen = tl.min(tl.where(best == error[:, None], ranks, CANDIDATES), axis=1)
+    is_zero = (tl.load(bytes_of) > 0) & (zero_error <= error)
+    is_last = (tl.load(bytes_of + (CANDIDATES - 1)) > 0) & (zero_error < error)
+    error = tl.where(is_zero | is_last, zero_error, error)
+    index = tl.where(is_zero, ALL_ZERO_INDEX, tl.where(is_last, SATURATED_INDEX, RANK_ZERO_INDEX - chosen))
+    byte = tl.load(bytes_of + tl.where(is_zero, 0, tl.where(is_last, CANDIDATES - 1, chosen)))
+    return index, byte.to(tl.int32), tl.minimum(tl.min(least, axis=1), zero_error) < error
+
+
+@triton.jit
+def columns_kernel(
+    packed, scale_bits, out, out_scales, outside, slot_of, mantissas, firsts, starts, offsets,
+    eighths, factors, highest, errors, scale_bytes, codes, num_blocks, row_blocks, chunks, TILE: tl.constexpr,
+):  # fmt: skip
+    """Convert TILE blocks. int32 by slot: mantissas (ms - 128, negative for zero), firsts (the byte of grid index 0),
+    starts (the first candidate), offsets. By column: eighths int32 (8 a), factors float64. By block of a row: highest
+    int32 (8 times the largest exponent). `outside` as in cuda_kernel.optimal_kernel.
+    """
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    valid = block < num_blocks
+    low, high, slot = load_blocks(packed, scale_bits, slot_of, block, valid)
+    column = (block % row_blocks) * 16
+    mantissa = tl.load(mantissas + slot)
+    members = low * 0
+    for e in tl.static_range(16):
+        members |= _code_of(low, high, e)
+    empty = (mantissa < 0) | (members == 0)
+    mantissa = tl.maximum(mantissa, 0)
+    table = mantissa * (MAGNITUDES * TABLE_SIZE) + TABLE_BELOW
+    first = tl.load(starts + slot) - tl.load(highest + block % row_blocks)
+    index = _search_columns(low, high, column, table, first, eighths, factors, errors, chunks)
+    byte = tl.load(firsts + slot) + index
+    is_outside = valid & (empty == 0) & ((byte < LOWEST_BYTE) | (byte > HIGHEST_BYTE))
+    if tl.max(is_outside.to(tl.int32), axis=0) > 0:
+        settled, settled_byte, better_outside = _settle_columns(
+            low, high, column, table, tl.load(offsets + slot), eighths, factors, errors, scale_bytes
+        )
+        index = tl.where(is_outside, settled, index)
+        byte = tl.where(is_outside, settled_byte, byte)
+        tl.atomic_add(outside, tl.sum((is_outside & better_outside).to(tl.int64), axis=0), sem="relaxed")
+    byte = tl.where(empty, ONE, byte)
+    tl.store(out_scales + block, byte.to(tl.uint8), mask=valid)
+    result = block.to(tl.int64) * 0
+    for e in tl.static_range(16):
+        q = _code_of(low, high, e)
+        k = tl.maximum(q, -q)
+        rank = tl.minimum(tl.maximum(RANKS - 2 - index - tl.load(eighths + column + e), 0), RANKS - 1)
+        chosen = tl.load(codes + mantissa * RANKS + rank, mask=valid & (empty == 0) & (k > 0), other=0)
+        code = (chosen >> (4 * tl.maximum(k - 1, 0))) & 7
+        nibble = code | tl.where((q < 0) & (code > 0), 8, 0)
+        result |= nibble.to(tl.int64) << (4 * e)
+    tl.store(out + block, result, mask=valid)

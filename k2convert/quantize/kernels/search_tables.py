@@ -45,17 +45,6 @@ WINDOW_OF_SET: Final = (
 """The window of each set of magnitudes, one hexadecimal digit; bit k - 1 of the index says that |q| = k occurs. 9 and a
 mean two adjoining windows: the first and the sixth (positions 0 to 31), the second and the last (7 to 38)."""
 
-BOUND_ASSIGNMENTS: Final = (
-    (0, 1, 2, 3, 4, 6, 6, 8, 8),
-    (0, 1, 2, 4, 4, 6, 8, 8, 8),
-    (0, 1, 3, 4, 6, 6, 8, 8, 12),
-    (0, 1, 3, 4, 6, 8, 8, 8, 12),
-    (0, 2, 3, 4, 6, 8, 8, 12, 12),
-    (0, 3, 6, 8, 12, 12, 12, 12, 12),
-)
-"""The assignments of metrics/block_bound.py that some histogram needs, as doubled values. For all 735,471 histograms
-the greatest quotient is the same without the others (tests/quantize/kernels/test_windows.py)."""
-
 FLOAT_ERROR_CAP: Final = (1 << 20) - 1
 """Sums of 16 errors up to this are exact in float32, and every winner is far below it."""
 ERROR_CAP: Final = (1 << 16) - 1

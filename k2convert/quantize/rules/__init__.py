@@ -5,7 +5,7 @@ file in this folder. A compiled kernel is optional (see kernels/): without one, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -17,14 +17,12 @@ from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.quantize.rules.optimal import (
-    count_outside_normal,
     global_exponent,
-    optimal_codes,
     optimal_global_scale,
     quantize_optimal,
 )
 from k2convert.quantize.rules.optimal_bf16 import quantize_optimal_bf16
-from k2convert.quantize.rules.plain import plain_codes, plain_global_scale, quantize_plain
+from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
 from k2convert.quantize.rules.weighted import quantize_weighted
 
 
@@ -44,10 +42,6 @@ class RuleArithmetic:
     quantize_int4 takes weights with column exponents too. quantize_weighted quantizes an INT4 or BF16 weight with the
     importance uint8 [K] of its columns, 1..255; None if the rule knows no importance. Without one, a rule that knows it
     counts every column the same, which is quantize_int4 and quantize_bf16.
-
-    pair_codes takes source scales float64 [P], E4M3 bytes uint8 [P] and the global scale, and returns the E2M1 code
-    0..7 that each |q| = 0..8 gets, uint8 [P, 9]. A rule's codes must depend on nothing else, because all INT4 metrics
-    are computed from counts by pair (see metrics/pair_counts.py).
     """
 
     summary: str
@@ -55,11 +49,7 @@ class RuleArithmetic:
     global_scale: GlobalScale
     quantize_int4: Callable[[Int4Weight, float], Nvfp4Weight]
     quantize_bf16: Callable[[Bf16Weight, float], Nvfp4Weight]
-    pair_codes: Callable[[NDArray[np.float64], NDArray[np.uint8], float], NDArray[np.uint8]]
     quantize_weighted: Callable[[SourceWeight, float, NDArray[np.uint8]], Nvfp4Weight] | None = None
-    count_outside_normal: Callable[[Int4Weight, float, NDArray[np.uint8] | None], int] | None = None
-    """Counts blocks that a scale outside the normal range would serve strictly better, by importance if there is one;
-    None if that has no meaning."""
     has_power_of_two_scale: bool = False
     """Whether the global scale is always a power of two."""
     needs_walk: bool = False
@@ -83,37 +73,27 @@ WEIGHTED_NOTE: Final = (
     "be a little lower than that of rule optimal."
 )
 
+_OPTIMAL: Final = RuleArithmetic(
+    summary="Every block gets the E4M3 scale with the least squared error; the global scale is a power of two.",
+    global_scale=optimal_global_scale,
+    quantize_int4=quantize_optimal,
+    quantize_bf16=quantize_optimal_bf16,
+    has_power_of_two_scale=True,
+)
+_WEIGHTED: Final = replace(
+    _OPTIMAL,
+    summary="Every block gets the E4M3 scale with the least squared error on the inputs that were measured; "
+    "the global scale is a power of two.",
+    quantize_weighted=quantize_weighted,
+)
+
 RULES: Final[dict[Rule, RuleArithmetic]] = {
-    "optimal": RuleArithmetic(
-        summary="Every block gets the E4M3 scale with the least squared error; the global scale is a power of two.",
-        global_scale=optimal_global_scale,
-        quantize_int4=quantize_optimal,
-        quantize_bf16=quantize_optimal_bf16,
-        pair_codes=optimal_codes,
-        count_outside_normal=count_outside_normal,
-        has_power_of_two_scale=True,
-    ),
-    "weighted": RuleArithmetic(
-        summary="Every block gets the E4M3 scale with the least squared error on the inputs that were measured; "
-        "the global scale is a power of two.",
-        global_scale=optimal_global_scale,
-        quantize_int4=quantize_optimal,
-        quantize_bf16=quantize_optimal_bf16,
-        quantize_weighted=quantize_weighted,
-        pair_codes=optimal_codes,
-        count_outside_normal=count_outside_normal,
-        has_power_of_two_scale=True,
-    ),
-    "feedback": RuleArithmetic(
+    "optimal": _OPTIMAL,
+    "weighted": _WEIGHTED,
+    "feedback": replace(
+        _WEIGHTED,
         summary="Codes and scales of the experts are chosen layer by layer, so that each one makes up for the errors "
         "before it on the inputs that were measured; the global scale is a power of two.",
-        global_scale=optimal_global_scale,
-        quantize_int4=quantize_optimal,
-        quantize_bf16=quantize_optimal_bf16,
-        quantize_weighted=quantize_weighted,
-        pair_codes=optimal_codes,
-        count_outside_normal=count_outside_normal,
-        has_power_of_two_scale=True,
         needs_walk=True,
     ),
     "plain": RuleArithmetic(
@@ -121,7 +101,6 @@ RULES: Final[dict[Rule, RuleArithmetic]] = {
         global_scale=_plain_scale,
         quantize_int4=quantize_plain,
         quantize_bf16=quantize_plain,
-        pair_codes=plain_codes,
         is_modelopt=True,
     ),
 }
@@ -133,3 +112,15 @@ def check_rule_scale(rule: Rule, global_scale: float) -> None:
     check_global_scale(global_scale)
     if RULES[rule].has_power_of_two_scale:
         global_exponent(global_scale)
+
+
+def quantize_by_definition(
+    rule: Rule, weight: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None = None
+) -> Nvfp4Weight:
+    """Quantize a weight by its rule's own arithmetic, which is slow; `importance` uint8 [K] is for rules with it."""
+    arithmetic = RULES[rule]
+    if importance is not None and arithmetic.quantize_weighted is not None:
+        return arithmetic.quantize_weighted(weight, global_scale, importance)
+    if isinstance(weight, Int4Weight):
+        return arithmetic.quantize_int4(weight, global_scale)
+    return arithmetic.quantize_bf16(weight, global_scale)

@@ -79,26 +79,6 @@ def quantize_columns(weight: Int4Weight, exponent: int, importance: NDArray[np.u
     return Nvfp4Weight(packed=packed, block_scales=block_scales, global_scale=2.0**exponent)
 
 
-def count_columns_outside_normal(weight: Int4Weight, exponent: int, importance: NDArray[np.uint8] | None) -> int:
-    """Count blocks that a scale outside the normal range would serve strictly better, as `count_outside_normal` does.
-
-    The steps are too small to help for every column if the smallest normal scale has j + a <= 0, and too large if the
-    first one beyond 448 has t * 2**a >= 16/7, for all exponents a of the block.
-    """
-    rows, columns = weight.shape
-    count = 0
-    for start, stop in row_chunks(rows, columns):
-        blocks = _blocks_of(weight.rows(start, stop), exponent, importance)
-        beyond_M = np.ldexp(15.0 / blocks.mantissas, blocks.offsets + MAX_EXPONENT + blocks.exponents.min(axis=1))
-        too_small_M = blocks.offsets + MIN_EXPONENT + blocks.exponents.max(axis=1) <= 0
-        suspects = np.flatnonzero(~(too_small_M & (7 * beyond_M >= 16)) & ~blocks.empty)
-        for batch in _batches(blocks, suspects):
-            # The saturated candidate has the error of zero codes here; see optimal.count_outside_normal.
-            normal = np.where(batch.exists, batch.errors, np.inf).min(axis=1)
-            count += int((batch.errors.min(axis=1) < normal).sum())
-    return count
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blocks:
     """Blocks of a chunk of rows.

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.blocks import BLOCKS_PER_GROUP, row_chunks, run_starts
-from k2convert.quantize.formats.e2m1 import nearest_code, pack_nibbles, unpack_nibbles
-from k2convert.quantize.formats.e4m3 import MAX_EXPONENT, MIN_EXPONENT, ONE_BYTE, decode_e4m3
+from k2convert.quantize.formats.e2m1 import pack_nibbles, unpack_nibbles
+from k2convert.quantize.formats.e4m3 import ONE_BYTE
 from k2convert.quantize.formats.histograms import block_histograms, unpack_histograms
-from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight
+from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
-from k2convert.quantize.rules.column_search import count_columns_outside_normal, quantize_columns
+from k2convert.quantize.rules.column_search import quantize_columns
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.quantize.rules.scale_tables import (
     HIGHEST_OFFSET,
@@ -120,45 +120,6 @@ def best_candidates(
         # argmin returns the first of equal errors.
         best_M[batch.members] = np.where(batch.exists, batch.errors, np.inf).argmin(axis=1)
     return best_M
-
-
-def count_outside_normal(weight: Int4Weight, global_scale: float, importance: NDArray[np.uint8] | None = None) -> int:
-    """Count blocks that an E4M3 mantissa with an exponent beyond the normal range would serve strictly better.
-
-    With an importance, "better" is the weighted error.
-
-    Only a few scales can have such blocks, so almost every tensor is done after one look at its scales. Steps below
-    t = 1/12 never help, and from t = 16/7 on halving the step costs nothing (every code is at most 3, and 2v exists):
-    a block is safe if the smallest normal scale has j <= 0 and the first one beyond 448 has t >= 16/7. With the
-    rule's own g that leaves scales some 2**8 below the largest.
-    """
-    exponent = global_exponent(global_scale)
-    if weight.column_exponents is not None or importance is not None:
-        return count_columns_outside_normal(weight, exponent, importance)
-    mantissas_M, offsets_M = split_scales(weight.scales, exponent)
-    # The first scale beyond 448 is 15 * 2**5, hence t = 15 * 2**(5 + kg - es) / ms; doubled once more for 2**-1.
-    doubled_beyond_M = 15 << (offsets_M + MAX_EXPONENT + 1)
-    suspect_M = (offsets_M + MIN_EXPONENT > 0) | (7 * doubled_beyond_M < 2 * 16 * mantissas_M)
-    suspects = np.flatnonzero(suspect_M & (mantissas_M > 0))
-    if suspects.size == 0:
-        return 0
-    words = block_histograms(weight.packed)[suspects]
-    count = 0
-    for batch in _batches(words, mantissas_M[suspects], offsets_M[suspects]):
-        # The table lists the saturated candidate with the error of zero codes. That is too large, but a larger scale
-        # beats its true error as well, so the comparison comes out the same.
-        normal = np.where(batch.exists, batch.errors, np.inf).min(axis=1)
-        count += int((batch.errors.min(axis=1) < normal).sum())
-    return count
-
-
-def optimal_codes(
-    scales_P: NDArray[np.float64], block_bytes_P: NDArray[np.uint8], global_scale: float
-) -> NDArray[np.uint8]:
-    """Return the code 0..7 of |q| = 0..8, uint8 [P, 9], for source scales and E4M3 bytes."""
-    # Both products are exact in float64, and so is every comparison between them.
-    magnitudes_Pk = np.arange(NUM_MAGNITUDES) * scales_P[:, None]
-    return nearest_code(magnitudes_Pk, (decode_e4m3(block_bytes_P) * global_scale)[:, None])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

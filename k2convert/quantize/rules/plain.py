@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values, round_to_bf16
+from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
 from k2convert.quantize.formats.blocks import row_chunks
 from k2convert.quantize.formats.e2m1 import E2M1_MAX, SIGN_BIT, nearest_code, pack_nibbles
 from k2convert.quantize.formats.e4m3 import E4M3_MAX, E4M3_SMALLEST, decode_e4m3, encode_e4m3
-from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules.magnitude import Magnitude
 
@@ -86,14 +86,3 @@ def plain_nibbles(weights: NDArray[np.float32], steps: NDArray[np.float32]) -> N
     with np.errstate(all="ignore"):
         scaled = weights / steps
         return nearest_code(np.abs(scaled), np.float32(1)) | np.uint8(SIGN_BIT) * (scaled < 0)
-
-
-def plain_codes(
-    scales_P: NDArray[np.float64], block_bytes_P: NDArray[np.uint8], global_scale: float
-) -> NDArray[np.uint8]:
-    """Return the code 0..7 of |q| = 0..8, uint8 [P, 9], for source scales and E4M3 bytes."""
-    with np.errstate(over="ignore"):
-        magnitudes_Pk = round_to_bf16(
-            np.arange(NUM_MAGNITUDES, dtype=np.float32) * scales_P.astype(np.float32)[:, None]
-        )
-    return plain_nibbles(magnitudes_Pk, plain_steps(block_bytes_P, global_scale)[:, None])

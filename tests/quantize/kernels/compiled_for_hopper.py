@@ -8,17 +8,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from k2convert.quantize.kernels import cuda, cuda_columns_kernel, cuda_kernel
+from k2convert.quantize.kernels import cuda, cuda_kernel
 
-SHARED = ["*i64", "*i16", "*i64", "*u8", "*i64", "*i64", "*i32"]
-SIZES = ["i32", "i32", "i32"]
+SHARED = ["*i64", "*i16", "*i64", "*u8", "*i64", "*i32"]
 SIGNATURES = {
-    cuda_kernel.plain_kernel: [*SHARED, "*u8", "*i32", "*i32", "*i32", *SIZES],
+    cuda_kernel.plain_kernel: [*SHARED, "*u8", "*i32", "*i32", "i32"],
     cuda_kernel.optimal_kernel: [
-        *SHARED, "*i32", "*i32", "*i32", "*i32", "*fp32", "*u8", "*i32", "*fp64", "*u8", "*i32", *SIZES
+        *SHARED, "*i32", "*i32", "*i32", "*i32", "*fp32", "*u8", "*i32", "*fp64", "*u8", "*i32", "i32"
     ],
-    cuda_columns_kernel.columns_kernel: [
-        *SHARED, *["*i32"] * 6, "*fp64", "*i64", "*i32", "*fp64", "*u8", "*i32", *SIZES, "i32"
+    cuda_kernel.columns_kernel: [
+        *SHARED, *["*i32"] * 5, "*fp64", "*i32", "*fp64", "*u8", "*i32", *["i32"] * 3
     ],
 }  # fmt: skip
 

@@ -1,8 +1,10 @@
-"""The CPU kernels give the bytes and the figures of rules/ and metrics/ for any weights, split and threads."""
+"""The CPU kernels give the bytes of rules/ for any weights, split and threads."""
 
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -10,43 +12,48 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from int4_makers import MAKERS, assert_same_counts, int4_weight, trained_like
+from block_makers import bf16_weight
+from column_makers import exponents_of, importance_of, some_rows
+from int4_makers import MAKERS, int4_weight, trained_like
 from safetensors.torch import load_file
+from torch import Tensor
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.kernels.cpu import KERNELS, convert_int4, figures_of_counts, measure_int4, sample_int4_error
-from k2convert.quantize.metrics.int4_error import pair_figures
-from k2convert.quantize.metrics.pair_counts import PairCounts, count_pairs, merge_counts
-from k2convert.quantize.metrics.sampled_error import sample_error
-from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.magnitude import Magnitude, measure
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.kernels.cpu import RULES_WITH_KERNEL, convert, measure_magnitude
+from k2convert.quantize.rules import RULES, quantize_by_definition
+from k2convert.quantize.rules.magnitude import measure
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
-
-def bits_of(scales: torch.Tensor) -> np.ndarray:
-    return scales.view(torch.uint16).numpy()
-
-
-def own_scale(weight: Int4Weight, rule: Rule) -> float:
-    return RULES[rule].global_scale(measure(weight), is_int4=True)
+KERNELS: tuple[Rule, ...] = ("optimal", "plain")
+"""Rules with the same kernels come once."""
 
 
-def assert_equals_rules(weight: Int4Weight, rule: Rule, global_scale: float) -> None:
-    expected = RULES[rule].quantize_int4(weight, global_scale)
-    result, counts = convert_int4(weight, rule=rule, global_scale=global_scale)
+def own_scale(weight: SourceWeight, rule: Rule) -> float:
+    return RULES[rule].global_scale(measure(weight), is_int4=isinstance(weight, Int4Weight))
+
+
+def assert_equals_rules(
+    weight: SourceWeight, rule: Rule, global_scale: float, importance: np.ndarray | None = None
+) -> None:
+    expected = quantize_by_definition(rule, weight, global_scale, importance)
+    result = convert(weight, rule=rule, global_scale=global_scale, importance=importance).weight
     assert np.array_equal(result.block_scales, expected.block_scales)
     assert np.array_equal(result.packed, expected.packed)
-    assert_same_counts(counts, count_pairs(weight, expected, rule=rule))
+
+
+def test_every_rule_has_a_kernel() -> None:
+    assert set(RULES) == RULES_WITH_KERNEL
 
 
 @pytest.mark.parametrize("rule", KERNELS)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_bytes_and_counts_equal_rules(maker: str, rule: Rule) -> None:
+def test_bytes_and_magnitude_equal_rules(maker: str, rule: Rule) -> None:
     weight = MAKERS[maker]()
+    assert measure_magnitude(weight, name="w") == measure(weight)
     assert_equals_rules(weight, rule, own_scale(weight, rule))
 
 
@@ -68,27 +75,10 @@ def test_every_projection_of_the_tiny_checkpoint(tiny: Path, rule: Rule) -> None
     shard = load_file(tiny / index["model.layers.1.mlp.experts.0.gate_proj.weight_packed"])
     modules = [name.removesuffix("_packed") for name in shard if name.endswith("weight_packed")]
     for module in modules:
-        packed = shard[module + "_packed"].numpy()
-        weight = Int4Weight(packed.view(np.uint8), bits_of(shard[module + "_scale"]))
+        bits = shard[module + "_scale"].view(torch.uint16).numpy()
+        weight = Int4Weight(shard[module + "_packed"].numpy().view(np.uint8), bits)
         assert_equals_rules(weight, rule, own_scale(weight, rule))
     assert len(modules) == 48
-
-
-@pytest.mark.parametrize("rule", KERNELS)
-def test_row_splits_and_threads_do_not_matter(rule: Rule) -> None:
-    weight = MAKERS["every-scale"]()
-    scale = own_scale(weight, rule)
-    whole, whole_counts = convert_int4(weight, rule=rule, global_scale=scale)
-    cuts = [0, 1, 2, 100, 101, 999, 1000, weight.shape[0]]
-
-    def convert(rows: tuple[int, int]) -> tuple[Nvfp4Weight, PairCounts]:
-        return convert_int4(weight.rows(*rows), rule=rule, global_scale=scale)
-
-    with ThreadPoolExecutor(4) as pool:
-        parts = list(pool.map(convert, pairwise(cuts)))
-    assert np.array_equal(np.concatenate([part.packed for part, _ in parts]), whole.packed)
-    assert np.array_equal(np.concatenate([part.block_scales for part, _ in parts]), whole.block_scales)
-    assert_same_counts(merge_counts([counts for _, counts in parts]), whole_counts)
 
 
 @pytest.mark.parametrize("rule", KERNELS)
@@ -97,38 +87,6 @@ def test_one_thread_may_convert_tensor_after_tensor(rule: Rule) -> None:
     for maker in ("every-scale", "trained", "zeros", "trained"):
         weight = MAKERS[maker]()
         assert_equals_rules(weight, rule, own_scale(weight, rule))
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-def test_magnitude_equals_rules(maker: str) -> None:
-    weight = MAKERS[maker]()
-    assert measure_int4(weight, name="w") == measure(weight)
-
-
-@pytest.mark.parametrize("bits", [0x7F80, 0x7FC0, 0xBF80, 0xFF80, 0x7E00, 0x8001])
-def test_unusable_scales_are_refused_by_name(bits: int) -> None:
-    scale_bits = np.full(8, 0x3C00)
-    scale_bits[5] = bits
-    weight = int4_weight(np.ones(256, dtype=np.int64), scale_bits)
-    with pytest.raises(FormatError, match=r"experts\.3\.up_proj"):
-        measure_int4(weight, name="experts.3.up_proj")
-
-
-@pytest.mark.parametrize("rule", KERNELS)
-@pytest.mark.parametrize("maker", MAKERS)
-def test_sampled_figures_equal_rules(maker: str, rule: Rule) -> None:
-    weight = MAKERS[maker]()
-    magnitude = measure(weight)
-    # Shared with a larger tensor, as gate and up share: plain's scale on the sample is then not the one of this tensor.
-    larger = 1.25 if magnitude.amax < 2.0**120 else 1.0
-    shared = Magnitude(scale_max=1.5 * larger * magnitude.scale_max, amax=larger * magnitude.amax)
-    for whole in (magnitude, shared):
-        scale = RULES[rule].global_scale(whole, is_int4=True)
-        result, _ = convert_int4(weight, rule=rule, global_scale=scale)
-        for seed in (0, 12345):
-            arguments = {"rule": rule, "magnitude": whole, "sample_seed": seed}
-            expected = sample_error(weight, result, **arguments)
-            assert sample_int4_error(weight, result, **arguments) == expected
 
 
 @pytest.mark.parametrize("rule", KERNELS)
@@ -140,26 +98,144 @@ def test_more_pairs_than_the_buffers_hold(rule: Rule) -> None:
     assert_equals_rules(weight, rule, 1.0)
 
 
-def test_empty_weight() -> None:
-    weight = Int4Weight(np.empty((0, 128), dtype=np.uint8), np.empty((0, 8), dtype=np.uint16))
-    for rule in KERNELS:
-        result, counts = convert_int4(weight, rule=rule, global_scale=1.0)
-        assert result.shape == (0, 256)
-        assert counts.keys.size == 0
-
-
-def test_large_tensor_of_every_rule() -> None:
+@pytest.mark.parametrize("rule", KERNELS)
+def test_large_tensor(rule: Rule) -> None:
     weight = trained_like(2048, seed=10)
-    for rule in KERNELS:
-        assert_equals_rules(weight, rule, own_scale(weight, rule))
+    assert_equals_rules(weight, rule, own_scale(weight, rule))
+
+
+@pytest.mark.parametrize("reach", [0, 1, 4])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_importance_equals_rules(maker: str, reach: int) -> None:
+    rng = np.random.default_rng(zlib.crc32(maker.encode()) + reach)
+    weight = some_rows(maker, exponents_of(rng, reach))
+    g = own_scale(weight, "weighted")
+    for global_scale in {max(g * 2.0**step, 2.0**-126) for step in (0, -7, 6)}:
+        assert_equals_rules(weight, "weighted", global_scale, importance_of(rng))
 
 
 @pytest.mark.parametrize("rule", KERNELS)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_figures_of_pairs_equal_rules(maker: str, rule: Rule) -> None:
-    weight = MAKERS[maker]()
-    scale = own_scale(weight, rule)
-    _, counts = convert_int4(weight, rule=rule, global_scale=scale)
-    assert figures_of_counts(counts, rule=rule, global_scale=scale) == pair_figures(
-        counts, rule=rule, global_scale=scale
-    )
+def test_exponents_equal_rules(maker: str, rule: Rule) -> None:
+    rng = np.random.default_rng(zlib.crc32(maker.encode()))
+    for reach in (2, 4):
+        weight = some_rows(maker, exponents_of(rng, reach))
+        assert measure_magnitude(weight, name="w") == measure(weight)
+        assert_equals_rules(weight, rule, own_scale(weight, rule))
+
+
+@pytest.mark.parametrize("kind", ["optimal", "plain", "importance", "exponents"])
+def test_row_splits_and_threads_do_not_matter(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    weight = MAKERS["every-scale"]() if kind in KERNELS else trained_like(1001, seed=1)
+    rule: Rule = "plain" if kind == "plain" else "weighted"
+    importance = None if kind in KERNELS else importance_of(rng)
+    weight = Int4Weight(weight.packed, weight.scale_bits, exponents_of(rng, 2 if kind == "exponents" else 0))
+    g = own_scale(weight, rule)
+
+    def rows(cut: tuple[int, int]) -> np.ndarray:
+        part = convert(weight.rows(*cut), rule=rule, global_scale=g, importance=importance).weight
+        return np.concatenate([part.packed, part.block_scales], axis=1)
+
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(rows, pairwise([0, 1, 2, 100, 101, 999, 1000, weight.shape[0]])))
+    assert np.array_equal(np.concatenate(parts), rows((0, weight.shape[0])))
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0x7FC0, 0xBF80, 0xFF80, 0x7E00, 0x8001])
+def test_unusable_scales_are_refused_by_name(bits: int) -> None:
+    scale_bits = np.full(8, 0x3C00)
+    scale_bits[5] = bits
+    weight = int4_weight(np.ones(256, dtype=np.int64), scale_bits)
+    for exponents in (None, np.ones(256, dtype=np.int8)):
+        with pytest.raises(FormatError, match=r"experts\.3\.up_proj"):
+            measure_magnitude(Int4Weight(weight.packed, weight.scale_bits, exponents), name="experts.3.up_proj")
+
+
+@pytest.mark.parametrize("rule", sorted(RULES_WITH_KERNEL))
+@pytest.mark.parametrize("has_importance", [False, True])
+def test_empty_weight(rule: Rule, has_importance: bool) -> None:
+    importance = np.ones(256, dtype=np.uint8) if has_importance else None
+    int4 = Int4Weight(np.empty((0, 128), dtype=np.uint8), np.empty((0, 8), dtype=np.uint16))
+    for weight in (int4, Bf16Weight(np.empty((0, 256), dtype=np.uint16))):
+        assert convert(weight, rule=rule, global_scale=1.0, importance=importance).weight.shape == (0, 256)
+
+
+def bell(seed: int = 0) -> Tensor:
+    return (0.02 * torch.randn(32, 512, generator=torch.Generator().manual_seed(seed))).to(torch.bfloat16)
+
+
+def from_bits(bits: np.ndarray) -> Tensor:
+    return torch.from_numpy(bits.astype(np.uint16).reshape(-1, 256)).view(torch.bfloat16)
+
+
+def every_finite_number() -> Tensor:
+    """All BF16 numbers below 2**120, of both signs, in order and shuffled."""
+    finite = np.arange(247 << 7)
+    shuffled = np.random.default_rng(0).permutation(finite)
+    return from_bits(np.concatenate([finite, finite | 0x8000, shuffled, shuffled | 0x8000]))
+
+
+def short_significands() -> Tensor:
+    """Weights of three significant bits: ties between codes and between scales everywhere."""
+    rng = np.random.default_rng(1)
+    return from_bits((rng.integers(120, 128, 64 * 256) << 7) | (rng.integers(0, 4, 64 * 256) << 5))
+
+
+def sparse() -> Tensor:
+    weight = bell(2)
+    weight[torch.rand(weight.shape, generator=torch.Generator().manual_seed(3)) < 0.9] = 0.0
+    return weight
+
+
+def outliers() -> Tensor:
+    """Blocks of very different size: many of them outside the reach of the normal range."""
+    weight = bell(4).to(torch.float64)
+    powers = torch.randint(-40, 1, (32, 32, 1), generator=torch.Generator().manual_seed(5)).to(torch.float64)
+    return (weight.view(32, 32, 16) * torch.exp2(powers)).view(32, 512).to(torch.bfloat16)
+
+
+def subnormal() -> Tensor:
+    return from_bits(np.random.default_rng(6).integers(0, 128, 16 * 256) | 0x8000)
+
+
+BF16_MAKERS: dict[str, Callable[[], Tensor]] = {
+    "bell": bell,
+    "every-finite-number": every_finite_number,
+    "short-significands": short_significands,
+    "sparse": sparse,
+    "outliers": outliers,
+    "subnormal": subnormal,
+    "zeros": lambda: torch.zeros(4, 256, dtype=torch.bfloat16),
+    "minus-zeros": lambda: -torch.zeros(4, 256, dtype=torch.bfloat16),
+    "constant": lambda: torch.full((4, 256), -0.0123, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("rule", KERNELS)
+@pytest.mark.parametrize("maker", BF16_MAKERS)
+def test_bf16_weights_equal_rules(maker: str, rule: Rule) -> None:
+    weight = bf16_weight(BF16_MAKERS[maker]())
+    assert_equals_rules(weight, rule, own_scale(weight, rule))
+
+
+@pytest.mark.parametrize("exponent", [-126, -60, -16, -9, 0, 30, 118, 127])
+def test_bf16_weights_equal_rules_for_any_power_of_two(exponent: int) -> None:
+    for maker in ("bell", "outliers", "short-significands"):
+        assert_equals_rules(bf16_weight(BF16_MAKERS[maker]()), "optimal", 2.0**exponent)
+
+
+@pytest.mark.parametrize("global_scale", [2.0**-149, 1e-40, 3e-9, 1.1e-5, 0.75, 3.3e38])
+def test_bf16_weights_equal_plain_for_any_global_scale(global_scale: float) -> None:
+    for maker in ("bell", "outliers", "subnormal"):
+        assert_equals_rules(bf16_weight(BF16_MAKERS[maker]()), "plain", float(np.float32(global_scale)))
+
+
+def test_bf16_weights_by_importance_equal_rules() -> None:
+    rng = np.random.default_rng(4)
+    values = rng.standard_normal((24, 256)) * np.exp2(rng.integers(-12, 1, (24, 256)))
+    values[3, :32] = 0
+    weight = Bf16Weight((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
+    for step in (0, -9, 7, 120):
+        g = min(own_scale(weight, "weighted") * 2.0**step, 2.0**127)
+        assert_equals_rules(weight, "weighted", g, importance_of(rng))

@@ -7,13 +7,27 @@ from fractions import Fraction
 import numpy as np
 import torch
 from block_makers import any_codes, blocks_of, codes_of, int4_weight, trained_like
-from exact_search import E2M1, exact_search
+from exact_search import E2M1, exact_search, int4_assignments, int4_block_bounds
 
 from k2convert.quantize.formats.histograms import block_histograms, unpack_histograms
-from k2convert.quantize.metrics.bf16_error import bf16_block_bounds
-from k2convert.quantize.metrics.block_bound import int4_assignments, int4_block_bounds
+from k2convert.quantize.kernels import _cpu
 
 VALUES = [float(value) for value in E2M1]
+
+
+def bounds_of(histograms: np.ndarray) -> np.ndarray:
+    """The kernels' bound of each block in units of s**2, as INT4 and as BF16 weights."""
+    bounds = []
+    for histogram in histograms.tolist():
+        magnitudes = np.repeat(np.arange(9), histogram)
+        nibbles = np.where(magnitudes == 8, 0, 8 + magnitudes).astype(np.uint8)
+        packed, one = nibbles[0::2] | nibbles[1::2] << 4, np.array([0x3F80], dtype=np.uint16)
+        exponents = np.zeros(16, dtype=np.int8)
+        bound = _cpu.sum_of_bounds_int4(packed, one, exponents)
+        bits = (magnitudes.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        assert abs(bound - _cpu.sum_of_bounds_bf16(bits)) <= 1e-9
+        bounds.append(bound)
+    return np.array(bounds)
 
 
 def nearest_values(t: float) -> tuple[int, ...]:
@@ -41,7 +55,8 @@ def test_there_are_at_most_57_assignments_and_a_fine_sweep_finds_no_other() -> N
 
 def test_the_bound_is_the_minimum_over_all_real_scales() -> None:
     histograms = some_histograms()
-    bounds = int4_block_bounds(histograms)
+    bounds = bounds_of(histograms)
+    assert np.allclose(bounds, int4_block_bounds(histograms), rtol=0, atol=1e-9)
     k = np.arange(9)
     least = np.full(len(histograms), np.inf)
     values = np.array(VALUES)
@@ -54,7 +69,7 @@ def test_the_bound_is_the_minimum_over_all_real_scales() -> None:
 
 def test_the_bound_equals_its_value_in_fractions() -> None:
     histograms = some_histograms()[::7]
-    for histogram, bound in zip(histograms.tolist(), int4_block_bounds(histograms).tolist(), strict=True):
+    for histogram, bound in zip(histograms.tolist(), bounds_of(histograms).tolist(), strict=True):
         energy = Fraction(sum(n * k * k for k, n in enumerate(histogram)))
         explained = [Fraction(0)]
         for values in int4_assignments().tolist():
@@ -71,14 +86,19 @@ def test_no_scale_of_the_exhaustive_search_beats_the_bound() -> None:
     histograms = some_histograms()[::11]
     search = exact_search(Fraction(177, 2**14), Fraction(1, 2**13))
     unit = Fraction(177, 2**14) ** 2
-    for histogram, bound in zip(histograms.tolist(), int4_block_bounds(histograms).tolist(), strict=True):
+    for histogram, bound in zip(histograms.tolist(), bounds_of(histograms).tolist(), strict=True):
         magnitudes = [k for k, n in enumerate(histogram) for _ in range(n)]
         least = min(search.error(magnitudes, byte) for byte in search.errors)
         assert (Fraction(bound) - Fraction(1, 10**11)) * unit <= least
 
 
-def test_the_bound_of_bf16_blocks_agrees_with_the_one_of_int4_blocks() -> None:
-    codes = any_codes(16, 128, seed=3)
-    weight = int4_weight(codes, torch.ones(16, 4).bfloat16())
-    expected = int4_block_bounds(unpack_histograms(block_histograms(weight.packed)))
-    assert np.allclose(bf16_block_bounds(blocks_of(codes).numpy().astype(np.float32)), expected, rtol=0, atol=1e-9)
+def test_the_bound_with_exponents_is_the_bound_of_the_values() -> None:
+    rng = np.random.default_rng(4)
+    for reach in (0, 1, 3, 4):
+        for _ in range(200):
+            codes, exponents = rng.integers(-8, 8, 16), rng.integers(-reach, reach + 1, 16).astype(np.int8)
+            nibbles, one = (codes + 8).astype(np.uint8), np.array([0x3F80], dtype=np.uint16)
+            bound = _cpu.sum_of_bounds_int4(nibbles[0::2] | nibbles[1::2] << 4, one, exponents)
+            values = np.ldexp(np.abs(codes), -exponents.astype(int)).astype(np.float32)
+            bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+            assert np.isclose(bound, _cpu.sum_of_bounds_bf16(bits), rtol=1e-12, atol=1e-12)

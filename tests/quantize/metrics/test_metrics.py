@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import zlib
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -25,8 +27,7 @@ from torch import Tensor
 from k2convert.choices import Rule
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
-from k2convert.quantize.metrics.int4_error import measure_error
-from k2convert.quantize.metrics.pair_counts import PairCounts, count_pairs, merge_counts
+from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metrics, total_metrics
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import Magnitude, measure
@@ -38,7 +39,7 @@ from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
 def convert(weight: Int4Weight, rule: Rule, magnitude: Magnitude | None = None) -> tuple[Nvfp4Weight, WeightMetrics]:
     magnitude = magnitude or measure(weight)
     result = RULES[rule].quantize_int4(weight, RULES[rule].global_scale(magnitude, is_int4=True))
-    return result, measure_error(weight, result, rule=rule, magnitude=magnitude, sample_seed=12345)
+    return result, measure_quantized(weight, result, name="w", magnitude=magnitude)
 
 
 def exact_weight(weight: Int4Weight) -> Tensor:
@@ -98,28 +99,15 @@ def test_a_large_tensor_is_sampled_one_block_in_64_by_its_seed() -> None:
     weight = trained_like(1024, 4096, seed=4)
     magnitude = measure(weight)
     result = quantize_optimal(weight, optimal_global_scale(magnitude, is_int4=True))
-    runs = [measure_error(weight, result, rule="optimal", magnitude=magnitude, sample_seed=seed) for seed in (1, 2, 65)]
+    runs = [measure_quantized(weight, result, name=name, magnitude=magnitude) for name in ("w", "v", "w")]
     assert runs[0].sampled_blocks == 4096
     assert runs[0] == runs[2]
     assert runs[0].sampled_error_achieved != runs[1].sampled_error_achieved
+    first = zlib.crc32(b"v") % 64
     errors = blocks_of((exact_weight(weight) - decode(result)) ** 2).sum(dim=-1)
-    assert runs[1].sampled_error_achieved == pytest.approx(float(errors[2::64].sum()), rel=1e-12)
+    assert runs[1].sampled_error_achieved == pytest.approx(float(errors[first::64].sum()), rel=1e-12)
     assert runs[0].achieved_to_plain == pytest.approx(0.5, abs=0.03)
     assert runs[0].achieved_to_bound == pytest.approx(1.13, abs=0.03)
-
-
-def test_counting_in_parts_gives_equal_metrics() -> None:
-    weight = awkward()
-    result, _ = convert(weight, "optimal")
-    whole = count_pairs(weight, result, rule="optimal")
-    parts: list[PairCounts] = []
-    for start in (64, 0, 32):
-        rows = (start, start + 32)
-        parts.append(count_pairs(weight.rows(*rows), result.rows(*rows), rule="optimal"))
-    merged = merge_counts(parts)
-    for name in ("keys", "num_blocks", "magnitude_counts"):
-        assert np.array_equal(getattr(whole, name), getattr(merged, name))
-    assert (whole.equal_blocks, whole.outside_normal) == (merged.equal_blocks, merged.outside_normal)
 
 
 def test_a_wide_spread_of_scales_is_flagged_for_the_shared_set() -> None:
@@ -183,7 +171,7 @@ def test_totals_are_sums_in_any_order_and_skip_what_a_tensor_does_not_have() -> 
     bf16 = dequantize_int4(trained_like(8, 256, seed=9))
     magnitude = measure(bf16)
     result = quantize_optimal_bf16(bf16, optimal_global_scale(magnitude, is_int4=False))
-    parts.append(measure_error(bf16, result, rule="optimal", magnitude=magnitude, sample_seed=0))
+    parts.append(measure_quantized(bf16, result, name="w", magnitude=magnitude))
     total = total_metrics(parts)
     shuffled = parts.copy()
     random.Random(0).shuffle(shuffled)
@@ -202,7 +190,7 @@ def test_bf16_figures_equal_an_element_by_element_comparison() -> None:
     source = bf16_weight(weight)
     magnitude = measure(source)
     result = quantize_optimal_bf16(source, optimal_global_scale(magnitude, is_int4=False))
-    metrics = measure_error(source, result, rule="optimal", magnitude=magnitude, sample_seed=3)
+    metrics = measure_quantized(source, result, name="w", magnitude=magnitude)
     error = weight.to(torch.float64) - decode(result)
     assert metrics.squared_error == pytest.approx(float((error**2).sum()), rel=1e-12)
     assert metrics.energy == pytest.approx(float((weight.to(torch.float64) ** 2).sum()), rel=1e-12)
@@ -215,3 +203,19 @@ def test_bf16_figures_equal_an_element_by_element_comparison() -> None:
     assert metrics.sampled_error_bound < metrics.sampled_error_achieved < metrics.sampled_error_plain
     assert metrics.num_codes is None
     assert WeightMetrics.from_dict(json.loads(json.dumps(metrics.to_dict()))) == metrics
+
+
+def test_a_record_has_both_weighted_sums_or_none() -> None:
+    _, metrics = convert(awkward(), "weighted")
+    without = metrics.to_dict()
+    assert "weighted_error" not in without
+    weighted = replace(metrics, weighted_energy=2.0, weighted_error=1.0)
+    record = json.loads(json.dumps(weighted.to_dict()))
+    check_metrics(record, where="shard")
+    assert WeightMetrics.from_dict(record) == weighted
+    assert total_metrics([weighted, weighted]).weighted_error == 2.0
+    del record["weighted_energy"]
+    with pytest.raises(ValueError, match="weighted_energy"):
+        check_metrics(record, where="shard")
+    with pytest.raises(ValueError, match="weighted_energy"):
+        WeightMetrics.from_dict(record)

@@ -18,8 +18,9 @@ from k2convert.errors import FormatError
 from k2convert.quantize.formats.e2m1 import unpack_nibbles
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantize.kernels.cpu import convert
 from k2convert.quantize.rules.magnitude import Magnitude, measure
-from k2convert.quantize.rules.optimal import count_outside_normal, optimal_global_scale, quantize_optimal
+from k2convert.quantize.rules.optimal import optimal_global_scale, quantize_optimal
 from k2convert.quantize.rules.plain import plain_block_scales, plain_nibbles, plain_steps
 
 
@@ -225,15 +226,16 @@ def test_a_global_scale_that_is_not_a_power_of_two_is_refused() -> None:
         quantize_optimal(trained_like(1, 32, seed=0), 0.75)
 
 
+@pytest.mark.usefixtures("instructions")
 def test_blocks_that_want_a_scale_outside_the_normal_range_are_counted() -> None:
     exponents = torch.arange(0, -36, -2, dtype=torch.float64).unsqueeze(-1)
     weight = int4_weight(any_codes(18, 96, seed=13), (200 * torch.exp2(exponents)).to(torch.bfloat16).repeat(1, 3))
     for exponent in (0, -8):
         g = 2.0**exponent
-        assert count_outside_normal(weight, g) == count_by_exhaustive_search(weight, g)
-        assert count_outside_normal(weight, g) > 0
+        counted = convert(weight, rule="optimal", global_scale=g).outside_normal
+        assert counted == count_by_exhaustive_search(weight, g) > 0
     ordinary = trained_like(64, 256, seed=1)
-    assert count_outside_normal(ordinary, own_scale(ordinary)) == 0
+    assert convert(ordinary, rule="optimal", global_scale=own_scale(ordinary)).outside_normal == 0
 
 
 def count_by_exhaustive_search(weight: Int4Weight, global_scale: float) -> int:

@@ -45,7 +45,6 @@ ROW = '''
         global_scale=toy_global_scale,
         quantize_int4=quantize_toy,
         quantize_bf16=quantize_toy,
-        pair_codes=plain_codes,
     ),
 }
 """One row for each word'''

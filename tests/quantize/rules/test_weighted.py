@@ -15,10 +15,10 @@ from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
 from k2convert.quantize.formats.columns import divide_columns, scale_bits, scale_fp32
 from k2convert.quantize.formats.e2m1 import unpack_nibbles
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4, unpack_int4
+from k2convert.quantize.kernels.cpu import convert
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.column_search import count_columns_outside_normal
 from k2convert.quantize.rules.magnitude import measure
-from k2convert.quantize.rules.optimal import global_exponent, optimal_global_scale, quantize_optimal
+from k2convert.quantize.rules.optimal import optimal_global_scale, quantize_optimal
 from k2convert.quantize.rules.optimal_bf16 import quantize_optimal_bf16
 from k2convert.quantize.rules.weighted import block_importance, quantize_weighted
 
@@ -123,6 +123,7 @@ def test_the_same_exponent_everywhere_is_another_scale() -> None:
         assert measure(scaled) == measure(Int4Weight(weight.packed, bits))
 
 
+@pytest.mark.usefixtures("instructions")
 def test_blocks_that_want_a_scale_outside_the_normal_range_are_counted() -> None:
     rng = np.random.default_rng(8)
     weight = few_scales(MAKERS["any-bytes"]().rows(0, 1), any_exponents(rng, 2))
@@ -131,7 +132,8 @@ def test_blocks_that_want_a_scale_outside_the_normal_range_are_counted() -> None
     for step in (-8, 7):
         g = own_scale(weight) * 2.0**step
         expected = sum(_wants_more(block, Fraction(g)) for block in blocks_of(weight, importance.tolist()))
-        assert count_columns_outside_normal(weight, global_exponent(g), importance) == expected
+        found = convert(weight, rule="weighted", global_scale=g, importance=importance)
+        assert found.outside_normal == expected
         counted += expected
     assert counted > 0
 

@@ -237,7 +237,7 @@ void convert_plain(const Batch& batch, Tally& tally, Totals& totals) {
         const uint8_t* maps[4];
         for (int i = 0; i < 4; ++i) {
             const uint32_t occurring = present >> (8 * i) & 0xFF;
-            const int largest = 32 - __builtin_clz(occurring << 1 | 1) - 1;
+            const int largest = largest_magnitude(static_cast<uint8_t>(occurring));
             uint8_t* row = rows + slots[batch.slots[group + i / 2]].row + largest * kRowBytes;
             count_row(row, words + i);
             equal_blocks += (row[kInexactByte] & occurring) == 0;

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <vector>
 
 #include "instructions.hpp"
 #include "numbers.hpp"
@@ -17,8 +18,6 @@ namespace {
 struct Plan {
     int num_groups = 0;
     int8_t exponents[kNumExponents];
-    uint8_t sizes[kNumExponents] = {};
-    uint16_t importances[kNumExponents] = {};
     // For each column.
     uint8_t groups[kBlock], importance[kBlock];
     SplitGroups split_groups{};
@@ -36,125 +35,11 @@ std::vector<Plan> make_plans(const Columns& columns) {
         const uint8_t importance = columns.importance ? columns.importance[column] : uint8_t{1};
         plan.groups[column % kBlock] = static_cast<uint8_t>(group);
         plan.importance[column % kBlock] = importance;
-        ++plan.sizes[group];
-        plan.importances[group] = static_cast<uint16_t>(plan.importances[group] + importance);
         const size_t split = column % kBlock / 2 + 8 * (column & 1);
         plan.split_groups.masks[group][split] = 255;
         plan.split_importance.values[split] = importance;
     }
     return plans;
-}
-
-// Scales of different octaves differ in the upper bits of a key alone, so these must count.
-size_t hash_of(int64_t key) { return static_cast<size_t>(static_cast<uint64_t>(key) * 0x9E3779B97F4A7C15u >> 40); }
-
-// Counts by pair in a hash table: a row of 32-bit counters for each key.
-//
-//     0 .. 7    elements with |q| = 1..8       8   blocks      9    elements
-//     16 .. 23  their summed importance        24  summed importance of all elements
-class ColumnTally {
-public:
-    ColumnTally() : keys_(kCapacity, -1), rows_(new Row[kCapacity]) {}
-
-    struct alignas(64) Row {
-        uint32_t counts[8], blocks, elements, unused[6];
-        uint32_t sums[8], importance, also_unused[7];
-    };
-
-    Row& row(int64_t key) {
-        size_t place = hash_of(key) % kCapacity;
-        while (keys_[place] != key) {
-            if (keys_[place] < 0) {
-                keys_[place] = key;
-                std::memset(&rows_[place], 0, sizeof(Row));
-                used_.push_back(place);
-                break;
-            }
-            place = (place + 1) & (kCapacity - 1);
-        }
-        return rows_[place];
-    }
-
-    // Elements to be counted later, when their row is in the cache: rows are megabytes apart in no order.
-    struct alignas(16) Pending {
-        uint16_t counts[8], sums[8];
-        int64_t key;
-        uint16_t blocks, elements, importance;
-    };
-
-    Pending& add(int64_t key) {
-        if (num_pending_ == kMaxPending) count_pending();
-        const size_t place = hash_of(key) % kCapacity;
-        __builtin_prefetch(&keys_[place]);
-        __builtin_prefetch(rows_[place].counts, 1);
-        __builtin_prefetch(rows_[place].sums, 1);
-        Pending& pending = pending_[num_pending_++];
-        pending.key = key;
-        return pending;
-    }
-
-    // Whether the next block could need more room, or its counters overflow.
-    bool is_full(int64_t blocks) const { return used_.size() > kCapacity / 2 || blocks >= kMaxBlocks; }
-
-    void drain(std::vector<ColumnPair>& pairs) {
-        count_pending();
-        for (const size_t place : used_) {
-            const Row& row = rows_[place];
-            ColumnPair pair{keys_[place], row.blocks, {}, {}};
-            int64_t counted = 0, summed = 0;
-            for (int k = 1; k < 9; ++k) {
-                counted += pair.counts[k] = row.counts[k - 1];
-                summed += pair.sums[k] = row.sums[k - 1];
-            }
-            pair.counts[0] = row.elements - counted;
-            pair.sums[0] = row.importance - summed;
-            pairs.push_back(pair);
-            keys_[place] = -1;
-        }
-        used_.clear();
-    }
-
-private:
-    void count_pending() {
-        for (int i = 0; i < num_pending_; ++i) {
-            const Pending& pending = pending_[i];
-            Row& added = row(pending.key);
-            for (int k = 0; k < 8; ++k) added.counts[k] += pending.counts[k];
-            for (int k = 0; k < 8; ++k) added.sums[k] += pending.sums[k];
-            added.blocks += pending.blocks;
-            added.elements += pending.elements;
-            added.importance += pending.importance;
-        }
-        num_pending_ = 0;
-    }
-
-    static constexpr size_t kCapacity = 1 << 16;
-    static constexpr int kMaxPending = 128;
-    // A block adds at most 16 * 255 to a counter.
-    static constexpr int64_t kMaxBlocks = 1 << 20;
-    std::vector<int64_t> keys_;
-    std::unique_ptr<Row[]> rows_;
-    std::vector<size_t> used_;
-    Pending pending_[kMaxPending];
-    int num_pending_ = 0;
-};
-
-// Sort pairs by key and add up those with equal keys.
-void merge_column_pairs(std::vector<ColumnPair>& pairs) {
-    std::vector<std::pair<int64_t, size_t>> order(pairs.size());
-    for (size_t i = 0; i < pairs.size(); ++i) order[i] = {pairs[i].key, i};
-    std::sort(order.begin(), order.end());
-    std::vector<ColumnPair> merged;
-    merged.reserve(pairs.size());
-    for (const auto& [key, i] : order) {
-        if (merged.empty() || merged.back().key != key) {
-            merged.push_back(pairs[i]);
-            continue;
-        }
-        merged.back().num_blocks += pairs[i].num_blocks;
-        for (int k = 0; k < 9; ++k) merged.back().counts[k] += pairs[i].counts[k], merged.back().sums[k] += pairs[i].sums[k];
-    }
-    pairs.swap(merged);
 }
 
 // s * 2**-a as BF16 bits without the sign; exact, as formats/columns.py makes sure.
@@ -216,14 +101,12 @@ int last_least(const Term* terms, int num_terms, int count) {
 }
 
 void count_fields(const uint8_t* packed, const Plan& plan, Fields& fields) {
-    std::memset(fields.counts, 0, plan.num_groups * sizeof fields.counts[0]);
     std::memset(fields.sums, 0, plan.num_groups * sizeof fields.sums[0]);
     std::memset(fields.present, 0, sizeof fields.present);
     for (int i = 0; i < kBlock; ++i) {
         const int nibble = packed[i / 2] >> (4 * (i & 1)) & 15;
         if (nibble == 8) continue;
         const int group = plan.groups[i], k = nibble < 8 ? 8 - nibble : nibble - 8;
-        ++fields.counts[group][k - 1];
         fields.sums[group][k - 1] = static_cast<uint16_t>(fields.sums[group][k - 1] + plan.importance[i]);
         fields.present[group] = static_cast<uint8_t>(fields.present[group] | 1 << (k - 1));
     }
@@ -267,26 +150,10 @@ Chosen search_all(const Fields& fields, const Plan& plan, const SplitScale& scal
     return chosen;
 }
 
-Mapping plain_mapping(uint32_t bits, int byte, float global_scale) {
-    Mapping mapping{};
-    const float scale = bf16_value(bits), step = e4m3_value(byte) * global_scale;
-    const double exact_step = static_cast<double>(e4m3_value(byte)) * static_cast<double>(global_scale);
-    for (int k = 1; k < 9; ++k) {
-        const float scaled = round_to_bf16(static_cast<float>(k) * scale) / step;
-        const int code = nearest_code(scaled);
-        mapping.map[8 - k] = static_cast<uint8_t>(code | (scaled > 0.0f ? 8 : 0));
-        if (k < 8) mapping.map[8 + k] = static_cast<uint8_t>(code);
-        const bool is_exact = static_cast<double>(k) * static_cast<double>(scale) == kCodeValues[code] * exact_step;
-        mapping.inexact = static_cast<uint8_t>(mapping.inexact | !is_exact << (k - 1));
-    }
-    return mapping;
-}
-
-float largest_magnitude(const Fields& fields, const Plan& plan, const uint32_t* bits) {
+float largest_weight(const Fields& fields, const Plan& plan, const uint32_t* bits) {
     float amax = 0.0f;
     for (int group = 0; group < plan.num_groups; ++group) {
-        int largest = 0;
-        while (fields.present[group] >> largest) ++largest;
+        const int largest = largest_magnitude(fields.present[group]);
         amax = std::max(amax, round_to_bf16(static_cast<float>(largest) * bf16_value(bits[group])));
     }
     return amax;
@@ -295,10 +162,11 @@ float largest_magnitude(const Fields& fields, const Plan& plan, const uint32_t* 
 // Converts block after block.
 class Converter {
 public:
-    Converter(Rule rule, int exponent, float global_scale, const SearchTables& tables, ColumnTally& tally,
-              ColumnCounts& counted)
-        : rule_(rule), exponent_(exponent), global_scale_(global_scale), known_(rule == Rule::plain ? kKnown : 0), tables_(tables),
-          inexact_(packed_errors(tables).inexact), wide_(wide_errors()), tally_(tally), counted_(counted) {}
+    Converter(bool is_plain, int exponent, float global_scale, const SearchTables& tables)
+        : is_plain_(is_plain), exponent_(exponent), global_scale_(global_scale), known_(is_plain ? kKnown : 0),
+          tables_(tables), wide_(wide_errors()) {}
+
+    int64_t outside_normal = 0;
 
     void convert(const uint8_t* packed, uint16_t scale_bits, const Plan& plan, uint8_t* out, uint8_t* scale_byte) {
         Fields fields;
@@ -307,22 +175,9 @@ public:
         } else {
             count_fields(packed, plan, fields);
         }
-        uint32_t bits[kNumExponents];
-        for (int group = 0; group < plan.num_groups; ++group) bits[group] = divided_bits(scale_bits, plan.exponents[group]);
         Mapping mappings[kNumExponents];
-        *scale_byte = static_cast<uint8_t>(rule_ == Rule::plain ? choose_plain(fields, plan, bits, mappings)
-                                                                 : choose_optimal(fields, plan, scale_bits, mappings));
-        bool is_equal = true;
-        for (int group = 0; group < plan.num_groups; ++group) {
-            is_equal &= (mappings[group].inexact & fields.present[group]) == 0;
-            ColumnTally::Pending& added = tally_.add(static_cast<int64_t>(bits[group]) << 8 | *scale_byte);
-            std::memcpy(added.counts, fields.counts[group], sizeof added.counts);
-            std::memcpy(added.sums, fields.sums[group], sizeof added.sums);
-            added.blocks = group == 0;
-            added.elements = plan.sizes[group];
-            added.importance = plan.importances[group];
-        }
-        counted_.equal_blocks += is_equal;
+        *scale_byte = static_cast<uint8_t>(is_plain_ ? choose_plain(fields, plan, scale_bits, mappings)
+                                                     : choose_optimal(fields, plan, scale_bits, mappings));
         if (uses_avx2_) return avx2::encode_groups(packed, plan.split_groups, mappings, plan.num_groups, out);
         for (int i = 0; i < kBlock; i += 2) {
             const uint8_t byte = packed[i / 2];
@@ -332,12 +187,18 @@ public:
     }
 
 private:
-    int choose_plain(const Fields& fields, const Plan& plan, const uint32_t* bits, Mapping* mappings) {
-        const int byte = plain_scale_byte(largest_magnitude(fields, plan, bits), global_scale_);
+    int choose_plain(const Fields& fields, const Plan& plan, uint16_t scale_bits, Mapping* mappings) {
+        uint32_t bits[kNumExponents];
+        for (int group = 0; group < plan.num_groups; ++group) bits[group] = divided_bits(scale_bits, plan.exponents[group]);
+        const int byte = plain_scale_byte(largest_weight(fields, plan, bits), global_scale_);
         for (int group = 0; group < plan.num_groups; ++group) {
-            const int64_t key = static_cast<int64_t>(bits[group]) << 8 | byte;
-            Known& known = known_[hash_of(key) % kKnown];
-            if (known.key != key) known = {key, plain_mapping(bits[group], byte, global_scale_)};
+            const uint32_t key = bits[group] << 8 | static_cast<uint32_t>(byte);
+            Known& known = known_[key * 0x9E3779B1u >> (32 - kKnownBits)];
+            if (known.key != key) {
+                known.key = key;
+                known.mapping = Mapping{};
+                plain_map(bf16_value(bits[group]), byte, global_scale_, known.mapping.map);
+            }
             mappings[group] = known.mapping;
         }
         return byte;
@@ -377,64 +238,44 @@ private:
         Chosen chosen{first + found, 0};
         chosen.scale_byte = 8 * (10 - (exponent_ - scale.exponent)) + chosen.grid_index;
         if (chosen.scale_byte < kMinNormalByte || chosen.scale_byte > kMaxByte) {
-            chosen = search_all(fields, plan, scale, exponent_, counted_.outside_normal);
+            chosen = search_all(fields, plan, scale, exponent_, outside_normal);
         }
         for (int group = 0; group < plan.num_groups; ++group) {
             const int place = table * kNumCandidates + rank_of(chosen.grid_index + 8 * plan.exponents[group]);
             std::memcpy(mappings[group].map, map_of(tables_, place), 16);
-            mappings[group].inexact = inexact_[place];
         }
         return chosen.scale_byte;
     }
 
-    static constexpr size_t kKnown = 1 << 14;
+    static constexpr int kKnownBits = 14;
+    static constexpr size_t kKnown = size_t{1} << kKnownBits;
     struct Known {
-        int64_t key = -1;
+        uint32_t key = ~0u;
         Mapping mapping;
     };
 
-    const bool uses_avx2_ = uses_avx2();
-    const Rule rule_;
+    const bool uses_avx2_ = uses_avx2(), is_plain_;
     const int exponent_;
     const float global_scale_;
-    // Mappings of `plain` that were computed last.
+    // Maps of `plain` that were computed last.
     std::vector<Known> known_;
     const SearchTables& tables_;
-    const uint8_t* inexact_;
     const WideErrors& wide_;
-    ColumnTally& tally_;
-    ColumnCounts& counted_;
 };
-
-// The histogram of |q| = 1..8 of a block of 8 bytes, a byte each.
-using Histogram = uint64_t;
-
-void count_block(ColumnTally::Pending& added, Histogram histogram, const uint64_t words[2], uint32_t importance) {
-    for (int k = 0; k < 8; ++k) added.counts[k] = histogram >> (8 * k) & 0xFF;
-    std::memcpy(added.sums, words, sizeof added.sums);
-    added.blocks = 1;
-    added.elements = kBlock;
-    added.importance = static_cast<uint16_t>(importance);
-}
 
 // Converts groups of columns with AVX2; `converter` takes the blocks with exponents and those that it cannot settle.
 class WeightedConverter {
 public:
-    WeightedConverter(const std::vector<Plan>& plans, int exponent, const SearchTables& tables, ColumnTally& tally,
-                      ColumnCounts& counted, Converter& converter)
+    WeightedConverter(const std::vector<Plan>& plans, int exponent, const SearchTables& tables, Converter& converter)
         : plans_(plans), split_(plans.size()), exponent_(exponent), tables_(tables), packed_(packed_errors(tables)),
-          tally_(tally), counted_(counted), converter_(converter) {
+          converter_(converter) {
         for (size_t block = 0; block < plans.size(); ++block) split_[block] = plans[block].split_importance;
     }
 
-    void convert(const Int4& source, size_t first, size_t size, size_t place, uint8_t* out, uint8_t* scale_bytes) {
-        uint64_t histograms[2 * kBatchGroups];
-        avx2::count_blocks(source.packed + 16 * first, 2 * size, histograms);
-        for (size_t i = 0; i < size; ++i, place += 2) {
+    void convert(const Int4& source, uint8_t* out, uint8_t* scale_bytes) {
+        for (size_t group = 0, place = 0; group < source.num_groups; ++group, place += 2) {
             if (place == plans_.size()) place = 0;
-            const size_t group = first + i;
-            const uint32_t bits = source.scale_bits[group] & 0x7FFF;
-            const SplitScale scale = split_scale(bits);
+            const SplitScale scale = split_scale(source.scale_bits[group] & 0x7FFF);
             const int table = scale.mantissa == 0 ? 0 : scale.mantissa - kNumMantissas;
             const int first_index = grid_index_of_one(table + kNumMantissas) - kBelowOne;
             Found found[2];
@@ -454,9 +295,6 @@ public:
                     continue;
                 }
                 scale_bytes[block] = static_cast<uint8_t>(byte);
-                counted_.equal_blocks += (packed_.inexact[at] & present) == 0;
-                count_block(tally_.add(static_cast<int64_t>(bits) << 8 | byte), histograms[2 * i + half],
-                            found[half].words, plan.importances[0]);
                 avx2::encode_block(source.packed + 8 * block, map_of(tables_, at), out + 8 * block);
             }
         }
@@ -468,15 +306,8 @@ private:
     const int exponent_;
     const SearchTables& tables_;
     const PackedErrors& packed_;
-    ColumnTally& tally_;
-    ColumnCounts& counted_;
     Converter& converter_;
 };
-
-ColumnTally& thread_column_tally() {
-    thread_local ColumnTally tally;
-    return tally;
-}
 
 // The candidate of a lane of a vector in PackedErrors, so that one mask of equal lanes is in the order of candidates.
 int candidate_of_lane(int vector, int lane) {
@@ -504,47 +335,28 @@ const PackedErrors& packed_errors(const SearchTables& tables) {
                     }
                 }
             }
-            for (int rank = 0; rank < kNumCandidates; ++rank) {
-                uint8_t bits = 0;
-                for (int k = 1; k < 9; ++k) bits = static_cast<uint8_t>(bits | (full[k * kNumCandidates + rank] != 0.0) << (k - 1));
-                made->inexact[ms * kNumCandidates + rank] = bits;
-            }
         }
         return made;
     }();
     return *packed;
 }
 
-ColumnCounts convert_columns(const Int4& source, const Columns& columns, Rule rule, int exponent, float global_scale,
-                             const SearchTables& tables, uint8_t* out, uint8_t* scale_bytes) {
+int64_t convert_columns(const Int4& source, const Columns& columns, bool is_plain, int exponent, float global_scale,
+                        const SearchTables& tables, uint8_t* out, uint8_t* scale_bytes) {
     const std::vector<Plan> plans = make_plans(columns);
-    ColumnTally& tally = thread_column_tally();
-    ColumnCounts counted;
-    Converter converter(rule, exponent, global_scale, tables, tally, counted);
-    WeightedConverter weighted(plans, exponent, tables, tally, counted, converter);
-    const bool is_weighted = uses_avx2() && rule == Rule::optimal;
-    int64_t since_drained = 0;
-    for (size_t first = 0; first < source.num_groups; first += kBatchGroups) {
-        if (tally.is_full(since_drained)) tally.drain(counted.pairs), since_drained = 0;
-        const size_t size = std::min<size_t>(kBatchGroups, source.num_groups - first);
-        size_t place = 2 * first % plans.size();
-        // count_blocks takes multiples of four blocks.
-        const size_t whole = is_weighted ? size / 2 * 2 : 0;
-        if (whole > 0) weighted.convert(source, first, whole, place, out, scale_bytes);
-        place = 2 * (first + whole) % plans.size();
-        for (size_t group = first + whole; group < first + size; ++group, place += 2) {
-            if (place == plans.size()) place = 0;
-            for (size_t half = 0; half < 2; ++half) {
-                const size_t block = 2 * group + half;
-                converter.convert(source.packed + 8 * block, source.scale_bits[group], plans[place + half],
-                                  out + 8 * block, scale_bytes + block);
-            }
-        }
-        since_drained += static_cast<int64_t>(2 * size);
+    Converter converter(is_plain, exponent, global_scale, tables);
+    if (uses_avx2() && !is_plain) {
+        WeightedConverter(plans, exponent, tables, converter).convert(source, out, scale_bytes);
+        return converter.outside_normal;
     }
-    tally.drain(counted.pairs);
-    merge_column_pairs(counted.pairs);
-    return counted;
+    for (size_t group = 0, place = 0; group < source.num_groups; ++group, place += 2) {
+        if (place == plans.size()) place = 0;
+        for (size_t block = 2 * group; block < 2 * group + 2; ++block) {
+            converter.convert(source.packed + 8 * block, source.scale_bits[group], plans[place + block % 2], out + 8 * block,
+                              scale_bytes + block);
+        }
+    }
+    return converter.outside_normal;
 }
 
 MeasuredColumns measure_columns(const Int4& source, const Columns& columns) {
@@ -566,8 +378,7 @@ MeasuredColumns measure_columns(const Int4& source, const Columns& columns) {
             Fields fields;
             count_fields(source.packed + 16 * group + 8 * half, plan, fields);
             for (int i = 0; i < plan.num_groups; ++i) {
-                int most = 0;
-                while (fields.present[i] >> most) ++most;
+                const int most = largest_magnitude(fields.present[i]);
                 measured.amax = std::max(measured.amax, round_to_bf16(static_cast<float>(most) * scales[i]));
             }
         }

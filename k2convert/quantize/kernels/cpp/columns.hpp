@@ -18,7 +18,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "int4.hpp"
 
@@ -31,19 +30,10 @@ struct Columns {
     size_t size;
 };
 
-// One pair as in tally.hpp, with the summed importance of its elements with |q| = 0..8.
-struct ColumnPair {
-    int64_t key, num_blocks, counts[9], sums[9];
-};
-
-struct ColumnCounts {
-    std::vector<ColumnPair> pairs;
-    int64_t equal_blocks = 0, outside_normal = 0;
-};
-
-// Convert whole rows. g = 2**exponent under `optimal`, the FP32 number `global_scale` under `plain`.
-ColumnCounts convert_columns(const Int4& source, const Columns& columns, Rule rule, int exponent, float global_scale,
-                             const SearchTables& tables, uint8_t* out, uint8_t* scale_bytes);
+// Convert whole rows; return the blocks that a scale outside the normal range would serve strictly better. g =
+// 2**exponent under `optimal`, the FP32 number `global_scale` under `plain`.
+int64_t convert_columns(const Int4& source, const Columns& columns, bool is_plain, int exponent, float global_scale,
+                        const SearchTables& tables, uint8_t* out, uint8_t* scale_bytes);
 
 // The largest |s * 2**-a| of a column and the largest |bf16(q * s * 2**-a)|; every scale must be usable.
 struct MeasuredColumns {
@@ -74,8 +64,6 @@ inline int rank_of(int grid_index) {
 // (s / ms)**2, capped at 65,535 and minus 32,768. Vector and lane of a candidate: see columns_avx2.cpp.
 struct alignas(64) PackedErrors {
     int16_t errors[kNumMantissas * kSearched * 8];
-    // Which |q| are not exact under a candidate, [128, 82] by rank.
-    uint8_t inexact[kNumMantissas * kNumCandidates];
 };
 const PackedErrors& packed_errors(const SearchTables& tables);
 
@@ -91,16 +79,15 @@ struct alignas(32) SplitGroups {
     uint8_t masks[kGroupRoom][16];
 };
 
-// The fields of a block: elements and summed importance by group and |q| = 1..8; bit k - 1 is set if some |q| is k.
+// The fields of a block: summed importance by group and |q| = 1..8; bit k - 1 is set if some |q| is k.
 struct alignas(32) Fields {
-    uint16_t counts[kGroupRoom][8], sums[kGroupRoom][8];
+    uint16_t sums[kGroupRoom][8];
     uint8_t present[kGroupRoom];
 };
 
-// What happens to the elements of a group: the output nibble of each source nibble, and which |q| are inexact.
+// What happens to the elements of a group: the output nibble of each source nibble.
 struct alignas(16) Mapping {
     uint8_t map[16];
-    uint8_t inexact;
 };
 
 // The summed importance of a field and the errors of its elements under consecutive candidates, also as float32.
@@ -112,9 +99,8 @@ struct Term {
 
 // The winner of a block of one group.
 struct Found {
-    uint64_t words[2];    // summed importance of |q| = 1..8, 16 bits each
-    int32_t position;     // from the first searched candidate on
-    uint8_t present;      // bit k - 1 is set if some |q| is k
+    int32_t position;  // from the first searched candidate on
+    uint8_t present;   // bit k - 1 is set if some |q| is k
 };
 
 namespace avx2 {

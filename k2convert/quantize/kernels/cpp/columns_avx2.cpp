@@ -71,8 +71,6 @@ void search_weighted(const uint8_t* packed, const SplitImportance* importance, c
     const auto* table = reinterpret_cast<const __m256i*>(errors);
     found[0].position = last_least(_mm256_permute4x64_epi64(sums, 0x44), table);
     found[1].position = last_least(_mm256_permute4x64_epi64(sums, 0xEE), table);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(found[0].words), _mm256_castsi256_si128(sums));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(found[1].words), _mm256_extracti128_si256(sums, 1));
     const __m256i absent = _mm256_packs_epi16(_mm256_cmpeq_epi16(sums, _mm256_setzero_si256()), _mm256_setzero_si256());
     const uint32_t present = ~static_cast<uint32_t>(_mm256_movemask_epi8(absent));
     found[0].present = static_cast<uint8_t>(present);
@@ -116,11 +114,10 @@ void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitI
     for (int group = 0; group < num_groups; group += 2) {
         const __m256i mask = _mm256_load_si256(reinterpret_cast<const __m256i*>(groups.masks[group]));
         const __m256i magnitudes = _mm256_and_si256(all, mask);
-        const __m256i counts = sum_groups(magnitudes, _mm256_set1_epi8(1)), sums = sum_groups(magnitudes, weights);
-        _mm256_store_si256(reinterpret_cast<__m256i*>(fields.counts[group]), counts);
+        const __m256i sums = sum_groups(magnitudes, weights);
         _mm256_store_si256(reinterpret_cast<__m256i*>(fields.sums[group]), sums);
         const __m256i zero = _mm256_setzero_si256();
-        const uint32_t absent = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_packs_epi16(_mm256_cmpeq_epi16(counts, zero), zero)));
+        const uint32_t absent = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_packs_epi16(_mm256_cmpeq_epi16(sums, zero), zero)));
         fields.present[group] = static_cast<uint8_t>(~absent);
         fields.present[group + 1] = static_cast<uint8_t>(~absent >> 16);
     }

@@ -13,7 +13,7 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <initializer_list>
 
 #include "tally.hpp"
 
@@ -116,5 +116,8 @@ inline uint8_t present_magnitudes(uint64_t word) {
     uint64_t bits = ((word & 0x7F7F7F7F7F7F7F7Full) + 0x7F7F7F7F7F7F7F7Full) & 0x8080808080808080ull;
     return static_cast<uint8_t>((bits >> 7) * 0x0102040810204080ull >> 56);
 }
+
+// The largest |q| of a set.
+inline int largest_magnitude(uint8_t present) { return 31 - __builtin_clz(2u * present | 1u); }
 
 }  // namespace k2

@@ -1,5 +1,6 @@
 #include "int4.hpp"
 
+#include <cmath>
 #include <limits>
 
 #include "instructions.hpp"
@@ -25,15 +26,12 @@ void fill_plain_rows(uint8_t* row, uint32_t bits, float global_scale) {
     const float scale = bf16_value(bits & 0x7FFF);
     for (int largest = 0; largest < kPlainRows; ++largest, row += kRowBytes) {
         const int byte = plain_scale_byte(round_to_bf16(static_cast<float>(largest) * scale), global_scale);
-        const float step = e4m3_value(byte) * global_scale;
         row[kScaleByte] = static_cast<uint8_t>(byte);
+        plain_map(scale, byte, global_scale, row + kMapByte);
+        const double exact_step = static_cast<double>(e4m3_value(byte)) * static_cast<double>(global_scale);
         for (int k = 1; k < 9; ++k) {
-            const float scaled = round_to_bf16(static_cast<float>(k) * scale) / step;
-            const int code = nearest_code(scaled);
-            row[kMapByte + 8 - k] = static_cast<uint8_t>(code | (scaled > 0.0f ? 8 : 0));
-            if (k < 8) row[kMapByte + 8 + k] = static_cast<uint8_t>(code);
-            const double exact_step = static_cast<double>(e4m3_value(byte)) * static_cast<double>(global_scale);
-            const bool is_exact = static_cast<double>(k) * static_cast<double>(scale) == kCodeValues[code] * exact_step;
+            const double wanted = static_cast<double>(k) * static_cast<double>(scale);
+            const bool is_exact = wanted == kCodeValues[row[kMapByte + 8 - k] & 7] * exact_step;
             row[kInexactByte] = static_cast<uint8_t>(row[kInexactByte] | !is_exact << (k - 1));
         }
     }
@@ -77,6 +75,16 @@ Counted convert_batches(const Int4& source, uint8_t* out, uint8_t* scale_bytes, 
 }
 
 }  // namespace
+
+void plain_map(float scale, int byte, float global_scale, uint8_t* map) {
+    const float step = e4m3_value(byte) * global_scale;
+    for (int k = 1; k < 9; ++k) {
+        const float scaled = round_to_bf16(static_cast<float>(k) * scale) / step;
+        const int code = nearest_code(scaled);
+        map[8 - k] = static_cast<uint8_t>(code | (scaled > 0.0f ? 8 : 0));
+        if (k < 8) map[8 + k] = static_cast<uint8_t>(code);
+    }
+}
 
 Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTables& tables, Tally& tally,
                      Totals& totals) {
@@ -160,6 +168,40 @@ uint16_t largest_bits_of(const uint16_t* scale_bits, size_t size) {
 
 }  // namespace
 
+Figures figures_of(const Counted& counted, Rule rule, double global_scale, RowSums& sums) {
+    Figures figures;
+    figures.equal_blocks = counted.equal_blocks;
+    for (const Pair& pair : counted.pairs) {
+        const float scale = bf16_value(static_cast<uint32_t>(pair.key >> 8)), block_scale = e4m3_value(pair.key & 0xFF);
+        const double exact_scale = scale, step = static_cast<double>(block_scale) * global_scale;
+        const float plain_step = block_scale * static_cast<float>(global_scale);
+        double energy = 0.0, error = 0.0;
+        for (int k = 0; k < 9; ++k) {
+            if (pair.counts[k] == 0) continue;
+            const double count = static_cast<double>(pair.counts[k]), wanted = k * exact_scale;
+            const int code = rule == Rule::plain ? nearest_code(round_to_bf16(static_cast<float>(k) * scale) / plain_step)
+                                                 : nearest_code(4.0 * wanted, step);
+            const double written = kCodeValues[code] * step, difference = std::fabs(wanted - written);
+            energy += count * (wanted * wanted);
+            error += count * (difference * difference);
+            if (wanted != 0.0) {
+                figures.num_nonzero += pair.counts[k];
+                if (difference == 0.0) figures.equal_nonzero += pair.counts[k];
+                figures.max_error_steps = std::max(figures.max_error_steps, difference / exact_scale);
+                figures.least_scale = std::min(figures.least_scale, exact_scale);
+            }
+            if (round_half_even(exact_scale > 0.0 ? written / exact_scale : 0.0) == k) {
+                figures.recoverable_codes += pair.counts[k];
+            }
+        }
+        figures.num_five_or_seven += pair.counts[5] + pair.counts[7];
+        figures.num_minus_eight += pair.counts[8];
+        sums.energy += energy;
+        sums.error += error;
+    }
+    return figures;
+}
+
 Measured measure(const Int4& source) {
     Measured measured{0, 0.0f, true};
     for (size_t first = 0; first < source.num_groups; first += kChunkGroups) {
@@ -172,9 +214,8 @@ Measured measure(const Int4& source) {
             const float scale = bf16_value(source.scale_bits[group] & 0x7FFF);
             if (!(8.0f * scale > measured.amax)) continue;
             const uint8_t* packed = source.packed + 16 * group;
-            const uint8_t present = present_magnitudes(block_word(packed)) | present_magnitudes(block_word(packed + 8));
-            int largest = 0;
-            while (present >> largest) ++largest;
+            const int largest = largest_magnitude(present_magnitudes(block_word(packed)) |
+                                                  present_magnitudes(block_word(packed + 8)));
             measured.amax = std::max(measured.amax, round_to_bf16(static_cast<float>(largest) * scale));
         }
     }

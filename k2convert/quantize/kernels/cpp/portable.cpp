@@ -81,9 +81,7 @@ void convert_plain(const Batch& batch, Tally& tally, Totals& totals) {
         const uint8_t* packed = batch.packed + 8 * block;
         const uint64_t word = block_word(packed);
         const uint8_t present = present_magnitudes(word);
-        int largest = 0;
-        while (present >> largest) ++largest;
-        uint8_t* row = tally.rows() + tally.slot(batch.slots[block / 2]).row + largest * kRowBytes;
+        uint8_t* row = tally.rows() + tally.slot(batch.slots[block / 2]).row + largest_magnitude(present) * kRowBytes;
         count_row(row, word);
         totals.equal_blocks += (row[kInexactByte] & present) == 0;
         batch.scale_bytes[block] = row[kScaleByte];

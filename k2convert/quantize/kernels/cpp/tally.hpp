@@ -1,4 +1,7 @@
-// Counting pairs of source scale and block scale during the conversion.
+// Counting pairs of source scale and block scale during the conversion, when columns have no factors.
+//
+// Under a rule, the pair decides the code of each |q|, so all figures follow from a few thousand counts. It takes a
+// third of the time of comparing every weight with its code, which measure.hpp does for any other NVFP4 weight.
 //
 // Every distinct source scale gets a slot, and every slot a few rows, one for each block scale that its blocks usually
 // get. The row is found without a search: under `optimal` by the candidate's position, under `plain` by the block's

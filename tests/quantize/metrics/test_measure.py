@@ -1,4 +1,4 @@
-"""Any NVFP4 codes are measured as a direct computation measures them, and a rule's own codes as that rule's metrics."""
+"""Any NVFP4 weight is measured as a direct computation measures it, and what a conversion counts on the way is that."""
 
 from __future__ import annotations
 
@@ -10,25 +10,31 @@ from typing import Any
 import numpy as np
 import pytest
 from column_makers import exponents_of, importance_of, some_rows
-from int4_makers import MAKERS, trained_like
+from int4_makers import MAKERS, any_bytes, trained_like
 from numpy.typing import NDArray
 
+from k2convert.choices import Rule
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import bf16_values
+from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
+from k2convert.quantize.formats.columns import divide_columns
+from k2convert.quantize.formats.e4m3 import decode_e4m3
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4, unpack_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
-from k2convert.quantize.kernels.codes import measure_codes
+from k2convert.quantize.kernels import _cpu
+from k2convert.quantize.metrics.measure import add_up, measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import create_quantizer
 from k2convert.quantize.rules.magnitude import Magnitude, measure
+
+pytestmark = pytest.mark.usefixtures("instructions")
 
 REACH = [0, 2]
 
 
 def converted(
-    source: Int4Weight, importance: NDArray[np.uint8] | None = None
+    source: Int4Weight, importance: NDArray[np.uint8] | None = None, rule: Rule = "weighted"
 ) -> tuple[Nvfp4Weight, Magnitude, WeightMetrics]:
-    quantizer = create_quantizer("native", rule="weighted", device="cpu")
+    quantizer = create_quantizer("native", rule=rule, device="cpu")
     magnitude = quantizer.measure(source, name="w")
     scale = quantizer.global_scale(magnitude, is_int4=True)
     result, metrics = quantizer.quantize(
@@ -89,7 +95,7 @@ def test_the_figures_are_those_of_a_direct_computation(maker: str, reach: int) -
     importance = importance_of(rng)
     codes, magnitude, _ = converted(source, importance)
     codes = perturbed(codes, rng)
-    found = measure_codes(source, codes, name="w", magnitude=magnitude, importance=importance)
+    found = measure_quantized(source, codes, name="w", magnitude=magnitude, importance=importance)
     for name, value in directly(source, codes, importance).items():
         measured = getattr(found, name)
         if isinstance(value, int):
@@ -103,16 +109,13 @@ def test_the_figures_are_those_of_a_direct_computation(maker: str, reach: int) -
     assert found.sampled_error_bound <= found.sampled_error_plain * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("has_importance", [False, True])
-@pytest.mark.parametrize("reach", REACH, ids=["even", "exponents"])
+@pytest.mark.parametrize("rule", ["optimal", "plain"])
 @pytest.mark.parametrize("maker", MAKERS)
-def test_the_codes_of_a_rule_have_the_metrics_of_that_rule(maker: str, reach: int, has_importance: bool) -> None:
-    """Among them every source scale; the metrics of rules come from counted pairs, another way to the same figures."""
-    rng = np.random.default_rng(5)
-    source = some_rows(maker, exponents_of(rng, reach))
-    importance = importance_of(rng) if has_importance else None
-    codes, magnitude, expected = converted(source, importance)
-    found = measure_codes(source, codes, name="w", magnitude=magnitude, importance=importance)
+def test_a_conversion_counts_what_is_measured(maker: str, rule: Rule) -> None:
+    """Among them every source scale. Without factors a conversion counts pairs of scales, another way to them."""
+    source = MAKERS[maker]()
+    codes, magnitude, expected = converted(source, rule=rule)
+    found = measure_quantized(source, codes, name="w", magnitude=magnitude)
     for field in dataclasses.fields(WeightMetrics):
         measured, stated = getattr(found, field.name), getattr(expected, field.name)
         if field.name == "blocks_outside_normal":
@@ -129,7 +132,7 @@ def test_a_bf16_weight_is_measured_like_any_other() -> None:
     scale = quantizer.global_scale(magnitude, is_int4=False)
     codes, _ = quantizer.quantize(source, name="w", magnitude=magnitude, global_scale=scale)
     codes = perturbed(codes, np.random.default_rng(2))
-    found = measure_codes(source, codes, name="w", magnitude=magnitude)
+    found = measure_quantized(source, codes, name="w", magnitude=magnitude)
     difference = bf16_values(source.bits).astype(np.float64) - dequantize_nvfp4(codes)
     assert math.isclose(found.squared_error, float((difference**2).sum()), rel_tol=1e-12)
     assert found.num_codes is None
@@ -138,8 +141,61 @@ def test_a_bf16_weight_is_measured_like_any_other() -> None:
 def test_codes_that_do_not_fit_are_refused() -> None:
     source = trained_like(8, seed=1)
     codes, magnitude, _ = converted(source)
-    with pytest.raises(FormatError, match=r"w: NVFP4 codes \[4, 256\] for a weight \[8, 256\]"):
-        measure_codes(source, codes.rows(0, 4), name="w", magnitude=magnitude)
+    with pytest.raises(FormatError, match=r"w: .*\[4, 256\].*\[8, 256\]"):
+        measure_quantized(source, codes.rows(0, 4), name="w", magnitude=magnitude)
     codes.block_scales[3, 3] |= 0x80
     with pytest.raises(FormatError, match="w: an NVFP4 block scale is negative or NaN"):
-        measure_codes(source, codes, name="w", magnitude=magnitude)
+        measure_quantized(source, codes, name="w", magnitude=magnitude)
+
+
+@pytest.mark.parametrize("any_bytes_written", [False, True])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_both_instructions_measure_the_same_to_the_last_bit(maker: str, any_bytes_written: bool) -> None:
+    source, rng = MAKERS[maker](), np.random.default_rng(3)
+    for rule in ("optimal", "plain"):
+        codes = converted(source, rule=rule)[0]
+        packed, scales = codes.packed, codes.block_scales
+        if any_bytes_written:
+            packed, scales = rng.integers(0, 256, packed.shape, np.uint8), rng.integers(0, 127, scales.shape, np.uint8)
+        values = decode_e4m3(np.arange(256, dtype=np.uint8) & 0x7F) * codes.global_scale
+        before, found = _cpu.instructions(), []
+        for name in {"portable", before}:
+            _cpu.use_instructions(name)
+            found.append(add_up(source, packed, scales, values, None))
+        _cpu.use_instructions(before)
+        assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("is_int4", [False, True])
+def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool) -> None:
+    rng = np.random.default_rng(0)
+    importance, exponents = importance_of(rng), exponents_of(rng, 2)
+    source: Int4Weight | Bf16Weight = any_bytes(rows=16)
+    if not is_int4:
+        source = dequantize_int4(source)
+    if is_scaled and exponents is not None:
+        source = divide_columns(source, exponents, name="w")
+    if isinstance(source, Int4Weight):
+        exact = unpack_int4(source.packed) * source.element_scales().astype(np.float64)
+    else:
+        exact = bf16_values(source.bits).astype(np.float64)
+    results = []
+    for rule in ("weighted", "optimal"):
+        quantizer = create_quantizer("native", rule=rule, device="cpu")
+        magnitude = quantizer.measure(source, name="w")
+        g = quantizer.global_scale(magnitude, is_int4=is_int4)
+        results.append(quantizer.quantize(source, name="w", magnitude=magnitude, global_scale=g, importance=importance))
+    (written, metrics), (_, unweighted) = results
+    error, shares = exact - dequantize_nvfp4(written), importance / 255
+    assert metrics.energy == pytest.approx((exact**2).sum(), rel=1e-12)
+    assert metrics.squared_error == pytest.approx((error**2).sum(), rel=1e-12)
+    assert metrics.weighted_energy == pytest.approx((exact**2 * shares).sum(), rel=1e-12)
+    assert metrics.weighted_error == pytest.approx((error**2 * shares).sum(), rel=1e-12)
+    assert metrics.num_nonzero == np.count_nonzero(exact)
+    assert metrics.equal_nonzero == ((exact != 0) & (error == 0)).sum()
+    assert metrics.equal_blocks == (error.reshape(-1, 16) == 0).all(axis=1).sum()
+    assert metrics.sampled_error_achieved == pytest.approx(metrics.squared_error, rel=1e-12)
+    assert metrics.sampled_error_bound <= metrics.sampled_error_achieved
+    assert unweighted.weighted_error is None
+    assert unweighted.squared_error <= metrics.squared_error

@@ -1,0 +1,71 @@
+// Measuring quantized weights against their source, from the values alone: w' = v * b * g against w = q * s * 2**-a, or
+// a BF16 number. No rule is assumed, so any NVFP4 weight can be measured, and one changed bit is noticed.
+//
+// The squared error of an INT4 block without exponents is s**2 A - s b g B + (b g)**2 C, with the integers A = sum q**2,
+// B = sum q * 2v and C = sum v**2. If so little is left that rounding could be seen in it, the differences are squared
+// one by one. Counts are exact. Everything is equal to the last bit with and without AVX2.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+namespace k2 {
+
+// NVFP4 bytes, 8 of `packed` and one of `block_scales` for each block; `block_values` is b * g for each of the 256 bytes.
+struct Quantized {
+    const uint8_t *packed, *block_scales;
+    const double* block_values;
+};
+
+// 16 bytes of `packed` and the BF16 bits of one scale for each group of 32 weights.
+struct Int4Rows {
+    const uint8_t* packed;
+    const uint16_t* scale_bits;
+};
+
+// Of the channels of a row: 2**-a, 2**a and the importance; null if they have none.
+struct ChannelFactors {
+    const double *powers, *inverses, *importance;
+};
+
+// Of one row: sum w**2 and sum (w - w')**2, and the same times the importance.
+struct RowSums {
+    double energy = 0.0, error = 0.0, weighted_energy = 0.0, weighted_error = 0.0;
+};
+
+// Of many rows; the fields are those of WeightMetrics. `least_scale` is the least s * 2**-a of a weight that is not
+// zero, infinite without one. Only the first three have a meaning for BF16 weights.
+struct Figures {
+    int64_t num_nonzero = 0, equal_nonzero = 0, equal_blocks = 0;
+    int64_t recoverable_codes = 0, num_five_or_seven = 0, num_minus_eight = 0;
+    double max_error_steps = 0.0, least_scale = std::numeric_limits<double>::infinity();
+};
+
+// Measure one row of whole groups, or of blocks, and add to the figures.
+RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
+                     Figures& figures);
+RowSums measure_bf16(const uint16_t* source, const Quantized& written, size_t num_blocks, const double* importance,
+                     Figures& figures);
+
+// The sum of the bounds on the squared error of blocks: of BF16 weights, and of INT4 blocks with a scale and 16 exponents
+// each (see bounds.cpp).
+double sum_of_bounds_bf16(const uint16_t* source, size_t num_blocks);
+double sum_of_bounds_int4(const uint8_t* packed, const uint16_t* scale_bits, const int8_t* exponents, size_t num_blocks);
+
+// Add the number of times that each byte occurs to 256 counts.
+void count_bytes(const uint8_t* bytes, size_t size, int64_t* counts);
+
+// Squared error s**2 A of a block below which it is added up element by element.
+constexpr double kLeastShare = 0x1p-20;
+// The squared error of a block, element by element.
+double exact_error(const uint8_t* source, const uint8_t* packed, double scale, double step);
+// A group without channel factors: add its exact counts to the figures. Sums are not touched.
+void count_group(const uint8_t* source, const uint8_t* packed, double scale, const double steps[2], Figures& figures);
+
+namespace avx2 {
+// As measure_int4, for channels without factors.
+RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, Figures& figures);
+}  // namespace avx2
+
+}  // namespace k2

@@ -1,0 +1,177 @@
+"""Measuring quantized weights against their source: one way for every rule, element by element (cpp/measure.hpp).
+
+Nothing is known of the rule: the error is that of the written values v * b * g against the exact source, q * s or the
+BF16 value. Rows are added up in C++, and over rows with math.fsum, so the figures depend on no thread. The comparison
+with `plain` and with the bound costs more than the conversion, so it is made on a sample of the blocks.
+
+A conversion of INT4 weights whose columns have no factors counts on the way what the figures follow from
+(cpp/tally.hpp): the same counts, and the same sums but for their order.
+Without them, `run` would need a fifth more CPU time.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
+from k2convert.errors import FormatError
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.blocks import BLOCKS_PER_GROUP, BYTES_PER_BLOCK, sampled_blocks
+from k2convert.quantize.formats.e4m3 import MAX_BYTE, decode_e4m3
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.kernels import _cpu
+from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.quantize.rules.column_search import MAX_IMPORTANCE, check_importance
+from k2convert.quantize.rules.magnitude import Magnitude
+from k2convert.quantize.rules.plain import plain_global_scale
+
+MAX_SCALE_SPREAD: Final = 2.0**13
+_ZERO_CODES: Final = 0x88
+"""The byte of two INT4 codes of zero."""
+
+
+def measure_quantized(
+    source: SourceWeight,
+    result: Nvfp4Weight,
+    *,
+    name: str,
+    magnitude: Magnitude,
+    importance: NDArray[np.uint8] | None = None,
+    converted: Converted | None = None,
+) -> WeightMetrics:
+    """Measure any NVFP4 weight [N, K] against its source; FormatError, naming it, if shape or scales do not fit.
+
+    `magnitude` is that of all tensors that share the global scale. `importance` uint8 [K] adds the weighted sums.
+    `converted` is what the conversion found. The name decides which blocks are sampled.
+    """
+    if result.shape != source.shape:
+        raise FormatError(f"{name}: an NVFP4 weight {list(result.shape)} for a source {list(source.shape)}")
+    if result.block_scales.size and result.block_scales.max() > MAX_BYTE:
+        raise FormatError(f"{name}: an NVFP4 block scale is negative or NaN")
+    if importance is not None:
+        check_importance(importance, source.shape[1])
+    outside, found = (None, None) if converted is None else (converted.outside_normal, converted.sums)
+    if found is None:
+        found = _add_up(source, result, importance)
+    is_int4 = isinstance(source, Int4Weight)
+    histogram = np.zeros(256, dtype=np.int64)
+    _cpu.count_bytes(flat(result.block_scales), histogram)
+    used = tuple((byte, int(count)) for byte, count in enumerate(histogram) if count)
+    sampled, achieved, plain, bound = _sample(source, result, magnitude, zlib.crc32(name.encode()))
+    return WeightMetrics(
+        num_weights=2 * result.packed.size,
+        num_blocks=result.block_scales.size,
+        energy=found.energy,
+        squared_error=found.squared_error,
+        num_nonzero=found.num_nonzero,
+        equal_nonzero=found.equal_nonzero,
+        equal_blocks=found.equal_blocks,
+        num_codes=2 * result.packed.size if is_int4 else None,
+        max_error_steps=found.max_error_steps if is_int4 else None,
+        recoverable_codes=found.recoverable_codes if is_int4 else None,
+        num_five_or_seven=found.num_five_or_seven if is_int4 else None,
+        num_minus_eight=found.num_minus_eight if is_int4 else None,
+        blocks_outside_normal=outside,
+        scale_spread_exceeded=int(magnitude.scale_max / found.least_scale > MAX_SCALE_SPREAD) if is_int4 else None,
+        min_scale_byte=used[0][0] if used else None,
+        max_scale_byte=used[-1][0] if used else None,
+        scale_histogram=used,
+        sampled_blocks=sampled,
+        sampled_error_achieved=achieved,
+        sampled_error_plain=plain,
+        sampled_error_bound=bound,
+        weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
+        weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
+    )
+
+
+def _e4m3_values() -> NDArray[np.float64]:
+    """Return the number of every byte, float64 [256]; zero for those that are no block scale."""
+    values = np.zeros(256)
+    values[: MAX_BYTE + 1] = decode_e4m3(np.arange(MAX_BYTE + 1, dtype=np.uint8))
+    return values
+
+
+_E4M3: Final = _e4m3_values()
+
+
+def _add_up(source: SourceWeight, result: Nvfp4Weight, importance: NDArray[np.uint8] | None = None) -> Sums:
+    return add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale, importance)
+
+
+def add_up(
+    source: SourceWeight,
+    packed: NDArray[np.uint8],
+    block_scales: NDArray[np.uint8],
+    block_values: NDArray[np.float64],
+    importance: NDArray[np.uint8] | None,
+) -> Sums:
+    """Compare every weight with its written value; `block_values` is b * g for each of the 256 bytes of a scale."""
+    rows, columns = source.shape
+    sums_N4 = np.zeros((rows, 4))
+    factors = None if importance is None else importance.astype(np.float64)
+    written = flat(packed), flat(block_scales), block_values, columns
+    if isinstance(source, Bf16Weight):
+        counts = _cpu.measure_bf16(flat(source.bits), *written, factors, sums_N4.reshape(-1))
+    else:
+        exponents = source.column_exponents
+        powers = None if exponents is None else np.ldexp(1.0, -exponents.astype(np.int32))
+        inverses = None if powers is None else 1 / powers
+        codes = flat(source.packed), flat(source.scale_bits)
+        counts = _cpu.measure_int4(*codes, *written, powers, inverses, factors, sums_N4.reshape(-1))
+    energy, error, weighted_energy, weighted_error = map(_sum, sums_N4.T)
+    return Sums(energy, error, weighted_energy, weighted_error, *counts)
+
+
+def _sum(values: NDArray[np.float64]) -> float:
+    # fsum refuses infinity minus infinity, which damaged scales can give.
+    return math.fsum(values.tolist()) if np.isfinite(values).all() else math.nan
+
+
+def _sample(
+    source: SourceWeight, result: Nvfp4Weight, magnitude: Magnitude, seed: int
+) -> tuple[int, float, float, float]:
+    """Return how many blocks are sampled, and on them the error, that of `plain` at its own scale, and the bound."""
+    chosen = sampled_blocks(result.block_scales.size, sample_seed=seed)
+    if not chosen.size:
+        return 0, 0.0, 0.0, 0.0
+    packed, scales = _blocks(result.packed, BYTES_PER_BLOCK)[chosen], flat(result.block_scales)[chosen]
+    if isinstance(source, Bf16Weight):
+        bits = _blocks(source.bits, BLOCK_SIZE)[chosen]
+        bound = _cpu.sum_of_bounds_bf16(bits.reshape(-1))
+        some: SourceWeight = Bf16Weight(bits.reshape(1, -1))
+    else:
+        some, exponents = _sampled_int4(source, chosen)
+        blocks = _blocks(some.packed, GROUP_SIZE // 2)[:, :BYTES_PER_BLOCK]
+        bound = _cpu.sum_of_bounds_int4(flat(blocks), flat(some.scale_bits), exponents)
+        # Behind each block is one of zeros.
+        packed, scales = np.pad(packed, ((0, 0), (0, BYTES_PER_BLOCK))), scales.repeat(BLOCKS_PER_GROUP)
+    written = Nvfp4Weight(packed.reshape(1, -1), scales.reshape(1, -1), result.global_scale)
+    plain = convert(some, rule="plain", global_scale=plain_global_scale(magnitude)).weight
+    errors = [_add_up(some, codes).squared_error for codes in (written, plain)]
+    return chosen.size, errors[0], errors[1], bound
+
+
+def _sampled_int4(source: Int4Weight, chosen: NDArray[np.int64]) -> tuple[Int4Weight, NDArray[np.int8]]:
+    """Return the sampled blocks as one row, each with a block of zeros behind it, because a scale belongs to two.
+
+    Also returned are the exponents of the sampled blocks, int8 [16 M].
+    """
+    packed = np.full((chosen.size, GROUP_SIZE // 2), _ZERO_CODES, dtype=np.uint8)
+    packed[:, :BYTES_PER_BLOCK] = _blocks(source.packed, BYTES_PER_BLOCK)[chosen]
+    exponents = np.zeros((chosen.size, BLOCKS_PER_GROUP, BLOCK_SIZE), dtype=np.int8)
+    if source.column_exponents is not None:
+        exponents[:, 0] = _blocks(source.column_exponents, BLOCK_SIZE)[chosen % (source.shape[1] // BLOCK_SIZE)]
+    bits = flat(source.scale_bits)[chosen // BLOCKS_PER_GROUP].reshape(1, -1)
+    return Int4Weight(packed.reshape(1, -1), bits, exponents.reshape(-1)), flat(exponents[:, 0])
+
+
+def _blocks(array: NDArray[Any], size: int) -> NDArray[Any]:
+    return np.ascontiguousarray(array).reshape(-1, size)
