@@ -106,6 +106,12 @@ def plan_document(plan: "CalibrationPlan", *, finished_layers: int) -> dict[str,
     }
 
 
+def job_document(job: Job, plan: "CalibrationPlan") -> dict[str, Any]:
+    """Return what the walk of a job is, as plain data."""
+    done = plan.num_layers - layers_left(job, plan)
+    return plan_document(plan, finished_layers=done) | {"norm_scaling": bool(job.plan.recipe.norm_scaling)}
+
+
 def show_outputs(found: CalibrationRecord | None) -> None:
     """Print what a calibrated conversion made small: the error of outputs, or that of weights by their inputs."""
     if found is None:

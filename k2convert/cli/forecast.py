@@ -11,7 +11,6 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
 from k2convert.cli.options import parse_device
 from k2convert.errors import PlanError
-from k2convert.fit.gpus import Gpu, find_gpu
 from k2convert.job.machine import (
     THREADS_PER_GPU,
     available_memory,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from k2convert.calibrate.calibration import CalibrationPlan
     from k2convert.calibrate.cost import Time
     from k2convert.calibrate.sizes import Memory, PassSize
+    from k2convert.fit.gpus import Gpu
 
 DAY_SECONDS: Final = 86400
 
@@ -56,6 +56,8 @@ def choose_computer(name: str, *, dry_run: bool) -> Computer:
     if device is None and not dry_run:
         raise typer.BadParameter(f"--device {name}: expected auto, cpu or cuda; other machines only with --dry-run")
     if gpu is not None:
+        from k2convert.fit.gpus import find_gpu
+
         found = find_gpu(gpu)
         if found.flops is None or found.bandwidth is None:
             raise PlanError(f"--device {found.name}: its data sheet does not say its speed. Use another GPU.")

@@ -13,20 +13,17 @@ import typer
 from k2convert.cli import console
 from k2convert.cli.feedback import (
     forecast_walk,
-    layers_left,
+    job_document,
     norm_scaling_line,
     plan_line,
     read_calibration_text,
     show_outputs,
     show_walk,
 )
-from k2convert.cli.feedback import plan_document as calibration_document
 from k2convert.cli.forecast import Computer, choose_computer
 from k2convert.cli.machines import capacity_line, open_cluster, run_part
 from k2convert.cli.options import command_words, parse_device, parse_size
 from k2convert.cli.progress import Display, Waiting
-from k2convert.cli.texts import check_time
-from k2convert.cli.validation_view import contract_counts, show_validation
 from k2convert.cli.verbs import RunOptions
 from k2convert.cli.views import (
     estimate_document,
@@ -40,7 +37,6 @@ from k2convert.cli.views import (
     show_run,
 )
 from k2convert.errors import HubError, InvalidCheckpointError, missing_module, require_extra
-from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.xet import bound_memory
@@ -50,7 +46,6 @@ from k2convert.job.machine import has_driver
 from k2convert.job.parts import read_part
 from k2convert.job.places import Source, open_named_statistics, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
-from k2convert.job.publish import UnservableError
 from k2convert.job.run import Outcome, execute
 from k2convert.plan.recipe import TextUse, parse_settings, settle_recipe
 from k2convert.records.command import JobCommand
@@ -125,9 +120,8 @@ def run(options: RunOptions) -> None:
 def _read_text(
     options: RunOptions, use: TextUse, source: Source, computer: Computer | None
 ) -> "CalibrationText | None":
-    if computer is None:
-        return None
-    return read_calibration_text(options.calibrate or (), use, source, computer, quiet=options.quiet)
+    files, quiet = options.calibrate or (), options.quiet
+    return None if computer is None else read_calibration_text(files, use, source, computer, quiet=quiet)
 
 
 def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
@@ -176,6 +170,8 @@ def _recipe_overrides(options: RunOptions) -> dict[str, Any]:
 
 
 def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None:
+    from k2convert.cli.texts import check_time
+
     if options.ray is not None:
         _show_cluster_plan(job, options)
         return
@@ -187,7 +183,7 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
     if options.as_json:
         document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
         if job.feedback is not None and walk is not None and time is not None:
-            document["calibration"] = _calibration_document(job, job.feedback) | walk.document(time, needed)
+            document["calibration"] = job_document(job, job.feedback) | walk.document(time, needed)
         console.print_json(document)
     else:
         show_plan(job, source=options.source)
@@ -209,11 +205,6 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
         console.print_next(console.own_command(without="--dry-run", options=("--device",) if elsewhere else ()))
 
 
-def _calibration_document(job: Job, plan: "CalibrationPlan") -> dict[str, Any]:
-    done = plan.num_layers - layers_left(job, plan)
-    return calibration_document(plan, finished_layers=done) | {"norm_scaling": bool(job.plan.recipe.norm_scaling)}
-
-
 def _show_cluster_plan(job: Job, options: RunOptions) -> None:
     with Waiting("looks at the cluster", quiet=options.quiet), open_cluster(options) as cluster:
         capacity = cluster and cluster.capacity
@@ -230,6 +221,8 @@ def _show_cluster_plan(job: Job, options: RunOptions) -> None:
 
 
 def _show_published(job: Job, target: Target, *, as_json: bool) -> None:
+    from k2convert.hub.branch import Branch, branch_name
+
     Branch(job.hub, target, branch_name(job.digest)).delete()  # a run killed after its last commit leaves it
     record_published(job.destination.folder, Published(target.name, str(target.head)))
     console.print_note(f"{target.repo}: {target.revision} already holds this result")
@@ -250,15 +243,9 @@ def _do(job: Job, options: RunOptions) -> None:
     try:
         with open_cluster(options) as cluster, display as events:
             outcome = execute(job, events=events, cluster=cluster, verify=options.verify)
-    except UnservableError as error:
-        if options.as_json:
-            from k2convert.validate.results import validation_document
-
-            console.print_json(validation_document(error.validation))
-        else:
-            show_validation(error.validation)
-        raise
     except BaseException as error:
+        if _was_shown(error, options):
+            raise
         error.add_note(f"{display.tally.shards} of {len(job.plan.jobs)} shards are converted. The same command resumes")
         error.add_note(command.line(here=command.folder))  # both are shown after an interrupt
         raise
@@ -268,11 +255,28 @@ def _do(job: Job, options: RunOptions) -> None:
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
 
 
+def _was_shown(error: BaseException, options: RunOptions) -> bool:
+    """Show why a result was not published, if that is the error; returns whether it is."""
+    if not isinstance(error, InvalidCheckpointError):
+        return False
+    from k2convert.cli.validation_view import show_validation
+    from k2convert.job.publish import UnservableError
+    from k2convert.validate.results import validation_document
+
+    if isinstance(error, UnservableError) and options.as_json:
+        console.print_json(validation_document(error.validation))
+    elif isinstance(error, UnservableError):
+        show_validation(error.validation)
+    return isinstance(error, UnservableError)
+
+
 def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> float:
     """Say how long the rest of the walk takes, and return the seconds.
 
     Raises CalibrationError if it is too long, PlanError if the memory is not there.
     """
+    from k2convert.cli.texts import check_time
+
     check_room(job)
     walk = forecast_walk(job, plan, Computer(job.limits.devices, plan.text.threads))
     if walk.size.num_layers == 0:
@@ -301,6 +305,8 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
                 "commit": outcome.commit,
             }
             if outcome.validation is not None:
+                from k2convert.cli.validation_view import contract_counts
+
                 document["contract"] = contract_counts(outcome.validation.contract)
         console.print_json(document)
         _refuse_below_budget(job, missed)

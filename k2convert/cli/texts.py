@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from k2convert.calibrate.text import Windows, read_windows
 from k2convert.cli.console import format_span
 from k2convert.errors import CalibrationError
 from k2convert.job.places import Source
@@ -13,12 +12,15 @@ from k2convert.models.config import max_positions
 
 if TYPE_CHECKING:
     from k2convert.calibrate.cost import Time
+    from k2convert.calibrate.text import Windows
 
 MAX_HOURS: Final = 12
 
 
-def read_texts(source: Source, files: Sequence[Path], *, tokens: int, window: int, seed: int) -> Windows:
+def read_texts(source: Source, files: Sequence[Path], *, tokens: int, window: int, seed: int) -> "Windows":
     """Read texts with the source's tokenizer, and token ids, in windows that the model's positions allow."""
+    from k2convert.calibrate.text import read_windows
+
     return read_windows(
         files,
         tokenizer=source.checkpoint.folder,

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from k2convert.calibrate.columns import MIN_TOKENS
 from k2convert.cli.console import (
     format_bytes,
     format_rate,
@@ -14,7 +13,6 @@ from k2convert.cli.console import (
     print_note,
     print_table,
 )
-from k2convert.cli.validation_view import print_serve
 from k2convert.hub.branch import branch_name
 from k2convert.hub.client import MAIN, Hub
 from k2convert.hub.preflight import Target
@@ -87,6 +85,8 @@ def _show_calibration(job: Job) -> None:
     for found in calibration_document(job).values():
         texts = f"{len(found['texts'])} text{'s' if len(found['texts']) != 1 else ''}, {found['tokens']:,} tokens"
         print_line(f"statistics: {found['file']}: {texts}")
+        from k2convert.calibrate.columns import MIN_TOKENS
+
         if num_few := found["fallback_experts"]:
             print_line(f"{num_few:,} experts have fewer than {MIN_TOKENS} tokens: importance drawn toward an even one")
         if found["norm_scaling"]:
@@ -279,4 +279,6 @@ def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     revision = None if destination.revision == MAIN else destination.revision
     branch = "" if revision is None else f", branch {revision},"
     print_line(f"{redacted(hub.endpoint)}/{destination.repo}{branch} at commit {commit}")
+    from k2convert.cli.validation_view import print_serve
+
     print_serve(str(destination.repo), folder=destination.folder, revision=revision)

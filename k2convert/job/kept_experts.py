@@ -17,10 +17,8 @@ import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from k2convert.calibrate.fitting import check_norms, check_statistics_source, norm_tensors
-from k2convert.calibrate.statistics import Statistics, open_statistics
 from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, parse_json_object
 from k2convert.errors import CalibrationError, PlanError, SourceReadError, quoted, remedy, shortened
 from k2convert.hub.client import Hub
@@ -31,6 +29,9 @@ from k2convert.models.names import Architecture
 from k2convert.plan.pruning import KeptExperts, check_kept, choose_experts
 from k2convert.plan.recipe import Recipe
 from k2convert.records.pruning import PruningRecord, check_phrase, left_out, parse_layers, parse_left_out
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.statistics import Statistics
 
 REAP_REPORT: Final = "the REAP report of llm-compressor"
 _REAP_MODULE: Final = re.compile(r"(?:\w+\.)*layers\.(0|[1-9][0-9]{0,5})\.\w+")
@@ -59,6 +60,9 @@ def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRec
         raise PlanError(f"experts {count}: the model has {architecture.num_experts} experts per layer. Keep fewer.")
     raw = _contents(path)
     if raw is None:
+        from k2convert.calibrate.fitting import check_statistics_source
+        from k2convert.calibrate.statistics import open_statistics
+
         found = open_statistics(path)
         check_statistics_source(found, checkpoint)
         _check_norms(found, source, hub)
@@ -172,7 +176,9 @@ def _needed(count: int | None, path: Path) -> int:
     return count
 
 
-def _per_expert(found: Statistics, architecture: Architecture) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+def _per_expert(
+    found: "Statistics", architecture: Architecture
+) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
     """Return the saliency and the router's weight of every expert, by layer."""
     scores: dict[int, list[float]] = {}
     weights: dict[int, list[float]] = {}
@@ -187,14 +193,16 @@ def _per_expert(found: Statistics, architecture: Architecture) -> tuple[dict[int
     return scores, weights
 
 
-def _statistics_phrase(found: Statistics) -> str:
+def _statistics_phrase(found: "Statistics") -> str:
     names = [name if name.isprintable() and len(name) <= 40 else "a text" for name, _ in found.texts]
     more = f" and {len(names) - _MAX_NAMED_TEXTS} more" if len(names) > _MAX_NAMED_TEXTS else ""
     return f"REAP saliency on {found.tokens:,} tokens of {', '.join(names[:_MAX_NAMED_TEXTS])}{more}"
 
 
-def _check_norms(found: Statistics, source: Source, hub: Hub) -> None:
+def _check_norms(found: "Statistics", source: Source, hub: Hub) -> None:
     """Compare the norms of a source with those of its statistics; fetches them from the Hub."""
+    from k2convert.calibrate.fitting import check_norms, norm_tensors
+
     if source.remote is None:
         check_norms(found, source.checkpoint, folder=source.checkpoint.folder)
         return

@@ -79,9 +79,9 @@ def test_too_little_disk_is_refused_before_a_shard_is_fetched(
 ) -> None:
     done = hub_cli("calibrate", "hf://moon/tiny", "there", "--text", ids, *LAYERS, "--max-disk", "1MB", "--quiet")
     assert (done.returncode, done.stdout, said(done.stderr).count("\n")) == (1, "", 1)
-    assert said(done.stderr).startswith("error: there.work: the pass needs ")
+    assert said(done.stderr).startswith("error: there.work: the calibration needs ")
     assert done.stderr.endswith(
-        "may use 1,000,000. Allow more with --max-disk, or free some space, or use fewer --tokens.\n"
+        "may use 1,000,000. Allow more with --max-disk, or free some space, or use fewer tokens.\n"
     )
     assert not (workplace / "there.work").exists()
 
