@@ -338,7 +338,7 @@ def test_int4_with_swapped_experts_and_another_config_fails(int4: Converted) -> 
 
 def test_int4_has_neither_report_nor_card(int4: Converted, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("report", int4.folder) == 1
-    assert "has the source's own weights (--to int4). There is no error to report on" in capsys.readouterr().err
+    assert "There is no error to report on" in capsys.readouterr().err
     assert run("publish", int4.folder, "--repo", "me/out") == 1
     assert "Publish it with `hf upload`" in capsys.readouterr().err
     assert run("validate", int4.folder, "--source", int4.source) == 0
