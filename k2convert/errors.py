@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from reprlib import Repr
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 Extra = Literal["torch", "calibrate", "reference", "fit", "ray"]
 
@@ -109,6 +109,14 @@ class MissingDependencyError(K2ConvertError, ImportError):
 
 class InvalidCheckpointError(K2ConvertError, ValueError):
     """A finished checkpoint failed validation. The command exits with code 3."""
+
+
+class UnservableError(InvalidCheckpointError):
+    """A result that failed validation and was not published. `validation`, a ValidationReport, says why."""
+
+    def __init__(self, message: str, validation: Any) -> None:
+        super().__init__(message)
+        self.validation = validation
 
 
 class HubError(K2ConvertError, OSError):

@@ -36,7 +36,7 @@ from k2convert.cli.views import (
     show_plan,
     show_run,
 )
-from k2convert.errors import HubError, InvalidCheckpointError, missing_module, require_extra
+from k2convert.errors import HubError, InvalidCheckpointError, UnservableError, missing_module, require_extra
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.xet import bound_memory
@@ -243,9 +243,10 @@ def _do(job: Job, options: RunOptions) -> None:
     try:
         with open_cluster(options) as cluster, display as events:
             outcome = execute(job, events=events, cluster=cluster, verify=options.verify)
+    except UnservableError as error:
+        _show_unservable(error, options)
+        raise
     except BaseException as error:
-        if _was_shown(error, options):
-            raise
         error.add_note(f"{display.tally.shards} of {len(job.plan.jobs)} shards are converted. The same command resumes")
         error.add_note(command.line(here=command.folder))  # both are shown after an interrupt
         raise
@@ -255,19 +256,15 @@ def _do(job: Job, options: RunOptions) -> None:
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
 
 
-def _was_shown(error: BaseException, options: RunOptions) -> bool:
-    """Show why a result was not published, if that is the error; returns whether it is."""
-    if not isinstance(error, InvalidCheckpointError):
-        return False
+def _show_unservable(error: UnservableError, options: RunOptions) -> None:
+    """Show why a result was not published."""
     from k2convert.cli.validation_view import show_validation
-    from k2convert.job.publish import UnservableError
     from k2convert.validate.results import validation_document
 
-    if isinstance(error, UnservableError) and options.as_json:
+    if options.as_json:
         console.print_json(validation_document(error.validation))
-    elif isinstance(error, UnservableError):
+    else:
         show_validation(error.validation)
-    return isinstance(error, UnservableError)
 
 
 def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> float:
@@ -305,9 +302,7 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
                 "commit": outcome.commit,
             }
             if outcome.validation is not None:
-                from k2convert.cli.validation_view import contract_counts
-
-                document["contract"] = contract_counts(outcome.validation.contract)
+                document["contract"] = outcome.validation.contract.counts
         console.print_json(document)
         _refuse_below_budget(job, missed)
         return

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
@@ -29,11 +28,6 @@ def show_validation(report: ValidationReport) -> None:
     if report.comparison is not None:
         _show_comparison(report.comparison)
     print_verdict(report.folder, passed=report.passed)
-
-
-def contract_counts(contract: ContractReport) -> dict[str, Any]:
-    """Return how many rules there are and which ones were not checked, for --json."""
-    return {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
 
 
 def _show_contract(contract: ContractReport) -> None:

@@ -276,6 +276,8 @@ def print_notices(target: Target) -> None:
 
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     """Print where a result was published, and how to serve it."""
+    from k2convert.cli.validation_view import print_serve
+
     revision = None if destination.revision == MAIN else destination.revision
     branch = "" if revision is None else f", branch {revision},"
     print_line(f"{redacted(hub.endpoint)}/{destination.repo}{branch} at commit {commit}")

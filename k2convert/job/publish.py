@@ -15,7 +15,7 @@ from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME
 from k2convert.checkpoint.page_cache import leave_cache
 from k2convert.checkpoint.sidecars import list_sidecars
-from k2convert.errors import CheckpointError, HubError, InvalidCheckpointError, remedy
+from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
 from k2convert.hub.client import MAIN, Hub, RepoRef, check_endpoint
 from k2convert.hub.download import file_sha256
@@ -33,14 +33,6 @@ from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.validate.remote import LOCAL, Shards
 from k2convert.validate.results import ValidationReport
 from k2convert.validate.validation import validate_checkpoint, validate_sent
-
-
-class UnservableError(InvalidCheckpointError):
-    """A result that failed validation and was not published. `validation` says why."""
-
-    def __init__(self, message: str, validation: ValidationReport) -> None:
-        super().__init__(message)
-        self.validation = validation
 
 
 def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> tuple[str, ValidationReport]:

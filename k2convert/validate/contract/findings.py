@@ -153,6 +153,11 @@ class ContractReport:
         return [rule.number for rule in self.rules if rule.verdict is Verdict.SKIPPED]
 
     @property
+    def counts(self) -> dict[str, Any]:
+        """How many rules there are and which ones were not checked or failed, for --json."""
+        return {"rules": len(self.rules), "unchecked": self.unchecked, "failed": self.failed}
+
+    @property
     def summary(self) -> str:
         """How many rules were checked, with what, and which ones were not."""
         total, skipped = len(self.rules), [rule for rule in self.rules if rule.verdict is Verdict.SKIPPED]
