@@ -281,6 +281,5 @@ def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     revision = None if destination.revision == MAIN else destination.revision
     branch = "" if revision is None else f", branch {revision},"
     print_line(f"{redacted(hub.endpoint)}/{destination.repo}{branch} at commit {commit}")
-    from k2convert.cli.validation_view import print_serve
 
     print_serve(str(destination.repo), folder=destination.folder, revision=revision)

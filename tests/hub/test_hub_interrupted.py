@@ -342,7 +342,7 @@ def test_damaged_records_on_the_branch_are_ignored(
     assert_published(tiny_on_hub, local_result)
 
 
-def test_a_result_that_does_not_validate_leaves_the_output_for_programs_empty(
+def test_a_result_that_does_not_validate_is_a_document_for_programs(
     tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path
 ) -> None:
     stop_before_main(tiny_on_hub, hub_cli)
@@ -352,5 +352,5 @@ def test_a_result_that_does_not_validate_leaves_the_output_for_programs_empty(
     document["checked"]["copied"].pop()
     record.write_bytes(seal(document))
     done = hub_cli(*JOB, "--json")
-    assert (done.returncode, done.stdout) == (3, "")
+    assert (done.returncode, json.loads(done.stdout)["contract"]["failed"]) == (3, [7])
     assert "does not validate (rules 7)" in done.stderr
