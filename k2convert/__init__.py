@@ -18,6 +18,8 @@ The package from the ground up. A wing imports itself and what is above it in th
     report      the report as page, Markdown and picture, and the model card
     job         what a run does, in order
     cli         the command line
+
+The folder guide/ has the pages of `k2convert guide`.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -204,6 +204,16 @@ def recipes(as_json: JsonOption = False) -> None:
     recipes(as_json=as_json)
 
 
+@app.command()
+def guide(
+    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="Topic of a page.", show_default=False)] = None,
+) -> None:
+    """Show the manual: a list of its pages, or the page of a topic."""
+    from k2convert.cli.guide import guide
+
+    guide(topic)
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command. Exit codes: 0 done, 1 known error, 2 usage, 3 validation failed, 130 interrupted."""
     gc.disable()  # a plan is hundreds of thousands of objects without cycles: scanning them doubles the planning time

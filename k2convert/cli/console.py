@@ -8,10 +8,10 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -142,6 +142,27 @@ def print_line(text: str) -> None:
     """Print one line of result on stdout. On a terminal it wraps between words."""
     with _on_stdout():
         _out.print(escaped(text), soft_wrap=not _out.is_terminal)
+
+
+def print_markdown(text: str) -> None:
+    """Print a page of Markdown on stdout: rendered on a terminal, as it is into a pipe."""
+    with _on_stdout():
+        if not _out.is_terminal:
+            sys.stdout.write(text)
+            return
+        from rich.markdown import Markdown, TableElement  # only this needs them, and they are slow to load
+
+        class WholeTable(TableElement):  # rich's own cuts words that are longer than their column
+            def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+                for table in super().__rich_console__(console, options):
+                    for column in cast(Table, table).columns:
+                        column.overflow = "fold"
+                    yield table
+
+        class Page(Markdown):
+            elements = Markdown.elements | {"table_open": WholeTable}  # noqa: RUF012 - rich's own form
+
+        _out.print(Page(text, code_theme="ansi_dark", hyperlinks=False), soft_wrap=False)
 
 
 def print_verdict(subject: str, *, passed: bool) -> None:

@@ -38,7 +38,8 @@ _REAP_MODULE: Final = re.compile(r"(?:\w+\.)*layers\.(0|[1-9][0-9]{0,5})\.\w+")
 _OWN_KEYS: Final = ("experts", "scores", "of", "chosen_by", "left_out")
 _MAX_NAMED_TEXTS: Final = 3
 _REMEDY: Final = (
-    'Pass {"experts": {"1": [0, 5], ...}}, a REAP report of llm-compressor, or scores: the README has the forms.'
+    'Pass {"experts": {"1": [0, 5], ...}}, a REAP report of llm-compressor, or scores; '
+    "`k2convert guide prune` shows the forms."
 )
 _OF_THIS_MODEL: Final = "Use a file made for this model."
 

@@ -42,14 +42,9 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = 
     ([USER, {"role": "stop", "content": ""}, USER], []),
 ]
 
-EXAMPLE = (
-    '{"messages": [{"role": "user", "content": "How warm is it in Bonn?"}, {"role": "assistant", "content": "", '
-    '"tool_calls": [{"id": "functions.weather:0", "type": "function", "function": {"name": "weather", "arguments": '
-    '"{\\"city\\": \\"Bonn\\"}"}}]}, {"role": "tool", "tool_call_id": "functions.weather:0", "content": "12 degrees"}, '
-    '{"role": "assistant", "content": "12 degrees."}], "tools": [{"type": "function", "function": {"name": "weather", '
-    '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]}'
-)
-"""A line of a .jsonl file with a tool call, as the README shows it."""
+GUIDE = Path(__file__).resolve().parents[2] / "k2convert" / "guide" / "calibrate.md"
+EXAMPLE = next(line.strip() for line in GUIDE.read_text().splitlines() if line.startswith('    {"messages"'))
+"""A line of a .jsonl file with a tool call."""
 
 
 @pytest.fixture

@@ -261,10 +261,18 @@ def test_the_scheme_of_nvfp4_weights_is_read_from_the_config() -> None:
             assert nvfp4_scheme(config) == (layout, activations)
 
 
-def test_commands_of_the_readme_are_the_functions() -> None:
+def test_documented_commands_are_the_functions() -> None:
     parallelism = usual_parallelism(published("moonshotai--Kimi-K2.5"))
     made = deployment(model="Kimi-K2-Thinking-NVFP4", parallelism=parallelism)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = [serve_command(engine, made).block for engine in ENGINE_NAMES]
+    assert serve_blocks(ROOT / "README.md") == blocks[:1]
+    *same, draft = serve_blocks(ROOT / "k2convert" / "guide" / "serve.md")
+    assert same == blocks
+    words = tuple(shlex.split(draft.replace("\\\n", "")))
+    assert list(problems(words[3:], recorded("vllm")["options"])) == []
+
+
+def serve_blocks(page: Path) -> list[str]:
     starts = "vllm serve|python3 -m sglang|trtllm-serve"
-    indented = re.findall(rf"^    (?:{starts}).*(?:\n     .*)*", text, flags=re.MULTILINE)
-    assert [textwrap.dedent(block) for block in indented] == [serve_command(e, made).block for e in ENGINE_NAMES]
+    text = page.read_text(encoding="utf-8")
+    return [textwrap.dedent(b) for b in re.findall(rf"^    (?:{starts}).*(?:\n     .*)*", text, flags=re.MULTILINE)]

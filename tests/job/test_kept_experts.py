@@ -209,7 +209,7 @@ FORMS = "Pass {"
         (LIST | {"left_out": in_each_layer({"score": 1.5, "router_weight": None})}, None, "Leave out 'left_out'."),
         ({"scores": in_each_layer(["1"] * 16)}, 8, "Give each expert one finite number."),
         (REAP | {"a.layers.3.mlp": EIGHT}, None, "Pass the report as llm-compressor wrote it."),
-        (LIST | {"keep": 8}, None, "or scores: the README has the forms."),
+        (LIST | {"keep": 8}, None, "or scores; `k2convert guide prune` shows the forms."),
     ],
 )
 def test_a_refusal_has_the_one_remedy_that_helps(
@@ -219,7 +219,7 @@ def test_a_refusal_has_the_one_remedy_that_helps(
         read(written(tmp_path / "list.json", document), tiny, experts=count)
     message = str(refused.value)
     assert message.endswith(ends)
-    assert (FORMS in message) == ("README" in ends)
+    assert (FORMS in message) == ("guide" in ends)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ main(sys.argv[2:])
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with the toy family added in the places that the README's "Extending it" lists."""
+    """A copy of the package with the toy family added in the places that CONTRIBUTING.md lists."""
     root = tmp_path_factory.mktemp("copy")
     copied = root / "k2convert"
     original = Path(k2convert.__file__).parent

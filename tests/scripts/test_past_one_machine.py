@@ -1,4 +1,4 @@
-"""The README's command for a job on the Hub's machines is one that the Hub's own command takes."""
+"""The guide's command for a job on the Hub's machines is one that the Hub's own command takes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "k2convert" / "guide" / "cluster.md"
 
 
 def test_the_hubs_command_takes_the_line_for_its_jobs(tmp_path: Path) -> None:
-    line = re.search(r"^    (hf jobs uv run .*)$", README.read_text(), flags=re.MULTILINE)
+    line = re.search(r"^    (hf jobs uv run .*)$", PAGE.read_text(), flags=re.MULTILINE)
     assert line is not None
-    words = shlex.split(line[1].replace("WHEEL", "https://example.org/k2convert-0.1.0-cp312-cp312-linux_x86_64.whl"))
+    words = shlex.split(line[1].replace("WHEEL", "https://example.org/k2convert-0.2.0-cp312-cp312-linux_x86_64.whl"))
     done = subprocess.run(
         [Path(sys.executable).with_name("hf"), *words[1:4], "--dry-run", *words[4:]],
         env={"HF_TOKEN": "hf_x", "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_UPDATE_CHECK": "1", "COLUMNS": "200"},

@@ -1,0 +1,61 @@
+"""`k2convert guide`: its list, its pages, and that they agree with the code."""
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from screen import ROOT, in_terminal
+
+from k2convert.cli.guide import read_pages, summary
+from k2convert.validate.contract.findings import RULES
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
+FOLDER = ROOT / "k2convert" / "guide"
+PAGES = read_pages()
+
+
+def test_every_page_is_listed_with_one_sentence(run_cli: RunCli) -> None:
+    done = run_cli("guide")
+    assert done.returncode == 0, done.stderr
+    assert sorted(PAGES) == list(PAGES) == sorted(path.stem for path in FOLDER.glob("*.md"))
+    for topic, page in PAGES.items():
+        assert re.match(r"# [A-Z][a-z]+\n\n[A-Z][^\n]+\.\n\n", page), topic
+        assert re.search(rf"^{topic} +│ {re.escape(summary(page))} *$", done.stdout, flags=re.MULTILINE), topic
+        assert len(summary(page)) <= 68, "one line on 80 columns"
+
+
+def test_a_page_goes_into_a_pipe_as_it_is(run_cli: RunCli) -> None:
+    for topic in PAGES:
+        done = run_cli("guide", topic)
+        assert (done.returncode, done.stdout) == (0, (FOLDER / f"{topic}.md").read_text())
+
+
+@pytest.mark.parametrize("topic", PAGES)
+def test_a_page_is_whole_on_a_terminal_of_80_columns(topic: str, tmp_path: Path) -> None:
+    ended = in_terminal("guide", topic, columns=80, rows=24, folder=tmp_path)
+    assert ended.code == 0
+    assert "…" not in ended.screen.text
+    assert not ended.screen.wrapped
+    shown = re.sub(r"[^\w]", "", ended.screen.text)
+    for words in re.findall(r"^[A-Z][\w ,']+\.$", PAGES[topic], flags=re.MULTILINE):
+        assert re.sub(r"[^\w]", "", words) in shown
+
+
+def test_an_unknown_topic_names_the_known_ones(run_cli: RunCli) -> None:
+    done = run_cli("guide", "quantize")
+    assert done.returncode == 2
+    assert all(topic in done.stderr for topic in ("'quantize'", *PAGES))
+
+
+def test_the_readme_links_every_page_and_stays_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert all(f"k2convert/guide/{topic}.md" in text for topic in PAGES)
+    assert text.count("\n") <= 120
+
+
+def test_the_page_validate_has_the_rules_of_the_code() -> None:
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| (.*) \|$", PAGES["validate"], flags=re.MULTILINE)
+    rules = [(str(number), str(severity), title) for number, (severity, title) in RULES.items()]
+    assert [row for row in rows if row[1] in ("error", "warning")] == rules
