@@ -160,7 +160,7 @@ def print_markdown(text: str) -> None:
                     yield table
 
         class Page(Markdown):
-            elements = Markdown.elements | {"table_open": WholeTable}  # noqa: RUF012 - rich's own form
+            elements = Markdown.elements | {"table_open": WholeTable}
 
         _out.print(Page(text, code_theme="ansi_dark", hyperlinks=False), soft_wrap=False)
 

@@ -266,10 +266,11 @@ def test_documented_commands_are_the_functions() -> None:
     made = deployment(model="Kimi-K2-Thinking-NVFP4", parallelism=parallelism)
     blocks = [serve_command(engine, made).block for engine in ENGINE_NAMES]
     assert serve_blocks(ROOT / "README.md") == blocks[:1]
-    *same, draft = serve_blocks(ROOT / "k2convert" / "guide" / "serve.md")
+    *same, vllm_draft, sglang_draft = serve_blocks(ROOT / "k2convert" / "guide" / "serve.md")
     assert same == blocks
-    words = tuple(shlex.split(draft.replace("\\\n", "")))
-    assert list(problems(words[3:], recorded("vllm")["options"])) == []
+    for engine, block in (("vllm", vllm_draft), ("sglang", sglang_draft)):
+        words = tuple(shlex.split(block.replace("\\\n", "")))
+        assert list(problems(words[len(PROGRAMS[engine]) :], recorded(engine)["options"])) == []
 
 
 def serve_blocks(page: Path) -> list[str]:
