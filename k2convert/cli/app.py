@@ -204,7 +204,7 @@ def recipes(as_json: JsonOption = False) -> None:
     recipes(as_json=as_json)
 
 
-@app.command()
+@app.command(cls=Verb, epilog=_examples("guide", "guide serve"))
 def guide(
     topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="Topic of a page.", show_default=False)] = None,
 ) -> None:
