@@ -33,12 +33,6 @@ def sampled_range(num_blocks: int, *, sample_seed: int) -> range:
     return range(sample_seed % stride, num_blocks, stride)
 
 
-def sampled_blocks(num_blocks: int, *, sample_seed: int) -> NDArray[np.int64]:
-    """Return `sampled_range` as an int64 array."""
-    chosen = sampled_range(num_blocks, sample_seed=sample_seed)
-    return np.arange(chosen.start, chosen.stop, chosen.step)
-
-
 def run_starts(sorted_M: NDArray[Any]) -> NDArray[np.int64]:
     """Return the index at which each run of equal values starts, int64, for a sorted array [M]."""
     begins = np.ones(sorted_M.size, dtype=np.bool_)

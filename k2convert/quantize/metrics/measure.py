@@ -13,28 +13,25 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.blocks import BLOCKS_PER_GROUP, BYTES_PER_BLOCK, sampled_blocks
+from k2convert.quantize.formats.blocks import sampled_range
 from k2convert.quantize.formats.e4m3 import MAX_BYTE, decode_e4m3
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.kernels.cpu import Converted, Sums, convert, flat
+from k2convert.quantize.kernels.cpu import Converted, Sums, flat
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.column_search import MAX_IMPORTANCE, check_importance
 from k2convert.quantize.rules.magnitude import Magnitude
 from k2convert.quantize.rules.plain import plain_global_scale
 
 MAX_SCALE_SPREAD: Final = 2.0**13
-_ZERO_CODES: Final = 0x88
-"""The byte of two INT4 codes of zero."""
 
 
 def measure_quantized(
@@ -139,39 +136,12 @@ def _sample(
     source: SourceWeight, result: Nvfp4Weight, magnitude: Magnitude, seed: int
 ) -> tuple[int, float, float, float]:
     """Return how many blocks are sampled, and on them the error, that of `plain` at its own scale, and the bound."""
-    chosen = sampled_blocks(result.block_scales.size, sample_seed=seed)
-    if not chosen.size:
+    chosen = sampled_range(result.block_scales.size, sample_seed=seed)
+    if not chosen:
         return 0, 0.0, 0.0, 0.0
-    packed, scales = _blocks(result.packed, BYTES_PER_BLOCK)[chosen], flat(result.block_scales)[chosen]
+    written = flat(result.packed), flat(result.block_scales), _E4M3 * result.global_scale
+    sample = chosen.start, chosen.step, plain_global_scale(magnitude)
     if isinstance(source, Bf16Weight):
-        bits = _blocks(source.bits, BLOCK_SIZE)[chosen]
-        bound = _cpu.sum_of_bounds_bf16(bits.reshape(-1))
-        some: SourceWeight = Bf16Weight(bits.reshape(1, -1))
-    else:
-        some, exponents = _sampled_int4(source, chosen)
-        blocks = _blocks(some.packed, GROUP_SIZE // 2)[:, :BYTES_PER_BLOCK]
-        bound = _cpu.sum_of_bounds_int4(flat(blocks), flat(some.scale_bits), exponents)
-        # Behind each block is one of zeros.
-        packed, scales = np.pad(packed, ((0, 0), (0, BYTES_PER_BLOCK))), scales.repeat(BLOCKS_PER_GROUP)
-    written = Nvfp4Weight(packed.reshape(1, -1), scales.reshape(1, -1), result.global_scale)
-    plain = convert(some, rule="plain", global_scale=plain_global_scale(magnitude)).weight
-    errors = [_add_up(some, codes).squared_error for codes in (written, plain)]
-    return chosen.size, errors[0], errors[1], bound
-
-
-def _sampled_int4(source: Int4Weight, chosen: NDArray[np.int64]) -> tuple[Int4Weight, NDArray[np.int8]]:
-    """Return the sampled blocks as one row, each with a block of zeros behind it, because a scale belongs to two.
-
-    Also returned are the exponents of the sampled blocks, int8 [16 M].
-    """
-    packed = np.full((chosen.size, GROUP_SIZE // 2), _ZERO_CODES, dtype=np.uint8)
-    packed[:, :BYTES_PER_BLOCK] = _blocks(source.packed, BYTES_PER_BLOCK)[chosen]
-    exponents = np.zeros((chosen.size, BLOCKS_PER_GROUP, BLOCK_SIZE), dtype=np.int8)
-    if source.column_exponents is not None:
-        exponents[:, 0] = _blocks(source.column_exponents, BLOCK_SIZE)[chosen % (source.shape[1] // BLOCK_SIZE)]
-    bits = flat(source.scale_bits)[chosen // BLOCKS_PER_GROUP].reshape(1, -1)
-    return Int4Weight(packed.reshape(1, -1), bits, exponents.reshape(-1)), flat(exponents[:, 0])
-
-
-def _blocks(array: NDArray[Any], size: int) -> NDArray[Any]:
-    return np.ascontiguousarray(array).reshape(-1, size)
+        return len(chosen), *_cpu.sample_bf16(flat(source.bits), *written, *sample)
+    codes = flat(source.packed), flat(source.scale_bits), source.column_exponents
+    return len(chosen), *_cpu.sample_int4(*codes, *written, *sample)

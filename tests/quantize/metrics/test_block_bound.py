@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import numpy as np
+import pytest
 import torch
 from block_makers import any_codes, blocks_of, codes_of, int4_weight, trained_like
 from exact_search import E2M1, exact_search, int4_assignments, int4_block_bounds
@@ -15,18 +16,28 @@ from k2convert.quantize.kernels import _cpu
 VALUES = [float(value) for value in E2M1]
 
 
+def bound_of_int4(magnitudes: np.ndarray, exponents: np.ndarray | None = None) -> float:
+    """The kernel's bound of a block of |q| with the scale 1, in front of a block of zeros."""
+    nibbles = np.concatenate([np.where(magnitudes == 8, 0, 8 + magnitudes), np.full(16, 8)]).astype(np.uint8)
+    packed, nothing = nibbles[0::2] | nibbles[1::2] << 4, np.zeros(16, dtype=np.uint8)
+    both = None if exponents is None else np.concatenate([exponents, np.zeros(16, dtype=np.int8)])
+    scale_bits = np.array([0x3F80], dtype=np.uint16)
+    return _cpu.sample_int4(packed, scale_bits, both, nothing, nothing[:2], np.zeros(256), 0, 2, 1.0)[2]
+
+
+def bound_of_bf16(values: np.ndarray) -> float:
+    bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    nothing = np.zeros(8, dtype=np.uint8)
+    return _cpu.sample_bf16(bits, nothing, nothing[:1], np.zeros(256), 0, 1, 1.0)[2]
+
+
 def bounds_of(histograms: np.ndarray) -> np.ndarray:
     """The kernels' bound of each block in units of s**2, as INT4 and as BF16 weights."""
     bounds = []
     for histogram in histograms.tolist():
         magnitudes = np.repeat(np.arange(9), histogram)
-        nibbles = np.where(magnitudes == 8, 0, 8 + magnitudes).astype(np.uint8)
-        packed, one = nibbles[0::2] | nibbles[1::2] << 4, np.array([0x3F80], dtype=np.uint16)
-        exponents = np.zeros(16, dtype=np.int8)
-        bound = _cpu.sum_of_bounds_int4(packed, one, exponents)
-        bits = (magnitudes.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        assert abs(bound - _cpu.sum_of_bounds_bf16(bits)) <= 1e-9
-        bounds.append(bound)
+        bounds.append(bound_of_int4(magnitudes))
+        assert abs(bounds[-1] - bound_of_bf16(magnitudes)) <= 1e-9
     return np.array(bounds)
 
 
@@ -92,13 +103,10 @@ def test_no_scale_of_the_exhaustive_search_beats_the_bound() -> None:
         assert (Fraction(bound) - Fraction(1, 10**11)) * unit <= least
 
 
-def test_the_bound_with_exponents_is_the_bound_of_the_values() -> None:
-    rng = np.random.default_rng(4)
-    for reach in (0, 1, 3, 4):
-        for _ in range(200):
-            codes, exponents = rng.integers(-8, 8, 16), rng.integers(-reach, reach + 1, 16).astype(np.int8)
-            nibbles, one = (codes + 8).astype(np.uint8), np.array([0x3F80], dtype=np.uint16)
-            bound = _cpu.sum_of_bounds_int4(nibbles[0::2] | nibbles[1::2] << 4, one, exponents)
-            values = np.ldexp(np.abs(codes), -exponents.astype(int)).astype(np.float32)
-            bits = (values.view(np.uint32) >> 16).astype(np.uint16)
-            assert np.isclose(bound, _cpu.sum_of_bounds_bf16(bits), rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("reach", [0, 1, 3, 4])
+def test_the_bound_with_exponents_is_the_bound_of_the_values(reach: int) -> None:
+    rng = np.random.default_rng(reach)
+    for _ in range(200):
+        magnitudes, exponents = rng.integers(0, 9, 16), rng.integers(-reach, reach + 1, 16).astype(np.int8)
+        expected = bound_of_bf16(np.ldexp(magnitudes, -exponents.astype(int)))
+        assert np.isclose(bound_of_int4(magnitudes, exponents), expected, rtol=1e-12, atol=1e-12)

@@ -158,12 +158,13 @@ def test_both_instructions_measure_the_same_to_the_last_bit(maker: str, any_byte
         if any_bytes_written:
             packed, scales = rng.integers(0, 256, packed.shape, np.uint8), rng.integers(0, 127, scales.shape, np.uint8)
         values = decode_e4m3(np.arange(256, dtype=np.uint8) & 0x7F) * codes.global_scale
-        before, found = _cpu.instructions(), []
-        for name in {"portable", before}:
-            _cpu.use_instructions(name)
-            found.append(add_up(source, packed, scales, values, None))
-        _cpu.use_instructions(before)
-        assert len(set(found)) == 1
+        for importance in (None, importance_of(rng)):
+            before, found = _cpu.instructions(), []
+            for name in {"portable", before}:
+                _cpu.use_instructions(name)
+                found.append(add_up(source, packed, scales, values, importance))
+            _cpu.use_instructions(before)
+            assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])

@@ -142,34 +142,53 @@ double scale_of(const Int4Rows& source, size_t group) {
     return std::max(static_cast<double>(bf16_value(source.scale_bits[group])), 0.0);
 }
 
-// A row of channels without factors, in the order of avx2::measure_int4.
-RowSums measure_even(const Int4Rows& source, const Quantized& written, size_t num_groups, Figures& figures) {
+// Error of a block from the sums A, 2 B and 4 C of measure.hpp.
+double error_of(double energy, double products, double squares, double scale, double step) {
+    const double error = energy - scale * step * products;
+    return error + step * step * (0.25 * squares);
+}
+
+// A row of channels without powers, in the order of avx2::measure_int4.
+RowSums measure_even(const Int4Rows& source, const Quantized& written, size_t num_groups, const double* importance,
+                     Figures& figures) {
     RowSums sums;
     for (size_t group = 0; group < num_groups; ++group) {
         const double scale = scale_of(source, group), square = scale * scale;
-        double steps[2], errors[2];
-        uint64_t code_squares = 0;
+        double steps[2], errors[2], weighted_errors[2] = {};
+        int64_t code_squares = 0, weighted_code_squares = 0;
         for (size_t half = 0; half < 2; ++half) {
             const uint8_t *packed = source.packed + 16 * group + 8 * half, *values = written.packed + 16 * group + 8 * half;
             const double step = steps[half] = written.block_values[written.block_scales[2 * group + half]];
             const uint64_t counts = counts_of(packed);
             add_counts(counts, figures);
-            int products = 0, squares = 0;  // B and 4 C
+            int products = 0, squares = 0, weighted_codes = 0, weighted_products = 0, weighted_squares = 0;
+            const double* factors = importance == nullptr ? nullptr : importance + 32 * group + kBlock * half;
             for (int i = 0; i < kBlock; ++i) {
                 const int code = (packed[i / 2] >> (4 * (i & 1)) & 15) - 8, nibble = values[i / 2] >> (4 * (i & 1)) & 15;
                 const int doubled = static_cast<int>(2.0 * kCodeValues[nibble & 7]);
                 products += code * (nibble & 8 ? -doubled : doubled);
                 squares += doubled * doubled;
+                if (factors == nullptr) continue;
+                const int factor = static_cast<int>(factors[i]);
+                weighted_codes += factor * code * code;
+                weighted_products += factor * code * (nibble & 8 ? -doubled : doubled);
+                weighted_squares += factor * doubled * doubled;
             }
-            const double energy = static_cast<double>(counts & 0xFFFF) * square;
-            double error = energy - scale * step * products;
-            error += step * step * (0.25 * squares);
-            if (error < energy * kLeastShare) error = exact_error(packed, values, scale, step);
-            errors[half] = error;
-            code_squares += counts & 0xFFFF;
+            const double energy = static_cast<double>(counts & 0xFFFF) * square, weighted_energy = weighted_codes * square;
+            errors[half] = error_of(energy, products, squares, scale, step);
+            if (errors[half] < energy * kLeastShare) errors[half] = exact_error(packed, values, scale, step, nullptr);
+            code_squares += static_cast<int64_t>(counts & 0xFFFF);
+            if (factors == nullptr) continue;
+            weighted_errors[half] = error_of(weighted_energy, weighted_products, weighted_squares, scale, step);
+            if (weighted_errors[half] < weighted_energy * kLeastShare) {
+                weighted_errors[half] = exact_error(packed, values, scale, step, factors);
+            }
+            weighted_code_squares += weighted_codes;
         }
         sums.energy += static_cast<double>(code_squares) * square;
         sums.error += errors[0] + errors[1];
+        sums.weighted_energy += static_cast<double>(weighted_code_squares) * square;
+        sums.weighted_error += weighted_errors[0] + weighted_errors[1];
         count_group(source.packed + 16 * group, written.packed + 16 * group, scale, steps, figures);
     }
     return sums;
@@ -184,12 +203,12 @@ void count_bytes(const uint8_t* bytes, size_t size, int64_t* counts) {
     for (size_t i = 0; i < tables.size(); ++i) counts[i & 255] += tables[i];
 }
 
-double exact_error(const uint8_t* source, const uint8_t* packed, double scale, double step) {
+double exact_error(const uint8_t* source, const uint8_t* packed, double scale, double step, const double* importance) {
     double error = 0.0;
     for (int byte = 0; byte < 8; ++byte) {
         for (int high = 0; high < 2; ++high) {
             const double difference = kTables.codes[source[byte]][high] * scale - kTables.values[packed[byte]][high] * step;
-            error += difference * difference;
+            error += difference * difference * (importance == nullptr ? 1.0 : importance[2 * byte + high]);
         }
     }
     return error;
@@ -212,7 +231,7 @@ static K2_CLONES RowSums measure_channels(const Int4Rows& source, const Quantize
         add_counts(counts_of(source.packed + 8 * block), figures);
         add_int4_block(source.packed + 8 * block, written.packed + 8 * block, scale_of(source, block / 2),
                        written.block_values[written.block_scales[block]],
-                       {from(channels.powers, column), from(channels.inverses, column), from(channels.importance, column)},
+                       {from(channels.powers, column), from(channels.inverses, column), from(channels.importance, column), nullptr},
                        sums, figures);
     }
     return sums.total();
@@ -220,11 +239,9 @@ static K2_CLONES RowSums measure_channels(const Int4Rows& source, const Quantize
 
 RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
                      Figures& figures) {
-    if (channels.powers != nullptr || channels.importance != nullptr) {
-        return measure_channels(source, written, num_groups, channels, figures);
-    }
-    return uses_avx2() ? avx2::measure_int4(source, written, num_groups, figures)
-                       : measure_even(source, written, num_groups, figures);
+    if (channels.powers != nullptr) return measure_channels(source, written, num_groups, channels, figures);
+    return uses_avx2() ? avx2::measure_int4(source, written, num_groups, channels, figures)
+                       : measure_even(source, written, num_groups, channels.importance, figures);
 }
 
 K2_CLONES RowSums measure_bf16(const uint16_t* source, const Quantized& written, size_t num_blocks,

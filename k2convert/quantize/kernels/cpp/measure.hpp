@@ -3,7 +3,7 @@
 //
 // The squared error of an INT4 block without exponents is s**2 A - s b g B + (b g)**2 C, with the integers A = sum q**2,
 // B = sum q * 2v and C = sum v**2. If so little is left that rounding could be seen in it, the differences are squared
-// one by one. Counts are exact. Everything is equal to the last bit with and without AVX2.
+// one by one. The weighted sums are the same times the importance. Counts are exact. Everything is equal to the last bit with and without AVX2.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +24,11 @@ struct Int4Rows {
     const uint16_t* scale_bits;
 };
 
-// Of the channels of a row: 2**-a, 2**a and the importance; null if they have none.
+// Of the channels of a row: 2**-a, 2**a and the importance; null if they have none. `split_importance` has the even
+// channels of each group of 32, then the odd ones.
 struct ChannelFactors {
     const double *powers, *inverses, *importance;
+    const uint8_t* split_importance;
 };
 
 // Of one row: sum w**2 and sum (w - w')**2, and the same times the importance.
@@ -48,24 +50,34 @@ RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t nu
 RowSums measure_bf16(const uint16_t* source, const Quantized& written, size_t num_blocks, const double* importance,
                      Figures& figures);
 
-// The sum of the bounds on the squared error of blocks: of BF16 weights, and of INT4 blocks with a scale and 16 exponents
-// each (see bounds.cpp).
-double sum_of_bounds_bf16(const uint16_t* source, size_t num_blocks);
-double sum_of_bounds_int4(const uint8_t* packed, const uint16_t* scale_bits, const int8_t* exponents, size_t num_blocks);
+// Every `stride`th block from `first` on.
+struct Sample {
+    size_t first, stride, num_blocks;
+};
+
+// Squared errors of the sampled blocks: of what was written, of what `plain` writes, and the least that is possible.
+struct Sampled {
+    double achieved = 0.0, plain = 0.0, bound = 0.0;
+};
+Sampled sample_bf16(const uint16_t* source, const Quantized& written, const Sample& sample, float plain_scale);
+// `exponents` of the columns of a row, or null.
+Sampled sample_int4(const Int4Rows& source, const int8_t* exponents, size_t columns, const Quantized& written,
+                    const Sample& sample, float plain_scale);
 
 // Add the number of times that each byte occurs to 256 counts.
 void count_bytes(const uint8_t* bytes, size_t size, int64_t* counts);
 
 // Squared error s**2 A of a block below which it is added up element by element.
 constexpr double kLeastShare = 0x1p-20;
-// The squared error of a block, element by element.
-double exact_error(const uint8_t* source, const uint8_t* packed, double scale, double step);
+// The squared error of a block, element by element; times the importance of its columns, if it is not null.
+double exact_error(const uint8_t* source, const uint8_t* packed, double scale, double step, const double* importance);
 // A group without channel factors: add its exact counts to the figures. Sums are not touched.
 void count_group(const uint8_t* source, const uint8_t* packed, double scale, const double steps[2], Figures& figures);
 
 namespace avx2 {
-// As measure_int4, for channels without factors.
-RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, Figures& figures);
+// As measure_int4, for channels without powers.
+RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
+                     Figures& figures);
 }  // namespace avx2
 
 }  // namespace k2

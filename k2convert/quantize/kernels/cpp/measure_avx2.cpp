@@ -96,14 +96,57 @@ double error_from_sums(const Decoded& bytes, const uint8_t* packed, const uint8_
     _mm_storeu_pd(parts, errors);
     _mm_storeu_pd(step, steps);
     for (int i = 0; i < 2; ++i) {
-        if (small >> i & 1) parts[i] = exact_error(packed + 8 * i, values + 8 * i, scale, step[i]);
+        if (small >> i & 1) parts[i] = exact_error(packed + 8 * i, values + 8 * i, scale, step[i], nullptr);
     }
     return parts[0] + parts[1];
 }
 
+// A sum of each block, [first, second], over the 32-bit lanes of two vectors for each.
+__m128i sum_lanes(__m256i first, __m256i second) {
+    const __m256i pairs = _mm256_hadd_epi32(first, second), fours = _mm256_hadd_epi32(pairs, pairs);
+    return _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+}
+
+// Add the weighted sums of both blocks, for the importance of their channels in the order of `split`.
+void add_weighted(const Decoded& bytes, const uint8_t* packed, const uint8_t* values, const uint8_t* split_importance,
+                  const double* importance, double scale, __m128d steps, RowSums& sums) {
+    const __m256i zero = _mm256_setzero_si256();
+    const __m256i factors = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(split_importance));
+    __m256i codes[2], products[2], squares[2];
+    for (int i = 0; i < 2; ++i) {
+        const auto wide = [&](__m256i a, __m256i b) { return i == 0 ? _mm256_unpacklo_epi8(a, b) : _mm256_unpackhi_epi8(a, b); };
+        const __m256i q = _mm256_srai_epi16(wide(zero, bytes.eightfold), 11), v = _mm256_srai_epi16(wide(zero, bytes.sixteenfold), 11);
+        const __m256i w = wide(factors, zero), wq = _mm256_mullo_epi16(w, q);
+        codes[i] = _mm256_madd_epi16(wq, q);
+        products[i] = _mm256_madd_epi16(wq, v);
+        squares[i] = _mm256_madd_epi16(_mm256_mullo_epi16(w, v), v);
+    }
+    const __m128d both = _mm_set1_pd(scale), square = _mm_mul_pd(both, both);
+    const __m128d a = _mm_cvtepi32_pd(sum_lanes(codes[0], codes[1]));
+    const __m128d b = _mm_cvtepi32_pd(sum_lanes(products[0], products[1]));
+    const __m128d c = _mm_mul_pd(_mm_cvtepi32_pd(sum_lanes(squares[0], squares[1])), _mm_set1_pd(0.25));
+    const __m128d energies = _mm_mul_pd(a, square);
+    __m128d errors = _mm_sub_pd(energies, _mm_mul_pd(_mm_mul_pd(both, steps), b));
+    errors = _mm_add_pd(errors, _mm_mul_pd(_mm_mul_pd(steps, steps), c));
+    sums.weighted_energy += sum_of(a) * (scale * scale);
+    const int small = _mm_movemask_pd(_mm_cmplt_pd(errors, _mm_mul_pd(energies, _mm_set1_pd(kLeastShare))));
+    if (__builtin_expect(small == 0, 1)) {
+        sums.weighted_error += sum_of(errors);
+        return;
+    }
+    double parts[2], step[2];
+    _mm_storeu_pd(parts, errors);
+    _mm_storeu_pd(step, steps);
+    for (int i = 0; i < 2; ++i) {
+        if (small >> i & 1) parts[i] = exact_error(packed + 8 * i, values + 8 * i, scale, step[i], importance + kBlock * i);
+    }
+    sums.weighted_error += parts[0] + parts[1];
+}
+
 }  // namespace
 
-RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, Figures& figures) {
+RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t num_groups, const ChannelFactors& channels,
+                     Figures& figures) {
     const __m256i zero = _mm256_setzero_si256(), eight = _mm256_set1_epi8(8);
     const __m256i eightfold = table_of([](int u) { return static_cast<char>(8 * (u - 8)); });
     const __m256i squares = table_of([](int u) { return static_cast<char>((u - 8) * (u - 8)); });
@@ -111,6 +154,7 @@ RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t nu
     const __m256i sixteenfold = table_of([](int w) { return static_cast<char>(8 * doubled(w)); });
     const __m256i value_squares = table_of([](int w) { return static_cast<char>(doubled(w) * doubled(w)); });
     __m256i num_odd = zero, num_lowest = zero;
+    RowSums weighted;
     double energy = 0.0, error = 0.0, most = figures.max_error_steps, least_scale = figures.least_scale;
     int64_t num_nonzero = 0, equal_nonzero = 0, equal_blocks = 0, recoverable = 0;
     for (size_t group = 0; group < num_groups; ++group) {
@@ -141,6 +185,10 @@ RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t nu
         const auto error_of_sums = [&] {
             return error_from_sums(bytes, packed, values, sums, _mm256_shuffle_epi8(value_squares, bytes.nibbles), scale, steps);
         };
+        if (channels.importance != nullptr) {
+            add_weighted(bytes, packed, values, channels.split_importance + 32 * group, channels.importance + 32 * group, scale,
+                         steps, weighted);
+        }
         const bool is_normal = bits >= 0x80 && bits < 0x7E00;
         const int mantissa = 128 | (bits & 0x7F);
         // The inverse of the power of two that divides every scale with this exponent.
@@ -202,7 +250,7 @@ RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t nu
     figures.max_error_steps = most, figures.least_scale = least_scale;
     figures.num_nonzero += num_nonzero, figures.equal_nonzero += equal_nonzero;
     figures.equal_blocks += equal_blocks, figures.recoverable_codes += recoverable;
-    return {energy, error, 0.0, 0.0};
+    return {energy, error, weighted.weighted_energy, weighted.weighted_error};
 }
 
 }  // namespace k2::avx2
@@ -212,7 +260,7 @@ RowSums measure_int4(const Int4Rows& source, const Quantized& written, size_t nu
 namespace k2::avx2 {
 
 // Never called: instructions.cpp finds no AVX2.
-RowSums measure_int4(const Int4Rows&, const Quantized&, size_t, Figures&) { return {}; }
+RowSums measure_int4(const Int4Rows&, const Quantized&, size_t, const ChannelFactors&, Figures&) { return {}; }
 
 }  // namespace k2::avx2
 #endif

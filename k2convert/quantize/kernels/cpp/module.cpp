@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "bf16.hpp"
 #include "columns.hpp"
@@ -187,12 +188,14 @@ const double* factors_of(const Factors& factors, size_t columns) {
 }
 
 FigureTuple measure_int4(const In<uint8_t>& source, const In<uint16_t>& scale_bits, const In<uint8_t>& packed,
-                       const In<uint8_t>& block_scales, const In<double>& block_values, size_t columns,
-                       const Factors& powers, const Factors& inverses, const Factors& importance, const Out<double>& sums) {
+                         const In<uint8_t>& block_scales, const In<double>& block_values, size_t columns,
+                         const Factors& powers, const Factors& inverses, const Factors& importance, const Out<double>& sums) {
     int4_of(source, scale_bits);
     require(source.size() == packed.size() && columns % 32 == 0, "sizes do not fit");
-    const k2::ChannelFactors channels{factors_of(powers, columns), factors_of(inverses, columns),
-                                      factors_of(importance, columns)};
+    const double* factors = factors_of(importance, columns);
+    std::vector<uint8_t> split(factors == nullptr ? 0 : columns);
+    for (size_t i = 0; i < split.size(); ++i) split[i / 32 * 32 + i % 32 / 2 + 16 * (i & 1)] = static_cast<uint8_t>(factors[i]);
+    const k2::ChannelFactors channels{factors_of(powers, columns), factors_of(inverses, columns), factors, split.data()};
     require((channels.powers == nullptr) == (channels.inverses == nullptr), "powers and inverses");
     return measure_rows(packed, block_scales, block_values, columns, sums,
                         [&](size_t first, const k2::Quantized& written, k2::Figures& figures) {
@@ -212,15 +215,34 @@ FigureTuple measure_bf16(const In<uint16_t>& source, const In<uint8_t>& packed, 
                         });
 }
 
-double sum_of_bounds_bf16(const In<uint16_t>& source) {
-    require(source.size() % k2::kBlock == 0, "whole blocks");
-    return k2::sum_of_bounds_bf16(source.data(), source.size() / k2::kBlock);
+using SampledTuple = std::tuple<double, double, double>;
+
+k2::Sample sample_of(size_t first, size_t stride, const In<uint8_t>& packed, const In<uint8_t>& block_scales,
+                     const In<double>& block_values) {
+    require(stride > 0 && packed.size() == 8 * block_scales.size() && block_values.size() == 256, "sizes do not fit");
+    return {first, stride, block_scales.size()};
 }
 
-double sum_of_bounds_int4(const In<uint8_t>& packed, const In<uint16_t>& scale_bits, const In<int8_t>& exponents) {
-    const size_t num_blocks = scale_bits.size();
-    require(packed.size() == 8 * num_blocks && exponents.size() == k2::kBlock * num_blocks, "sizes do not fit");
-    return k2::sum_of_bounds_int4(packed.data(), scale_bits.data(), exponents.data(), num_blocks);
+SampledTuple sample_bf16(const In<uint16_t>& source, const In<uint8_t>& packed, const In<uint8_t>& block_scales,
+                         const In<double>& block_values, size_t first, size_t stride, float plain_scale) {
+    require_bf16(source.size(), packed.size(), block_scales.size());
+    const k2::Sample sample = sample_of(first, stride, packed, block_scales, block_values);
+    const k2::Quantized written{packed.data(), block_scales.data(), block_values.data()};
+    const k2::Sampled found = k2::sample_bf16(source.data(), written, sample, plain_scale);
+    return {found.achieved, found.plain, found.bound};
+}
+
+SampledTuple sample_int4(const In<uint8_t>& source, const In<uint16_t>& scale_bits, const std::optional<In<int8_t>>& exponents,
+                         const In<uint8_t>& packed, const In<uint8_t>& block_scales, const In<double>& block_values,
+                         size_t first, size_t stride, float plain_scale) {
+    const k2::Int4 groups = int4_of(source, scale_bits);
+    require(source.size() == packed.size(), "sizes do not fit");
+    const size_t columns = exponents ? columns_of(exponents, std::nullopt, groups).size : 0;
+    const k2::Sample sample = sample_of(first, stride, packed, block_scales, block_values);
+    const k2::Quantized written{packed.data(), block_scales.data(), block_values.data()};
+    const k2::Sampled found = k2::sample_int4({source.data(), scale_bits.data()}, exponents ? exponents->data() : nullptr,
+                                              columns, written, sample, plain_scale);
+    return {found.achieved, found.plain, found.bound};
 }
 
 void count_bytes(const In<uint8_t>& bytes, const Out<int64_t>& counts) {
@@ -264,8 +286,9 @@ NB_MODULE(_cpu, module) {
                "columns"_a, "powers"_a.none(), "inverses"_a.none(), "importance"_a.none(), "sums"_a);
     module.def("measure_bf16", &measure_bf16, freely, "source"_a, "packed"_a, "block_scales"_a, "block_values"_a, "columns"_a,
                "importance"_a.none(), "sums"_a);
-    module.def("sum_of_bounds_bf16", &sum_of_bounds_bf16, freely);
-    module.def("sum_of_bounds_int4", &sum_of_bounds_int4, freely);
+    module.def("sample_bf16", &sample_bf16, freely);
+    module.def("sample_int4", &sample_int4, freely, "source"_a, "scale_bits"_a, "exponents"_a.none(), "packed"_a,
+               "block_scales"_a, "block_values"_a, "first"_a, "stride"_a, "plain_scale"_a);
     module.def("count_bytes", &count_bytes, freely);
     module.def("round_with_feedback", &round_with_feedback, freely);
     module.def("instructions", &k2::instructions);
