@@ -13,7 +13,7 @@ The package from the ground up. A wing imports itself and what is above it in th
     fit         will it fit, and how to serve it
     records     fingerprint, journal, ledger, events
     forward     one forward pass, and the walk: the loop over the layers of a model
-    calibrate   a calibration: statistics of activations, what a conversion uses of them, conversion with feedback
+    calibrate   a calibration: statistics of activations, what a conversion uses of them, conversion with gptq
     validate    the servable contract, weight error, reference layers
     report      the report as page, Markdown and picture, and the model card
     job         what a run does, in order

@@ -1,6 +1,6 @@
 """A pool of buffers for tensor bytes, because the tensors of one checkpoint have few different sizes.
 
-A new buffer of 8 MB costs up to 2,000 page faults, which take as long as `plain` takes to fill it. So buffers stay in
+A new buffer of 8 MB costs up to 2,000 page faults, which take as long as `max` takes to fill it. So buffers stay in
 the pool. One is free again when only the pool refers to it: a tensor, view or memoryview of an array keeps the array
 alive.
 """

@@ -2,7 +2,7 @@
 
 from typing import Final, Literal
 
-Rule = Literal["feedback", "weighted", "optimal", "plain"]
+Rule = Literal["gptq", "imatrix", "mse", "max"]
 """How block scales are chosen: together with the codes, layer by layer, so that each layer makes up for the ones before
 it; the best E4M3 scale of every block, by the importance of its columns or by squared error alone; or the block maximum
 over 6."""
@@ -44,7 +44,7 @@ BLOCK_SIZE: Final = 16
 """Input columns that share one NVFP4 block scale."""
 
 MAX_COLUMN_EXPONENT: Final = 4
-"""Norm scaling multiplies and divides columns by powers of two from 2**-4 to 2**4."""
+"""Smoothing multiplies and divides columns by powers of two from 2**-4 to 2**4."""
 
 
 def counted(count: int, noun: str) -> str:

@@ -46,7 +46,7 @@ def moe_layer(number: int = 1, *, experts: int = 4, hidden: int = 64, width: int
         tokens=tokens.astype(np.int64),
         saliency=draw(experts),
         router_weight=np.linspace(0.5, 1.0, experts, dtype=np.float32),
-        norm_exponents=generator.integers(-4, 5, hidden).astype(np.int8),
+        smoothing_exponents=generator.integers(-4, 5, hidden).astype(np.int8),
         shared_down_mean_square=draw(2 * width),
         shared_down_amax=draw(1),
     )
@@ -54,7 +54,9 @@ def moe_layer(number: int = 1, *, experts: int = 4, hidden: int = 64, width: int
 
 def dense_layer(number: int = 0, *, hidden: int = 64, width: int = 128) -> LayerStatistics:
     """A dense layer with few tokens."""
-    layer = replace(moe_layer(number, experts=1, hidden=hidden, width=width), norm_exponents=np.zeros(hidden, np.int8))
+    layer = replace(
+        moe_layer(number, experts=1, hidden=hidden, width=width), smoothing_exponents=np.zeros(hidden, np.int8)
+    )
     return replace(layer, shared_down_mean_square=None, shared_down_amax=None)
 
 

@@ -35,7 +35,7 @@ OWNERS = {
     "transformers": {"forward/attention.py"},
     "torch": {
         "quantize/kernels",
-        "quantize/feedback",
+        "quantize/gptq",
         "quantize/libraries.py",
         "quantize/native.py",
         "forward",
@@ -43,9 +43,9 @@ OWNERS = {
         "job/machine.py",
         "calibrate/accumulate.py",
         "calibrate/cost.py",
-        "calibrate/feedback_layer.py",
-        "calibrate/feedback_walk.py",
-        "calibrate/norm_scaling.py",
+        "calibrate/gptq_layer.py",
+        "calibrate/gptq_walk.py",
+        "calibrate/smoothing.py",
     },
 }
 
@@ -193,7 +193,7 @@ def test_help_does_not_import_heavy_libraries() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("rule", ["optimal", "plain"])
+@pytest.mark.parametrize("rule", ["mse", "max"])
 def test_int4_is_converted_and_validated_on_cpus_without_torch(rule: str, tiny: Path, tmp_path: Path) -> None:
     """Importing torch takes seconds, and memory that the machine may need for other things."""
     code = (

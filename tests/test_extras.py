@@ -9,7 +9,7 @@ import pytest
 from said import said
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.places import Destination, Source
+from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
 from scripts import fixture_maker as fixtures
@@ -87,7 +87,7 @@ def test_the_ledger_names_the_versions_of_what_computed(
     quantizer: str, libraries: set[str], zeros: Path, tmp_path: Path
 ) -> None:
     source = Source(open_checkpoint(zeros))
-    recipe = choose_recipe(source.checkpoint, None, {"quantizer": quantizer, "rule": "plain"})
+    recipe = choose_recipe(source.checkpoint, None, {"quantizer": quantizer, "rule": "max"})
     execute(prepare(source=source, destination=Destination(tmp_path / "out"), recipe=recipe, device="cpu"))
     ledger = json.loads((tmp_path / "out" / "k2convert.json").read_text())
     assert set(ledger["versions"]) == {"python"} | libraries

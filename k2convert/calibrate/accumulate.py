@@ -21,7 +21,7 @@ from torch import Tensor
 from k2convert.calibrate.calibration import CalibrationPlan
 from k2convert.calibrate.layer_files import gather_statistics, write_layer
 from k2convert.calibrate.layer_statistics import LayerStatistics
-from k2convert.calibrate.norm_scaling import find_exponents
+from k2convert.calibrate.smoothing import find_exponents
 from k2convert.calibrate.statistics import StatisticsHeader
 from k2convert.calibrate.text import is_varied
 from k2convert.errors import CalibrationError
@@ -34,7 +34,7 @@ from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events
 
 SAMPLED_TOKENS: Final = 256
-"""Tokens that norm scaling is fitted to. From fewer nothing is fitted: 64 tokens made k2-tiny worse by 2 %."""
+"""Tokens that smoothing is fitted to. From fewer nothing is fitted: 64 tokens made k2-tiny worse by 2 %."""
 
 Save = Callable[[LayerStatistics, int], None]
 """Declares a layer done: accepts its statistics, and how many windows are dropped so far."""
@@ -156,7 +156,7 @@ class _Sample:
 
 
 class LayerAccumulator:
-    """Sums the statistics of layer number `layer` over chunks; `seed` draws what norm scaling is fitted to, if it is.
+    """Sums the statistics of layer number `layer` over chunks; `seed` draws what smoothing is fitted to, if it is.
 
     A chunk counts when its `output` is reported; without that, the next `block` begins it again.
     """
@@ -206,7 +206,7 @@ class LayerAccumulator:
         self._x, self._calls = torch.empty(0), []
 
     def finish(self) -> LayerStatistics:
-        """Return the layer's statistics; searches the norm exponents of a MoE layer with SAMPLED_TOKENS tokens.
+        """Return the layer's statistics; searches the smoothing exponents of a MoE layer with SAMPLED_TOKENS tokens.
 
         Raises CalibrationError if there is nothing to divide by, and what reading the source raises.
         """
@@ -221,7 +221,7 @@ class LayerAccumulator:
         exponents = find_exponents(
             self._reader, self._layer, inputs=inputs, mean_square=found.gate_up_mean_square, seed=self._seed
         )
-        return replace(found, norm_exponents=exponents)
+        return replace(found, smoothing_exponents=exponents)
 
     def _statistics(self) -> LayerStatistics:
         norm = detect_family(self._reader.checkpoint).mlp_norm.format(layer=self._layer)
@@ -239,7 +239,7 @@ class LayerAccumulator:
             tokens=np.array([sums.tokens for sums in experts], dtype=np.int64),
             saliency=np.array([sums.saliency / max(1, sums.tokens) for sums in experts], dtype=np.float32),
             router_weight=np.array([sums.router_weight / self._input.tokens for sums in experts], dtype=np.float32),
-            norm_exponents=np.zeros(gate_up.size, dtype=np.int8),
+            smoothing_exponents=np.zeros(gate_up.size, dtype=np.int8),
             shared_down_mean_square=self._mean_square(self._shared) if has_shared else None,
             shared_down_amax=np.array([self._shared.amax], dtype=np.float32) if has_shared else None,
         )

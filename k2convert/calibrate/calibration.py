@@ -1,7 +1,7 @@
 """A calibration, planned from headers and text: what it depends on, what disk it needs, and how far it is.
 
 `k2convert calibrate` walks through the layers and writes a statistics file. `run --calibrate` converts on the same walk
-by rule `feedback` (conversion.py). Both are one plan.
+by rule `gptq` (conversion.py). Both are one plan.
 
     layer 0 -> layer 1 -> layer 2 -> ...          the walk, with a conversion in a thread of its own
                   |          |
@@ -294,7 +294,7 @@ def source_fields(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 def shard_needs(shard: ShardJob) -> ShardNeeds:
     """Return what an output shard needs of a walk: every layer that it has tensors of.
 
-    Copied tensors count too: whether norm scaling changes them is asked of their layer.
+    Copied tensors count too: whether smoothing changes them is asked of their layer.
     """
     layers, codes = {-1}, dict[int, int]()
     for step in shard.steps:

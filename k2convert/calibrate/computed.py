@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final
 
-from k2convert.calibrate.feedback_layer import GROUPED_EXPERTS
+from k2convert.calibrate.gptq_layer import GROUPED_EXPERTS
 from k2convert.calibrate.sizes import ModelSizes, PassSize
 from k2convert.choices import BLOCK_SIZE
 from k2convert.fit.gpus import Flops, Gpu
-from k2convert.quantize.feedback.shrinkage import (
+from k2convert.quantize.gptq.shrinkage import (
     FULL_TOKENS_PER_COLUMN,
     LEAST_FULL_TOKENS,
     MIN_TOKENS,
@@ -84,7 +84,7 @@ def pass_work(model: ModelSizes, size: PassSize) -> Work:
 
 
 def walk_work(model: ModelSizes, size: PassSize) -> Work:
-    """Return the work of a walk with feedback."""
+    """Return the work of a walk with gptq."""
     hidden, width, experts, tokens = model.hidden, model.width, model.num_experts, size.num_tokens
     weights = 3 * experts * hidden * width
     again = Work(
@@ -118,7 +118,7 @@ def _decided(columns: int, rows: int, tokens: int) -> Work:
 
 
 def _rounded(columns: int, rows: int, *, calls: int = 1) -> Work:
-    """Return the work to round rows with feedback."""
+    """Return the work to round rows with gptq."""
     return Work(
         fp32=7.0 * rows * columns**2,
         moved=float(_ROUNDED_BYTES) * rows * columns,

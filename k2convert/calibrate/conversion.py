@@ -1,4 +1,4 @@
-"""Walk through the layers next to the pipeline of a conversion, for rule `feedback`: see calibration.py.
+"""Walk through the layers next to the pipeline of a conversion, for rule `gptq`: see calibration.py.
 
 What the walk has done is in DEST/.k2convert/calibration.work until the ledger has it. A layer's converted experts are
 removed when the last shard that needs them is recorded. If a shard has to be converted again after that, the walk
@@ -14,15 +14,15 @@ from threading import Condition, Event
 from typing import Final
 
 from k2convert.calibrate.calibration import AHEAD, CalibrationPlan, ShardNeeds
-from k2convert.calibrate.columns import Calibration
+from k2convert.calibrate.channels import Calibration
 from k2convert.calibrate.fitting import calibration_record
 from k2convert.calibrate.layer_files import (
-    CodesFolder,
     LayerFiles,
-    drop_codes,
+    QuantizedLayers,
+    drop_quantized,
     gather_statistics,
     needed_files,
-    read_feedback,
+    read_gptq,
     write_layer,
 )
 from k2convert.calibrate.statistics import LayerStatistics, open_statistics
@@ -46,7 +46,7 @@ class OpenWalk:
     """
 
     plan: CalibrationPlan
-    norm_scaling: bool
+    smoothing: bool
     chunk: int
     first: int
     shards: Collection[str]
@@ -76,17 +76,17 @@ class OpenWalk:
         if plan.text.saved is not None:
             write_atomically(plan.text.saved, path)
         statistics = open_statistics(path)
-        calibration = Calibration(statistics, weighted=True, norm_scaling=self.norm_scaling)
+        calibration = Calibration(statistics, weighted=True, smoothing=self.smoothing)
         record = calibration_record(statistics, calibration, plan.architecture)
-        layers = {n: replace(layer, feedback=read_feedback(work, n)) for n, layer in record.layers.items()}
-        return replace(record, feedback=True, held_out_windows=plan.held_out_windows, layers=layers)
+        layers = {n: replace(layer, gptq=read_gptq(work, n)) for n, layer in record.layers.items()}
+        return replace(record, gptq=True, held_out_windows=plan.held_out_windows, layers=layers)
 
 
 def open_walk(
     plan: CalibrationPlan,
     shards: Collection[str],
     *,
-    norm_scaling: bool,
+    smoothing: bool,
     calibrated: CalibrationRecord | None,
     events: Events,
 ) -> OpenWalk | None:
@@ -108,8 +108,8 @@ def open_walk(
     if first:
         events.note(f"{work.folder}: resuming: {first} of {plan.num_layers} layers done")
     for layer in set(range(first)) - needed:
-        drop_codes(work, layer)
-    return OpenWalk(plan, norm_scaling, begun.chunk, first, shards)
+        drop_quantized(work, layer)
+    return OpenWalk(plan, smoothing, begun.chunk, first, shards)
 
 
 def _check_kept(plan: CalibrationPlan, calibrated: CalibrationRecord) -> None:
@@ -125,9 +125,9 @@ def _check_kept(plan: CalibrationPlan, calibrated: CalibrationRecord) -> None:
 class ShardWalk:
     """A walk in a thread of its own. Workers of the pipeline wait for it, shard by shard."""
 
-    def __init__(self, opened: OpenWalk, codes: CodesFolder, *, room: int, stop: Event, events: Events) -> None:
+    def __init__(self, opened: OpenWalk, codes: QuantizedLayers, *, room: int, stop: Event, events: Events) -> None:
         self.calibration = Calibration(
-            LayerFiles(opened.plan.work), weighted=True, norm_scaling=opened.norm_scaling, codes=codes
+            LayerFiles(opened.plan.work), weighted=True, smoothing=opened.smoothing, codes=codes
         )
         self.failure: BaseException | None = None
         self._opened, self._plan, self._room = opened, opened.plan, room
@@ -184,7 +184,7 @@ class ShardWalk:
             self._stop.set()
 
     def _walk(self) -> None:
-        from k2convert.calibrate.feedback_walk import FeedbackOptions, walk_with_feedback
+        from k2convert.calibrate.gptq_walk import GptqOptions, walk_gptq
         from k2convert.forward.walk import Walk
 
         plan, text = self._plan, self._plan.text
@@ -207,8 +207,8 @@ class ShardWalk:
                 workers=text.threads,
                 around=around,
             )
-            options = FeedbackOptions(text.seed, self._opened.norm_scaling, self._check_stop)
-            walk_with_feedback(walk, options, plan.work, save=self._save, events=self._events)
+            options = GptqOptions(text.seed, self._opened.smoothing, self._check_stop)
+            walk_gptq(walk, options, plan.work, save=self._save, events=self._events)
 
     def _save(self, layer: LayerStatistics, dropped: int) -> None:
         """Declare a layer done."""
@@ -227,7 +227,7 @@ def walking(opened: OpenWalk, *, room: int, stop: Event, events: Events) -> Gene
 
     `room` is what fetched layers may use. Raises what failed first, in the block or in the walk.
     """
-    with CodesFolder(opened.plan.work) as codes:
+    with QuantizedLayers(opened.plan.work) as codes:
         walk = ShardWalk(opened, codes, room=room, stop=stop, events=events)
         walk.start()
         try:

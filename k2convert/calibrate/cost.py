@@ -4,7 +4,7 @@ The time is an estimate from one expert and one matrix product, said before the 
 
 Both are measured on the device that computes. An expert's weights are made up, so nothing is read and a source on the
 Hub can be estimated too. Reading is not measured. The rest of a layer (attention, router, shared experts, dense MLPs)
-counts as matrix products. The search of norm exponents, which CPUs do, is measured on a few columns.
+counts as matrix products. The search of smoothing exponents, which CPUs do, is measured on a few columns.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import torch
 
 from k2convert.calibrate.accumulate import SAMPLED_TOKENS
 from k2convert.calibrate.computed import Work, gpu_seconds, other_flops, pass_work, walk_work
-from k2convert.calibrate.norm_scaling import STEPS, Proxy
 from k2convert.calibrate.scaled_tensors import SAMPLED_ROWS, GateUpRows
 from k2convert.calibrate.sizes import ModelSizes, PassSize, read_sizes
+from k2convert.calibrate.smoothing import STEPS, Proxy
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.fit.gpus import Flops, Gpu
 from k2convert.forward.decoder import allowing_tf32
 from k2convert.forward.mlp import Mlp
 from k2convert.forward.weights import LinearLayer, exact_weight
-from k2convert.quantize.feedback.factor import make_curvature
-from k2convert.quantize.feedback.moments import MIN_TOKENS as FEW_TOKENS
-from k2convert.quantize.feedback.moments import Moments
-from k2convert.quantize.feedback.rounding import kernel_for, round_with_feedback
-from k2convert.quantize.feedback.shrinkage import MIN_TOKENS, choose_shrinkage
 from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.gptq.factor import make_curvature
+from k2convert.quantize.gptq.moments import MIN_TOKENS as FEW_TOKENS
+from k2convert.quantize.gptq.moments import Moments
+from k2convert.quantize.gptq.rounding import kernel_for, round_gptq
+from k2convert.quantize.gptq.shrinkage import MIN_TOKENS, choose_shrinkage
 
 CHUNK_TOKENS: Final = 4096
 MEMORY_SHARE: Final = 0.4
@@ -68,7 +68,7 @@ def chunk_windows(source: Checkpoint, *, window: int, gpu_bytes: int) -> int:
 class Cost:
     """Seconds of one core or GPU: `shared` by all of them, `search` by a few cores, and `alone`, which only one does.
 
-    `search` is that of norm exponents. `alone` are the corrections and the curvature of a walk.
+    `search` is that of smoothing exponents. `alone` are the corrections and the curvature of a walk.
     """
 
     shared: float
@@ -88,9 +88,9 @@ def pass_cost(source: Checkpoint, size: PassSize) -> Cost:
 
 
 def walk_cost(source: Checkpoint, size: PassSize) -> Cost:
-    """Measure what a walk with feedback takes: a pass, a second stream, and rounding.
+    """Measure what a walk with gptq takes: a pass, a second stream, and rounding.
 
-    Experts are computed three more times: with converted gate and up, by rule `optimal`, and with converted down. What
+    Experts are computed three more times: with converted gate and up, by rule `mse`, and with converted down. What
     is decided for a layer or a down projection is measured on few columns; it grows with their third power, the
     rounding of a row with their second.
     """
@@ -145,7 +145,7 @@ def computed_time(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Seconds of one pass: routed experts, everything that every token passes, the search of norm exponents."""
+    """Seconds of one pass: routed experts, everything that every token passes, the search of smoothing exponents."""
 
     experts: float
     others: float
@@ -177,11 +177,11 @@ def _pass_parts(model: ModelSizes, size: PassSize) -> _Parts:
 
 
 def _row_seconds(columns: int, device: str) -> float:
-    """Return the seconds that one thread or GPU takes to round a row with feedback."""
+    """Return the seconds that one thread or GPU takes to round a row with gptq."""
     size = min(columns, _MOST_COLUMNS)
     target = torch.randn(_ROWS if device == "cpu" else _CUDA_ROWS, size, device=device)
     curvature, kernel = make_curvature(torch.eye(size, device=device), 0.5), kernel_for(device)
-    seconds = _seconds(lambda: round_with_feedback(target, 1.0, curvature, kernel), device)
+    seconds = _seconds(lambda: round_gptq(target, 1.0, curvature, kernel), device)
     return seconds / target.shape[0] * (columns / size) ** 2
 
 
@@ -226,7 +226,7 @@ def _made_up_int4(rows: int, columns: int) -> Int4Weight:
 
 
 def _search_seconds(hidden_size: int) -> float:
-    """Return the seconds that one thread takes for the norm exponents of a layer."""
+    """Return the seconds that one thread takes for the smoothing exponents of a layer."""
     columns = _SEARCHED_COLUMNS
     rows = GateUpRows(np.ones(columns), (_made_up_int4(SAMPLED_ROWS, columns),))
     proxy = Proxy(torch.ones(SAMPLED_TOKENS, columns), np.ones(columns, dtype=np.float32), rows)

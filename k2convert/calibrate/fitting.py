@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from k2convert.calibrate.columns import Calibration, CollectedLayers
+from k2convert.calibrate.channels import Calibration, CollectedLayers
 from k2convert.calibrate.statistics import Statistics
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
@@ -39,7 +39,7 @@ def choose_calibration(
     if pruning is not None:
         statistics = statistics.keep_experts(pruning)
     weighted = RULES[recipe.rule].uses_importance
-    return Calibration(statistics, weighted=weighted, norm_scaling=bool(recipe.norm_scaling))
+    return Calibration(statistics, weighted=weighted, smoothing=bool(recipe.smoothing))
 
 
 def check_statistics_source(statistics: Statistics, source: Checkpoint) -> None:
@@ -65,7 +65,7 @@ def scaled_layers(calibration: Calibration, architecture: Architecture) -> list[
         if calibration.exponents(number) is not None:
             scaled.append(number)
     for number in set(calibration.statistics.layers) - set(architecture.moe_layers):
-        if calibration.statistics.layer(number).norm_exponents.any():
+        if calibration.statistics.layer(number).smoothing_exponents.any():
             raise CalibrationError(
                 f"{calibration.statistics.path}: layer {number} is scaled, but it has no experts. {_REMEDY}"
             )
@@ -126,7 +126,7 @@ def calibration_record(found: Statistics, calibration: Calibration, architecture
         dropped_windows=found.dropped,
         seed=found.seed,
         weighted=calibration.weighted,
-        norm_scaling=calibration.norm_scaling,
+        smoothing=calibration.smoothing,
         exponents_digest=calibration.exponents_digest(),
         layers={number: _layer_record(calibration, number) for number in architecture.moe_layers},
         statistics_from=found.origin,
@@ -136,8 +136,8 @@ def calibration_record(found: Statistics, calibration: Calibration, architecture
 def _layer_record(calibration: Calibration, number: int) -> LayerCalibration:
     layer = calibration.statistics.layer(number)
     counts: dict[int, int] = {}
-    if calibration.norm_scaling:
-        values, numbers = np.unique(layer.norm_exponents, return_counts=True)
+    if calibration.smoothing:
+        values, numbers = np.unique(layer.smoothing_exponents, return_counts=True)
         counts = dict(zip(values.tolist(), numbers.tolist(), strict=True))
     return LayerCalibration(
         tokens=tuple(layer.tokens.tolist()),

@@ -1,7 +1,7 @@
 """The files of a walk's layers: statistics, and with a conversion what was decided and the converted experts.
 
     layer-003.safetensors        the statistics of layer 3: the claim that it is done
-    feedback-003.json            what was decided in layer 3 (records/calibration.py), if it has experts
+    gptq-003.json            what was decided in layer 3 (records/calibration.py), if it has experts
     codes-003.safetensors        its converted experts, until every shard that needs them is recorded
         MODULE.packed            U8 [N, K/2]
         MODULE.block_scales      U8 [N, K/16]
@@ -42,11 +42,11 @@ from k2convert.errors import CheckpointError
 from k2convert.forward.work import CLAIM, HIDDEN, WorkFolder
 from k2convert.models import locate_module
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.records.calibration import FeedbackLayer
+from k2convert.records.calibration import GptqLayer
 
 CONVERTED: Final = "converted"
 CODES: Final = "codes"
-FEEDBACK: Final = "feedback.json"
+GPTQ: Final = "gptq.json"
 
 _OPEN_LAYERS: Final = 4
 _PACKED, _SCALES, _GLOBAL = "packed", "block_scales", "global_scale"
@@ -64,7 +64,7 @@ def statistics_work(statistics: Path) -> WorkFolder:
 def conversion_work(destination: Path) -> WorkFolder:
     """Return the work folder of a conversion with a text, DEST/.k2convert/calibration.work."""
     folder = destination / WORK_FOLDER / f"{WALK_NAME}{WORK_SUFFIX}"
-    return WorkFolder(folder, streams=(HIDDEN, CONVERTED), others=(FEEDBACK, CODES))
+    return WorkFolder(folder, streams=(HIDDEN, CONVERTED), others=(GPTQ, CODES))
 
 
 def write_layer(work: WorkFolder, layer: LayerStatistics, header: StatisticsHeader) -> None:
@@ -94,31 +94,31 @@ def needed_files(work: WorkFolder, codes: Collection[int]) -> dict[int, list[Pat
     """Return what is needed of each layer besides its statistics: what was decided, and `codes` of some layers."""
     paths: dict[int, list[Path]] = {}
     for layer in range(work.num_finished()):
-        path = work.path(FEEDBACK, layer)
-        feedback = [path] if work.has_kept(path) else []
-        paths[layer] = [*feedback, *([work.path(CODES, layer)] if layer in codes else [])]
+        path = work.path(GPTQ, layer)
+        gptq = [path] if work.has_kept(path) else []
+        paths[layer] = [*gptq, *([work.path(CODES, layer)] if layer in codes else [])]
     return paths
 
 
-def write_feedback(work: WorkFolder, layer: int, found: FeedbackLayer) -> None:
+def write_gptq(work: WorkFolder, layer: int, found: GptqLayer) -> None:
     """Keep what was decided in a layer."""
-    work.write(work.path(FEEDBACK, layer), dump_json(found.to_dict()))
+    work.write(work.path(GPTQ, layer), dump_json(found.to_dict()))
 
 
-def read_feedback(work: WorkFolder, layer: int) -> FeedbackLayer:
+def read_gptq(work: WorkFolder, layer: int) -> GptqLayer:
     """Return what was decided in a layer that has experts; raises CheckpointError if it is damaged."""
-    path = work.path(FEEDBACK, layer)
+    path = work.path(GPTQ, layer)
     work.check(path)
-    return FeedbackLayer.from_dict(read_json_file(path))
+    return GptqLayer.from_dict(read_json_file(path))
 
 
-def drop_codes(work: WorkFolder, layer: int) -> None:
+def drop_quantized(work: WorkFolder, layer: int) -> None:
     """Remove a layer's converted experts: every shard has them."""
     work.remove_file(work.path(CODES, layer))
 
 
 @contextmanager
-def writing_layer_codes(
+def writing_quantized_layers(
     path: Path, shapes: Mapping[str, tuple[int, int]], *, record: Callable[[Path, str], None]
 ) -> Generator[Write]:
     """Yield a function that appends the projections [N, K] of `shapes`, which must come in this order.
@@ -148,7 +148,7 @@ def writing_layer_codes(
         writer.commit(accept=partial(record, path))
 
 
-class _LayerCodes:
+class _QuantizedLayer:
     """The open codes of one layer; any thread may read."""
 
     def __init__(self, path: Path) -> None:
@@ -175,7 +175,7 @@ class _LayerCodes:
 
 
 class LayerFiles:
-    """The statistics of the layers that are done so far, as calibrate.columns.Calibration reads them. Thread-safe."""
+    """The statistics of the layers that are done so far, as calibrate.channels.Calibration reads them. Thread-safe."""
 
     def __init__(self, work: WorkFolder) -> None:
         self._work = work
@@ -212,12 +212,12 @@ class LayerFiles:
             return self._open[number]
 
 
-class CodesFolder:
+class QuantizedLayers:
     """The converted experts of the layers that are done so far. Thread-safe; close it when the shards are written."""
 
     def __init__(self, work: WorkFolder) -> None:
         self._work = work
-        self._open: dict[int, _LayerCodes] = {}
+        self._open: dict[int, _QuantizedLayer] = {}
         self._lock = Lock()
 
     def read(self, module: str) -> Nvfp4Weight:
@@ -229,7 +229,7 @@ class CodesFolder:
             if place.layer not in self._open:
                 path = self._work.path(CODES, place.layer)
                 self._work.check(path)
-                self._open[place.layer] = _LayerCodes(path)
+                self._open[place.layer] = _QuantizedLayer(path)
             codes = self._open[place.layer]
         return codes.read(module)
 
@@ -238,7 +238,7 @@ class CodesFolder:
         with self._lock:
             if (codes := self._open.pop(layer, None)) is not None:
                 codes.close()
-        drop_codes(self._work, layer)
+        drop_quantized(self._work, layer)
 
     def close(self) -> None:
         """Close all files."""
@@ -247,7 +247,7 @@ class CodesFolder:
                 codes.close()
             self._open.clear()
 
-    def __enter__(self) -> CodesFolder:
+    def __enter__(self) -> QuantizedLayers:
         return self
 
     def __exit__(self, *_: Any) -> None:

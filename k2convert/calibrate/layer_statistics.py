@@ -12,7 +12,7 @@
     tokens                    i64 [E]     routed to each expert
     saliency                  f32 [E]     mean of p * ||f(x)|| over the routed tokens, f the expert (REAP); 0 without
     router_weight             f32 [E]     mean of p over all tokens of the layer, 0 for a token that is not routed there
-    norm_exponents            i8 [K]      a of norm scaling, -4..4: the norm's weight times 2^a, its consumers over 2^a
+    smoothing_exponents            i8 [K]      a, -4..4: the norm's weight times 2^a, its consumers over 2^a
 
 Mean squares are weighted: a token's weight is 1 / ||h||^2 of the layer's output h, with mean 1 over all tokens of the
 layer. Saliency, as REAP defines it, is not. A dense MLP is one expert that gets every token with p = 1.
@@ -43,7 +43,7 @@ TENSORS: Final[dict[str, tuple[str, type[np.generic], int]]] = {
     "shared_down_amax": ("shared_down.amax", np.float32, 1),
     "saliency": ("saliency", np.float32, 1),
     "router_weight": ("router_weight", np.float32, 1),
-    "norm_exponents": ("norm_exponents", np.int8, 1),
+    "smoothing_exponents": ("smoothing_exponents", np.int8, 1),
 }
 """Field -> (name in the file, dtype, rank), in the order of the file."""
 
@@ -64,7 +64,7 @@ class LayerStatistics:
     tokens: NDArray[np.int64]
     saliency: NDArray[np.float32]
     router_weight: NDArray[np.float32]
-    norm_exponents: NDArray[np.int8]
+    smoothing_exponents: NDArray[np.int8]
     shared_down_mean_square: NDArray[np.float32] | None = None
     shared_down_amax: NDArray[np.float32] | None = None
 
@@ -110,10 +110,10 @@ def _problem(layer: LayerStatistics) -> str | None:
             return f"{name} is {array.dtype} {list(array.shape)}"
         if not np.isfinite(array).all():
             return f"{name} holds NaN or infinity"
-        if field != "norm_exponents" and (array < 0).any():
+        if field != "smoothing_exponents" and (array < 0).any():
             return f"{name} holds negative numbers"
-    if (np.abs(layer.norm_exponents.astype(np.int16)) > MAX_EXPONENT).any():
-        return f"norm_exponents has values outside -{MAX_EXPONENT}..{MAX_EXPONENT}"
+    if (np.abs(layer.smoothing_exponents.astype(np.int16)) > MAX_EXPONENT).any():
+        return f"smoothing_exponents has values outside -{MAX_EXPONENT}..{MAX_EXPONENT}"
     return _shape_problem(layer)
 
 
@@ -129,7 +129,7 @@ def _shape_problem(layer: LayerStatistics) -> str | None:
         if size == 0 or size % BLOCK_SIZE:
             return f"{name} has {size} columns, which is not a multiple of {BLOCK_SIZE}"
     sizes = {
-        "norm_exponents": (layer.norm_exponents.size, layer.gate_up_mean_square.size),
+        "smoothing_exponents": (layer.smoothing_exponents.size, layer.gate_up_mean_square.size),
         "gate_up.amax": (layer.gate_up_amax.size, 1),
         "down.amax": (layer.down_amax.size, experts),
         "tokens": (layer.tokens.size, experts),
@@ -140,6 +140,6 @@ def _shape_problem(layer: LayerStatistics) -> str | None:
     for name, (size, expected) in sizes.items():
         if size != expected:
             return f"{name} has {size} values, expected {expected}"
-    if layer.is_dense and layer.norm_exponents.any():
-        return "is dense, but norm_exponents are not zero"
+    if layer.is_dense and layer.smoothing_exponents.any():
+        return "is dense, but smoothing_exponents are not zero"
     return "has no experts" if experts == 0 else None

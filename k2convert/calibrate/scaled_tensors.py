@@ -1,4 +1,4 @@
-"""What norm scaling needs to know of the tensors it changes, read from the source in bounded memory.
+"""What smoothing needs to know of the tensors it changes, read from the source in bounded memory.
 
     rows of gate and up   neighboring rows of every routed expert: the mean squares of columns, and a few whole rows
     exponents             of every BF16 or FP32 number, INT4 scales included: where a power of two would not be exact
@@ -22,8 +22,8 @@ from k2convert.checkpoint.reader import ShardReader
 from k2convert.choices import GROUP_SIZE
 from k2convert.models import detect_family, parse_tensor_name
 from k2convert.models.names import WEIGHT, Role
-from k2convert.models.norm_scaling import reads_norm
 from k2convert.models.projections import Projection, projection_of
+from k2convert.models.smoothing import reads_norm
 from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
 from k2convert.quantize.formats.int4 import FIRST_UNUSABLE_BITS, Int4Weight, SourceWeight, unpack_int4
 
@@ -37,7 +37,7 @@ _FIRST_UNUSABLE_FIELD: Final = FIRST_UNUSABLE_BITS >> 7
 
 @dataclass(frozen=True, slots=True)
 class ScaledTensors:
-    """The tensors of a MoE layer that norm scaling changes: projections are gate and up, shared ones apart."""
+    """The tensors of a MoE layer that smoothing changes: projections are gate and up, shared ones apart."""
 
     norm: TensorInfo
     routers: tuple[TensorInfo, ...]

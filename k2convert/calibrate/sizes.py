@@ -17,22 +17,22 @@ from typing import Any, Final
 
 from k2convert.buffers import POOL_BYTES
 from k2convert.calibrate.accumulate import SAMPLED_TOKENS
-from k2convert.calibrate.feedback_layer import GROUPED_EXPERTS, SAMPLED_ROWS
-from k2convert.calibrate.norm_scaling import STEPS
+from k2convert.calibrate.gptq_layer import GROUPED_EXPERTS, SAMPLED_ROWS
+from k2convert.calibrate.smoothing import STEPS
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS
 from k2convert.forward.walk import DENSE_TOKENS
 from k2convert.models import detect_family
 from k2convert.models.config import text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Role
-from k2convert.quantize.feedback.moments import MIN_TOKENS
+from k2convert.quantize.gptq.moments import MIN_TOKENS
 
 CUDA_BYTES: Final = 3 << 30
 """What CUDA's libraries take of a process's memory, and half of that of a GPU's: an upper bound, not measured."""
 
 _LIBRARY_BYTES: Final = 320 << 20  # transformers, imported for the first layer, and what oneDNN and threads keep
 _ATTENTION_TENSORS: Final = 8  # of all heads, that one window needs at one time
-_SEARCH_BYTES: Final = 24  # a number of the samples that norm exponents are tried on
+_SEARCH_BYTES: Final = 24  # a number of the samples that smoothing exponents are tried on
 _EXPERT_FLOATS: Final = 9  # times K I: gate and up, their targets in three forms, the packed source
 _CUDA_EXPERT_FLOATS: Final = 15
 
@@ -153,7 +153,7 @@ def pass_memory(model: ModelSizes, size: PassSize) -> Memory:
 
 
 def walk_memory(model: ModelSizes, size: PassSize) -> Memory:
-    """Return what a walk with feedback holds at its peak, without the buffers that it shares with the conversion."""
+    """Return what a walk with gptq holds at its peak, without the buffers that it shares with the conversion."""
     square, tokens = 4 * model.hidden**2, 4 * size.num_tokens * model.hidden
     states = 4 * size.chunk_windows * size.window * model.hidden
     part = model.width * model.hidden

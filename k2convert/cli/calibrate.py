@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from k2convert.cli import console
-from k2convert.cli.feedback import plan_document, plan_line, read_calibration_text
 from k2convert.cli.forecast import Computer, Forecast, choose_computer, forecast
+from k2convert.cli.gptq import plan_document, plan_line, read_calibration_text
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.texts import check_time
@@ -16,7 +16,7 @@ from k2convert.cli.verbs import CalibrateOptions
 from k2convert.errors import require_extra
 from k2convert.hub.client import Hub
 from k2convert.job.calibration import plan_statistics
-from k2convert.job.places import check_statistics_path, open_source
+from k2convert.job.locations import check_statistics_path, open_source
 from k2convert.plan.recipe import TextUse
 from k2convert.records.command import JobCommand
 

@@ -29,7 +29,7 @@ from k2convert.fit.serving import ENGINE_NAMES, Deployment, ServeCommand, nvfp4_
 from k2convert.fit.speed import EstimatedSpeed, estimate_speeds
 from k2convert.fit.subject import Subject, read_subject
 from k2convert.hub.client import Hub, parse_repo
-from k2convert.job.places import open_source
+from k2convert.job.locations import open_source
 from k2convert.models.config import max_positions
 
 ServeCommands = Mapping[Engine, ServeCommand]

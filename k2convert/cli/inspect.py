@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from k2convert.calibrate.columns import MIN_TOKENS, Calibration
+from k2convert.calibrate.channels import MIN_TOKENS, Calibration
 from k2convert.calibrate.layer_statistics import LayerStatistics
 from k2convert.calibrate.statistics import Statistics, open_statistics
 from k2convert.checkpoint.names import CONFIG_NAME, LEDGER_NAME, SHARD_SUFFIX
@@ -14,7 +14,7 @@ from k2convert.cli.console import command, format_bytes, print_json, print_line,
 from k2convert.cli.verbs import InspectOptions
 from k2convert.errors import CalibrationError, CheckpointError, shortened
 from k2convert.hub.client import Hub
-from k2convert.job.places import open_source
+from k2convert.job.locations import open_source
 from k2convert.plan.inspection import Inspection, inspect_checkpoint
 from k2convert.records.ledger import find_ledger
 
@@ -112,7 +112,7 @@ def _inspect_statistics(path: Path, *, as_json: bool) -> None:
 
 def _statistics_document(statistics: Statistics) -> dict[str, Any]:
     """Return a statistics file as plain data, without its mean squares; CalibrationError for unusable values."""
-    used = Calibration(statistics, weighted=True, norm_scaling=True)
+    used = Calibration(statistics, weighted=True, smoothing=True)
     return {
         "file": str(statistics.path),
         "digest": statistics.digest,
@@ -130,7 +130,7 @@ def _statistics_document(statistics: Statistics) -> dict[str, Any]:
 
 
 def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[str, Any]:
-    exponents, counts = np.unique(layer.norm_exponents, return_counts=True)
+    exponents, counts = np.unique(layer.smoothing_exponents, return_counts=True)
     shared = layer.shared_down_amax
     return {
         "dense": layer.is_dense,
@@ -171,7 +171,7 @@ def _show_statistics(statistics: Statistics) -> None:
         f"{few}: experts that saw fewer than {MIN_TOKENS} tokens, so that their importance in down is drawn toward an "
         "even one"
     )
-    print_line("scaled: channels that norm scaling multiplies by a power of two")
+    print_line("scaled: channels that smoothing multiplies by a power of two")
     print_line("max x: the largest input of gate and up. max z: the largest input of down")
 
 

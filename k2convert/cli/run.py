@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from k2convert.cli import console
-from k2convert.cli.feedback import (
+from k2convert.cli.forecast import Computer, choose_computer
+from k2convert.cli.gptq import (
     forecast_walk,
     job_document,
-    norm_scaling_line,
     plan_line,
     read_calibration_text,
     show_outputs,
     show_walk,
+    smoothing_line,
 )
-from k2convert.cli.forecast import Computer, choose_computer
 from k2convert.cli.machines import capacity_line, open_cluster, run_part
 from k2convert.cli.options import command_words, parse_device, parse_size
 from k2convert.cli.progress import Display, Waiting
@@ -42,9 +42,9 @@ from k2convert.hub.preflight import Target
 from k2convert.hub.xet import bound_memory
 from k2convert.job.estimate import estimate, memory_bytes
 from k2convert.job.kept_experts import prune_source
+from k2convert.job.locations import Source, open_named_statistics, open_source, read_destination
 from k2convert.job.machine import has_driver
 from k2convert.job.parts import read_part
-from k2convert.job.places import Source, open_named_statistics, open_source, read_destination
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.job.run import Outcome, execute
 from k2convert.plan.recipe import TextUse, parse_settings, settle_recipe
@@ -175,21 +175,21 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
     if options.ray is not None:
         _show_cluster_plan(job, options)
         return
-    walk = None if job.feedback is None or computer is None else forecast_walk(job, job.feedback, computer)
+    walk = None if job.gptq is None or computer is None else forecast_walk(job, job.gptq, computer)
     needed = memory_bytes(job, walk=0 if walk is None else walk.memory.main)
     with Waiting("measures the disk and the kernels", quiet=options.quiet):
         estimated = estimate(job, memory=needed)
         time = None if walk is None else walk.time(disk_bytes=estimated.bytes_in + estimated.bytes_out)
     if options.as_json:
         document = plan_document(job, source=options.source) | {"estimate": estimate_document(estimated)}
-        if job.feedback is not None and walk is not None and time is not None:
-            document["calibration"] = job_document(job, job.feedback) | walk.document(time, needed)
+        if job.gptq is not None and walk is not None and time is not None:
+            document["calibration"] = job_document(job, job.gptq) | walk.document(time, needed)
         console.print_json(document)
     else:
         show_plan(job, source=options.source)
-        if job.feedback is not None and walk is not None and time is not None:
-            console.print_line(plan_line(job.feedback))
-            console.print_line(norm_scaling_line(job))
+        if job.gptq is not None and walk is not None and time is not None:
+            console.print_line(plan_line(job.gptq))
+            console.print_line(smoothing_line(job))
             show_walk(walk, time, estimated, needed=needed)
         else:
             show_estimate(estimated)
@@ -237,8 +237,8 @@ def _do(job: Job, options: RunOptions) -> None:
     job = replace(job, command=command)
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
     display = Display("transfer" if job.uses_hub else "convert", extent, quiet=options.quiet)
-    if job.feedback is not None:
-        display.tally.expected_seconds["calibrate"] = _start_walk(job, job.feedback, options)
+    if job.gptq is not None:
+        display.tally.expected_seconds["calibrate"] = _start_walk(job, job.gptq, options)
     start = time.monotonic()
     try:
         with open_cluster(options) as cluster, display as events:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from k2convert.cli.console import format_span
 from k2convert.errors import CalibrationError
-from k2convert.job.places import Source
+from k2convert.job.locations import Source
 from k2convert.models import vocabulary_size
 from k2convert.models.config import max_positions
 

@@ -20,7 +20,7 @@ from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertE
 from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.hub.ranges import RemoteShards
 from k2convert.hub.source import read_headers
-from k2convert.job.places import open_named_statistics, open_result, open_source
+from k2convert.job.locations import open_named_statistics, open_result, open_source
 from k2convert.models import vocabulary_size
 from k2convert.models.config import max_positions
 from k2convert.models.projections import SOURCE_REMEDY

@@ -18,7 +18,7 @@ from k2convert.hub.client import MAIN, Hub
 from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import redacted
 from k2convert.job.estimate import Estimate
-from k2convert.job.places import Destination
+from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job
 from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -70,8 +70,8 @@ def calibration_document(job: Job) -> dict[str, Any]:
             "statistics": found.statistics,
             "texts": [name for name, _ in found.texts],
             "tokens": found.tokens,
-            "weighted": found.weighted,
-            "norm_scaling": found.norm_scaling,
+            "imatrix": found.weighted,
+            "smoothing": found.smoothing,
             "fallback_experts": sum(len(layer.fallback) for layer in found.layers.values()),
             "scaled_channels": sum(
                 count for layer in found.layers.values() for exponent, count in layer.exponents.items() if exponent
@@ -85,14 +85,14 @@ def _show_calibration(job: Job) -> None:
     for found in calibration_document(job).values():
         texts = f"{len(found['texts'])} text{'s' if len(found['texts']) != 1 else ''}, {found['tokens']:,} tokens"
         print_line(f"statistics: {found['file']}: {texts}")
-        from k2convert.calibrate.columns import MIN_TOKENS
+        from k2convert.calibrate.channels import MIN_TOKENS
 
         if num_few := found["fallback_experts"]:
             print_line(f"{num_few:,} experts have fewer than {MIN_TOKENS} tokens: importance drawn toward an even one")
-        if found["norm_scaling"]:
+        if found["smoothing"]:
             layers = f"{found['scaled_layers']} layer{'s' if found['scaled_layers'] != 1 else ''}"
             print_line(
-                f"norm scaling: {found['scaled_channels']:,} channels of {layers} are multiplied by powers of two, "
+                f"smoothing: {found['scaled_channels']:,} channels of {layers} are multiplied by powers of two, "
                 "which is exact"
             )
 
@@ -254,13 +254,13 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
             f"{m.num_weights:,}",
             f"{m.sqnr_db:.2f} dB" if math.isfinite(m.sqnr_db) else "exact",
             f"{m.relative_mse:.5f}",
-            f"{m.achieved_to_plain:.3f}" if math.isfinite(m.achieved_to_plain) else "",
+            f"{m.achieved_to_max:.3f}" if math.isfinite(m.achieved_to_max) else "",
             f"{m.achieved_to_bound:.3f}" if math.isfinite(m.achieved_to_bound) else "",
         )
         for role, m in totals.items()
     ]
     if rows:
-        columns = ("role", "weights", "SQNR", "relative MSE", "error / plain", "error / bound")
+        columns = ("role", "weights", "SQNR", "relative MSE", "error / max", "error / bound")
         print_table("weight error against the source", columns, rows)
     show_pruning(job)
     fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)

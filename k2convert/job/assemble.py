@@ -30,7 +30,7 @@ from k2convert.checkpoint.layouts import (
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.errors import CheckpointError, InvalidCheckpointError
-from k2convert.job.places import Source
+from k2convert.job.locations import Source
 from k2convert.job.prepare import Job
 from k2convert.plan.plan import Plan
 from k2convert.records.ledger import build_ledger, encode_ledger

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from k2convert.errors import DestinationError
 from k2convert.hub.client import Hub
 from k2convert.job.limits import allowed_disk
+from k2convert.job.locations import Source, check_statistics_path
 from k2convert.job.machine import device_name
-from k2convert.job.places import Source, check_statistics_path
 from k2convert.models import detect_family
 from k2convert.plan.plan import ShardJob, claim_projections
 from k2convert.plan.recipe import load_recipe

@@ -102,7 +102,7 @@ def memory_bytes(job: Job, *, walk: int = 0) -> int:
     """
     uses_xet = job.target is not None and os.environ.get("HF_HUB_DISABLE_XET", "0").lower() in ("", "0", "false")
     shards = 2 * inflight_bytes(uses_hub=job.uses_hub)
-    if job.feedback is not None:  # a small model has less than that
+    if job.gptq is not None:  # a small model has less than that
         shards = min(shards, job.bytes_in + job.plan.data_bytes)
     return peak_bytes() + shards + walk + (XET_BYTES if uses_xet else 0)
 
@@ -199,8 +199,8 @@ def _convert_rate(job: Job) -> float | None:
     rows, columns = _BLOCK
     packed = np.arange(rows * columns // 2, dtype=np.uint32).astype(np.uint8).reshape(rows, -1)
     scales = np.full((rows, columns // GROUP_SIZE), _SCALE_BITS, dtype=np.uint16)
-    exponents = (np.arange(columns) % 3 - 1).astype(np.int8) if recipe.norm_scaling else None
-    weight = Int4Weight(packed=packed, scale_bits=scales, column_exponents=exponents)
+    exponents = (np.arange(columns) % 3 - 1).astype(np.int8) if recipe.smoothing else None
+    weight = Int4Weight(packed=packed, scale_bits=scales, channel_exponents=exponents)
     quantizer = create_quantizer(recipe.quantizer, rule=recipe.rule, device="cpu")
     importance = (np.arange(columns) % 255 + 1).astype(np.uint8) if RULES[recipe.rule].uses_importance else None
 

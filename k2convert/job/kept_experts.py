@@ -23,7 +23,7 @@ from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, parse_json_object
 from k2convert.errors import CalibrationError, PlanError, SourceReadError, quoted, remedy, shortened
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import Ranges, RemoteShards
-from k2convert.job.places import Source
+from k2convert.job.locations import Source
 from k2convert.models import detect_family
 from k2convert.models.names import Architecture
 from k2convert.plan.pruning import KeptExperts, check_kept, choose_experts

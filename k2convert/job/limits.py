@@ -10,7 +10,7 @@ from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
 from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.errors import DiskFullError
-from k2convert.job.places import Destination, Source
+from k2convert.job.locations import Destination, Source
 from k2convert.job.room import Item, existing_parent, least_room, used_bytes
 from k2convert.plan.plan import Plan, ShardJob
 

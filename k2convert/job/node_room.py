@@ -22,7 +22,7 @@ from typing import Final
 
 from k2convert.checkpoint.folders import opened_folder
 from k2convert.errors import DestinationError, DiskFullError
-from k2convert.job.places import shown_as
+from k2convert.job.locations import shown_as
 
 _FREE_SHARE: Final = 0.9  # of a node's free disk, unless --max-disk says otherwise
 _MAX_PLACES: Final = 256  # shards that a node may have in work

@@ -16,8 +16,8 @@ from k2convert.hub.preflight import Target, check_target, other_weights_error, r
 from k2convert.hub.source_card import SourceCard, accepted_card
 from k2convert.job.calibration import plan_walk
 from k2convert.job.limits import Limits, output_items, plan_limits
+from k2convert.job.locations import Destination, Source, check_destination, refuse_symlinks
 from k2convert.job.machine import choose_devices, choose_workers, device_name
-from k2convert.job.places import Destination, Source, check_destination, refuse_links
 from k2convert.job.room import Item
 from k2convert.models import detect_family, read_architecture
 from k2convert.plan.plan import Plan, plan_conversion
@@ -32,7 +32,7 @@ from k2convert.records.shard_record import ShardRecord
 
 if TYPE_CHECKING:
     from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
-    from k2convert.calibrate.columns import Calibration
+    from k2convert.calibrate.channels import Calibration
     from k2convert.calibrate.statistics import Statistics
 
 
@@ -43,7 +43,7 @@ class Job:
     `target` is set if the result goes to the Hub, `card` is what the Hub accepts of the source's model card,
     `finished` are the shards that an earlier run left in the destination folder. `command` is what the user typed.
     `calibration` has the statistics, for a recipe that uses them, and `calibrated` what the ledger says of them.
-    `feedback` is the walk of rule feedback; `calibrated` is then None until the walk is done.
+    `gptq` is the walk of rule gptq; `calibrated` is then None until the walk is done.
     """
 
     source: Source
@@ -60,7 +60,7 @@ class Job:
     command: JobCommand | None = None
     calibration: "Calibration | None" = None
     calibrated: CalibrationRecord | None = None
-    feedback: "CalibrationPlan | None" = None
+    gptq: "CalibrationPlan | None" = None
 
     @property
     def uses_hub(self) -> bool:
@@ -105,7 +105,7 @@ def prepare(
 ) -> Job:
     """Plan a job and check its destination; raises PlanError, DestinationError, HubError, DiskFullError.
 
-    `statistics` are for rules and norm scaling, `text` is for rule feedback; RecipeError, CalibrationError if they do
+    `statistics` are for rules and smoothing, `text` is for rule gptq; RecipeError, CalibrationError if they do
     not fit.
     """
     hub, checkpoint, folder = hub or Hub(), source.checkpoint, destination.folder
@@ -117,7 +117,7 @@ def prepare(
     calibration = None if statistics is None else _choose_calibration(statistics, recipe, source)
     plan = _plan(source, recipe, calibration, has_text=has_text)
     items = output_items(plan)
-    refuse_links(folder, [*(Path(shard.name) for shard in plan.jobs), *list_sidecars(checkpoint.folder)])
+    refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *list_sidecars(checkpoint.folder)])
     devices, walk = _cluster_devices(device) if on_cluster else choose_devices(device), None
     description = _describe(
         plan, source, statistics, walk=None if text is None else text.identity(device_name(devices))
@@ -147,7 +147,7 @@ def prepare(
         finished=finished,
         calibration=calibration,
         calibrated=calibrated,
-        feedback=walk,
+        gptq=walk,
     )
 
 
@@ -165,7 +165,7 @@ def _plan(source: Source, recipe: Recipe, calibration: "Calibration | None", *, 
     """
     checkpoint = source.checkpoint
     if calibration is None:
-        is_scaled = has_text and recipe.norm_scaling
+        is_scaled = has_text and recipe.smoothing
         layers = read_architecture(checkpoint).moe_layers if is_scaled else ()
         return plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
     from k2convert.calibrate.fitting import check_norms, check_widths, scaled_layers

@@ -24,9 +24,9 @@ from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.job import machine
 from k2convert.job.assemble import assemble, is_complete
 from k2convert.job.downloads import fetch_shard, keep_small_files, remove_file, sweep_downloads
+from k2convert.job.locations import check_work_folder
 from k2convert.job.parts import Part
 from k2convert.job.pipeline import Pipeline, Stages
-from k2convert.job.places import check_work_folder
 from k2convert.job.prepare import Job, check_room
 from k2convert.job.room import Item, Room
 from k2convert.job.shard import ShardTask, convert_shard
@@ -187,12 +187,12 @@ def _resumed_line(run: _Run) -> str:
 
 def _open_walk(run: _Run) -> "OpenWalk | None":
     job = run.job
-    if job.feedback is None:
+    if job.gptq is None:
         return None
     from k2convert.calibrate.conversion import open_walk
 
-    names, is_scaled = [item.name for item in run.items], bool(job.plan.recipe.norm_scaling)
-    return open_walk(job.feedback, names, norm_scaling=is_scaled, calibrated=job.calibrated, events=run.events)
+    names, is_scaled = [item.name for item in run.items], bool(job.plan.recipe.smoothing)
+    return open_walk(job.gptq, names, smoothing=is_scaled, calibrated=job.calibrated, events=run.events)
 
 
 def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Extent:

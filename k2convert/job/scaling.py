@@ -1,6 +1,6 @@
-"""What the statistics change in one tensor: the importance of its columns, norm scaling, and codes of a walk.
+"""What the statistics change in one tensor: the importance of its columns, smoothing, and codes of a walk.
 
-Norm scaling is exact, or an error that names the tensor.
+Smoothing is exact, or an error that names the tensor.
 """
 
 from collections.abc import Generator
@@ -15,16 +15,16 @@ from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import CalibrationError, FormatError
 from k2convert.models import locate_module
 from k2convert.models.names import ModulePlace
-from k2convert.models.norm_scaling import ColumnScaling, reads_norm
 from k2convert.models.projections import Projection
-from k2convert.quantize.formats.columns import divide_columns, scale_bits, scale_fp32
+from k2convert.models.smoothing import ColumnScaling, reads_norm
+from k2convert.quantize.formats.channels import divide_columns, scale_bits, scale_fp32
 from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.columns import Calibration
+    from k2convert.calibrate.channels import Calibration
 
-_REMEDY: Final = "Make the statistics again with `k2convert calibrate`, or convert with --set norm_scaling=false."
+_REMEDY: Final = "Make the statistics again with `k2convert calibrate`, or convert with --set smoothing=false."
 
 
 def projection_importance(projection: Projection, calibration: "Calibration | None") -> NDArray[np.uint8] | None:
@@ -33,7 +33,7 @@ def projection_importance(projection: Projection, calibration: "Calibration | No
 
 
 def projection_exponents(projection: Projection, calibration: "Calibration | None") -> NDArray[np.int8] | None:
-    """Return the exponents int8 [K] by which norm scaling divides a projection's columns, None if it does not."""
+    """Return the exponents int8 [K] by which smoothing divides a projection's columns, None if it does not."""
     if calibration is None:
         return None
     place = _place(projection)

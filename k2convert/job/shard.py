@@ -47,7 +47,7 @@ from k2convert.records.events import SILENT, Events
 from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.columns import Calibration
+    from k2convert.calibrate.channels import Calibration
 
 COPY_BYTES: Final = 16 << 20
 PIECE_BYTES: Final = 16 << 10  # what a piece takes besides its tensors' bytes: without it, small ones had no bound
@@ -245,7 +245,7 @@ class _Conversion:
         return buffers, records
 
     def _load_scaled(self, loaded: _Loaded, projection: Projection) -> SourceWeight:
-        """Load a projection, with the columns that norm scaling divides."""
+        """Load a projection, with the columns that smoothing divides."""
         weight = load_projection(loaded, projection)
         exponents = projection_exponents(projection, self.task.calibration)
         return weight if exponents is None else divided_weight(weight, projection, exponents)

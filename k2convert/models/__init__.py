@@ -5,7 +5,7 @@
     kimi         the Kimi K2 family
     int4_config  whether config.json states the INT4 scheme that is converted
     projections  the linear layers to convert
-    norm_scaling the tensors that norm scaling changes
+    smoothing the tensors that smoothing changes
     weights      one projection's bytes as arrays
 
 A family is one file and its rows in FAMILIES. Nothing outside this wing asks which family a checkpoint has.

@@ -17,7 +17,6 @@ from k2convert.errors import PlanError
 from k2convert.models import detect_family, parse_tensor_names
 from k2convert.models.int4_config import check_int4_config
 from k2convert.models.names import WEIGHT, Architecture, Family, TensorName
-from k2convert.models.norm_scaling import ColumnScaling, column_scaling
 from k2convert.models.projections import (
     SOURCE_REMEDY,
     Projection,
@@ -27,6 +26,7 @@ from k2convert.models.projections import (
     check_roles_match,
     find_projections,
 )
+from k2convert.models.smoothing import ColumnScaling, column_scaling
 from k2convert.plan.excludes import exclude_list
 from k2convert.plan.recipe import Recipe
 
@@ -152,7 +152,7 @@ def claim_projections(*, source: Checkpoint, recipe: Recipe, names: Mapping[str,
 def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collection[int] = ()) -> Plan:
     """Decide the whole job from headers; raises PlanError for anything unclaimed, missing or contradictory.
 
-    `scaled_layers` are the MoE layers that norm scaling changes.
+    `scaled_layers` are the MoE layers that smoothing changes.
     """
     claim = claim_projections(source=source, recipe=recipe)
     scalings = _find_scalings(source, claim, scaled_layers)
@@ -167,7 +167,7 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
 
 
 def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) -> dict[str, ColumnScaling]:
-    """Return the tensors that norm scaling changes and that may be copied; raises PlanError if it cannot be exact."""
+    """Return the tensors that smoothing changes and that may be copied; raises PlanError if it cannot be exact."""
     scalings: dict[str, ColumnScaling] = {}
     for layer in layers:
         if (name := f"{claim.family.mlp_norm.format(layer=layer)}.{WEIGHT}") not in source.tensors:
@@ -179,8 +179,8 @@ def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) ->
         tensor, columns = source.tensors[name], claim.architecture.hidden_size
         if tensor.dtype not in SCALABLE_DTYPES or tensor.shape[-1:] != (columns,):
             raise PlanError(
-                f"{tensor.shard}: {name}: {tensor.dtype} {list(tensor.shape)}; norm scaling needs "
-                f"{' or '.join(SCALABLE_DTYPES)} with {columns} columns. Use --set norm_scaling=false."
+                f"{tensor.shard}: {name}: {tensor.dtype} {list(tensor.shape)}; smoothing needs "
+                f"{' or '.join(SCALABLE_DTYPES)} with {columns} columns. Use --set smoothing=false."
             )
         scalings[name] = scaling
     return scalings
@@ -252,7 +252,7 @@ def _resharded(steps: list[tuple[str, ConvertStep | CopyStep]]) -> list[ShardJob
 def action_counts(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return tensors and bytes by action, for the dry run: of the source going in, of the result coming out.
 
-    `scale` is only there if norm scaling changes copied tensors.
+    `scale` is only there if smoothing changes copied tensors.
     """
     converts = [s for j in plan.jobs for s in j.steps if isinstance(s, ConvertStep)]
     copies = [s for j in plan.jobs for s in j.steps if isinstance(s, CopyStep)]

@@ -90,10 +90,10 @@ class Recipe(BaseModel):
     family: Annotated[str, AfterValidator(_is_family)] | None = None
     target: Target = "nvfp4"
     layout: Layout = "modelopt"
-    rule: Rule = "optimal"
+    rule: Rule = "mse"
     quantizer: QuantizerKind = "native"
     activations: Activations = "w4a4"
-    norm_scaling: bool | None = None
+    smoothing: bool | None = None
     roles: Annotated[tuple[RoleName, ...], AfterValidator(_are_roles)] = ("experts",)
     input_scale: InputScale = InputScale()
     kv_cache: KvCache | None = None
@@ -103,43 +103,43 @@ class Recipe(BaseModel):
     calibration: TextUse = TextUse()
 
     def document(self) -> dict[str, Any]:
-        """Return the resolved recipe as plain data, with every default; `norm_scaling` only if it is set.
+        """Return the resolved recipe as plain data, with every default; `smoothing` only if it is set.
 
         Without the purpose, and without what the ledger has itself, wherever it was read from: the experts to keep
         (records/pruning.py) and the text.
         """
         document = self.model_dump(mode="json", exclude={"keep_experts", "experts", "purpose", "calibration"})
-        if self.norm_scaling is None:
-            del document["norm_scaling"]
+        if self.smoothing is None:
+            del document["smoothing"]
         return document
 
 
 WALK_TENSOR_SQNR_DB: Final = 13.0
 """The budget of a tensor whose codes come from a walk, in dB. The walk keeps outputs, not weights: the worst tensor of
-k2-tiny had 17.2 dB and that of SmolLM2 18.2 dB, against 22.5 dB by rule `optimal` on k2-tiny."""
+k2-tiny had 17.2 dB and that of SmolLM2 18.2 dB, against 22.5 dB by rule `mse` on k2-tiny."""
 
-_NVFP4_KEYS: Final = frozenset(("rule", "layout", "activations", "quantizer", "norm_scaling", "kv_cache"))
+_NVFP4_KEYS: Final = frozenset(("rule", "layout", "activations", "quantizer", "smoothing", "kv_cache"))
 
 
 def settle_recipe(
     recipe: Recipe, *, has_statistics: bool = False, has_text: bool = False, to_hub: bool = False
 ) -> Recipe:
-    """Return the recipe with its rule, norm scaling and budget decided; raises RecipeError if something contradicts it.
+    """Return the recipe with its rule, smoothing and budget decided; raises RecipeError if something contradicts it.
 
-    A recipe that names no rule is converted by rule feedback with a text, and by rule weighted with statistics.
+    A recipe that names no rule is converted by rule gptq with a text, and by rule imatrix with statistics.
     """
     settled: dict[str, Any] = {}
     if "rule" not in recipe.model_fields_set and recipe.target == "nvfp4":
         if recipe.quantizer == "reference":
             settled["rule"] = _the_rule(modelopt=True)
         elif has_text or has_statistics:
-            settled["rule"] = _the_rule(walk=True) if has_text else "weighted"
+            settled["rule"] = _the_rule(walk=True) if has_text else "imatrix"
     if has_text and "budget" not in recipe.model_fields_set:
         settled["budget"] = Budget(tensor_sqnr_db=WALK_TENSOR_SQNR_DB)
-    if recipe.norm_scaling is None and (has_statistics or has_text):
-        settled["norm_scaling"] = recipe.activations == "w4a4"  # weights alone lose 10 % by it on SmolLM2
-    elif not recipe.norm_scaling and not (has_statistics or has_text):
-        settled["norm_scaling"] = None
+    if recipe.smoothing is None and (has_statistics or has_text):
+        settled["smoothing"] = recipe.activations == "w4a4"  # weights alone lose 10 % by it on SmolLM2
+    elif not recipe.smoothing and not (has_statistics or has_text):
+        settled["smoothing"] = None
     recipe = recipe.model_copy(update=settled)
     for is_wrong, problem in _contradictions(recipe, statistics=has_statistics, text=has_text, to_hub=to_hub):
         if is_wrong:
@@ -175,14 +175,14 @@ def _contradictions(r: Recipe, *, statistics: bool, text: bool, to_hub: bool) ->
         is_nvfp4 and rule.needs_walk and not text,
         f"rule {r.rule} needs a text, which gives it statistics too. Add --calibrate FILE, without --statistics.",
     )
-    needs = "norm scaling" if r.norm_scaling else f"rule {r.rule}"
+    needs = "smoothing" if r.smoothing else f"rule {r.rule}"
     yield (
-        is_nvfp4 and (rule.uses_importance or r.norm_scaling) and not (statistics or text),
+        is_nvfp4 and (rule.uses_importance or r.smoothing) and not (statistics or text),
         f"{needs} needs statistics. Add --statistics FILE, which `k2convert calibrate` writes.",
     )
     yield (
-        statistics and not rule.uses_importance and not r.norm_scaling,
-        f"rule {r.rule} without norm scaling uses no statistics. Leave out --statistics, or use rule weighted.",
+        statistics and not rule.uses_importance and not r.smoothing,
+        f"rule {r.rule} without smoothing uses no statistics. Leave out --statistics, or use rule imatrix.",
     )
     yield (
         r.layout == "compressed-tensors" and r.kv_cache,

@@ -1,8 +1,8 @@
 """The published pipeline as a quantizer: compressed-tensors dequantizes INT4 to BF16, ModelOpt quantizes to NVFP4.
 
-It is the oracle of the `plain` rule, and as slow as the libraries are. The global scale is ModelOpt's formula on the
+It is the oracle of the `max` rule, and as slow as the libraries are. The global scale is ModelOpt's formula on the
 merged maximum of the tensors that share it, as its exporter unifies gate and up. Two things are ours, because the
-libraries have no answer: a set in which every weight is zero, which ModelOpt turns into NaN, is written as `plain`
+libraries have no answer: a set in which every weight is zero, which ModelOpt turns into NaN, is written as `max`
 defines it, and the figures are those of metrics/.
 """
 
@@ -27,7 +27,7 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules.magnitude import Magnitude, measure
-from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
+from k2convert.quantize.rules.max import max_global_scale, quantize_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ReferenceQuantizer:
     def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG002
         """Choose the global scale as ModelOpt does: fp32(amax) / 2688."""
         if magnitude.amax == 0.0:
-            return plain_global_scale(magnitude)
+            return max_global_scale(magnitude)
         return float(self.qtensor.get_weights_scaling_factor_2(torch.tensor([magnitude.amax])))
 
     def quantize(
@@ -64,7 +64,7 @@ class ReferenceQuantizer:
     ) -> tuple[Nvfp4Weight, WeightMetrics]:
         """Quantize one weight with the libraries, and measure it with our metrics."""
         if magnitude.amax == 0.0:
-            result = quantize_plain(source, global_scale)
+            result = quantize_max(source, global_scale)
         else:
             result = self._quantize_bf16(self.dequantize(source), global_scale)
         return result, measure_quantized(source, result, name=name, magnitude=magnitude)
@@ -73,7 +73,7 @@ class ReferenceQuantizer:
         """Return the bf16 [N, K] weight as compressed-tensors dequantizes it; a BF16 source unchanged."""
         if isinstance(source, Bf16Weight):
             return bf16_tensor(source.bits)
-        if source.column_exponents is not None:
+        if source.channel_exponents is not None:
             # The library knows no columns. Their powers of two are exact in either order.
             return bf16_tensor(dequantize_int4(source).bits)
         state = {

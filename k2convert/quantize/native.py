@@ -26,7 +26,7 @@ CPU: Final = "cpu"
 class NativeQuantizer:
     """A rule on one device ("cpu", "cuda:0"); holds no state, so threads may share it.
 
-    On a CUDA device, INT4 weights are converted there, but not by `plain` if their columns have exponents. All other
+    On a CUDA device, INT4 weights are converted there, but not by `max` if their columns have exponents. All other
     weights are converted on the CPU.
     """
 

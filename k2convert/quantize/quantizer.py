@@ -1,7 +1,7 @@
 """The interface between the conversion loop and the arithmetic: one Protocol, two implementations.
 
     native     k2convert's own code; needs no torch on the CPU
-    reference  the published pipeline: compressed-tensors dequantizes, ModelOpt quantizes (`plain` only)
+    reference  the published pipeline: compressed-tensors dequantizes, ModelOpt quantizes (`max` only)
 
 A call does not change a quantizer, so any number of threads may share one.
 """

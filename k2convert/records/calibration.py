@@ -1,14 +1,14 @@
 """What a result was calibrated with: the part `calibration` of the ledger. A result made without statistics has none.
 
     {"statistics": DIGEST, "texts": [{"name": .., "blake3": ..}], "tokens": .., "window": .., "windows": ..,
-     "dropped_windows": .., "seed": .., "weighted": true, "norm_scaling": true, "exponents_digest": DIGEST or null,
+     "dropped_windows": .., "seed": .., "imatrix": true, "smoothing": true, "exponents_digest": DIGEST or null,
      "layers": {"1": {"tokens": [..], "fallback": [..], "exponents": {"-1": 12, "0": 100}}}}
 
-A result of rule `feedback` has `"feedback": true` after `norm_scaling`, and each layer has what the rule did there:
+A result of rule `gptq` has `"gptq": true` after `smoothing`, and each layer has what the rule did there:
 
-    "feedback": {"ridge": 0.15, "ridge_gain": 0.4, "shrinkage": 0.5, "down_ridges": [null, 1.5],
-                 "down_shrinkages": [null, 0.6], "inherited_error": .., "optimal_error": .., "feedback_error": ..,
-                 "held_out": {"inherited_error": .., "optimal_error": .., "feedback_error": ..}}
+    "gptq": {"ridge": 0.15, "ridge_gain": 0.4, "shrinkage": 0.5, "down_ridges": [null, 1.5],
+                 "down_shrinkages": [null, 0.6], "inherited_error": .., "mse_error": .., "gptq_error": ..,
+                 "held_out": {"inherited_error": .., "mse_error": .., "gptq_error": ..}}
 
 It also has `"held_out_windows": 4`, and each layer its `held_out`, unless nothing was kept out of the fit.
 
@@ -29,18 +29,18 @@ from k2convert.errors import quoted
 class OutputErrors:
     """Errors of the hidden states after a layer: the mean over tokens of |h - h'|^2 / |h|^2, h being the INT4 model's.
 
-    `inherited_error` has the layer's experts unconverted: it comes from earlier layers. `optimal_error` has them
-    converted by rule `optimal`, `feedback_error` as they were written.
+    `inherited_error` has the layer's experts unconverted: it comes from earlier layers. `mse_error` has them
+    converted by rule `mse`, `gptq_error` as they were written.
     """
 
     inherited_error: float
-    optimal_error: float
-    feedback_error: float
+    mse_error: float
+    gptq_error: float
 
     @property
     def is_worse(self) -> bool:
-        """Whether rule `optimal` would have given less error."""
-        return self.feedback_error > self.optimal_error
+        """Whether rule `mse` would have given less error."""
+        return self.gptq_error > self.mse_error
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -53,13 +53,13 @@ class OutputErrors:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedbackLayer:
-    """What rule `feedback` did in one MoE layer, and what it gained.
+class GptqLayer:
+    """What rule `gptq` did in one MoE layer, and what it gained.
 
     `ridge` is the strength of the ridge with which gate and up were corrected for the errors of earlier layers, None
     if no correction gained anything. `ridge_gain`, 0 to 1, is the share of those errors that the correction removed,
     measured on the half of the windows that it was not fitted to. `shrinkage`, 0 to 1, is how far the second moments
-    of the input of gate and up were drawn to their diagonal, None if they were rounded without feedback.
+    of the input of gate and up were drawn to their diagonal, None if they were rounded without gptq.
 
     `down_ridges` and `down_shrinkages` say the same of the down projection of each routed expert.
 
@@ -88,10 +88,10 @@ class FeedbackLayer:
         }
 
     @classmethod
-    def from_dict(cls, document: Any) -> "FeedbackLayer":
+    def from_dict(cls, document: Any) -> "GptqLayer":
         """Rebuild from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
-        has_held_out = "held_out" in _object(document, "feedback")
-        stated = _object(document, "feedback", keys=_FEEDBACK_KEYS | {"held_out"} if has_held_out else _FEEDBACK_KEYS)
+        has_held_out = "held_out" in _object(document, "gptq")
+        stated = _object(document, "gptq", keys=_GPTQ_KEYS | {"held_out"} if has_held_out else _GPTQ_KEYS)
         ridges, shrinkages = _list(stated, "down_ridges"), _list(stated, "down_shrinkages")
         if len(ridges) != len(shrinkages):
             raise ValueError(f"down_shrinkages has {len(shrinkages)} experts, but down_ridges has {len(ridges)}")
@@ -113,14 +113,14 @@ class LayerCalibration:
     """What the statistics say of one MoE layer.
 
     `tokens` are the tokens of each routed expert. `fallback` numbers the experts with too few tokens, whose down
-    projection took an importance that is drawn toward an even one. `exponents` maps each exponent of norm scaling to
-    its number of channels, 0 included; it is empty without norm scaling. `feedback` is only there with that rule.
+    projection took an importance that is drawn toward an even one. `exponents` maps each exponent of smoothing to
+    its number of channels, 0 included; it is empty without smoothing. `gptq` is only there with that rule.
     """
 
     tokens: tuple[int, ...]
     fallback: tuple[int, ...]
     exponents: dict[int, int]
-    feedback: FeedbackLayer | None = None
+    gptq: GptqLayer | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -128,7 +128,7 @@ class LayerCalibration:
             "tokens": list(self.tokens),
             "fallback": list(self.fallback),
             "exponents": {str(exponent): count for exponent, count in sorted(self.exponents.items())},
-            **({} if self.feedback is None else {"feedback": self.feedback.to_dict()}),
+            **({} if self.gptq is None else {"gptq": self.gptq.to_dict()}),
         }
 
 
@@ -136,10 +136,10 @@ class LayerCalibration:
 class CalibrationRecord:
     """What a result was calibrated with.
 
-    `statistics` is the digest of the statistics file, `texts` are the names and digests of its texts. `weighted`
-    and `norm_scaling` say what it was used for. `exponents_digest` is None if no channel was scaled. `layers` are
-    the MoE layers. `statistics_from` is the file's address with its commit, if it came from the Hub. `feedback`
-    says whether the rule was `feedback`; then each layer has its own part of that name, and `held_out_windows` more
+    `statistics` is the digest of the statistics file, `texts` are the names and digests of its texts. `imatrix`
+    and `smoothing` say what it was used for. `exponents_digest` is None if no channel was scaled. `layers` are
+    the MoE layers. `statistics_from` is the file's address with its commit, if it came from the Hub. `gptq`
+    says whether the rule was `gptq`; then each layer has its own part of that name, and `held_out_windows` more
     windows were kept out of everything that was fitted.
     """
 
@@ -151,17 +151,17 @@ class CalibrationRecord:
     dropped_windows: int
     seed: int
     weighted: bool
-    norm_scaling: bool
+    smoothing: bool
     exponents_digest: str | None
     layers: dict[int, LayerCalibration]
-    feedback: bool = False
+    gptq: bool = False
     statistics_from: str | None = None
     held_out_windows: int = 0
 
     @property
     def held_out(self) -> dict[int, OutputErrors]:
         """The errors after each MoE layer on the windows that were kept out of the fit, in order; empty if unknown."""
-        found = {number: layer.feedback for number, layer in sorted(self.layers.items())}
+        found = {number: layer.gptq for number, layer in sorted(self.layers.items())}
         return {n: layer.held_out for n, layer in found.items() if layer is not None and layer.held_out is not None}
 
     @property
@@ -176,15 +176,15 @@ class CalibrationRecord:
 
     @property
     def warning(self) -> str | None:
-        """Which layers would have less error by rule `optimal`, on the windows that were kept out; None for none."""
+        """Which layers would have less error by rule `mse`, on the windows that were kept out; None for none."""
         worse = {number: found for number, found in self.held_out.items() if found.is_worse}
         if not worse:
             return None
-        layer, found = max(worse.items(), key=lambda item: item[1].feedback_error - item[1].optimal_error)
+        layer, found = max(worse.items(), key=lambda item: item[1].gptq_error - item[1].mse_error)
         count = f"{len(worse):,} of {len(self.held_out):,} layers"
         return (
-            f"In {count}, the error of the outputs is larger than by rule optimal, {self.measured_on}. Layer {layer} "
-            f"is the worst, with {found.feedback_error:.3g} instead of {found.optimal_error:.3g}. Use more tokens, or "
+            f"In {count}, the error of the outputs is larger than by rule mse, {self.measured_on}. Layer {layer} "
+            f"is the worst, with {found.gptq_error:.3g} instead of {found.mse_error:.3g}. Use more tokens, or "
             "a different text."
         )
 
@@ -195,9 +195,9 @@ class CalibrationRecord:
             **({} if self.statistics_from is None else {"statistics_from": self.statistics_from}),
             "texts": [{"name": name, "blake3": digest} for name, digest in self.texts],
             **{key: getattr(self, key) for key in _NUMBERS},
-            "weighted": self.weighted,
-            "norm_scaling": self.norm_scaling,
-            **({"feedback": True} if self.feedback else {}),
+            "imatrix": self.weighted,
+            "smoothing": self.smoothing,
+            **({"gptq": True} if self.gptq else {}),
             **({"held_out_windows": self.held_out_windows} if self.held_out_windows else {}),
             "exponents_digest": self.exponents_digest,
             "layers": {str(number): layer.to_dict() for number, layer in sorted(self.layers.items())},
@@ -207,46 +207,46 @@ class CalibrationRecord:
     def from_dict(cls, document: Mapping[str, Any]) -> "CalibrationRecord":
         """Rebuild a record from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
         stated = _object(document, "calibration")
-        feedback = "feedback" in stated
-        optional = stated.keys() & {"feedback", "held_out_windows", "statistics_from"}
+        gptq = "gptq" in stated
+        optional = stated.keys() & {"gptq", "held_out_windows", "statistics_from"}
         stated = _object(document, "calibration", keys=_KEYS | optional)
-        if feedback and stated["feedback"] is not True:
-            raise ValueError(f"feedback is {quoted(stated['feedback'])}")
+        if gptq and stated["gptq"] is not True:
+            raise ValueError(f"gptq is {quoted(stated['gptq'])}")
         digest, layers = stated["exponents_digest"], _object(stated["layers"], "layers")
-        if digest is not None and not _flag(stated, "norm_scaling"):
-            raise ValueError("exponents_digest without norm_scaling")
+        if digest is not None and not _flag(stated, "smoothing"):
+            raise ValueError("exponents_digest without smoothing")
         return cls(
             statistics=_text(stated, "statistics"),
             texts=tuple(_named_text(text) for text in _list(stated, "texts")),
             **{key: _count(stated[key], key) for key in _NUMBERS},
-            weighted=_flag(stated, "weighted"),
-            norm_scaling=_flag(stated, "norm_scaling"),
+            weighted=_flag(stated, "imatrix"),
+            smoothing=_flag(stated, "smoothing"),
             exponents_digest=None if digest is None else _text(stated, "exponents_digest"),
-            layers={_number(number, "layers"): _layer(layer, feedback=feedback) for number, layer in layers.items()},
-            feedback=feedback,
+            layers={_number(number, "layers"): _layer(layer, gptq=gptq) for number, layer in layers.items()},
+            gptq=gptq,
             statistics_from=_text(stated, "statistics_from") if "statistics_from" in optional else None,
             held_out_windows=_count(stated.get("held_out_windows", 0), "held_out_windows"),
         )
 
 
 _NUMBERS = ("tokens", "window", "windows", "dropped_windows", "seed")
-_KEYS = frozenset({"statistics", "texts", *_NUMBERS, "weighted", "norm_scaling", "exponents_digest", "layers"})
-_ERRORS = ("inherited_error", "optimal_error", "feedback_error")
-_FEEDBACK_KEYS = frozenset({"ridge", "ridge_gain", "shrinkage", "down_ridges", "down_shrinkages", *_ERRORS})
+_KEYS = frozenset({"statistics", "texts", *_NUMBERS, "imatrix", "smoothing", "exponents_digest", "layers"})
+_ERRORS = ("inherited_error", "mse_error", "gptq_error")
+_GPTQ_KEYS = frozenset({"ridge", "ridge_gain", "shrinkage", "down_ridges", "down_shrinkages", *_ERRORS})
 
 
-def _layer(document: Any, *, feedback: bool) -> LayerCalibration:
-    keys = {"tokens", "fallback", "exponents", *(["feedback"] if feedback else [])}
+def _layer(document: Any, *, gptq: bool) -> LayerCalibration:
+    keys = {"tokens", "fallback", "exponents", *(["gptq"] if gptq else [])}
     stated = _object(document, "layers", keys=frozenset(keys))
     tokens, exponents = _list(stated, "tokens"), _object(stated["exponents"], "exponents")
-    found = FeedbackLayer.from_dict(stated["feedback"]) if feedback else None
+    found = GptqLayer.from_dict(stated["gptq"]) if gptq else None
     if found is not None and len(found.down_ridges) != len(tokens):
-        raise ValueError(f"feedback: {len(found.down_ridges)} experts, but tokens has {len(tokens)}")
+        raise ValueError(f"gptq: {len(found.down_ridges)} experts, but tokens has {len(tokens)}")
     return LayerCalibration(
         tokens=tuple(_count(count, "tokens") for count in tokens),
         fallback=tuple(_count(expert, "fallback") for expert in _list(stated, "fallback")),
         exponents={_number(exponent, "exponents"): _count(n, "exponents") for exponent, n in exponents.items()},
-        feedback=found,
+        gptq=found,
     )
 
 

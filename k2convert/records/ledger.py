@@ -178,7 +178,7 @@ def summarize(records: Iterable[ShardRecord]) -> dict[str, WeightMetrics]:
 
 def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
     """Return metrics with the derived ratios, for --json; ratios that are not finite become None."""
-    names = ("sqnr_db", "relative_mse", "achieved_to_plain", "achieved_to_bound", "weighted_sqnr_db")
+    names = ("sqnr_db", "relative_mse", "achieved_to_max", "achieved_to_bound", "weighted_sqnr_db")
     ratios = {name: getattr(metrics, name) for name in names}
     if metrics.weighted_sqnr_db is None:
         del ratios["weighted_sqnr_db"]

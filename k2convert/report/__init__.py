@@ -3,7 +3,7 @@
     figures     journal, ledger and validation -> Report (figures), and what is missing
     checks      the document of a validation, parsed
     content     headline, sections and provenance, computed once for every form; calibrated: its parts on calibration,
-                rule feedback and pruning; wording: numbers as text, sections and tables
+                rule gptq and pruning; wording: numbers as text, sections and tables
     charts, heat_map, drawing   matplotlib figures -> SVG in the page's colors
     page, markdown, picture, model_card   Report -> report.html, report.md, report.png, README.md
 

@@ -1,4 +1,4 @@
-"""What a report says about calibration, rule `feedback` and pruned experts, from the ledger's records."""
+"""What a report says about calibration, rule `gptq` and pruned experts, from the ledger's records."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from k2convert.calibrate.columns import MIN_TOKENS
+from k2convert.calibrate.channels import MIN_TOKENS
 from k2convert.choices import counted
-from k2convert.records.calibration import CalibrationRecord, FeedbackLayer, LayerCalibration
+from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration
 from k2convert.records.pruning import PruningRecord, share_words
 from k2convert.report.checks import Checks
 from k2convert.report.wording import Section, Table, listed, percent, with_exponents
@@ -27,9 +27,9 @@ WARNING: Final = (
 _CALIBRATION_COLUMNS: Final = (
     "layer", "tokens per expert: least", "median", "most", f"experts under {MIN_TOKENS}", "channels scaled",
 )  # fmt: skip
-_FEEDBACK_COLUMNS: Final = (
-    "layer", "held-out error after the layer", "with rule optimal", "from earlier layers", "gate and up: ridge",
-    "gain of it", "shrinkage", "down: corrected", "experts by shrinkage", "experts without feedback",
+_GPTQ_COLUMNS: Final = (
+    "layer", "held-out error after the layer", "with rule mse", "from earlier layers", "gate and up: ridge",
+    "gain of it", "shrinkage", "down: corrected", "experts by shrinkage", "experts without gptq",
 )  # fmt: skip
 
 
@@ -46,14 +46,14 @@ def channels_by_exponent(record: CalibrationRecord) -> dict[int, int]:
     return {exponent: count for exponent, count in sorted(counts.items()) if count}
 
 
-def feedback_layers(record: CalibrationRecord | None) -> dict[int, FeedbackLayer]:
-    """Return what rule `feedback` did in each MoE layer, in order; empty for every other rule."""
+def gptq_layers(record: CalibrationRecord | None) -> dict[int, GptqLayer]:
+    """Return what rule `gptq` did in each MoE layer, in order; empty for every other rule."""
     layers = {} if record is None else record.layers
-    return {number: layer.feedback for number, layer in sorted(layers.items()) if layer.feedback is not None}
+    return {number: layer.gptq for number, layer in sorted(layers.items()) if layer.gptq is not None}
 
 
-def shrinkages_by_layer(layers: Mapping[int, FeedbackLayer]) -> dict[float | None, list[int]]:
-    """Return the number of experts of each layer by the shrinkage of down: ascending, then None (no feedback)."""
+def shrinkages_by_layer(layers: Mapping[int, GptqLayer]) -> dict[float | None, list[int]]:
+    """Return the number of experts of each layer by the shrinkage of down: ascending, then None (no gptq)."""
     counts = [Counter(layer.down_shrinkages) for layer in layers.values()]
     found = {shrinkage for count in counts for shrinkage in count}
     ordered = sorted(shrinkage for shrinkage in found if shrinkage is not None)
@@ -61,7 +61,7 @@ def shrinkages_by_layer(layers: Mapping[int, FeedbackLayer]) -> dict[float | Non
 
 
 def calibrated_sections(record: CalibrationRecord | None) -> Iterator[Section]:
-    """Yield what was calibrated and, with rule `feedback`, what it did; nothing for a result without calibration."""
+    """Yield what was calibrated and, with rule `gptq`, what it did; nothing for a result without calibration."""
     if record is None:
         return
     rows = [_calibration_row(number, layer) for number, layer in sorted(record.layers.items())]
@@ -71,12 +71,12 @@ def calibrated_sections(record: CalibrationRecord | None) -> Iterator[Section]:
     )
     table = Table(_CALIBRATION_COLUMNS, rows, summary=f"Layers ({len(rows)})")
     yield Section("Calibration", tuple(_calibration_sentences(record)), (table,), charts)
-    if layers := feedback_layers(record):
-        rows = [_feedback_row(number, layer) for number, layer in layers.items()]
+    if layers := gptq_layers(record):
+        rows = [_gptq_row(number, layer) for number, layer in layers.items()]
         yield Section(
-            "Rule feedback, layer by layer",
-            tuple(_feedback_sentences(record, layers)),
-            (Table(_FEEDBACK_COLUMNS, rows, summary=f"Layers ({len(rows)})"),),
+            "Rule gptq, layer by layer",
+            tuple(_gptq_sentences(record, layers)),
+            (Table(_GPTQ_COLUMNS, rows, summary=f"Layers ({len(rows)})"),),
             (*(["layer_errors"] if record.held_out else []), "shrinkages"),
         )
 
@@ -98,11 +98,11 @@ def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
             if fallback
             else f"Each of the {count:,} experts saw at least {MIN_TOKENS} tokens."
         )
-    if record.norm_scaling:
+    if record.smoothing:
         channels = channels_by_exponent(record)
         scaled, total = sum(n for exponent, n in channels.items() if exponent), sum(channels.values())
         yield (
-            f"Norm scaling multiplied {scaled:,} of {total:,} channels ({percent(scaled, total)}) of the norm before "
+            f"Smoothing multiplied {scaled:,} of {total:,} channels ({percent(scaled, total)}) of the norm before "
             "the experts by a power of two, and divided everything that reads them by the same. This is exact: without "
             "quantization, the model computes the same outputs. The error of FP4 activations becomes smaller."
         )
@@ -121,11 +121,11 @@ def _calibration_row(number: int, layer: LayerCalibration) -> tuple[str, ...]:
     )
 
 
-def _feedback_sentences(record: CalibrationRecord, layers: Mapping[int, FeedbackLayer]) -> Iterator[str]:
+def _gptq_sentences(record: CalibrationRecord, layers: Mapping[int, GptqLayer]) -> Iterator[str]:
     shrinkages = [shrinkage for layer in layers.values() for shrinkage in layer.down_shrinkages]
     corrected = sum(ridge is not None for layer in layers.values() for ridge in layer.down_ridges)
     yield (
-        "Rule feedback converts the layers in order. In each layer it chooses weights that keep the outputs of the "
+        "Rule gptq converts the layers in order. In each layer it chooses weights that keep the outputs of the "
         "INT4 model for the inputs that the layers converted before it give: later weights of a row make up for the "
         "rounding of earlier ones. Activations are not quantized meanwhile, so the same weights serve W4A16 and W4A4."
     )
@@ -136,8 +136,8 @@ def _feedback_sentences(record: CalibrationRecord, layers: Mapping[int, Feedback
     rounded, experts = sum(layer.shrinkage is None for layer in layers.values()), shrinkages.count(None)
     if rounded or experts:
         yield (
-            f"Rounded without feedback, as rule weighted does: gate and up of {rounded:,} of {len(layers):,} layers, "
-            f"down of {experts:,} of {len(shrinkages):,} experts. They saw too few tokens, or feedback gained nothing "
+            f"Rounded without gptq, as rule imatrix does: gate and up of {rounded:,} of {len(layers):,} layers, "
+            f"down of {experts:,} of {len(shrinkages):,} experts. They saw too few tokens, or gptq gained nothing "
             "on tokens that it was not fitted to."
         )
     yield from _output_sentences(record)
@@ -151,8 +151,8 @@ def _output_sentences(record: CalibrationRecord) -> Iterator[str]:
     better = sum(not found.is_worse for found in held_out)
     yield (
         f"After the last MoE layer, the hidden states have a relative squared error of "
-        f"{held_out[-1].feedback_error:.3g}, {record.measured_on}. With rule optimal in that layer, they would have "
-        f"{held_out[-1].optimal_error:.3g}. The error is not larger than with rule optimal after {better:,} of "
+        f"{held_out[-1].gptq_error:.3g}, {record.measured_on}. With rule mse in that layer, they would have "
+        f"{held_out[-1].mse_error:.3g}. The error is not larger than with rule mse after {better:,} of "
         f"{len(held_out):,} MoE layers. It is the mean over tokens of |h - h'|² / |h|², where h are the hidden states "
         "of the INT4 model."
     )
@@ -160,17 +160,17 @@ def _output_sentences(record: CalibrationRecord) -> Iterator[str]:
         yield f"Warning: {record.warning}"
 
 
-def _feedback_row(number: int, layer: FeedbackLayer) -> tuple[str, ...]:
+def _gptq_row(number: int, layer: GptqLayer) -> tuple[str, ...]:
     errors = layer.held_out
     counts = {key: count for key, (count,) in shrinkages_by_layer({number: layer}).items() if key is not None}
     return (
         str(number),
-        "not measured" if errors is None else f"{errors.feedback_error:.3g}",
-        "" if errors is None else f"{errors.optimal_error:.3g}",
+        "not measured" if errors is None else f"{errors.gptq_error:.3g}",
+        "" if errors is None else f"{errors.mse_error:.3g}",
         "" if errors is None else f"{errors.inherited_error:.3g}",
         "none" if layer.ridge is None else f"{layer.ridge:g}",
         "" if layer.ridge is None else f"{100 * layer.ridge_gain:.1f} %",
-        "no feedback" if layer.shrinkage is None else f"{layer.shrinkage:g}",
+        "no gptq" if layer.shrinkage is None else f"{layer.shrinkage:g}",
         f"{sum(ridge is not None for ridge in layer.down_ridges):,} of {len(layer.down_ridges):,}",
         ", ".join(f"{shrinkage:g}: {count:,}" for shrinkage, count in counts.items()) or "none",
         listed([expert for expert, shrinkage in enumerate(layer.down_shrinkages) if shrinkage is None]),

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
-from k2convert.calibrate.columns import MIN_TOKENS
-from k2convert.records.calibration import FeedbackLayer, OutputErrors
+from k2convert.calibrate.channels import MIN_TOKENS
+from k2convert.records.calibration import GptqLayer, OutputErrors
 from k2convert.report.calibrated import shrinkages_by_layer
 from k2convert.report.drawing import FONT_SIZE, LEFT, Palette, Sheet
 from k2convert.report.figures import Report, TensorFigures, scale_value
@@ -26,7 +26,7 @@ _SMALLEST_NORMAL_LOG2, _LARGEST_LOG2 = -6.0, float(np.log2(448))
 _BINS_PER_DOUBLING = 4
 _ZERO_LOG2 = -1.0  # where experts without tokens are drawn
 _TAIL_DB = 0.5
-_LEAST_ALPHA = 0.2  # of the bars with most shrinkage, which is the least feedback
+_LEAST_ALPHA = 0.2  # of the bars with most shrinkage, which is the least gptq
 
 Series = tuple[str, NDArray[np.float64], str]
 """Label, SQNR of every tensor, color."""
@@ -38,7 +38,7 @@ def has_distribution(report: Report) -> bool:
 
 
 def draw_distribution(report: Report, palette: Palette) -> Figure:
-    """Draw histograms of the tensors' SQNR: of this conversion, of `plain`, and of the bound."""
+    """Draw histograms of the tensors' SQNR: of this conversion, of `max`, and of the bound."""
     sheet = Sheet(3.1, palette)
     series = _series(report.tensors, report.rule, palette)
     axes = sheet.plot(0.22 * len(series) + 0.08)
@@ -64,10 +64,10 @@ def draw_distribution(report: Report, palette: Palette) -> Figure:
 
 
 def _series(tensors: Sequence[TensorFigures], rule: str, palette: Palette) -> list[Series]:
-    plain = [t.sqnr_plain_db for t in tensors if t.sqnr_plain_db is not None and rule != "plain"]
+    plain = [t.sqnr_max_db for t in tensors if t.sqnr_max_db is not None and rule != "max"]
     bound = [t.sqnr_bound_db for t in tensors if t.sqnr_bound_db is not None]
     listed = (
-        ("plain", plain, palette.plain),
+        ("max", plain, palette.plain),
         (f"this: {rule}", [t.sqnr_db for t in tensors], palette.ours),
         ("bound", bound, palette.bound),
     )
@@ -185,15 +185,15 @@ def draw_exponents(channels: Mapping[int, int], palette: Palette) -> Figure:
 
 
 def draw_layer_errors(layers: Mapping[int, OutputErrors], palette: Palette) -> Figure:
-    """Draw the held-out error after each MoE layer: as converted, by rule `optimal` there, from earlier layers alone.
+    """Draw the held-out error after each MoE layer: as converted, by rule `mse` there, from earlier layers alone.
 
     The scale is logarithmic, so an error of zero is not drawn. The first MoE layer inherits none.
     """
     sheet = Sheet(3.2, palette)
     axes = sheet.plot(0.76)
     for label, key, color, style, marker in (
-        ("with rule optimal in the layer", "optimal_error", palette.optimal, (0, (5, 2)), "s"),
-        ("this: feedback", "feedback_error", palette.ours, "solid", "o"),
+        ("with rule mse in the layer", "mse_error", palette.mse, (0, (5, 2)), "s"),
+        ("this: gptq", "gptq_error", palette.ours, "solid", "o"),
         ("from earlier layers alone", "inherited_error", palette.muted, (0, (1, 1.5)), "^"),
     ):
         errors = np.array([getattr(layer, key) for layer in layers.values()], dtype=np.float64)
@@ -210,7 +210,7 @@ def draw_layer_errors(layers: Mapping[int, OutputErrors], palette: Palette) -> F
     return sheet.figure
 
 
-def draw_shrinkages(layers: Mapping[int, FeedbackLayer], palette: Palette) -> Figure:
+def draw_shrinkages(layers: Mapping[int, GptqLayer], palette: Palette) -> Figure:
     """Draw the number of experts of each MoE layer by the shrinkage of their down projection."""
     sheet = Sheet(3.2, palette)
     axes = sheet.plot(0.76)
@@ -218,7 +218,7 @@ def draw_shrinkages(layers: Mapping[int, FeedbackLayer], palette: Palette) -> Fi
     shades = np.linspace(1.0, _LEAST_ALPHA, max(len(found.keys() - {None}), 2)).tolist()
     for (shrinkage, counts), shade in zip(found.items(), [*shades, 1.0], strict=False):
         label, color, alpha = (
-            ("no feedback", palette.warn, 1.0) if shrinkage is None else (f"{shrinkage:g}", palette.ours, shade)
+            ("no gptq", palette.warn, 1.0) if shrinkage is None else (f"{shrinkage:g}", palette.ours, shade)
         )
         axes.bar(list(layers), counts, bottom=bottom, color=color, alpha=alpha, width=0.8, linewidth=0, label=label)
         bottom += np.array(counts)

@@ -28,9 +28,9 @@ _ROLE_NAMES: Final = {
     TOTAL: "all converted weights",
 }
 _COUNT_COLUMNS: Final = ("", "count", "share", "meaning")
-_WORST_COLUMNS: Final = ("", "SQNR", "plain", "bound", "largest error, steps", "non-zero changed")
+_WORST_COLUMNS: Final = ("", "SQNR", "max", "bound", "largest error, steps", "non-zero changed")
 _ROLE_COLUMNS: Final = (
-    "role", "weights", "SQNR", "relative error", "error / plain", "error / bound", "non-zero changed",
+    "role", "weights", "SQNR", "relative error", "error / max", "error / bound", "non-zero changed",
 )  # fmt: skip
 
 
@@ -53,9 +53,9 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
         tiles.append(Tile(decibels(total.weighted_sqnr_db), "weighted SQNR", detail))
     detail = f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}"
     tiles.append(Tile(decibels(total.sqnr_db), "SQNR", detail))
-    if total.sampled_error_plain > 0 and report.rule != "plain":
-        value = f"{total.achieved_to_plain:.3f} {TIMES}"
-        tiles.append(Tile(value, "plain's error", "plain: max calibration, the usual recipe"))
+    if total.sampled_error_max > 0 and report.rule != "max":
+        value = f"{total.achieved_to_max:.3f} {TIMES}"
+        tiles.append(Tile(value, "max's error", "plain: max calibration, the usual recipe"))
     if total.sampled_error_bound > 0:
         value = f"{total.achieved_to_bound:.3f} {TIMES}"
         tiles.append(Tile(value, "the bound's error", "no choice of scales, even real-valued, can do better"))
@@ -71,14 +71,14 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
 
 
 def _output_tiles(record: CalibrationRecord | None) -> list[Tile]:
-    """Return the error of the layers' outputs as a tile, if the rule was `feedback`."""
-    if record is None or not record.feedback:
+    """Return the error of the layers' outputs as a tile, if the rule was `gptq`."""
+    if record is None or not record.gptq:
         return []
     if not record.held_out:
         return [Tile("not measured", "error of the outputs", record.measured_on)]
     last = list(record.held_out.values())[-1]
-    detail = f"after the last MoE layer, {record.measured_on}; {last.optimal_error:.3g} by rule optimal there"
-    return [Tile(f"{last.feedback_error:.3g}", "error of the outputs", detail, tone="bad" if last.is_worse else "")]
+    detail = f"after the last MoE layer, {record.measured_on}; {last.mse_error:.3g} by rule mse there"
+    return [Tile(f"{last.gptq_error:.3g}", "error of the outputs", detail, tone="bad" if last.is_worse else "")]
 
 
 def _contract_tile(checks: Checks) -> Tile:
@@ -103,23 +103,23 @@ def caution(report: Report) -> str:
         exact += " (the BF16 values for BF16 sources)"
     is_scaled = calibration is not None and calibration.exponents_digest is not None
     if is_scaled:
-        exact += ", divided by the powers of two of norm scaling"
+        exact += ", divided by the powers of two of smoothing"
     space = "It does not save space" if pruning is None else "Only leaving out experts saves space"
     text = (
         f"These are errors of weights against {exact}. The conversion is not lossless: INT4 has sixteen evenly spaced "
         "levels, and E2M1 has no 5 and no 7, so blocks with these values change. "
         f"{space}: INT4 and NVFP4 both take 4.5 bits per weight."
     )
-    if calibration is not None and calibration.feedback:
+    if calibration is not None and calibration.gptq:
         text += (
-            " Rule feedback keeps the outputs of layers, not the weights, so its errors of weights are larger than "
-            "those of rule optimal. See the error after each layer."
+            " Rule gptq keeps the outputs of layers, not the weights, so its errors of weights are larger than "
+            "those of rule mse. See the error after each layer."
         )
     elif calibration is not None and calibration.weighted:
         text += f" {WEIGHTED_NOTE}"
     if report.ledger.recipe.get("activations") == "w4a4":
         text += " FP4 activations add error at run time, which "
-        text += "norm scaling makes smaller." if is_scaled else "does not depend on how the weights were converted."
+        text += "smoothing makes smaller." if is_scaled else "does not depend on how the weights were converted."
     return text
 
 
@@ -140,11 +140,11 @@ def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
 
 
 def _chart_sections(report: Report) -> Iterator[Section]:
-    is_plain = report.rule == "plain"
+    is_max = report.rule == "max"
     if report.tensors:
-        plain = "Plain, the rule of this conversion, is" if is_plain else "Plain is what would have been written by"
+        plain = "Plain, the rule of this conversion, is" if is_max else "Plain is what would have been written by"
         yield Section(
-            f"Every tensor, compared with {'' if is_plain else 'plain and '}the bound",
+            f"Every tensor, compared with {'' if is_max else 'plain and '}the bound",
             (
                 f"SQNR of {len(report.tensors):,} converted tensors. {plain} max calibration. No choice of scales, "
                 "even real-valued, can do better than the bound. Both are measured on a sample of the blocks.",
@@ -237,7 +237,7 @@ def _role_row(role: str, metrics: WeightMetrics) -> tuple[str, ...]:
         f"{metrics.num_weights:,}",
         decibels(metrics.sqnr_db),
         f"{metrics.relative_mse:.5f}",
-        f"{metrics.achieved_to_plain:.3f}" if metrics.sampled_error_plain > 0 else "",
+        f"{metrics.achieved_to_max:.3f}" if metrics.sampled_error_max > 0 else "",
         f"{metrics.achieved_to_bound:.3f}" if metrics.sampled_error_bound > 0 else "",
         percent(metrics.num_nonzero - metrics.equal_nonzero, metrics.num_nonzero),
         *(() if metrics.weighted_error is None else (decibels(metrics.weighted_sqnr_db),)),
@@ -250,7 +250,7 @@ def _worst(report: Report) -> Table:
         (
             f"{t.place}: {t.module}" if t.place else t.module,
             decibels(t.sqnr_db),
-            "" if t.sqnr_plain_db is None else decibels(t.sqnr_plain_db),
+            "" if t.sqnr_max_db is None else decibels(t.sqnr_max_db),
             "" if t.sqnr_bound_db is None else decibels(t.sqnr_bound_db),
             "" if t.max_error_steps is None else f"{t.max_error_steps:.2f}",
             f"{100 * t.changed_share:.1f} %",
@@ -292,7 +292,7 @@ def _calibrated_by(record: CalibrationRecord) -> Iterator[tuple[str, str | None]
     yield "statistics (blake3)", record.statistics
     yield from ((f"text {name} (blake3)", digest) for name, digest in record.texts)
     yield "seed of the windows", str(record.seed)
-    yield "norm exponents (blake3)", record.exponents_digest
+    yield "smoothing exponents (blake3)", record.exponents_digest
 
 
 def figures_document(report: Report) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Palette:
     ours: str
     plain: str
     bound: str
-    optimal: str
+    mse: str
     warn: str
 
 
@@ -58,7 +58,7 @@ LIGHT = Palette(
     ours="#2563c9",
     plain="#c2571a",
     bound="#18835a",
-    optimal="#7a4fb5",
+    mse="#7a4fb5",
     warn="#b3261e",
 )
 DARK = Palette(
@@ -70,7 +70,7 @@ DARK = Palette(
     ours="#6ea8ff",
     plain="#f09a5b",
     bound="#4ec795",
-    optimal="#c3a3f2",
+    mse="#c3a3f2",
     warn="#ff8a80",
 )
 # Colors that nothing else uses. The SVG backend writes them, then they are replaced by variables.

@@ -45,7 +45,7 @@ _LEDGER_REMEDY: Final = "Delete the file and run the conversion again: the file 
 class TensorFigures:
     """The error of one converted projection against its source.
 
-    `sqnr_plain_db` and `sqnr_bound_db` are the SQNR of `plain` and of the bound: the tensor's own SQNR, shifted by the
+    `sqnr_max_db` and `sqnr_bound_db` are the SQNR of `max` and of the bound: the tensor's own SQNR, shifted by the
     ratio of squared errors on the sampled blocks. They are None if no sample was recorded or it has no error.
     """
 
@@ -59,7 +59,7 @@ class TensorFigures:
     max_error_steps: float | None
     changed_share: float
     """The share of non-zero weights whose value changed."""
-    sqnr_plain_db: float | None
+    sqnr_max_db: float | None
     sqnr_bound_db: float | None
 
     @property
@@ -282,7 +282,7 @@ def tensor_figures(module: str, error: WeightMetrics | DecodedError, *, role: st
         relative_mse=error.relative_mse,
         max_error_steps=error.max_error_steps,
         changed_share=1 - error.equal_nonzero / error.num_nonzero if error.num_nonzero else 0.0,
-        sqnr_plain_db=error.sqnr_plain_db if isinstance(error, WeightMetrics) else None,
+        sqnr_max_db=error.sqnr_max_db if isinstance(error, WeightMetrics) else None,
         sqnr_bound_db=error.sqnr_bound_db if isinstance(error, WeightMetrics) else None,
     )
 

@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from k2convert.report.calibrated import channels_by_exponent, feedback_layers, tokens_by_expert
+from k2convert.report.calibrated import channels_by_exponent, gptq_layers, tokens_by_expert
 from k2convert.report.charts import (
     draw_block_scales,
     draw_distribution,
@@ -101,7 +101,7 @@ def _charts(report: Report) -> dict[str, Markup]:
         if record.held_out:
             figure = draw_layer_errors(record.held_out, THEMED)
             found["layer_errors"] = _svg(figure, "Error of the hidden states after each layer")
-        if layers := feedback_layers(record):
+        if layers := gptq_layers(record):
             found["shrinkages"] = _svg(draw_shrinkages(layers, THEMED), "Experts of each layer by shrinkage of down")
     return found
 

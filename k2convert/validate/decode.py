@@ -3,7 +3,7 @@
 metrics/measure.py compares source and result element by element, whatever the rule. Here it gets its own table of E4M3
 numbers, and any bytes, those of damaged scales too.
 
-A weight with column exponents is q * s * 2**-a. Importance w weights the sums a second time, by w / 255 of each column.
+A weight with channel exponents is q * s * 2**-a. Importance w weights the sums a second time, by w / 255 per column.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import decibels, ratio
-from k2convert.quantize.rules.column_search import MAX_IMPORTANCE
+from k2convert.quantize.rules.channel_search import MAX_IMPORTANCE
 
 F64 = NDArray[np.float64]
 

@@ -1,6 +1,6 @@
-"""Exact norm scaling, as validation sees it: exponents derived from the norms, and the bytes that they ask for.
+"""Exact smoothing, as validation sees it: exponents derived from the norms, and the bytes that they ask for.
 
-A result with norm scaling has the weight of the norm before a MoE block times 2**a, channel by channel, and the columns
+A result with smoothing has the weight of the norm before a MoE block times 2**a, channel by channel, and the columns
 of all that read its output over 2**a: the router, and gate and up of shared and routed experts. Powers of two change no
 digit, so every scaled number is the source's times a power of two, or it is wrong. The arithmetic here shares nothing
 with the code that scales.
@@ -17,7 +17,7 @@ from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import MAX_COLUMN_EXPONENT
 from k2convert.errors import FormatError
 from k2convert.models.names import Family, ModulePlace, TensorName
-from k2convert.models.norm_scaling import column_scaling, reads_norm
+from k2convert.models.smoothing import column_scaling, reads_norm
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 
@@ -100,10 +100,10 @@ def _describe(
 ) -> str:
     which = f"channel {channel} is {new[channel]:g}, the source's is {old[channel]:g}"
     if is_power[channel]:
-        which += f": 2^{exponents[channel]}, but norm scaling uses 2^-{MAX_COLUMN_EXPONENT} to 2^{MAX_COLUMN_EXPONENT}"
+        which += f": 2^{exponents[channel]}, but smoothing uses 2^-{MAX_COLUMN_EXPONENT} to 2^{MAX_COLUMN_EXPONENT}"
     else:
         which += ": not a power of two times it"
-    return f"{np.count_nonzero(~fits):,} of {fits.size:,} channels cannot be norm scaling: {which}"
+    return f"{np.count_nonzero(~fits):,} of {fits.size:,} channels cannot be smoothing: {which}"
 
 
 def scaled_bytes(data: Bytes, *, dtype: str, begin: int, exponents: Exponents) -> Bytes:
@@ -138,7 +138,7 @@ def misfit(before: Bytes, after: Bytes, *, dtype: str, begin: int, exponents: Ex
     try:
         expected = scaled_bytes(before, dtype=dtype, begin=begin, exponents=exponents)
     except FormatError as error:
-        return f"norm scaling: {error}"
+        return f"smoothing: {error}"
     wrong = np.flatnonzero(expected.view(_BITS[dtype]) != after.view(_BITS[dtype]))
     if not wrong.size:
         return ""
@@ -146,7 +146,7 @@ def misfit(before: Bytes, after: Bytes, *, dtype: str, begin: int, exponents: Ex
     column = (begin // item_bytes + int(wrong[0])) % exponents.size
     return (
         f"{wrong.size:,} of {expected.size // item_bytes:,} numbers are not the source's times the power of two that "
-        f"norm scaling has, first in column {column} (2^{exponents[column]})"
+        f"smoothing has, first in column {column} (2^{exponents[column]})"
     )
 
 

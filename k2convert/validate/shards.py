@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Final
 
-from k2convert.calibrate.columns import Calibration
+from k2convert.calibrate.channels import Calibration
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes, ShardReader

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from k2convert.calibrate.columns import Calibration
+from k2convert.calibrate.channels import Calibration
 from k2convert.calibrate.statistics import Statistics
 from k2convert.calibrate.text import Windows
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
@@ -33,7 +33,6 @@ from k2convert.validate.contract.findings import ContractReport
 from k2convert.validate.contract.result import Subject, open_subject
 from k2convert.validate.contract.scan import ShardVisitor
 from k2convert.validate.layers.result import LayerBudget, LayersReport
-from k2convert.validate.norm_scaling import calibration_of, read_scaling
 from k2convert.validate.remote import LOCAL, Shards
 from k2convert.validate.results import (
     ValidationReport,
@@ -45,6 +44,7 @@ from k2convert.validate.results import (
     rule_report,
 )
 from k2convert.validate.shards import ShardsFound, join_findings, validate_shards
+from k2convert.validate.smoothing import calibration_of, read_scaling
 from k2convert.validate.totals import compare_journal
 
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."

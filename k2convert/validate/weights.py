@@ -45,7 +45,7 @@ _ROUNDED_UP: Final = 1.0 + 2.0**-7  # more than what rounding to BF16 adds
 class WrittenWeight:
     """One converted projection: its source weight, and its bytes as the layout stores them, of any shape.
 
-    With norm scaling, `source` is the source's weight over the powers of two. `importance` [K] is that of its columns,
+    With smoothing, `source` is the source's weight over the powers of two. `importance` [K] is that of its columns,
     if the rule uses it. `recorded_scale` is the global scale that the journal states. It is used only without a rule,
     if the file has exactly its bytes: a divisor is a rounded 1/g, and the figures of a conversion are measured with g.
 
@@ -215,7 +215,7 @@ def _check_sample(weight: WrittenWeight, rule: Rule, global_scale: float) -> tup
     differ, a unit is a row.
     """
     if weight.importance is not None or (
-        isinstance(weight.source, Int4Weight) and weight.source.column_exponents is not None
+        isinstance(weight.source, Int4Weight) and weight.source.channel_exponents is not None
     ):
         return _check_rows(weight, rule, global_scale)
     source, size = weight.source, GROUP_SIZE if isinstance(weight.source, Int4Weight) else BLOCK_SIZE
@@ -243,11 +243,11 @@ def _check_rows(weight: WrittenWeight, rule: Rule, global_scale: float) -> tuple
     written = weight.packed.reshape(rows, columns // 2)[chosen]
     scales = weight.block_scales.reshape(rows, columns // BLOCK_SIZE)[chosen]
     if isinstance(source, Int4Weight):
-        some: SourceWeight = Int4Weight(source.packed[chosen], source.scale_bits[chosen], source.column_exponents)
+        some: SourceWeight = Int4Weight(source.packed[chosen], source.scale_bits[chosen], source.channel_exponents)
     else:
         some = Bf16Weight(source.bits[chosen])
-    if weight.importance is not None and arithmetic.quantize_weighted is not None:
-        again = arithmetic.quantize_weighted(some, global_scale, weight.importance)
+    if weight.importance is not None and arithmetic.quantize_imatrix is not None:
+        again = arithmetic.quantize_imatrix(some, global_scale, weight.importance)
     elif isinstance(some, Int4Weight):
         again = arithmetic.quantize_int4(some, global_scale)
     else:
@@ -268,8 +268,8 @@ def _measure_by_definition(source: SourceWeight) -> Magnitude:
     """
     if not isinstance(source, Int4Weight) or not source.scale_bits.size:
         return measure(source)
-    if source.column_exponents is not None:
-        return _measure_rows_by_definition(source, source.column_exponents)
+    if source.channel_exponents is not None:
+        return _measure_rows_by_definition(source, source.channel_exponents)
     scale_bits, packed = source.scale_bits.reshape(-1, 1), source.packed.reshape(-1, GROUP_SIZE // 2)
     sizes = (scale_bits & np.uint16(_MAGNITUDE_BITS)).reshape(-1)
     top = np.flatnonzero(sizes == sizes.max())
@@ -280,7 +280,7 @@ def _measure_by_definition(source: SourceWeight) -> Magnitude:
 
 
 def _measure_rows_by_definition(source: Int4Weight, exponents: NDArray[np.int8]) -> Magnitude:
-    """Measure a weight with column exponents. Rows that cannot have the largest weight are left out."""
+    """Measure a weight with channel exponents. Rows that cannot have the largest weight are left out."""
     least_G = exponents.reshape(-1, GROUP_SIZE).min(axis=1)
     largest_N = np.ldexp(source.scales, -least_G.astype(np.int32)).max(axis=1)
     bound = measure(_some_rows(source, largest_N == largest_N.max())).amax
@@ -288,4 +288,4 @@ def _measure_rows_by_definition(source: Int4Weight, exponents: NDArray[np.int8])
 
 
 def _some_rows(source: Int4Weight, chosen: NDArray[np.bool_]) -> Int4Weight:
-    return Int4Weight(source.packed[chosen], source.scale_bits[chosen], source.column_exponents)
+    return Int4Weight(source.packed[chosen], source.scale_bits[chosen], source.channel_exponents)

@@ -25,9 +25,9 @@ from scripts.fixture_maker.__main__ import main as make_fixture
 PYTHON = sys.executable
 LIMITS = "scripts.bench.limits"
 PEERS = "scripts.bench.peers"
-RULES = ("plain", "optimal")
-FEEDBACK_SIZES = ((8, 2048), (16, 2048), (16, 4096))
-"""Experts and tokens of the runs of rule `feedback`: one step of each."""
+RULES = ("max", "mse")
+GPTQ_SIZES = ((8, 2048), (16, 2048), (16, 4096))
+"""Experts and tokens of the runs of rule `gptq`: one step of each."""
 ONE, FOUR = 1, 4  # GB: for one core, and for validation and the disk; large enough to measure, quick to finish
 
 
@@ -123,10 +123,10 @@ def whole_command(bench: Bench, gigabytes: float) -> None:
             Job(f"run {r}, one core, warm", smallest, bench.convert(smallest, "--rule", r), one_core=True)
             for r in RULES
         ),
-        Job("run optimal, smaller, warm", smaller, bench.convert(smaller)),
+        Job("run mse, smaller, warm", smaller, bench.convert(smaller)),
         Job("validate --source, smaller, warm", smaller, ["k2convert", "validate", validated, "--source", smaller]),
     )
-    bench.results["run optimal, smaller, warm"]["gigabytes"] = min(FOUR, gigabytes)
+    bench.results["run mse, smaller, warm"]["gigabytes"] = min(FOUR, gigabytes)
     shutil.rmtree(validated)
 
 
@@ -142,7 +142,7 @@ def peers(bench: Bench, gigabytes: float) -> None:
     slice_, short = bench.source("slice-8", "--experts", 8), bench.source("slice-2", "--experts", 2)
     small = bench.source("slice-small", "--experts", 1, "--hidden", 2048, "--intermediate", 256)
     nearly_empty = bench.source("nearly-empty", "--experts", 1, "--hidden", 256, "--intermediate", 64)
-    chain = ["--rule", "plain", "--set", "quantizer=reference"]
+    chain = ["--rule", "max", "--set", "quantizer=reference"]
     python = quark_python()
     bench.time(
         *copy_and_runs(bench, bench.sized(gigabytes), cold=False),
@@ -154,10 +154,10 @@ def peers(bench: Bench, gigabytes: float) -> None:
         Job("llm-compressor NVFP4A16", slice_, [PEERS, "chain", slice_, bench.out], measures_error=True),
         Job("Quark, file to file", slice_, [PEERS, "quark", slice_, bench.out], measures_error=True, python=python),
         Job("llm-compressor expanded MSE", small, [PEERS, "expanded", small, bench.out], measures_error=True),
-        Job("run plain, slice", slice_, bench.convert(slice_, "--rule", "plain"), measures_error=True),
-        Job("run optimal, slice", slice_, bench.convert(slice_), measures_error=True),
+        Job("run plain, slice", slice_, bench.convert(slice_, "--rule", "max"), measures_error=True),
+        Job("run mse, slice", slice_, bench.convert(slice_), measures_error=True),
     )
-    bench.results["run optimal, warm"]["gigabytes"] = gigabytes
+    bench.results["run mse, warm"]["gigabytes"] = gigabytes
     for label, start_up in (
         ("reference chain", "start-up, reference chain"),
         ("llm-compressor NVFP4A16", "start-up, llm-compressor"),
@@ -173,7 +173,7 @@ def peers(bench: Bench, gigabytes: float) -> None:
 
 def growth(bench: Bench, sizes: Sequence[int]) -> None:
     """Time the whole command and take its peak memory on checkpoints of growing size."""
-    labels = {size: f"growth {size} GB, optimal, warm" for size in sizes}
+    labels = {size: f"growth {size} GB, mse, warm" for size in sizes}
     measured = {r["gigabytes"]: r for r in bench.results.values() if "gigabytes" in r}
     folders = [(label, bench.sized(size)) for size, label in labels.items() if size not in measured]
     bench.time(*(Job(label, folder, bench.convert(folder)) for label, folder in folders))
@@ -192,21 +192,21 @@ def calibration(bench: Bench, experts: Sequence[int]) -> None:
         bench.time(Job(f"calibrate, {count} experts", source, [*command, *options]))
 
 
-def feedback(bench: Bench) -> None:
-    """Time rule `feedback` on a dense and a MoE layer of K2's size, by experts and by tokens, and extrapolate to K2."""
-    ids = bench.work / "feedback-ids.jsonl"
-    make_token_ids(ids, tokens=max(tokens for _, tokens in FEEDBACK_SIZES))
+def gptq(bench: Bench) -> None:
+    """Time rule `gptq` on a dense and a MoE layer of K2's size, by experts and by tokens, and extrapolate to K2."""
+    ids = bench.work / "gptq-ids.jsonl"
+    make_token_ids(ids, tokens=max(tokens for _, tokens in GPTQ_SIZES))
     jobs: list[Job] = []
-    for experts, tokens in FEEDBACK_SIZES:
+    for experts, tokens in GPTQ_SIZES:
         source = bench.source(f"layer-{experts}", "--experts", experts, "--dense-layers", 1)
         options = ["--calibrate", ids, "--set", f"calibration.tokens={tokens}", "--yes"]
-        jobs.append(Job(feedback_label(experts, tokens), source, bench.convert(source, *map(str, options))))
+        jobs.append(Job(gptq_label(experts, tokens), source, bench.convert(source, *map(str, options))))
     bench.time(*jobs)
-    seconds = {size: bench.results[feedback_label(*size)]["seconds"] for size in FEEDBACK_SIZES}
-    bench.results["extrapolated feedback"] = extrapolate(seconds, experts=384, tokens=131_072)
+    seconds = {size: bench.results[gptq_label(*size)]["seconds"] for size in GPTQ_SIZES}
+    bench.results["extrapolated gptq"] = extrapolate(seconds, experts=384, tokens=131_072)
 
 
-def feedback_label(experts: int, tokens: int) -> str:
+def gptq_label(experts: int, tokens: int) -> str:
     return f"run --calibrate, {experts} experts, {tokens:,} tokens"
 
 
@@ -215,7 +215,7 @@ def extrapolate(seconds: Mapping[tuple[int, int], float], *, experts: int, token
 
     A token goes through eight experts whatever their number, so what it costs does not depend on that number.
     """
-    (few, low), (many, _), (_, high) = FEEDBACK_SIZES
+    (few, low), (many, _), (_, high) = GPTQ_SIZES
     an_expert = (seconds[many, low] - seconds[few, low]) / (many - few)
     a_token = (seconds[many, high] - seconds[many, low]) / (high - low)
     rest = seconds[few, low] - few * an_expert - low * a_token
@@ -240,9 +240,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="runs of each command")
     parser.add_argument("--growth", default="1,2,4,8", help="shard sizes in GB for the growth series; empty for none")
     parser.add_argument("--experts", default="32,384", help="experts of the layers for `--only calibration`")
-    parser.add_argument(
-        "--only", default="kernels,whole,peers,growth", help="parts to run; more: calibration, feedback"
-    )
+    parser.add_argument("--only", default="kernels,whole,peers,growth", help="parts to run; more: calibration, gptq")
     parser.add_argument("--work", type=Path, default=Path("bench-work"), help="folder for the shards (about 30 GB)")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -253,7 +251,7 @@ def main() -> None:
         "whole": lambda: whole_command(bench, arguments.gigabytes),
         "peers": lambda: peers(bench, arguments.gigabytes),
         "growth": lambda: growth(bench, sizes),
-        "feedback": lambda: feedback(bench),
+        "gptq": lambda: gptq(bench),
         "calibration": lambda: calibration(bench, [int(count) for count in arguments.experts.split(",")]),
     }
     for name in arguments.only.split(","):

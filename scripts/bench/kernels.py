@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.columns import divide_columns
+from k2convert.quantize.formats.channels import divide_columns
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.libraries import bf16_tensor
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
-from k2convert.quantize.rules.weighted import block_importance
+from k2convert.quantize.rules.imatrix import block_importance
 
 ROWS, COLUMNS = 2048, 7168
 NUM_TENSORS = 8
@@ -66,7 +66,7 @@ def median_seconds(work: Callable[[], object]) -> float:
 def cpu_figures(weights: list[Int4Weight]) -> Figures:
     """Time both rules on one thread and on all cores: converting with counts, and everything a projection needs."""
     cores, figures = os.cpu_count() or 1, Figures()
-    rules: tuple[Rule, ...] = ("plain", "optimal")
+    rules: tuple[Rule, ...] = ("max", "mse")
     for rule in rules:
         quantizer = create_quantizer("native", rule=rule, device="cpu")
         scale = quantizer.global_scale(quantizer.measure(weights[0], name="bench"), is_int4=True)
@@ -95,11 +95,11 @@ def column_figures(weights: list[Int4Weight]) -> Figures:
     scaled = [divide_columns(weight, exponents, name="bench") for weight in weights]
     usually_scaled = [divide_columns(weight, usual, name="bench") for weight in weights]
     cases: tuple[tuple[str, Rule, list[Any]], ...] = (
-        ("weighted", "weighted", weights),
-        ("weighted and scaled", "weighted", usually_scaled),
-        ("weighted and scaled in every block", "weighted", scaled),
-        ("optimal, scaled", "optimal", scaled),
-        ("plain, scaled", "plain", scaled),
+        ("imatrix", "imatrix", weights),
+        ("weighted and scaled", "imatrix", usually_scaled),
+        ("weighted and scaled in every block", "imatrix", scaled),
+        ("mse, scaled", "mse", scaled),
+        ("plain, scaled", "max", scaled),
     )
     for label, rule, sources in cases:
         quantizer = create_quantizer("native", rule=rule, device="cpu")
@@ -121,7 +121,7 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
     bandwidth = 2 * blank.numel() / synchronized(lambda: target.copy_(blank))
     figures: Figures = {"copy": {"bytes_per_second": bandwidth, "of_copy_bandwidth": 1.0}}
     jobs: list[tuple[cuda.DeviceInt4, float]] = []
-    for rule in ("plain", "optimal"):
+    for rule in ("max", "mse"):
         quantizer = create_quantizer("native", rule=rule, device="cuda")
         scales = [quantizer.global_scale(quantizer.measure(w, name="w"), is_int4=True) for w in weights]
         jobs = list(zip(on_device, scales, strict=True))
@@ -137,7 +137,7 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
     rng = np.random.default_rng(0)
     importance = block_importance((rng.standard_normal(COLUMNS) ** 4).astype(np.float32))
     exponents = np.where(rng.random(COLUMNS) < 0.7, 0, rng.integers(-2, 3, COLUMNS)).astype(np.int8)
-    for label, own in (("weighted", None), ("weighted and scaled", exponents)):
+    for label, own in (("imatrix", None), ("weighted and scaled", exponents)):
         columns = cuda.describe_columns(own, importance, columns=COLUMNS, device="cuda")
         seconds = synchronized(
             lambda c=columns, j=jobs: [cuda.convert_columns_on_device(w, c, global_scale=g) for w, g in j]

@@ -10,22 +10,22 @@ QUESTIONS = {
     "How fast is the whole command?": (
         "cp + fsync, cold",
         "run plain, cold",
-        "run optimal, cold",
+        "run mse, cold",
         "cp + fsync, warm",
         "run plain, warm",
-        "run optimal, warm",
+        "run mse, warm",
     ),
     "What does the disk allow?": ("read, cold", "durable write"),
     "How fast are one core and validation?": (
         "run plain, one core",
-        "run optimal, one core",
-        "run optimal, smaller",
+        "run mse, one core",
+        "run mse, smaller",
         "validate --source",
     ),
     "How does it compare with the published pipelines?": (
-        "run optimal, warm",
+        "run mse, warm",
         "run plain, slice",
-        "run optimal, slice",
+        "run mse, slice",
         "llm-compressor NVFP4A16",
         "Quark, file to file",
         "reference chain",
@@ -34,7 +34,7 @@ QUESTIONS = {
     "How long is start-up?": ("start-up",),
     "Do time and memory grow with the checkpoint?": ("growth",),
     "How long does calibration take?": ("calibrate",),
-    "How long does rule feedback take?": ("run --calibrate",),
+    "How long does rule gptq take?": ("run --calibrate",),
 }
 """Each heading of RESULTS.md with the labels of its rows, or with what they begin with."""
 
@@ -46,13 +46,13 @@ def markdown(results: Results) -> str:
         labels = [label for begin in beginnings for label in results if label.startswith(begin)]
         if labels:
             lines += [f"## {question}", "", *_table(labels, results), ""]
-    if (found := results.get("extrapolated feedback")) is not None:
+    if (found := results.get("extrapolated gptq")) is not None:
         lines.append(
             f"A MoE layer of {found['experts']} experts with {found['tokens']:,} tokens would take "
             f"{found['seconds'] / 3600:.1f} h: {found['seconds_an_expert']:.1f} s an expert, "
             f"{1000 * found['seconds_a_token']:.1f} ms a token and {found['other_seconds']:.0f} s for everything else."
         )
-    checked, run = results.get("validate --source, smaller, warm"), results.get("run optimal, smaller, warm")
+    checked, run = results.get("validate --source, smaller, warm"), results.get("run mse, smaller, warm")
     if checked is not None and run is not None:
         share = run["seconds"] / checked["seconds"]
         lines.append(f"`validate --source` runs at {share:.2f} of `run`'s speed on the same folder.")

@@ -30,7 +30,7 @@ from scripts.engine_checks.environments import SetupError, ensure
 from scripts.engine_checks.expected import NEW_TOKENS, Evaluation, Expected
 from scripts.engine_checks.serve_commands import PARSERS, check_commands
 from scripts.engine_checks.table import Result, markdown
-from scripts.engine_checks.variants import K2, OPTIMAL, ROOT, VARIANTS, WEIGHT_ONLY, Variant, convert
+from scripts.engine_checks.variants import K2, MSE, ROOT, VARIANTS, WEIGHT_ONLY, Variant, convert
 
 WINDOW = 256
 CLIENT_SECONDS = 1200
@@ -67,7 +67,7 @@ class Reference:
 def tolerance(task: Task) -> Tolerance:
     """Return how far the engine may be from scripts/eval, by what is rounded."""
     fp4 = task.variant.activations != WEIGHT_ONLY and not task.engine.ignores_input_scales
-    if task.engine.rounds_weights and task.variant.rule != OPTIMAL:
+    if task.engine.rounds_weights and task.variant.rule != MSE:
         return BF16_WEIGHTS_FP4_TIES if fp4 else BF16_WEIGHTS
     return FP4_TIES if fp4 else FLOAT32
 
@@ -131,7 +131,7 @@ def report(results: list[Result], *, tokens: int) -> str:
     """Return the table with a line of text above it."""
     computed = any(result.agreement is not None for result in results)
     text = f"{tokens:,} tokens of eval.txt in windows of {WINDOW}" if computed else "Loaded only"
-    return f"{text}; perplexity with rule `optimal`, KL from scripts/eval in nats.\n\n{markdown(results)}"
+    return f"{text}; perplexity with rule `mse`, KL from scripts/eval in nats.\n\n{markdown(results)}"
 
 
 def _parser() -> argparse.ArgumentParser:

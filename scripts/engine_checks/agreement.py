@@ -2,7 +2,7 @@
 
 Both compute in float32 but add up in different orders, so logits differ in the last bits. Without rounded activations
 that is all. With them, a value that lies midway between two FP4 values may fall either way, and takes a few later ones
-with it. transformers decompresses to BF16, which rounds the weights of rule `plain` once more (those of `optimal` are
+with it. transformers decompresses to BF16, which rounds the weights of rule `max` once more (those of `mse` are
 BF16 numbers). Tolerances are a few times what was found on the tiny checkpoint.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.engine_checks.environments import overlay, python_of
-from scripts.engine_checks.variants import K2, OPTIMAL, ROOT, WEIGHT_ONLY, Variant
+from scripts.engine_checks.variants import K2, MSE, ROOT, WEIGHT_ONLY, Variant
 
 TRANSFORMERS_AS_RELEASED = "transformers-5-as-released"
 
@@ -18,7 +18,7 @@ class Engine:
     """An engine: its environment, the client that runs in it, and which checkpoints it is given.
 
     ignores_input_scales   W4A4 is computed with activations as they are
-    rounds_weights         weights are decompressed to BF16, which changes those of rule `plain`
+    rounds_weights         weights are decompressed to BF16, which changes those of rule `max`
     is_known_to_be_wrong   a defect of the engine, which is shown and fails nothing
     """
 
@@ -68,7 +68,7 @@ def _compressed_tensors_k2(variant: Variant) -> bool:
 
 
 def _one(variant: Variant) -> bool:
-    return _compressed_tensors_k2(variant) and (variant.activations, variant.rule) == (WEIGHT_ONLY, OPTIMAL)
+    return _compressed_tensors_k2(variant) and (variant.activations, variant.rule) == (WEIGHT_ONLY, MSE)
 
 
 ENGINES = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from scripts.engine_checks.agreement import Agreement
-from scripts.engine_checks.variants import K2, OPTIMAL, RULES, Variant
+from scripts.engine_checks.variants import K2, MSE, RULES, Variant
 
 _COLUMNS = (
     "engine",
@@ -17,7 +17,7 @@ _COLUMNS = (
     "checks",
     "perplexity",
     "by scripts/eval",
-    "KL, optimal",
+    "KL, mse",
     "KL, plain",
     "greedy text",
 )
@@ -48,7 +48,7 @@ def _row(result: Result) -> tuple[str, str, str]:
 
 
 def _cells(group: list[Result]) -> tuple[str, ...]:
-    first = next((r for r in group if (r.variant.form, r.variant.rule) == (K2, OPTIMAL)), group[0])
+    first = next((r for r in group if (r.variant.form, r.variant.rule) == (K2, MSE)), group[0])
     agreements = [(result.variant.rule, result.agreement) for result in group if result.agreement is not None]
     failed = sum(len(result.failed) for result in group)
     checks = f"{sum(result.num_checks for result in group):,}"

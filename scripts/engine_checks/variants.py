@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
 K2, K25 = "K2", "K2.5"
 COMPRESSED_TENSORS = "compressed-tensors"
-OPTIMAL, WEIGHT_ONLY = "optimal", "w4a16"
-RULES = (OPTIMAL, "plain")
+MSE, WEIGHT_ONLY = "mse", "w4a16"
+RULES = (MSE, "max")
 
 
 @dataclass(frozen=True, slots=True)

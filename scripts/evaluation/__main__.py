@@ -31,7 +31,7 @@ from scripts.evaluation.table import Evaluation, Row, calibrated_markdown, markd
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
-RULES = ("plain", "optimal")
+RULES = ("max", "mse")
 QUARK = "Quark 0.13"
 INT4, FP32, FP4 = "INT4 (the source)", "FP32", "FP4"
 
@@ -79,14 +79,14 @@ def evaluate(subject: Subject, work: Path, *, tokens: int | None = None, peers: 
     }
     if peers:
         theirs = quark_mlps(subject.source, work / f"{subject.source.name}-quark")
-        converted[QUARK] = with_input_scales(theirs, converted["optimal"])
+        converted[QUARK] = with_input_scales(theirs, converted["mse"])
     sqnr = {rule: weight_sqnr_db(source, mlps, subject.source) for rule, mlps in converted.items()}
     variants: dict[tuple[str, str], Mlps] = {}
     for rule, mlps in converted.items():
         variants[rule, FP32] = without_input_scales(mlps)
     for rule, mlps in converted.items():
         variants[rule, FP4] = mlps
-    variants[INT4, FP4] = with_input_scales(source, converted["optimal"])
+    variants[INT4, FP4] = with_input_scales(source, converted["mse"])
     windows = encode(subject.source, subject.text, tokens=tokens or subject.tokens)
     started = time.monotonic()
 
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("calibrated", help="score calibrated conversions on text that did not calibrate them")
     command.add_argument("subject", choices=sorted(CALIBRATED_SUBJECTS))
     command.add_argument("--peers", action="store_true", help="calibrate with llm-compressor and ModelOpt too (slow)")
-    command.add_argument("--rows", nargs="+", metavar="PATTERN", help='score only these rows: "feedback*" "ModelOpt*"')
+    command.add_argument("--rows", nargs="+", metavar="PATTERN", help='score only these rows: "gptq*" "ModelOpt*"')
     command.add_argument("--json", type=Path, metavar="FILE", help="write the figures in full precision")
     command.add_argument("--tokens", type=int, help="number of tokens to evaluate; default: as many as in RESULTS.md")
     _common(command)

@@ -1,6 +1,6 @@
-"""Rows of calibrated conversions: rules `weighted` and `feedback`, foreign text, few tokens, published calibrations.
+"""Rows of calibrated conversions: rules `imatrix` and `gptq`, foreign text, few tokens, published calibrations.
 
-Rule `weighted` takes statistics of `k2convert calibrate`; rule `feedback` is `k2convert run --calibrate`. The peers see
+Rule `imatrix` takes statistics of `k2convert calibrate`; rule `gptq` is `k2convert run --calibrate`. The peers see
 the same windows of token ids. Nothing is evaluated on the text that it was calibrated on. A finished conversion in the
 work folder is kept, and so are the weights of a peer.
 """
@@ -86,22 +86,22 @@ class Conversion:
     walk: bool = False
 
 
-NORM, NO_NORM = ("--set", "norm_scaling=true"), ("--set", "norm_scaling=false")
+NORM, NO_NORM = ("--set", "smoothing=true"), ("--set", "smoothing=false")
 CONVERSIONS = (
-    Conversion("plain", None, ("--rule", "plain")),
-    Conversion("optimal", None, ("--rule", "optimal")),
-    Conversion("optimal, norm scaling", "text", ("--rule", "optimal", *NORM)),
-    Conversion("weighted", "text", NO_NORM),
-    Conversion("weighted, norm scaling", "text", NORM),
+    Conversion("max", None, ("--rule", "max")),
+    Conversion("mse", None, ("--rule", "mse")),
+    Conversion("mse, smoothing", "text", ("--rule", "mse", *NORM)),
+    Conversion("imatrix", "text", NO_NORM),
+    Conversion("weighted, smoothing", "text", NORM),
     Conversion("weighted, foreign text", "foreign", NO_NORM),
-    Conversion("weighted, norm scaling, foreign text", "foreign", NORM, (W4A4,)),
+    Conversion("weighted, smoothing, foreign text", "foreign", NORM, (W4A4,)),
     Conversion(f"weighted, {TOKENS_AN_EXPERT} tokens an expert", "few", NO_NORM),
-    Conversion(f"weighted, norm scaling, {TOKENS_AN_EXPERT} tokens an expert", "few", NORM, (W4A4,)),
-    Conversion("feedback", "text", (), walk=True),
-    Conversion("feedback, no norm scaling", "text", NO_NORM, walk=True),
-    Conversion("feedback, foreign text", "foreign", (), walk=True),
-    Conversion("feedback, 64 tokens in all", "64", (), walk=True),
-    Conversion("feedback, 512 tokens in all", "512", (), walk=True),
+    Conversion(f"weighted, smoothing, {TOKENS_AN_EXPERT} tokens an expert", "few", NORM, (W4A4,)),
+    Conversion("gptq", "text", (), walk=True),
+    Conversion("gptq, no smoothing", "text", NO_NORM, walk=True),
+    Conversion("gptq, foreign text", "foreign", (), walk=True),
+    Conversion("gptq, 64 tokens in all", "64", (), walk=True),
+    Conversion("gptq, 512 tokens in all", "512", (), walk=True),
 )
 INT4 = "INT4"
 """The row of the source's weights with FP4 activations."""
@@ -110,7 +110,7 @@ INT4 = "INT4"
 def chosen_rows(patterns: Sequence[str] | None, *, with_peers: bool) -> list[str]:
     """Return the weights of the rows to score: those that match a pattern, or all (peers only if asked for).
 
-    `optimal` is always one of them, because the others are given as shares of it. Raises ValueError for a pattern that
+    `mse` is always one of them, because the others are given as shares of it. Raises ValueError for a pattern that
     matches nothing.
     """
     names = [*(conversion.weights for conversion in CONVERSIONS), *PEERS, INT4]
@@ -119,7 +119,7 @@ def chosen_rows(patterns: Sequence[str] | None, *, with_peers: bool) -> list[str
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no row matches {pattern!r}; the rows are: {'; '.join(names)}")
-    return [name for name in names if name == "optimal" or any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in names if name == "mse" or any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def foreign_text(work: Path) -> Path:
@@ -239,7 +239,7 @@ def evaluate_calibrated(
 ) -> CalibratedEvaluation:
     """Convert or calibrate for every row, and score each of them on the text for evaluation."""
     source, loaders = source_mlps(subject.source), conversions(subject, work, rows)
-    scales = conversion_folder(subject, work, "optimal")
+    scales = conversion_folder(subject, work, "mse")
     loaders |= peers(subject, work, scales, rows)
     if INT4 in rows:
         loaders[INT4, W4A4] = lambda: Variant(with_input_scales(source, converted_mlps(scales)), {})
@@ -264,10 +264,10 @@ def evaluate_calibrated(
 
 
 def _rows(scores: dict[tuple[str, str], Score]) -> list[CalibratedRow]:
-    """Return the rows, W4A16 first, each with its mean KL as a share of optimal's in the same mode."""
+    """Return the rows, W4A16 first, each with its mean KL as a share of mse's in the same mode."""
     rows: list[CalibratedRow] = []
     for mode in (W4A16, W4A4):
-        base = scores["optimal", mode].kl_mean
+        base = scores["mse", mode].kl_mean
         for (weights, found), score in scores.items():
             if found == mode:
                 assert score.kl_mean is not None

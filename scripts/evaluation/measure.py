@@ -59,7 +59,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The weights of one row: the MLPs, and the norms and routers that norm scaling changed."""
+    """The weights of one row: the MLPs, and the norms and routers that smoothing changed."""
 
     mlps: Mlps
     scaled: dict[str, Tensor]

@@ -65,7 +65,7 @@ class EvaluatedModel:
     network: nn.Module
     places: dict[str, MlpModule | ExpertsModule]
     scaled: dict[str, Tensor]
-    """The source's tensors that norm scaling may change: norms and routers of the MoE layers."""
+    """The source's tensors that smoothing may change: norms and routers of the MoE layers."""
 
     @property
     def vocabulary(self) -> int:
@@ -132,7 +132,7 @@ def _load_rest(network: Any, source: Path) -> None:
 
 
 def scaled_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read what norm scaling changes besides the MLPs, in FP32: norms and routers of the layers that have a router."""
+    """Read what smoothing changes besides the MLPs, in FP32: norms and routers of the layers that have a router."""
     with closing(WeightReader(open_checkpoint(folder))) as reader:
         routers = [name for name in reader.checkpoint.tensors if name.endswith(".mlp.gate.weight")]
         norms = [name.replace(".mlp.gate.", ".post_attention_layernorm.") for name in routers]

@@ -60,11 +60,11 @@ def markdown(evaluation: Evaluation) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CalibratedRow:
-    """One calibrated conversion; `of_optimal` is its mean KL as a share of data-free optimal's in the same mode."""
+    """One calibrated conversion; `of_mse` is its mean KL as a share of data-free mse's in the same mode."""
 
     weights: str
     mode: str
-    of_optimal: float
+    of_mse: float
     score: Score
 
 
@@ -85,7 +85,7 @@ class CalibratedEvaluation:
         return asdict(self)
 
 
-_CALIBRATED_COLUMNS = ("weights", "mode", "mean KL", "of optimal", "99.9 % KL", "top-1 agreement", "perplexity")
+_CALIBRATED_COLUMNS = ("weights", "mode", "mean KL", "of mse", "99.9 % KL", "top-1 agreement", "perplexity")
 
 
 def calibrated_markdown(evaluation: CalibratedEvaluation) -> str:
@@ -102,7 +102,7 @@ def calibrated_markdown(evaluation: CalibratedEvaluation) -> str:
         score = row.score
         figures = (
             _figure(score.kl_mean, ".5f"),
-            _figure(row.of_optimal, ".2f"),
+            _figure(row.of_mse, ".2f"),
             _figure(score.kl_p999, ".3f"),
             _figure(score.top1_agreement, ".3f"),
             _figure(score.perplexity, ".2f"),

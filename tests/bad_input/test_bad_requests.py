@@ -88,13 +88,13 @@ def test_too_little_disk_is_refused_with_both_numbers(tmp_path: Path, dest: Path
 
 
 RECIPES: dict[str, tuple[str, list[str]]] = {
-    "unknown key": ("name: a\nrule: plain\nruel: optimal\n", ["'ruel'", "known keys", "rule"]),
+    "unknown key": ("name: a\nrule: max\nruel: mse\n", ["'ruel'", "known keys", "rule"]),
     "unknown key inside": ("name: a\ninput_scale: {gate: 1.0}\n", ["input_scale.gate", "gate_up"]),
     "unknown role": ("name: a\nroles: [experts, router]\n", ["roles", "shared_experts"]),
     "repeated role": ("name: a\nroles: [experts, experts]\n", ["roles", "repeated"]),
     "experts left out": ("name: a\nroles: [dense_mlp]\n", ["roles", "experts"]),
-    "unknown rule": ("name: a\nrule: best\n", ["rule", "optimal"]),
-    "optimal by the reference": ("name: a\nrule: optimal\nquantizer: reference\n", ["reference", "plain"]),
+    "unknown rule": ("name: a\nrule: best\n", ["rule", "mse"]),
+    "mse by the reference": ("name: a\nrule: mse\nquantizer: reference\n", ["reference", "max"]),
     "negative input scale": ("name: a\ninput_scale: {down: -1.0}\n", ["input_scale.down", "greater than 0"]),
     "input scale beyond FP32": ("name: a\ninput_scale: {down: 1.0e+39}\n", ["input_scale.down", "must be between"]),
     "input scale below FP32": ("name: a\ninput_scale: {down: 1.0e-50}\n", ["input_scale.down", "must be between"]),
@@ -104,10 +104,10 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
         ["input_scale.down", "must be between"],
     ),
     "infinite input scale": ("name: a\ninput_scale: {down: .inf}\n", ["input_scale.down", "finite"]),
-    "no name": ("rule: plain\n", ["name"]),
+    "no name": ("rule: max\n", ["name"]),
     "not YAML": ("name: [a\n", ["not YAML"]),
     "a tag that would run code": ("!!python/object/apply:os.getcwd []\n", ["not YAML"]),
-    "duplicate key": ("name: a\nrule: plain\nrule: optimal\n", ["rule", "duplicate key"]),
+    "duplicate key": ("name: a\nrule: max\nrule: mse\n", ["rule", "duplicate key"]),
     "not a mapping": ("- name\n", ["mapping"]),
     "empty": ("", ["mapping"]),
     "for another family": ("name: a\nfamily: kimi-k2.5\n", ["kimi-k2.5", "kimi-k2-thinking"]),
@@ -130,7 +130,7 @@ def test_recipe_that_means_something_else_is_refused(
 def test_recipe_that_is_not_there_is_refused_with_the_shipped_ones(tiny: Path, dest: Path, refuse: Refuse) -> None:
     message = refuse("--recipe", "kimi-k3", source=tiny, dest=dest)
     assert "kimi-k3" in message
-    assert "plain-modelopt" in message
+    assert "max-modelopt" in message
 
 
 def test_role_that_matches_nothing_is_refused(tmp_path: Path, dest: Path, refuse: Refuse) -> None:
@@ -293,7 +293,7 @@ def test_write_that_fails_on_the_way_keeps_what_is_finished(k2_shaped: Path, des
         ["run", "a", "b", "--rule", "best"],
         ["run", "a", "b", "--public"],
         ["run", "a", "b", "--work-dir", "c"],
-        ["run", "a", "b", "--rule", "plain", "--set", "rule=optimal"],
+        ["run", "a", "b", "--rule", "max", "--set", "rule=mse"],
         ["convert", "a", "b"],
     ],
 )
@@ -325,7 +325,7 @@ OPTION_VALUES = [
     ("--workers", "two", "integer"),
     ("--max-disk", "lots", "200GB"),
     ("--max-disk", "-5GB", "200GB"),
-    ("--rule", "best", "optimal"),
+    ("--rule", "best", "mse"),
     ("--layout", "gguf", "modelopt"),
     ("--activations", "w8a8", "w4a16"),
     ("--to", "fp8", "bf16"),
@@ -357,7 +357,7 @@ SETTINGS = [
     ("rule", "not a setting. Use key=value"),
     ("=plain", "not a setting. Use key=value"),
     ("rule=[", "the value is not YAML"),
-    ("quantizer=reference", "does not support rule optimal. Use rule plain"),
+    ("quantizer=reference", "does not support rule mse. Use rule max"),
 ]
 
 
@@ -366,7 +366,7 @@ def test_a_bad_setting_is_blamed_and_not_the_recipe(
     setting: str, expected: str, tiny: Path, dest: Path, tmp_path: Path, refuse: Refuse
 ) -> None:
     recipe = tmp_path / "my-recipe.yaml"
-    recipe.write_text("name: a\nrule: optimal\n")
+    recipe.write_text("name: a\nrule: mse\n")
     message = refuse("--recipe", recipe, "--set", setting, source=tiny, dest=dest)
     assert expected in message
     assert "my-recipe.yaml" not in message

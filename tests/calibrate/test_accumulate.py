@@ -104,7 +104,7 @@ def test_statistics_equal_a_straightforward_computation(found: list[LayerStatist
     expected = captured(tiny, ids)
     assert len(found) == len(expected) == 4
     for layer, arrays in zip(found, expected, strict=True):
-        assert layer.arrays().keys() == {*arrays, "norm_exponents"}
+        assert layer.arrays().keys() == {*arrays, "smoothing_exponents"}
         for name, array in arrays.items():
             np.testing.assert_allclose(layer.arrays()[name], array, rtol=2e-4, atol=1e-9, err_msg=name)
         np.testing.assert_array_equal(layer.tokens, arrays["tokens"])

@@ -103,9 +103,9 @@ def test_the_template_is_found_where_transformers_finds_it(tmp_path: Path) -> No
 
     with pytest.raises(CalibrationError, match="has no chat template"):
         rendered()
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    named = [{"name": "default", "template": "max"}, {"name": "tool_use", "template": "tools"}]
     configure(tmp_path, chat_template=named)
-    assert (rendered(), rendered([{"type": "function"}])) == ("plain", "tools")
+    assert (rendered(), rendered([{"type": "function"}])) == ("max", "tools")
     (tmp_path / "chat_template.jinja").write_text("from the file{{ eos_token }}")
     assert rendered() == "from the file<|endoftext|>"
 

@@ -43,7 +43,7 @@ def test_the_table_says_what_was_read_and_what_each_layer_saw(
     assert "1 of 4 windows were dropped" in captured.out
     rows = {line.split()[0]: line.replace("│", " ").split() for line in captured.out.splitlines() if "│" in line}
     layer = moe_layer(2)
-    scaled = int((layer.norm_exponents != 0).sum())
+    scaled = int((layer.smoothing_exponents != 0).sum())
     least, *_, most = tokens = sorted(layer.tokens.tolist())
     median = sum(tokens[1:3]) // 2
     assert rows["2"][1:6] == [*map(str, (least, median, most, 1, scaled))]

@@ -74,12 +74,12 @@ def failing(tiny: Path, source: Path) -> None:
 def test_status_of_a_stopped_job_gives_the_exact_command(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "a source", tmp_path / "out"
     failing(tiny, source)
-    stopped = run_cli("run", source, out, "--rule", "plain", "--workers", "1")
+    stopped = run_cli("run", source, out, "--rule", "max", "--workers", "1")
     assert stopped.returncode == 1
     status = run_cli("status", out)
     assert re.match(rf"{out}: not finished: \d of 5 shards, [\d.]+ MB of 7\.45 MB\n", status.stdout)
     *_, following = status.stderr.splitlines()
-    expected = f"k2convert run '{source}' {out} --rule plain --workers 1"
+    expected = f"k2convert run '{source}' {out} --rule max --workers 1"
     assert following.startswith("next: ")
     assert following.endswith(expected)
     assert json.loads(run_cli("status", out, "--json").stdout)["resume"].endswith(expected)

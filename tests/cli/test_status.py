@@ -103,10 +103,10 @@ def test_status_of_a_source_says_that_it_is_one(run_cli: RunCli, tiny: Path, tmp
 
 def test_status_of_all_parts_gives_the_command_that_ends_the_job(run_cli: RunCli, cut: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert run_cli("run", cut, out, "--rule", "plain", "--part", "1/1").returncode == 0
+    assert run_cli("run", cut, out, "--rule", "max", "--part", "1/1").returncode == 0
     shown = run_cli("status", out)
     assert "not finished: 3 of 3 shards" in shown.stdout
-    assert following(shown) == f"k2convert run {cut} {out} --rule plain"
+    assert following(shown) == f"k2convert run {cut} {out} --rule max"
 
 
 def test_status_of_a_finished_job_names_source_and_statistics(

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from column_makers import exponents_of, importance_of, some_rows
+from channel_makers import exponents_of, importance_of, some_rows
 from int4_makers import MAKERS, trained_like
 
 from k2convert.choices import Rule
@@ -48,15 +48,15 @@ def test_kernels_equal_the_cpu(maker: str, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("exponent", [-126, -40, -9, -3, 0, 60, 127])
-def test_optimal_equals_the_cpu_for_any_power_of_two(exponent: int) -> None:
+def test_mse_equals_the_cpu_for_any_power_of_two(exponent: int) -> None:
     for maker in ("trained-minus-eight", "wide-spread", "few-magnitudes"):
-        assert_same_on_device(MAKERS[maker](), "optimal", 2.0**exponent)
+        assert_same_on_device(MAKERS[maker](), "mse", 2.0**exponent)
 
 
 @pytest.mark.parametrize("global_scale", [2.0**-149, 1e-40, 3e-9, 1.1e-5, 0.75, 3.3e38])
-def test_plain_equals_the_cpu_for_any_global_scale(global_scale: float) -> None:
+def test_max_equals_the_cpu_for_any_global_scale(global_scale: float) -> None:
     for maker in ("trained-minus-eight", "wide-spread", "zeros"):
-        assert_same_on_device(MAKERS[maker](), "plain", float(np.float32(global_scale)))
+        assert_same_on_device(MAKERS[maker](), "max", float(np.float32(global_scale)))
 
 
 @pytest.mark.parametrize("reach", [0, 1, 4])
@@ -64,11 +64,11 @@ def test_plain_equals_the_cpu_for_any_global_scale(global_scale: float) -> None:
 def test_columns_equal_the_cpu(maker: str, reach: int) -> None:
     rng = np.random.default_rng(zlib.crc32(maker.encode()) + reach)
     weight = some_rows(maker, exponents_of(rng, reach))
-    best = scale_of(weight, "weighted")
+    best = scale_of(weight, "imatrix")
     for step in (0, -7, 6):
-        assert_same_on_device(weight, "weighted", max(best * 2.0**step, 2.0**-126), importance_of(rng))
+        assert_same_on_device(weight, "imatrix", max(best * 2.0**step, 2.0**-126), importance_of(rng))
     if reach:
-        assert_same_on_device(weight, "optimal", best)
+        assert_same_on_device(weight, "mse", best)
 
 
 @pytest.mark.parametrize("reach", [0, 2])
@@ -76,10 +76,10 @@ def test_large_tensor_with_importance_equals_the_cpu(reach: int) -> None:
     rng = np.random.default_rng(reach)
     weight = trained_like(16384, seed=13)
     weight = Int4Weight(weight.packed, weight.scale_bits, exponents_of(rng, reach))
-    assert_same_on_device(weight, "weighted", scale_of(weight, "weighted"), importance_of(rng))
+    assert_same_on_device(weight, "imatrix", scale_of(weight, "imatrix"), importance_of(rng))
 
 
-@pytest.mark.parametrize("rule", ["weighted", "optimal", "plain"])
+@pytest.mark.parametrize("rule", ["imatrix", "mse", "max"])
 def test_quantizers_agree_on_columns_to_the_last_figure(rule: Rule) -> None:
     rng = np.random.default_rng(5)
     weight = trained_like(512, seed=14, lowest=-8)

@@ -41,5 +41,5 @@ def test_statistics_are_those_of_the_cpu(tiny: Path) -> None:
 def test_bytes_do_not_depend_on_workers(tiny: Path) -> None:
     once, again = (statistics(tiny, ("cuda:0",), workers=workers) for workers in (1, 4))
     for one, other in zip(once, again, strict=True):
-        for name in ("gate_up_mean_square", "down_mean_square", "saliency", "tokens", "norm_exponents"):
+        for name in ("gate_up_mean_square", "down_mean_square", "saliency", "tokens", "smoothing_exponents"):
             assert np.array_equal(getattr(one, name), getattr(other, name))

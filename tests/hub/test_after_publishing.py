@@ -132,7 +132,7 @@ def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: Loopbac
     assert shown.returncode == 0
     assert shown.stdout.splitlines() == [
         f"hf://me/out (private) at commit {done}: complete: 5 shards, 7.54 MB",
-        "recipe kimi-k2-thinking-nvfp4: rule optimal, layout modelopt",
+        "recipe kimi-k2-thinking-nvfp4: rule mse, layout modelopt",
         f"converted from moon/tiny at commit {source}",
         "weight error: SQNR 22.62 dB",
     ]

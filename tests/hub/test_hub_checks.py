@@ -104,7 +104,7 @@ def test_a_result_below_the_error_budget_does_not_reach_main(
     tiny_on_hub: LoopbackHub, hub_cli: RunCli, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "strict.yaml"
-    recipe.write_text("name: strict\nrule: plain\nbudget: {tensor_sqnr_db: 19.7}\n")
+    recipe.write_text("name: strict\nrule: max\nbudget: {tensor_sqnr_db: 19.7}\n")
     done = hub_cli(*JOB, "--recipe", str(recipe))
     assert done.returncode == 3
     assert "the result does not validate (rules 18), so main was not changed" in done.stderr

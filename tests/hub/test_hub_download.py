@@ -66,7 +66,7 @@ def test_over_tls_the_bytes_are_the_same(hub: Hub, tiny: Path, tmp_path: Path, m
     assert (tmp_path / SHARD).read_bytes() == (tiny / SHARD).read_bytes()
 
 
-@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("tls", [False, True], ids=["max", "tls"])
 def test_a_body_is_read_from_the_connections_own_socket(
     tls: bool, hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ def test_hub_to_folder_gives_the_bytes_of_a_local_job(
 ) -> None:
     done = hub_cli("run", "hf://moon/cut", "out", "--statistics", statistics, "--workers", "2", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["calibration"]["norm_scaling"] is True
+    assert json.loads(done.stdout)["calibration"]["smoothing"] is True
     for path in local.glob("*.safetensors"):
         assert (workplace / "out" / path.name).read_bytes() == path.read_bytes()
     ledgers = [json.loads((folder / "k2convert.json").read_text()) for folder in (local, workplace / "out")]
@@ -58,7 +58,7 @@ def test_hub_to_hub_publishes_the_bytes_of_a_local_job(
         assert source.store.read("me/out", path.name) == path.read_bytes()
     card = source.store.read("me/out", "README.md").decode()
     assert "Calibrated on 8,192 tokens of emma.txt" in card
-    assert "Norm scaling multiplied" in card
+    assert "Smoothing multiplied" in card
     assert "no calibration data were used" not in card
     report = source.store.read("me/out", "report.html").decode()
     assert "<h2>Calibration</h2>" in report
@@ -94,7 +94,7 @@ def test_a_published_result_is_validated_from_the_hub(
     found = json.loads(hub_cli(*words).stdout)
     assert found["contract"]["failed"] == []
     assert found["weights"]["verdicts"]["rule"] == "pass"
-    assert (found["weights"]["rule"]["rule"], found["weights"]["rule"]["tensors"]) == ("weighted", 12)
+    assert (found["weights"]["rule"]["rule"], found["weights"]["rule"]["tensors"]) == ("imatrix", 12)
     if layers:
         assert found["layers"]["layers"][0]["router_unchanged"] is True
     else:

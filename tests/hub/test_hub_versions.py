@@ -10,10 +10,10 @@ from loopback import LoopbackHub
 
 
 @pytest.fixture(scope="module")
-def plain(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def by_max(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint by another rule and in another layout, whose package has one file less."""
-    folder = tmp_path_factory.mktemp("plain") / "out"
-    assert run_here("run", tiny, folder, "--rule", "plain", "--layout", "compressed-tensors").returncode == 0
+    folder = tmp_path_factory.mktemp("max") / "out"
+    assert run_here("run", tiny, folder, "--rule", "max", "--layout", "compressed-tensors").returncode == 0
     return folder
 
 
@@ -38,35 +38,35 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def test_publish_puts_a_new_version_on_a_branch(
-    server: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, plain: Path
+    server: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, by_max: Path
 ) -> None:
     server.store.add_folder("me/out", local_result, private=True)
     before = server.store.repos["me/out"].refs["main"]
-    shutil.copytree(plain, workplace / "out")
+    shutil.copytree(by_max, workplace / "out")
     refused = hub_cli("publish", "out", "--repo", "me/out", "--yes")
     assert refused.returncode == 1
     assert refused.stderr.endswith("Publish to hf://me/out@v2, or choose a new repository.\n")
     shown = lines(hub_cli("publish", "out", "--repo", "me/out@v2", "--yes"))
     assert shown[-1].startswith("next: vllm serve me/out --revision v2 ")
-    assert_version(server, plain, "v2", before)
+    assert_version(server, by_max, "v2", before)
     again = hub_cli("publish", "out", "--repo", "hf://me/out@v2", "--yes")
     assert "me/out: v2 already holds this result" in again.stderr
-    assert_version(server, plain, "v2", before)
+    assert_version(server, by_max, "v2", before)
     checked = lines(hub_cli("validate", "hf://me/out@v2"))
     assert "check 100 %" in " ".join(checked) or "validate: 100 %" in " ".join(checked)
     assert "published as hf://me/out@v2 at commit " in hub_cli("status", "out").stdout
 
 
 def test_a_job_puts_a_new_version_on_a_branch(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, plain: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, by_max: Path
 ) -> None:
     tiny_on_hub.store.add_folder("me/out", local_result, private=True)
     repo = tiny_on_hub.store.repos["me/out"]
     before = repo.refs["main"]
-    words = ("run", "hf://moon/tiny", "hf://me/out@v2", "--rule", "plain", "--layout", "compressed-tensors", "--yes")
+    words = ("run", "hf://moon/tiny", "hf://me/out@v2", "--rule", "max", "--layout", "compressed-tensors", "--yes")
     repo.refs["v2"] = before  # as a run leaves it that was killed before its commit
     lines(hub_cli(*words))
-    assert_version(tiny_on_hub, plain, "v2", before)
+    assert_version(tiny_on_hub, by_max, "v2", before)
     assert "me/out: v2 already holds this result" in hub_cli(*words).stderr
     work = workplace / "k2convert-work" / "me--out@v2"
     assert lines(hub_cli("status", work))[-1] == "next: k2convert validate hf://me/out@v2"

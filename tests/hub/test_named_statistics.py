@@ -138,7 +138,7 @@ def test_publish_regenerates_the_weights_with_the_right_statistics(
     words = ("publish", "out", "--repo", "me/out", "--source", cut, "--statistics", statistics, "--yes")
     done = hub_cli(*words)
     assert done.returncode == 0, done.stderr
-    assert "by rule weighted" in server.store.read("me/out", "report.md").decode() or done.stdout
+    assert "by rule imatrix" in server.store.read("me/out", "report.md").decode() or done.stdout
     report = hub_cli("report", "out", "--source", cut, "--statistics", statistics, "--json", "--quiet")
     assert report.returncode == 0, report.stderr
     assert hub_cli("report", "out", "--statistics", statistics).returncode == 2

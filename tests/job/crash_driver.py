@@ -136,7 +136,7 @@ def import_everything(folder: Path) -> None:
         import torch
         import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401
 
-        import k2convert.calibrate.feedback_walk  # noqa: F401
+        import k2convert.calibrate.gptq_walk  # noqa: F401
 
         torch.set_num_threads(1)
     else:

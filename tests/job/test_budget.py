@@ -11,9 +11,9 @@ from command import RunCli
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe whose budget a few tensors of the tiny checkpoint miss by rule plain."""
+    """A recipe whose budget a few tensors of the tiny checkpoint miss by rule max."""
     path = tmp_path / "strict.yaml"
-    path.write_text("name: strict\nrule: plain\nbudget: {tensor_sqnr_db: 22.5}\n")
+    path.write_text("name: strict\nrule: max\nbudget: {tensor_sqnr_db: 22.5}\n")
     return path
 
 
@@ -40,6 +40,6 @@ def test_a_result_below_the_budget_ends_with_3_and_stays(
 
 
 def test_a_result_within_the_budget_says_nothing_of_it(k2_shaped: Path, tmp_path: Path, run_cli: RunCli) -> None:
-    done = run_cli("run", k2_shaped, tmp_path / "out", "--rule", "plain", "--device", "cpu", "--json")
+    done = run_cli("run", k2_shaped, tmp_path / "out", "--rule", "max", "--device", "cpu", "--json")
     assert done.returncode == 0
     assert "below_budget" not in json.loads(done.stdout)

@@ -14,7 +14,7 @@ from command import run
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError, InvalidCheckpointError
 from k2convert.job import assemble
-from k2convert.job.places import Destination, Source
+from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import Job, choose_recipe, prepare
 from k2convert.job.run import execute
 from scripts.fixture_maker.config import published_config

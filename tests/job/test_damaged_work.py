@@ -13,7 +13,7 @@ from command import run
 from damaged_files import DAMAGES, damage_file
 from forked_runs import contents
 
-from k2convert.calibrate.layer_files import CodesFolder, conversion_work
+from k2convert.calibrate.layer_files import QuantizedLayers, conversion_work
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_handlers")
 OPTIONS = ("--set", "calibration={tokens: 128, window: 32}", "--device", "cpu")
 EXPERT = "model.layers.1.mlp.experts.0.down_proj"
 STREAMS = ("layer-000.safetensors", "hidden-001.safetensors", "converted-001.safetensors")
-RESULTS = ("layer-001.safetensors", "feedback-001.json", "codes-001.safetensors")
+RESULTS = ("layer-001.safetensors", "gptq-001.json", "codes-001.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +111,9 @@ def test_a_damaged_work_file_is_named_and_the_result_is_the_same(
 def test_codes_that_are_damaged_while_the_run_converts_are_refused(stopped: dict[str, Path], tmp_path: Path) -> None:
     name = "codes-001.safetensors"
     work = conversion_work(Path(shutil.copytree(stopped[name], tmp_path / "out")))
-    with CodesFolder(work) as codes:
+    with QuantizedLayers(work) as codes:
         assert codes.read(EXPERT).packed.size > 0
     damage_file(work.path("codes", 1), "zeros", foreign=work.folder)
     says = rf"{name}: damaged\. Repeat the command: what was in the file is computed again\."
-    with CodesFolder(work) as codes, pytest.raises(CheckpointError, match=says):
+    with QuantizedLayers(work) as codes, pytest.raises(CheckpointError, match=says):
         codes.read(EXPERT)

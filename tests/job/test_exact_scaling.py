@@ -1,4 +1,4 @@
-"""Norm scaling alone changes no logit: with nothing quantized, the scaled model is the unscaled one, bit for bit."""
+"""Smoothing alone changes no logit: with nothing quantized, the scaled model is the unscaled one, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from k2convert.calibrate.columns import Calibration
+from k2convert.calibrate.channels import Calibration
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import open_checkpoint
@@ -112,7 +112,7 @@ def test_logits_and_routing_are_bit_for_bit_equal(
 ) -> None:
     source = open_checkpoint(tiny)
     statistics = open_statistics(random_statistics(tmp_path / "tiny.stats", tiny))
-    calibration = Calibration(statistics, weighted=False, norm_scaling=True)
+    calibration = Calibration(statistics, weighted=False, smoothing=True)
     plan = plan_conversion(source=source, recipe=choose_recipe(source, None, {}), scaled_layers=LAYERS)
     before, after = unquantized(tiny, plan, None), unquantized(tiny, plan, calibration)
     scaled = r"model\.layers\.[123]\.(post_attention_layernorm|mlp\.gate|mlp\..*experts\..*(gate|up)_proj)\.weight"

@@ -18,7 +18,7 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import K2ConvertError
 from k2convert.hub.client import Hub
 from k2convert.job.kept_experts import REAP_REPORT, prune_source
-from k2convert.job.places import Source
+from k2convert.job.locations import Source
 from k2convert.plan.recipe import load_recipe
 from k2convert.records.pruning import LeftOut, PruningRecord
 
@@ -264,7 +264,7 @@ def test_a_file_of_another_kind_is_refused(content: bytes | None, says: str, tin
     ("options", "code", "says"),
     [
         (("--to", "int4"), 1, "target int4 only drops experts. Add --keep-experts FILE"),
-        (("--to", "int4", "--keep-experts", "LIST", "--rule", "plain"), 1, "Leave out rule"),
+        (("--to", "int4", "--keep-experts", "LIST", "--rule", "max"), 1, "Leave out rule"),
         (("--to", "int4", "--keep-experts", "LIST", "--calibrate", "LIST"), 1, "Leave out --calibrate"),
         (("--set", "experts=8"), 1, "experts 8 needs a file with scores. Add --keep-experts FILE"),
         (("--keep-experts", "LIST", "--set", "experts=8"), 1, "Leave out `experts`"),

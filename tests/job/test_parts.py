@@ -98,8 +98,8 @@ def test_parts_of_another_job_are_refused(small: Path, tmp_path: Path, capsys: p
     out = tmp_path / "out"
     assert run("run", small, out, "--part", "1/2") == 0
     capsys.readouterr()
-    assert run("run", small, out, "--part", "2/2", "--rule", "plain") == 1
-    assert "holds a different job: rule was 'optimal', now 'plain'" in capsys.readouterr().err
+    assert run("run", small, out, "--part", "2/2", "--rule", "max") == 1
+    assert "holds a different job: rule was 'mse', now 'max'" in capsys.readouterr().err
 
 
 def test_parts_and_a_whole_run_wait_for_each_other(

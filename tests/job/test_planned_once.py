@@ -9,7 +9,7 @@ import pytest
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job import limits
-from k2convert.job.places import Destination, Source
+from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
 

@@ -10,30 +10,30 @@ import pytest
 from blake3 import blake3
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.places import Destination, Source
+from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
 
 HASHES = {
-    ("optimal", "modelopt", "w4a4"): "785f2d342193277ee0a363ebcee82d4b",
-    ("optimal", "modelopt", "w4a16"): "5a51e3fa7b1c5614e6ec538fe70e9405",
-    ("optimal", "compressed-tensors", "w4a4"): "f27122bb1475b872c7fd5f0105160f49",
-    ("optimal", "compressed-tensors", "w4a16"): "3042d68ecb4eeb83cd1049ebeac55e8b",
-    ("plain", "modelopt", "w4a4"): "db9b6f12e04b5b8dd5b4ae6725fe3d50",
-    ("plain", "modelopt", "w4a16"): "42b04905a3cb33ce0311ac70d119443a",
-    ("plain", "compressed-tensors", "w4a4"): "6f1638f6a3f71a74e960d5a040622ff0",
-    ("plain", "compressed-tensors", "w4a16"): "d1b767a9b136351183a676a23c5ee725",
+    ("mse", "modelopt", "w4a4"): "785f2d342193277ee0a363ebcee82d4b",
+    ("mse", "modelopt", "w4a16"): "5a51e3fa7b1c5614e6ec538fe70e9405",
+    ("mse", "compressed-tensors", "w4a4"): "f27122bb1475b872c7fd5f0105160f49",
+    ("mse", "compressed-tensors", "w4a16"): "3042d68ecb4eeb83cd1049ebeac55e8b",
+    ("max", "modelopt", "w4a4"): "db9b6f12e04b5b8dd5b4ae6725fe3d50",
+    ("max", "modelopt", "w4a16"): "42b04905a3cb33ce0311ac70d119443a",
+    ("max", "compressed-tensors", "w4a4"): "6f1638f6a3f71a74e960d5a040622ff0",
+    ("max", "compressed-tensors", "w4a16"): "d1b767a9b136351183a676a23c5ee725",
 }
 
 LEDGERS = {
-    ("optimal", "modelopt", "w4a4"): "5f08facaa96648ba3edd6819982293d5",
-    ("optimal", "modelopt", "w4a16"): "750be4ab57586a422815599347cafde0",
-    ("optimal", "compressed-tensors", "w4a4"): "364f98d34da2e677b5cc6a560a5ee33f",
-    ("optimal", "compressed-tensors", "w4a16"): "2c1e789b32e38130c229aecf8150530e",
-    ("plain", "modelopt", "w4a4"): "9fd4dc27ad1a8df85d7d8adbd12986ec",
-    ("plain", "modelopt", "w4a16"): "a9199b8c9b993ae08b68a6f83a884468",
-    ("plain", "compressed-tensors", "w4a4"): "fda6828b1de9d117c12d4738ffffd0c4",
-    ("plain", "compressed-tensors", "w4a16"): "9be7347f09fdd8e05b797bf30c9c8de3",
+    ("mse", "modelopt", "w4a4"): "5f08facaa96648ba3edd6819982293d5",
+    ("mse", "modelopt", "w4a16"): "750be4ab57586a422815599347cafde0",
+    ("mse", "compressed-tensors", "w4a4"): "364f98d34da2e677b5cc6a560a5ee33f",
+    ("mse", "compressed-tensors", "w4a16"): "2c1e789b32e38130c229aecf8150530e",
+    ("max", "modelopt", "w4a4"): "9fd4dc27ad1a8df85d7d8adbd12986ec",
+    ("max", "modelopt", "w4a16"): "a9199b8c9b993ae08b68a6f83a884468",
+    ("max", "compressed-tensors", "w4a4"): "fda6828b1de9d117c12d4738ffffd0c4",
+    ("max", "compressed-tensors", "w4a16"): "9be7347f09fdd8e05b797bf30c9c8de3",
 }
 """Digests of the ledgers, fingerprints included, without versions and the values of figures."""
 

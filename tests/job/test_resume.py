@@ -189,9 +189,9 @@ def test_records_of_another_job_are_not_resumed(tiny: Path, whole: tuple[Path, f
         (destination / name).unlink()
     for number in (2, 4):
         (destination / f"model-0000{number}-of-000005.safetensors").unlink()
-    assert finish("run", tiny, destination, "--rule", "plain") == 0
-    assert finish("run", tiny, tmp_path / "plain", "--rule", "plain") == 0
-    assert contents(destination) == contents(tmp_path / "plain")
+    assert finish("run", tiny, destination, "--rule", "max") == 0
+    assert finish("run", tiny, tmp_path / "max", "--rule", "max") == 0
+    assert contents(destination) == contents(tmp_path / "max")
 
 
 def test_second_run_on_the_same_destination_refuses(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_lock_of_a_dead_process_is_taken_over(tiny: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (["--rule", "plain"], "rule was 'optimal', now 'plain'"),
+        (["--rule", "max"], "rule was 'mse', now 'max'"),
         (["--activations", "w4a16"], "activations was 'w4a4', now 'w4a16'"),
         (["--set", "input_scale.down=0.5"], "input_scale was"),
         (["--layout", "compressed-tensors"], "layout was 'modelopt'"),

@@ -69,8 +69,8 @@ def source(request: pytest.FixtureRequest) -> Path:
 
 
 def test_native_plain_equals_the_two_libraries_byte_for_byte(source: Path, tmp_path: Path) -> None:
-    native = convert(source, tmp_path / "native", "--rule", "plain")
-    reference = convert(source, tmp_path / "reference", "--rule", "plain", "--set", "quantizer=reference")
+    native = convert(source, tmp_path / "native", "--rule", "max")
+    reference = convert(source, tmp_path / "reference", "--rule", "max", "--set", "quantizer=reference")
     assert shards(native) == shards(reference)
 
 
@@ -95,9 +95,9 @@ def test_everything_holds_on_every_source(
 
 
 @pytest.fixture(params=["modelopt", "compressed-tensors"])
-def plain_result(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Path:
+def max_result(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Path:
     """A conversion whose global scales are no powers of two."""
-    return convert(tiny, tmp_path / "out", "--rule", "plain", "--layout", request.param)
+    return convert(tiny, tmp_path / "out", "--rule", "max", "--layout", request.param)
 
 
 def flip_block_scale(shard: Path) -> str:
@@ -112,11 +112,11 @@ def flip_block_scale(shard: Path) -> str:
 
 
 def test_a_plain_result_is_valid_in_both_layouts(
-    plain_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+    max_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
     for options in ([], ["--reference"]):
-        code = run("validate", plain_result, "--source", tiny, "--json", *options)
+        code = run("validate", max_result, "--source", tiny, "--json", *options)
         weights = json.loads(capsys.readouterr().out)["weights"]
         assert code == 0, weights
         assert weights["journal"] == {"compared": 144, "mismatches": []}
@@ -124,11 +124,11 @@ def test_a_plain_result_is_valid_in_both_layouts(
 
 
 def test_one_flipped_block_scale_of_a_plain_result_is_found(
-    plain_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+    max_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = flip_block_scale(plain_result / "model-00002-of-000005.safetensors")
+    name = flip_block_scale(max_result / "model-00002-of-000005.safetensors")
     capsys.readouterr()
-    assert run("validate", plain_result, "--source", tiny, "--reference", "--json") == 3
+    assert run("validate", max_result, "--source", tiny, "--reference", "--json") == 3
     journal = json.loads(capsys.readouterr().out)["weights"]["journal"]
     assert journal["mismatches"] == [name.removesuffix(".weight_scale")]
 
@@ -142,20 +142,20 @@ def test_one_flipped_block_scale_of_a_plain_result_is_found(
     ],
 )
 def test_what_validate_needs_later_is_looked_for_at_once(
-    plain_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+    max_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
 ) -> None:
-    flip_block_scale(plain_result / "model-00002-of-000005.safetensors")
+    flip_block_scale(max_result / "model-00002-of-000005.safetensors")
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
-        main(["validate", str(plain_result), "--source", str(tiny), *options])
+        main(["validate", str(max_result), "--source", str(tiny), *options])
     assert ended.value.code == 1  # and not 3, as after the pass
     assert words in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_library_that_decoded_one_other_byte_would_not_agree(plain_result: Path) -> None:
-    layout = "compressed-tensors" if "compressed" in (plain_result / "config.json").read_text() else "modelopt"
+def test_a_library_that_decoded_one_other_byte_would_not_agree(max_result: Path) -> None:
+    layout = "compressed-tensors" if "compressed" in (max_result / "config.json").read_text() else "modelopt"
     names, decode = LAYOUTS[layout], create_decoder(layout)
-    tensors = load(plain_result)
+    tensors = load(max_result)
     module = "model.layers.1.mlp.experts.0.down_proj"
     packed = tensors[f"{module}.{names.weight}"].numpy()
     scales = tensors[f"{module}.{names.block_scale}"].view(torch.uint8).numpy()
@@ -171,7 +171,7 @@ def test_a_library_that_decoded_one_other_byte_would_not_agree(plain_result: Pat
 
 
 def test_a_scale_without_a_reciprocal_is_refused_in_one_line(subnormal: Path, run_cli: RunCli, tmp_path: Path) -> None:
-    options = ("--rule", "plain", "--layout", "compressed-tensors")
+    options = ("--rule", "max", "--layout", "compressed-tensors")
     done = run_cli("run", subnormal, tmp_path / "out", *options)
     assert done.returncode == 1
     assert "does not fit into FP32. Use the layout modelopt." in done.stderr
@@ -179,7 +179,7 @@ def test_a_scale_without_a_reciprocal_is_refused_in_one_line(subnormal: Path, ru
 
 
 def test_gate_and_up_share_one_global_scale_bit_for_bit(source: Path, tmp_path: Path) -> None:
-    for rule in ("optimal", "plain"):
+    for rule in ("mse", "max"):
         tensors = load(convert(source, tmp_path / rule, "--rule", rule))
         pairs = 0
         for name, scale in tensors.items():
@@ -326,19 +326,19 @@ def test_shared_experts_and_dense_mlp_are_converted_on_request(
 
 
 def test_plain_on_bf16_roles_equals_the_libraries(tiny: Path, tmp_path: Path) -> None:
-    recipe = ("--recipe", "kimi-k2-thinking-nvfp4-mlp", "--rule", "plain")
+    recipe = ("--recipe", "kimi-k2-thinking-nvfp4-mlp", "--rule", "max")
     native = convert(tiny, tmp_path / "native", *recipe)
-    reference = convert(tiny, tmp_path / "reference", *recipe, "--rule", "plain", "--set", "quantizer=reference")
+    reference = convert(tiny, tmp_path / "reference", *recipe, "--rule", "max", "--set", "quantizer=reference")
     assert shards(native) == shards(reference)
 
 
 def test_error_is_half_of_plains_and_near_the_bound(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
-    optimal = json.loads(run_cli("run", tiny, tmp_path / "o", "--json").stdout)["totals"]["experts"]
-    plain = json.loads(run_cli("run", tiny, tmp_path / "p", "--rule", "plain", "--json").stdout)["totals"]["experts"]
-    assert optimal["squared_error"] / plain["squared_error"] <= 0.56
-    assert optimal["sampled_error_achieved"] / optimal["sampled_error_bound"] <= 1.15
-    assert optimal["sqnr_db"] == pytest.approx(22.617, abs=0.005)
-    assert plain["sqnr_db"] == pytest.approx(19.655, abs=0.005)
+    mse = json.loads(run_cli("run", tiny, tmp_path / "o", "--json").stdout)["totals"]["experts"]
+    by_max = json.loads(run_cli("run", tiny, tmp_path / "p", "--rule", "max", "--json").stdout)["totals"]["experts"]
+    assert mse["squared_error"] / by_max["squared_error"] <= 0.56
+    assert mse["sampled_error_achieved"] / mse["sampled_error_bound"] <= 1.15
+    assert mse["sqnr_db"] == pytest.approx(22.617, abs=0.005)
+    assert by_max["sqnr_db"] == pytest.approx(19.655, abs=0.005)
 
 
 def test_source_is_never_touched(tiny: Path, tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_next_command_can_be_pasted(tiny: Path, run_cli: RunCli, tmp_path: Path)
     source, destination = tmp_path / "my source", tmp_path / "it's $here"
     source.symlink_to(tiny)
     assert following(run_cli("inspect", source)) == ["k2convert", "run", str(source), "DEST", "--dry-run"]
-    words = ["run", str(source), str(destination), "--rule", "plain", "--set", "input_scale.down=0.5"]
+    words = ["run", str(source), str(destination), "--rule", "max", "--set", "input_scale.down=0.5"]
     assert following(run_cli(*words, "--dry-run")) == ["k2convert", *words]
     validate = ["k2convert", "validate", str(destination)]
     assert following(run_cli(*words)) == [*validate, "--source", str(source)]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from said import said
 from statistics_makers import HEADER, moe_layer, random_statistics
 
-from k2convert.calibrate.columns import digest_of_exponents
+from k2convert.calibrate.channels import digest_of_exponents
 from k2convert.calibrate.layer_statistics import LayerStatistics
 from k2convert.calibrate.statistics import Statistics, StatisticsHeader, open_statistics, write_statistics
 from k2convert.checkpoint.header import read_header
@@ -29,7 +29,7 @@ from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.choices import Rule
 from k2convert.job import shard
 from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.columns import divide_columns
+from k2convert.quantize.formats.channels import divide_columns
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules import RULES
@@ -63,7 +63,7 @@ class Expected:
     """The tensors of a result, computed from the source's bytes and the statistics with the reference arithmetic."""
 
     def __init__(
-        self, source: Path, statistics: Path, *, rule: Rule = "weighted", is_scaled: bool, prefix: str = "model."
+        self, source: Path, statistics: Path, *, rule: Rule = "imatrix", is_scaled: bool, prefix: str = "model."
     ) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(source)
         self.raw, self.prefix, self.rule, self.is_scaled = raw_tensors(source), prefix, RULES[rule], is_scaled
@@ -84,14 +84,14 @@ class Expected:
         sources = {kind: self.weight(f"{module}.{kind}_proj") for kind in ("gate", "up", "down")}
         if self.is_scaled and layer.num_experts > 1:
             for kind in ("gate", "up"):
-                sources[kind] = divide_columns(sources[kind], layer.norm_exponents, name=module)
+                sources[kind] = divide_columns(sources[kind], layer.smoothing_exponents, name=module)
         shared = measure(sources["gate"]).merge(measure(sources["up"]))
         found: dict[str, Nvfp4Weight] = {}
         for kind, source in sources.items():
             magnitude = measure(source) if kind == "down" else shared
             scale = self.rule.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
-            if self.rule.quantize_weighted is not None:
-                found[kind] = self.rule.quantize_weighted(source, scale, self.importance(module, kind, layer))
+            if self.rule.quantize_imatrix is not None:
+                found[kind] = self.rule.quantize_imatrix(source, scale, self.importance(module, kind, layer))
             elif isinstance(source, Int4Weight):
                 found[kind] = self.rule.quantize_int4(source, scale)
             else:
@@ -100,7 +100,7 @@ class Expected:
 
     def importance(self, module: str, kind: str, layer: LayerStatistics) -> NDArray[np.uint8]:
         if kind != "down":
-            exponents = layer.norm_exponents.astype(np.int32) if self.is_scaled else 0
+            exponents = layer.smoothing_exponents.astype(np.int32) if self.is_scaled else 0
             return importance(np.ldexp(layer.gate_up_mean_square, 2 * exponents))
         if module.endswith("shared_experts"):
             assert layer.shared_down_mean_square is not None
@@ -121,7 +121,7 @@ class Expected:
         sign = signs.get(rest.removesuffix(".weight"), 0) if rest.endswith(".weight") else 0
         if not (sign and self.is_scaled and layer.isdecimal()):
             return raw
-        steps = sign * self.layers[int(layer)].norm_exponents.astype(np.int32)
+        steps = sign * self.layers[int(layer)].smoothing_exponents.astype(np.int32)
         if self.checkpoint.tensors[name].dtype == "F32":
             return np.ldexp(np.frombuffer(raw, np.float32).reshape(-1, steps.size), steps).tobytes()
         values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(-1, steps.size)
@@ -162,7 +162,7 @@ Weights = Callable[[bool], tuple[Expected, dict[str, dict[str, Nvfp4Weight]]]]
 
 @pytest.fixture(scope="module")
 def weights(cut: Path, statistics: Path) -> Weights:
-    """What `weighted` makes of every MLP of the small checkpoint, with and without norm scaling; computed once."""
+    """What `imatrix` makes of every MLP of the small checkpoint, with and without smoothing; computed once."""
 
     @cache
     def compute(is_scaled: bool) -> tuple[Expected, dict[str, dict[str, Nvfp4Weight]]]:
@@ -191,7 +191,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_every_tensor_is_what_the_reference_gives(
     layout: str, activations: str, cut: Path, statistics: Path, weights: Weights, tmp_path: Path
 ) -> None:
-    """Experts, shared experts and the dense layer, partners in different shards; norm scaling is on for w4a4 alone."""
+    """Experts, shared experts and the dense layer, partners in different shards; smoothing is on for w4a4 alone."""
     maker, mlps = weights(activations == "w4a4")
     words = ["run", cut, tmp_path / "out", "--recipe", MLP, "--layout", layout, "--activations", activations]
     assert run(*words, "--statistics", statistics, "--quiet") == 0
@@ -220,18 +220,18 @@ def test_unconverted_shared_experts_are_scaled_and_workers_do_not_matter(
     ]
 
 
-@pytest.mark.parametrize("rule", ["optimal", "plain"])
-def test_norm_scaling_serves_the_rules_without_weights_too(
+@pytest.mark.parametrize("rule", ["mse", "max"])
+def test_smoothing_serves_the_rules_without_weights_too(
     rule: Rule, cut: Path, statistics: Path, tmp_path: Path
 ) -> None:
     maker = Expected(cut, statistics, rule=rule, is_scaled=True)
-    words = ["run", cut, tmp_path / "out", "--rule", rule, "--activations", "w4a16", "--set", "norm_scaling=true"]
+    words = ["run", cut, tmp_path / "out", "--rule", rule, "--activations", "w4a16", "--set", "smoothing=true"]
     assert run(*words, "--statistics", statistics, "--quiet") == 0
     expected = maker.result(maker.mlps(roles="experts"), layout="modelopt", activations="w4a16")
     assert_equal(raw_tensors(tmp_path / "out"), expected)
     calibration = read_ledger(tmp_path / "out").calibration
     assert calibration is not None
-    assert (calibration.weighted, calibration.norm_scaling) == (False, True)
+    assert (calibration.weighted, calibration.smoothing) == (False, True)
     assert all(layer.fallback == () for layer in calibration.layers.values())
 
 
@@ -248,12 +248,12 @@ def test_k25_with_an_fp32_router(cut: Path, tmp_path: Path) -> None:
 
 def test_ledger_and_fingerprint_name_the_statistics(cut: Path, statistics: Path, tmp_path: Path) -> None:
     assert run("run", cut, tmp_path / "out", "--statistics", statistics, "--quiet") == 0
-    explicit = ["--rule", "weighted", "--set", "norm_scaling=true"]  # the same job
+    explicit = ["--rule", "imatrix", "--set", "smoothing=true"]  # the same job
     assert run("run", cut, tmp_path / "out", "--statistics", statistics, *explicit, "--quiet") == 0
     ledger, found = read_ledger(tmp_path / "out"), open_statistics(statistics)
     digest = blake3(statistics.read_bytes()).hexdigest()
     assert ledger.fingerprint["statistics"] == digest
-    assert (ledger.recipe["rule"], ledger.recipe["norm_scaling"]) == ("weighted", True)
+    assert (ledger.recipe["rule"], ledger.recipe["smoothing"]) == ("imatrix", True)
     record, layer = ledger.calibration, found.layer(1)
     assert record is not None
     assert (record.statistics, record.texts, record.tokens, record.seed) == (digest, found.texts, 8192, 3)
@@ -261,16 +261,16 @@ def test_ledger_and_fingerprint_name_the_statistics(cut: Path, statistics: Path,
     assert list(record.layers) == [1], "the MoE layers"
     assert record.layers[1].tokens == tuple(layer.tokens.tolist())
     assert record.layers[1].fallback == (2, 3), "fewer than 64 tokens"
-    assert record.layers[1].exponents == {a: int((layer.norm_exponents == a).sum()) for a in range(-4, 5)}
-    assert record.exponents_digest == digest_of_exponents({1: layer.norm_exponents})
+    assert record.layers[1].exponents == {a: int((layer.smoothing_exponents == a).sum()) for a in range(-4, 5)}
+    assert record.exponents_digest == digest_of_exponents({1: layer.smoothing_exponents})
 
 
 def test_exponents_of_zero_change_no_copied_byte(cut: Path, statistics: Path, tmp_path: Path) -> None:
     found = open_statistics(statistics)
     layers = [found.layer(n) for n in found.layers]
-    zero = [replace(layer, norm_exponents=np.zeros_like(layer.norm_exponents)) for layer in layers]
+    zero = [replace(layer, smoothing_exponents=np.zeros_like(layer.smoothing_exponents)) for layer in layers]
     rewrite(found, zero, tmp_path / "zero")
-    for name, extra in (("on", ["--set", "norm_scaling=true"]), ("off", ["--set", "norm_scaling=false"])):
+    for name, extra in (("on", ["--set", "smoothing=true"]), ("off", ["--set", "smoothing=false"])):
         words = ["run", cut, tmp_path / name, "--statistics", tmp_path / "zero", *extra]
         assert run(*words, "--quiet") == 0
     on, off = raw_tensors(tmp_path / "on"), raw_tensors(tmp_path / "off")
@@ -296,10 +296,10 @@ def test_a_dry_run_says_what_is_scaled_and_writes_nothing(
     words = ["run", cut, tmp_path / "out", "--statistics", statistics, "--dry-run"]
     assert run(*words) == 0
     shown = capsys.readouterr()
-    channels = int((open_statistics(statistics).layer(1).norm_exponents != 0).sum())
-    assert f"norm scaling: {channels} channels of 1 layer" in shown.out
+    channels = int((open_statistics(statistics).layer(1).smoothing_exponents != 0).sum())
+    assert f"smoothing: {channels} channels of 1 layer" in shown.out
     assert "2 experts have fewer than 64 tokens" in shown.out
-    assert "rule weighted" in shown.out
+    assert "rule imatrix" in shown.out
     assert run(*words, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["actions"]["scale"]["source_tensors"] == 4
@@ -309,8 +309,8 @@ def test_a_dry_run_says_what_is_scaled_and_writes_nothing(
         "statistics": document["fingerprint"]["statistics"],
         "texts": [name for name, _ in HEADER.texts],
         "tokens": 8192,
-        "weighted": True,
-        "norm_scaling": True,
+        "imatrix": True,
+        "smoothing": True,
         "fallback_experts": 2,
         "scaled_layers": 1,
         "scaled_channels": channels,
@@ -386,39 +386,39 @@ def test_options_and_recipes_that_contradict_statistics_are_refused(
     cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, given = tmp_path / "out", ("--statistics", statistics)
-    assert "rule weighted needs statistics. Add --statistics FILE" in error_of(capsys, cut, out, "--rule", "weighted")
-    assert "needs statistics" in error_of(capsys, cut, out, "--set", "norm_scaling=true")
+    assert "rule imatrix needs statistics. Add --statistics FILE" in error_of(capsys, cut, out, "--rule", "imatrix")
+    assert "needs statistics" in error_of(capsys, cut, out, "--set", "smoothing=true")
     assert "Leave out --statistics" in error_of(capsys, cut, out, "--to", "bf16", *given)
     assert "Leave out --statistics" in error_of(capsys, cut, out, "--set", "quantizer=reference", *given)
-    unused = ("--rule", "optimal", "--activations", "w4a16")
-    assert "rule optimal without norm scaling uses no statistics" in error_of(capsys, cut, out, *unused, *given)
+    unused = ("--rule", "mse", "--activations", "w4a16")
+    assert "rule mse without smoothing uses no statistics" in error_of(capsys, cut, out, *unused, *given)
     for name, text, message in (
-        ("weighted", "rule: weighted", "rule weighted needs statistics"),
-        ("scaled", "norm_scaling: true", "norm scaling needs statistics"),
-        ("reference", "rule: weighted\nquantizer: reference", "does not support rule weighted"),
-        ("both", "norm_scaling: true\nquantizer: reference\nrule: plain", "norm scaling needs statistics"),
-        ("bf16", "norm_scaling: true\ntarget: bf16", "Leave out norm_scaling"),
+        ("imatrix", "rule: imatrix", "rule imatrix needs statistics"),
+        ("scaled", "smoothing: true", "smoothing needs statistics"),
+        ("reference", "rule: imatrix\nquantizer: reference", "does not support rule imatrix"),
+        ("both", "smoothing: true\nquantizer: reference\nrule: max", "smoothing needs statistics"),
+        ("bf16", "smoothing: true\ntarget: bf16", "Leave out smoothing"),
     ):
         recipe = tmp_path / f"{name}.yaml"
         recipe.write_text(f"name: {name}\n{text}\n")
         assert message in error_of(capsys, cut, out, "--recipe", recipe)
     recipe.write_text("name: copy\ntarget: bf16\n")
-    assert "Leave out --statistics" in error_of(capsys, cut, out, "--recipe", recipe, "--rule", "plain", *given)
+    assert "Leave out --statistics" in error_of(capsys, cut, out, "--recipe", recipe, "--rule", "max", *given)
 
 
-def test_a_recipe_may_ask_for_weights_and_refuse_norm_scaling(cut: Path, statistics: Path, tmp_path: Path) -> None:
+def test_a_recipe_may_ask_for_weights_and_refuse_smoothing(cut: Path, statistics: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "own.yaml"
-    recipe.write_text("name: own\nrule: weighted\nnorm_scaling: false\n")
+    recipe.write_text("name: own\nrule: imatrix\nsmoothing: false\n")
     assert run("run", cut, tmp_path / "out", "--recipe", recipe, "--statistics", statistics, "--quiet") == 0
-    assert read_ledger(tmp_path / "out").recipe["norm_scaling"] is False
+    assert read_ledger(tmp_path / "out").recipe["smoothing"] is False
     assert_equal(unconverted(raw_tensors(tmp_path / "out")), unconverted(raw_tensors(cut)))
 
 
-def test_no_norm_scaling_without_statistics_is_the_run_of_always(cut: Path, tmp_path: Path) -> None:
-    assert run("run", cut, tmp_path / "with", "--set", "norm_scaling=false", "--quiet") == 0
+def test_no_smoothing_without_statistics_is_the_run_of_always(cut: Path, tmp_path: Path) -> None:
+    assert run("run", cut, tmp_path / "with", "--set", "smoothing=false", "--quiet") == 0
     assert run("run", cut, tmp_path / "without", "--quiet") == 0
     assert files_of(tmp_path / "with") == files_of(tmp_path / "without")
-    assert b"norm_scaling" not in (tmp_path / "with" / "k2convert.json").read_bytes()
+    assert b"smoothing" not in (tmp_path / "with" / "k2convert.json").read_bytes()
 
 
 HOSTILE = {
@@ -442,7 +442,7 @@ def test_exponents_that_no_bf16_holds_name_tensor_and_remedy(
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     assert name.removesuffix(".weight_scale") in shown
-    assert "norm_scaling=false" in shown
+    assert "smoothing=false" in shown
     assert not (tmp_path / "out" / "config.json").exists()
 
 
@@ -460,7 +460,7 @@ def killed_run(*words: object) -> None:
 def test_a_killed_run_resumes_with_its_kept_command_to_identical_bytes(
     cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["run", cut, tmp_path / "whole", "--statistics", statistics, "--set", "norm_scaling=false", "--quiet"]
+    words = ["run", cut, tmp_path / "whole", "--statistics", statistics, "--set", "smoothing=false", "--quiet"]
     assert run(*words) == 0
     words[2] = tmp_path / "out"
     for _ in range(40):  # on a busy machine a job may end before it is killed
@@ -470,12 +470,12 @@ def test_a_killed_run_resumes_with_its_kept_command_to_identical_bytes(
         shutil.rmtree(tmp_path / "out")
     kept = read_command(tmp_path / "out")
     assert kept is not None
-    assert set(kept.words[4:]) == {"--statistics", str(statistics), "--set", "norm_scaling=false", "--quiet"}
+    assert set(kept.words[4:]) == {"--statistics", str(statistics), "--set", "smoothing=false", "--quiet"}
     other = rewrite(open_statistics(statistics), layers_of(statistics), tmp_path / "other", seed=4)
     capsys.readouterr()
     assert run(*(other if word == statistics else word for word in words)) == 1
     assert "holds a different job: statistics was" in capsys.readouterr().err
     assert run("run", cut, tmp_path / "out", "--quiet") == 1
-    assert "rule was 'weighted', now 'optimal'; statistics was" in capsys.readouterr().err
+    assert "rule was 'imatrix', now 'mse'; statistics was" in capsys.readouterr().err
     assert run(*kept.words[1:]) == 0
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")

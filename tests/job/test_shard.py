@@ -12,7 +12,7 @@ from statistics_makers import random_statistics
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job import run as executor
-from k2convert.job.places import Destination, Source
+from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import Job, choose_recipe, prepare
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.records.shard_record import ShardRecord
@@ -28,7 +28,7 @@ sys.stdout.buffer.write(pickle.dumps(convert_shard(task)))
 def plan(source: Path, destination: Path, **overrides: Any) -> Job:
     checkpoint = open_checkpoint(source)
     statistics = None
-    if overrides.get("rule") == "weighted":
+    if overrides.get("rule") == "imatrix":
         statistics = open_statistics(random_statistics(destination.with_name("statistics"), source))
     return prepare(
         source=Source(checkpoint),
@@ -41,7 +41,7 @@ def plan(source: Path, destination: Path, **overrides: Any) -> Job:
 
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"rule": "plain", "layout": "compressed-tensors"}, {"target": "bf16"}, {"rule": "weighted"}],
+    [{}, {"rule": "max", "layout": "compressed-tensors"}, {"target": "bf16"}, {"rule": "imatrix"}],
 )
 def test_a_task_is_pickled_and_converted_in_another_process(
     split: Path, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any]
@@ -53,7 +53,7 @@ def test_a_task_is_pickled_and_converted_in_another_process(
         return convert_shard(task, **options)
 
     monkeypatch.setattr(executor, "convert_shard", remember)
-    whole = executor.execute(plan(cut if overrides == {"rule": "weighted"} else split, tmp_path / "whole", **overrides))
+    whole = executor.execute(plan(cut if overrides == {"rule": "imatrix"} else split, tmp_path / "whole", **overrides))
     assert len(tasks) == len(whole.records) > 1 or overrides == {"target": "bf16"}
     (tmp_path / "apart").mkdir()
     for task in tasks:

@@ -61,13 +61,13 @@ def convert(quantizer: Quantizer, projections: dict[str, Int4Weight], *, threads
 
 
 @pytest.fixture(scope="module")
-def optimal(projections: dict[str, Int4Weight]) -> Converted:
-    return convert(create_quantizer("native", rule="optimal", device="cpu"), projections)
+def mse(projections: dict[str, Int4Weight]) -> Converted:
+    return convert(create_quantizer("native", rule="mse", device="cpu"), projections)
 
 
 @pytest.fixture(scope="module")
-def plain(projections: dict[str, Int4Weight]) -> Converted:
-    return convert(create_quantizer("native", rule="plain", device="cpu"), projections)
+def by_max(projections: dict[str, Int4Weight]) -> Converted:
+    return convert(create_quantizer("native", rule="max", device="cpu"), projections)
 
 
 def assert_same_bytes(one: Nvfp4Weight, other: Nvfp4Weight, name: str) -> None:
@@ -87,10 +87,10 @@ def total(converted: Converted) -> WeightMetrics:
     return total_metrics(metrics for _, metrics in converted.values())
 
 
-def test_the_tiny_checkpoint_has_its_known_error_under_both_rules(optimal: Converted, plain: Converted) -> None:
-    assert len(optimal) == 144
-    assert total(plain).sqnr_db == pytest.approx(19.655, abs=0.005)
-    assert total(optimal).sqnr_db == pytest.approx(22.617, abs=0.005)
+def test_the_tiny_checkpoint_has_its_known_error_under_both_rules(mse: Converted, by_max: Converted) -> None:
+    assert len(mse) == 144
+    assert total(by_max).sqnr_db == pytest.approx(19.655, abs=0.005)
+    assert total(mse).sqnr_db == pytest.approx(22.617, abs=0.005)
 
 
 @pytest.mark.parametrize("rule", get_args(Rule))
@@ -105,45 +105,45 @@ def test_the_definition_gives_the_same_bytes_and_figures(rule: Rule, projections
         assert_same_figures(measure_quantized(weight, defined, name=name, magnitude=magnitude), metrics)
 
 
-def test_optimal_halves_the_error_of_plain_and_is_near_the_bound(optimal: Converted, plain: Converted) -> None:
-    ours = total(optimal)
-    assert ours.squared_error <= 0.56 * total(plain).squared_error
+def test_mse_halves_the_error_of_max_and_is_near_the_bound(mse: Converted, by_max: Converted) -> None:
+    ours = total(mse)
+    assert ours.squared_error <= 0.56 * total(by_max).squared_error
     assert ours.sampled_blocks == ours.num_blocks
-    assert ours.sampled_error_plain == pytest.approx(total(plain).squared_error, rel=1e-12)
+    assert ours.sampled_error_max == pytest.approx(total(by_max).squared_error, rel=1e-12)
     assert ours.achieved_to_bound <= 1.15
-    for _, metrics in optimal.values():
-        assert metrics.sampled_error_bound <= metrics.sampled_error_achieved < 0.6 * metrics.sampled_error_plain
+    for _, metrics in mse.values():
+        assert metrics.sampled_error_bound <= metrics.sampled_error_achieved < 0.6 * metrics.sampled_error_max
 
 
-def test_gate_and_up_share_their_global_scale(optimal: Converted, plain: Converted) -> None:
-    for converted in (optimal, plain):
+def test_gate_and_up_share_their_global_scale(mse: Converted, by_max: Converted) -> None:
+    for converted in (mse, by_max):
         for name, (result, _) in converted.items():
             if "gate_proj" in name:
                 assert result.global_scale == converted[name.replace("gate_proj", "up_proj")][0].global_scale
 
 
 def test_native_plain_equals_the_two_library_pipeline_byte_for_byte(
-    plain: Converted, projections: dict[str, Int4Weight]
+    by_max: Converted, projections: dict[str, Int4Weight]
 ) -> None:
-    reference = convert(create_quantizer("reference", rule="plain", device="cpu"), projections)
-    for name, (result, metrics) in plain.items():
+    reference = convert(create_quantizer("reference", rule="max", device="cpu"), projections)
+    for name, (result, metrics) in by_max.items():
         theirs, their_metrics = reference[name]
         assert result.global_scale == theirs.global_scale, name
         assert_same_bytes(result, theirs, name)
         assert_same_figures(metrics, their_metrics)
 
 
-def test_threads_do_not_change_a_byte_or_a_figure(optimal: Converted, projections: dict[str, Int4Weight]) -> None:
+def test_threads_do_not_change_a_byte_or_a_figure(mse: Converted, projections: dict[str, Int4Weight]) -> None:
     some = {name: weight for name, weight in projections.items() if ".layers.1." in name}
-    again = convert(create_quantizer("native", rule="optimal", device="cpu"), some, threads=4)
+    again = convert(create_quantizer("native", rule="mse", device="cpu"), some, threads=4)
     for name, (result, metrics) in again.items():
-        assert_same_bytes(result, optimal[name][0], name)
-        assert metrics == optimal[name][1]
+        assert_same_bytes(result, mse[name][0], name)
+        assert metrics == mse[name][1]
 
 
 def test_the_reference_quantizer_writes_zeros_where_modelopt_writes_nan() -> None:
     weight = Int4Weight(np.full((2, 32), 0x88, dtype=np.uint8), np.full((2, 2), ONE_BITS, dtype=np.uint16))
-    quantizer = create_quantizer("reference", rule="plain", device="cpu")
+    quantizer = create_quantizer("reference", rule="max", device="cpu")
     magnitude = quantizer.measure(weight, name="w")
     scale = quantizer.global_scale(magnitude, is_int4=True)
     result, _ = quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
@@ -155,11 +155,11 @@ def test_the_reference_quantizer_writes_zeros_where_modelopt_writes_nan() -> Non
 @pytest.mark.parametrize("kind", ["native", "reference"])
 def test_bf16_weights_are_the_same_from_both(kind: str) -> None:
     weight = bf16_weight((torch.randn(16, 128, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16))
-    quantizer = create_quantizer(kind, rule="plain", device="cpu")  # type: ignore[arg-type]
+    quantizer = create_quantizer(kind, rule="max", device="cpu")  # type: ignore[arg-type]
     magnitude = quantizer.measure(weight, name="w")
     scale = quantizer.global_scale(magnitude, is_int4=False)
     result, metrics = quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
-    native = create_quantizer("native", rule="plain", device="cpu")
+    native = create_quantizer("native", rule="max", device="cpu")
     expected, expected_metrics = native.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
     assert_same_bytes(result, expected, "w")
     assert_same_figures(metrics, expected_metrics)
@@ -168,32 +168,32 @@ def test_bf16_weights_are_the_same_from_both(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["native", "reference"])
 def test_a_bad_scale_is_refused_naming_the_tensor(kind: str) -> None:
     weight = Int4Weight(np.zeros((1, 16), dtype=np.uint8), np.array([[NAN_BITS]], dtype=np.uint16))
-    quantizer = create_quantizer(kind, rule="plain", device="cpu")  # type: ignore[arg-type]
+    quantizer = create_quantizer(kind, rule="max", device="cpu")  # type: ignore[arg-type]
     with pytest.raises(FormatError, match=r"experts\.3\.down_proj"):
         quantizer.measure(weight, name="model.layers.1.mlp.experts.3.down_proj.weight")
 
 
 def test_the_reference_quantizer_offers_only_plain() -> None:
-    with pytest.raises(RecipeError, match="plain"):
-        create_quantizer("reference", rule="optimal", device="cpu")
+    with pytest.raises(RecipeError, match="max"):
+        create_quantizer("reference", rule="mse", device="cpu")
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "modelopt.torch.quantization.qtensor.nvfp4_tensor", None)
     with pytest.raises(MissingDependencyError, match=r"pip install .k2convert\[reference\]"):
-        create_quantizer("reference", rule="plain", device="cpu")
+        create_quantizer("reference", rule="max", device="cpu")
 
 
 def test_a_cuda_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("k2convert.quantize.native.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="cuda:0 needs triton"):
-        create_quantizer("native", rule="plain", device="cuda:0")
+        create_quantizer("native", rule="max", device="cuda:0")
 
 
 def test_the_native_quantizer_imports_no_library_and_no_torch() -> None:
     program = (
         "import sys; from k2convert.quantize.quantizer import create_quantizer; "
-        "create_quantizer('native', rule='optimal', device='cpu'); "
+        "create_quantizer('native', rule='mse', device='cpu'); "
         "assert not {'modelopt', 'compressed_tensors', 'llmcompressor', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -12,7 +12,7 @@ import pytest
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job.prepare import choose_recipe
 from k2convert.plan.plan import plan_conversion
-from k2convert.records.calibration import CalibrationRecord, FeedbackLayer, LayerCalibration, OutputErrors
+from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration, OutputErrors
 from k2convert.records.fingerprint import job_fingerprint, source_digest
 from k2convert.records.ledger import build_ledger, parse_ledger
 
@@ -25,7 +25,7 @@ RECORD = CalibrationRecord(
     dropped_windows=1,
     seed=0,
     weighted=True,
-    norm_scaling=True,
+    smoothing=True,
     exponents_digest="c" * 64,
     layers={
         1: LayerCalibration(tokens=(70, 3), fallback=(1,), exponents={-1: 12, 0: 52}),
@@ -33,7 +33,7 @@ RECORD = CalibrationRecord(
     },
 )
 
-FEEDBACK_LAYER = FeedbackLayer(
+GPTQ_LAYER = GptqLayer(
     ridge=0.15,
     ridge_gain=0.4,
     shrinkage=0.5,
@@ -42,19 +42,19 @@ FEEDBACK_LAYER = FeedbackLayer(
     fitted=OutputErrors(0.001, 0.1 + 0.2, 0.0025),
     held_out=OutputErrors(0.002, 0.1 + 0.3, 0.0035),
 )
-EMPTY_LAYER = FeedbackLayer(None, 0.0, None, (None, None), (None, None), OutputErrors(0.0, 0.0, 0.0))
-FEEDBACK_RECORD = replace(
+EMPTY_LAYER = GptqLayer(None, 0.0, None, (None, None), (None, None), OutputErrors(0.0, 0.0, 0.0))
+GPTQ_RECORD = replace(
     RECORD,
-    feedback=True,
+    gptq=True,
     held_out_windows=4,
     layers={
-        1: replace(RECORD.layers[1], feedback=FEEDBACK_LAYER),
-        10: replace(RECORD.layers[10], feedback=EMPTY_LAYER),
+        1: replace(RECORD.layers[1], gptq=GPTQ_LAYER),
+        10: replace(RECORD.layers[10], gptq=EMPTY_LAYER),
     },
 )
 
 
-@pytest.mark.parametrize("record", [RECORD, FEEDBACK_RECORD], ids=["weighted", "feedback"])
+@pytest.mark.parametrize("record", [RECORD, GPTQ_RECORD], ids=["imatrix", "gptq"])
 def test_a_ledger_with_a_calibration_reads_back_as_its_own_bytes(tiny: Path, record: CalibrationRecord) -> None:
     source = open_checkpoint(tiny)
     plan = plan_conversion(source=source, recipe=choose_recipe(source, None, {}))
@@ -78,8 +78,8 @@ def test_a_ledger_with_a_calibration_reads_back_as_its_own_bytes(tiny: Path, rec
         ("texts", [{"name": "x"}]),
         ("tokens", -1),
         ("seed", True),
-        ("weighted", "yes"),
-        ("norm_scaling", False),
+        ("imatrix", "yes"),
+        ("smoothing", False),
         ("layers", {"01": {"tokens": [], "fallback": [], "exponents": {}}}),
         ("layers", {"1": {"tokens": [1], "fallback": []}}),
         ("exponents", {"1": {"tokens": [1], "fallback": [], "exponents": {"x": 1}}}),
@@ -93,19 +93,19 @@ def test_a_damaged_field_is_named(field: str, value: object) -> None:
     assert any(problem.startswith("calibration: ") for problem in parse_ledger({"calibration": document}).problems)
 
 
-def test_a_record_without_feedback_is_written_as_before() -> None:
+def test_a_record_without_gptq_is_written_as_before() -> None:
     assert list(RECORD.to_dict()) == [
         *("statistics", "texts", "tokens", "window", "windows", "dropped_windows", "seed"),
-        *("weighted", "norm_scaling", "exponents_digest", "layers"),
+        *("imatrix", "smoothing", "exponents_digest", "layers"),
     ]
     assert RECORD.to_dict()["layers"]["1"] == {"tokens": [70, 3], "fallback": [1], "exponents": {"-1": 12, "0": 52}}
-    assert not CalibrationRecord.from_dict(RECORD.to_dict()).feedback
+    assert not CalibrationRecord.from_dict(RECORD.to_dict()).gptq
 
 
 def test_numbers_of_numpy_are_written_as_plain_numbers() -> None:
-    layer = replace(FEEDBACK_LAYER, ridge=np.float32(0.5), down_ridges=(np.float64(2), None), ridge_gain=1)
+    layer = replace(GPTQ_LAYER, ridge=np.float32(0.5), down_ridges=(np.float64(2), None), ridge_gain=1)
     assert json.loads(json.dumps(layer.to_dict())) == layer.to_dict()
-    assert FeedbackLayer.from_dict(layer.to_dict()) == replace(layer, ridge=0.5, down_ridges=(2.0, None))
+    assert GptqLayer.from_dict(layer.to_dict()) == replace(layer, ridge=0.5, down_ridges=(2.0, None))
 
 
 @pytest.mark.parametrize(
@@ -122,65 +122,65 @@ def test_numbers_of_numpy_are_written_as_plain_numbers() -> None:
         ("down_shrinkages", [0.5]),
         ("down_shrinkages", [0.5, "x"]),
         ("inherited_error", None),
-        ("optimal_error", math.nan),
-        ("feedback_error", -0.5),
+        ("mse_error", math.nan),
+        ("gptq_error", -0.5),
         ("held_out", None),
-        ("held_out", {"feedback_error": 0.1}),
+        ("held_out", {"gptq_error": 0.1}),
         ("unknown", 1),
     ],
 )
-def test_a_damaged_field_of_feedback_is_named(field: str, value: object) -> None:
+def test_a_damaged_field_of_gptq_is_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
-        FeedbackLayer.from_dict(FEEDBACK_LAYER.to_dict() | {field: value})
+        GptqLayer.from_dict(GPTQ_LAYER.to_dict() | {field: value})
 
 
 @pytest.mark.parametrize("field", EMPTY_LAYER.to_dict())
-def test_a_missing_field_of_feedback_is_named(field: str) -> None:
+def test_a_missing_field_of_gptq_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        FeedbackLayer.from_dict({key: value for key, value in FEEDBACK_LAYER.to_dict().items() if key != field})
+        GptqLayer.from_dict({key: value for key, value in GPTQ_LAYER.to_dict().items() if key != field})
 
 
 def test_where_the_errors_come_from_is_said() -> None:
-    assert FEEDBACK_RECORD.measured_on == "on 4 of 68 windows that were kept out of the fit"
-    empty = replace(FEEDBACK_RECORD, held_out_windows=0, layers={10: FEEDBACK_RECORD.layers[10]})
+    assert GPTQ_RECORD.measured_on == "on 4 of 68 windows that were kept out of the fit"
+    empty = replace(GPTQ_RECORD, held_out_windows=0, layers={10: GPTQ_RECORD.layers[10]})
     assert empty.measured_on == "no held-out figure: no window was kept out of the fit"
     assert replace(empty, windows=1).measured_on == "no held-out figure: only one window"
 
 
-def test_layers_that_are_worse_than_rule_optimal_are_counted_and_the_worst_is_named() -> None:
-    assert FEEDBACK_RECORD.warning is None
+def test_layers_that_are_worse_than_rule_mse_are_counted_and_the_worst_is_named() -> None:
+    assert GPTQ_RECORD.warning is None
     layers = {
-        number: replace(FEEDBACK_RECORD.layers[1], feedback=replace(FEEDBACK_LAYER, held_out=OutputErrors(0, *errors)))
+        number: replace(GPTQ_RECORD.layers[1], gptq=replace(GPTQ_LAYER, held_out=OutputErrors(0, *errors)))
         for number, errors in {1: (0.2, 0.1), 2: (0.2, 0.3), 3: (0.2, 0.25)}.items()
     }
-    warning = replace(FEEDBACK_RECORD, layers=layers).warning
+    warning = replace(GPTQ_RECORD, layers=layers).warning
     assert warning is not None
     assert "In 2 of 3 layers" in warning
     assert "Layer 2 is the worst, with 0.3 instead of 0.2." in warning
-    layers = {n: replace(layers[2], feedback=replace(FEEDBACK_LAYER, fitted=OutputErrors(0, 1, 2))) for n in (1, 2)}
-    assert replace(FEEDBACK_RECORD, layers=layers).warning is None, "the error on the fitted windows does not matter"
+    layers = {n: replace(layers[2], gptq=replace(GPTQ_LAYER, fitted=OutputErrors(0, 1, 2))) for n in (1, 2)}
+    assert replace(GPTQ_RECORD, layers=layers).warning is None, "the error on the fitted windows does not matter"
 
 
-@pytest.mark.parametrize("document", [None, [], "feedback"])
-def test_feedback_that_is_no_object_is_named(document: object) -> None:
-    with pytest.raises(ValueError, match="feedback is not an object"):
-        FeedbackLayer.from_dict(document)
+@pytest.mark.parametrize("document", [None, [], "gptq"])
+def test_gptq_that_is_no_object_is_named(document: object) -> None:
+    with pytest.raises(ValueError, match="gptq is not an object"):
+        GptqLayer.from_dict(document)
 
 
-def test_all_layers_have_feedback_or_none() -> None:
-    document = FEEDBACK_RECORD.to_dict()
+def test_all_layers_have_gptq_or_none() -> None:
+    document = GPTQ_RECORD.to_dict()
     for damaged in (
-        document | {"feedback": False},
-        document | {"feedback": 1},
-        {key: value for key, value in document.items() if key != "feedback"},
-        RECORD.to_dict() | {"feedback": True},
+        document | {"gptq": False},
+        document | {"gptq": 1},
+        {key: value for key, value in document.items() if key != "gptq"},
+        RECORD.to_dict() | {"gptq": True},
     ):
-        with pytest.raises(ValueError, match="feedback"):
+        with pytest.raises(ValueError, match="gptq"):
             CalibrationRecord.from_dict(damaged)
 
 
-def test_feedback_has_the_experts_of_its_layer() -> None:
-    document = FEEDBACK_RECORD.to_dict()
+def test_gptq_has_the_experts_of_its_layer() -> None:
+    document = GPTQ_RECORD.to_dict()
     document["layers"]["1"]["tokens"].append(9)
-    with pytest.raises(ValueError, match="feedback: 2 experts, but tokens has 3"):
+    with pytest.raises(ValueError, match="gptq: 2 experts, but tokens has 3"):
         CalibrationRecord.from_dict(document)

@@ -21,10 +21,10 @@ from statistics_makers import random_statistics
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.hub.source_card import SourceCard
-from k2convert.job.places import Destination, Source
+from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
-from k2convert.records.calibration import CalibrationRecord, FeedbackLayer, LayerCalibration, OutputErrors
+from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration, OutputErrors
 from k2convert.records.ledger import read_ledger
 from k2convert.report import write_report
 from k2convert.report.calibrated import WARNING, calibrated_sections
@@ -39,8 +39,8 @@ from scripts.fixture_maker.damage import edit_json
 SCORES = "REAP saliency on <novels> | of 1813"
 
 
-def feedback_layer(number: int, *, shrinkages: tuple[float | None, ...]) -> FeedbackLayer:
-    return FeedbackLayer(
+def gptq_layer(number: int, *, shrinkages: tuple[float | None, ...]) -> GptqLayer:
+    return GptqLayer(
         ridge=0.15 if number > 1 else None,
         ridge_gain=0.412 if number > 1 else 0.0,
         shrinkage=0.5 if number < 3 else None,
@@ -52,20 +52,20 @@ def feedback_layer(number: int, *, shrinkages: tuple[float | None, ...]) -> Feed
 
 
 LAYERS = {
-    1: feedback_layer(1, shrinkages=(0.5, 0.1, 0.5, None)),
-    2: feedback_layer(2, shrinkages=(0.5, 0.5, 0.5, 0.5)),
-    3: feedback_layer(3, shrinkages=(None,) * 4),
+    1: gptq_layer(1, shrinkages=(0.5, 0.1, 0.5, None)),
+    2: gptq_layer(2, shrinkages=(0.5, 0.5, 0.5, 0.5)),
+    3: gptq_layer(3, shrinkages=(None,) * 4),
 }
 HELD_OUT = {number: layer.held_out for number, layer in LAYERS.items() if layer.held_out is not None}
 
 
-def with_feedback(found: CalibrationRecord, *, layers: dict[int, FeedbackLayer] = LAYERS) -> CalibrationRecord:
+def with_gptq(found: CalibrationRecord, *, layers: dict[int, GptqLayer] = LAYERS) -> CalibrationRecord:
     few = LayerCalibration((70, 65, 90, 2), (3,), {})
     return replace(
         found,
-        feedback=True,
+        gptq=True,
         held_out_windows=1,
-        layers={number: replace(few, feedback=layer) for number, layer in layers.items()},
+        layers={number: replace(few, gptq=layer) for number, layer in layers.items()},
     )
 
 
@@ -77,7 +77,7 @@ def weighted(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = prepare(
         source=Source(source),
         destination=Destination(folder / "out"),
-        recipe=choose_recipe(source, None, {"rule": "weighted"}),
+        recipe=choose_recipe(source, None, {"rule": "imatrix"}),
         statistics=open_statistics(statistics),
         device="cpu",
     )
@@ -100,13 +100,13 @@ def calibration_of(folder: Path) -> CalibrationRecord:
 
 @pytest.fixture(scope="module")
 def fed_back(weighted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return relabelled(weighted, tmp_path_factory.mktemp("fed-back"), with_feedback(calibration_of(weighted)))
+    return relabelled(weighted, tmp_path_factory.mktemp("fed-back"), with_gptq(calibration_of(weighted)))
 
 
 @pytest.fixture(scope="module")
 def not_held_out(weighted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = {number: replace(layer, held_out=None) for number, layer in LAYERS.items()}
-    found = replace(with_feedback(calibration_of(weighted), layers=layers), windows=1, held_out_windows=0)
+    found = replace(with_gptq(calibration_of(weighted), layers=layers), windows=1, held_out_windows=0)
     return relabelled(weighted, tmp_path_factory.mktemp("not-held-out"), found)
 
 
@@ -137,34 +137,34 @@ def card(folder: Path) -> tuple[dict[str, Any], str]:
         folder, repo="me/K2", base_model="moon/K2", source=SourceCard(), validation=validated(folder), tensors=()
     )
     _, matter, body = found["README.md"].decode().split("---\n", 2)
-    return yaml.safe_load(matter), plain(body)
+    return yaml.safe_load(matter), by_max(body)
 
 
-def plain(text: str) -> str:
+def by_max(text: str) -> str:
     """Text as it is read: without the escapes of HTML and Markdown, in one line."""
     return " ".join(html.unescape(re.sub(r"\\(?=[^\w\s])", "", text)).split())
 
 
 EVERYWHERE = {
-    "weighted": (
+    "imatrix": (
         "Calibrated on 8,192 tokens of emma.txt and notes of",
         "2 of 4 experts saw fewer than 64 tokens",
         "of 256 channels",
         "This is exact",
         "weighted SQNR",
-        "norm scaling makes smaller",
+        "smoothing makes smaller",
         "SQNR of its weights is expected to be a little lower",
     ),
     "fed_back": (
-        "Rule feedback, layer by layer",
-        "Rule feedback converts the layers in order.",
+        "Rule gptq, layer by layer",
+        "Rule gptq converts the layers in order.",
         "the same weights serve W4A16 and W4A4",
         "2 of 3 layers corrected gate and up for errors of earlier layers. 6 of 12 experts corrected down.",
         "gate and up of 1 of 3 layers, down of 5 of 12 experts",
         "squared error of 0.0037, on 1 of 5 windows that were kept out of the fit",
         "they would have 0.0104",
         "3 of 3 MoE layers",
-        "its errors of weights are larger than those of rule optimal",
+        "its errors of weights are larger than those of rule mse",
     ),
     "not_held_out": ("The error of the outputs: no held-out figure: only one window.",),
     "pruned": (
@@ -173,7 +173,7 @@ EVERYWHERE = {
         f"Chosen by {SCORES}.",
         "The list came without scores, so it is not known which share of them was left out.",
         "192 of 384 experts, pruned from NVFP4, repeats a single token without end",
-        plain(WARNING),
+        by_max(WARNING),
         "Only leaving out experts saves space",
     ),
     "shares_known": (
@@ -183,17 +183,17 @@ EVERYWHERE = {
 }
 """What page, Markdown and card all say about each result."""
 NOWHERE = {
-    "weighted": ("Rule feedback", "Pruned", "hidden states after"),
+    "imatrix": ("Rule gptq", "Pruned", "hidden states after"),
     "fed_back": ("0.000999", "Pruned"),  # the error on the windows that were fitted to
     "not_held_out": ("relative squared error",),
     "pruned": ("Calibration",),
     "shares_known": ("came without scores",),
 }
 ROWS = {
-    "weighted": ("| 1 | 62 |", "| 2, 3 |"),
+    "imatrix": ("| 1 | 62 |", "| 2, 3 |"),
     "fed_back": (
         "| 1 | 0.00123 | 0.00346 | 0 | none | | 0.5 | 0 of 4 | 0.1: 1, 0.5: 2 | 3 |",
-        "| 3 | 0.0037 | 0.0104 | 0.002 | 0.15 | 41.2 % | no feedback | 3 of 4 | none | 0, 1, 2, 3 |",
+        "| 3 | 0.0037 | 0.0104 | 0.002 | 0.15 | 41.2 % | no gptq | 3 of 4 | none | 0, 1, 2, 3 |",
     ),
     "not_held_out": ("| 1 | not measured | | |",),
     "pruned": (),
@@ -201,7 +201,7 @@ ROWS = {
 }
 """Rows of the tables by layer, in the Markdown."""
 CHARTS = {
-    "weighted": ("Histogram of tokens by expert", "Channels by power of two"),
+    "imatrix": ("Histogram of tokens by expert", "Channels by power of two"),
     "fed_back": ("Error of the hidden states after each layer", "Experts of each layer by shrinkage of down"),
     "not_held_out": ("Experts of each layer by shrinkage of down",),
     "pruned": (),
@@ -215,12 +215,12 @@ def test_page_markdown_and_card_say_the_same(name: str, request: pytest.FixtureR
     files = write_report(folder=folder, out=tmp_path)
     page, markdown = files.page.read_text(), files.markdown.read_text()
     _, body = card(folder)
-    for text in (plain(page), plain(markdown), body):
+    for text in (by_max(page), by_max(markdown), body):
         for words in EVERYWHERE[name]:
             assert words in text
         for words in NOWHERE[name]:
             assert words not in text
-    assert all(row in plain(markdown) for row in ROWS[name])
+    assert all(row in by_max(markdown) for row in ROWS[name])
     assert all(page.count(f'role="img" aria-label="{label}"') == 1 for label in CHARTS[name])
     assert "<novels>" not in page + markdown
     ids = re.findall(r'\bid="([^"]+)"', page)
@@ -242,7 +242,7 @@ def test_calibrated_results_lead_with_what_they_make_small(weighted: Path, fed_b
     first = headline(after.report, None)[0]
     assert (first.value, first.label) == ("0.0037", "error of the outputs")
     assert "on 1 of 5 windows" in first.detail
-    assert "0.0104 by rule optimal" in first.detail
+    assert "0.0104 by rule mse" in first.detail
     assert before.picture is not None
     assert after.picture is not None
     with Image.open(after.picture) as ours, Image.open(before.picture) as other:
@@ -250,8 +250,8 @@ def test_calibrated_results_lead_with_what_they_make_small(weighted: Path, fed_b
         assert ours.height > other.height + 100  # the errors after each layer
 
 
-def record(*, tokens: tuple[int, ...], weighted: bool = True, norm_scaling: bool = False) -> CalibrationRecord:
-    exponents = {0: 60, 1: 4} if norm_scaling else {}
+def record(*, tokens: tuple[int, ...], weighted: bool = True, smoothing: bool = False) -> CalibrationRecord:
+    exponents = {0: 60, 1: 4} if smoothing else {}
     few = tuple(expert for expert, count in enumerate(tokens) if count < 64)
     return CalibrationRecord(
         statistics="0" * 64,
@@ -262,8 +262,8 @@ def record(*, tokens: tuple[int, ...], weighted: bool = True, norm_scaling: bool
         dropped_windows=0,
         seed=0,
         weighted=weighted,
-        norm_scaling=norm_scaling,
-        exponents_digest="2" * 64 if norm_scaling else None,
+        smoothing=smoothing,
+        exponents_digest="2" * 64 if smoothing else None,
         layers={1: LayerCalibration(tokens, few if weighted else (), exponents)},
     )
 
@@ -276,22 +276,22 @@ def test_sentences_say_only_what_was_done() -> None:
     weighted = words_of(record(tokens=(64, 70)))
     assert ", in 1 window of up to 64 tokens." in weighted
     assert "Each of the 2 experts saw at least 64 tokens." in weighted
-    assert "Norm scaling" not in weighted
-    scaled = words_of(record(tokens=(1,), weighted=False, norm_scaling=True))
+    assert "Smoothing" not in weighted
+    scaled = words_of(record(tokens=(1,), weighted=False, smoothing=True))
     assert "importance" not in scaled
     assert "multiplied 4 of 64 channels (6.2 %)" in scaled
     kept = record(tokens=(70, 65, 90, 2))
-    assert "without feedback" not in words_of(with_feedback(kept, layers={2: LAYERS[2]}))
+    assert "without gptq" not in words_of(with_gptq(kept, layers={2: LAYERS[2]}))
     worse = replace(LAYERS[2], held_out=OutputErrors(0.0, 0.001, 0.002))
     assert "Warning: In 1 of 1 layers, the error of the outputs is larger" in words_of(
-        with_feedback(kept, layers={2: worse})
+        with_gptq(kept, layers={2: worse})
     )
 
 
 def test_a_long_list_of_experts_is_cut() -> None:
     many = replace(LAYERS[3], down_shrinkages=(None,) * 20, down_ridges=(None,) * 20)
-    layer = LayerCalibration((0,) * 20, tuple(range(20)), {}, feedback=many)
-    sections = list(calibrated_sections(replace(record(tokens=(0,)), feedback=True, layers={3: layer})))
+    layer = LayerCalibration((0,) * 20, tuple(range(20)), {}, gptq=many)
+    sections = list(calibrated_sections(replace(record(tokens=(0,)), gptq=True, layers={3: layer})))
     assert all("10, 11 and 8 more" in str(section.tables[0].rows[0]) for section in sections)
 
 
@@ -307,7 +307,7 @@ def test_every_expert_is_in_the_chart(tokens: tuple[int, ...]) -> None:
 def test_every_error_and_every_expert_is_in_the_charts() -> None:
     lines = {line.get_label(): line for line in draw_layer_errors(HELD_OUT, LIGHT).axes[0].lines}
     assert len(lines) == 3
-    for label, key in (("this: feedback", "feedback_error"), ("with rule optimal in the layer", "optimal_error")):
+    for label, key in (("this: gptq", "gptq_error"), ("with rule mse in the layer", "mse_error")):
         assert list(lines[label].get_xdata()) == [1, 2, 3]
         assert list(lines[label].get_ydata()) == [getattr(errors, key) for errors in HELD_OUT.values()]
     assert len({(line.get_marker(), line.get_linestyle()) for line in lines.values()}) == 3  # not by color alone
@@ -316,7 +316,7 @@ def test_every_error_and_every_expert_is_in_the_charts() -> None:
     assert inherited[1:] == [0.001, 0.002]
     bars = draw_shrinkages(LAYERS, LIGHT).axes[0].containers
     heights = {bar.get_label(): [patch.get_height() for patch in bar] for bar in bars}
-    assert heights == {"0.1": [1, 0, 0], "0.5": [2, 4, 0], "no feedback": [1, 0, 4]}
+    assert heights == {"0.1": [1, 0, 0], "0.5": [2, 4, 0], "no gptq": [1, 0, 4]}
 
 
 def test_inspect_says_what_is_kept(pruned: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,10 +342,10 @@ def test_measured_router_weights_are_shown_layer_by_layer(shares_known: Path, tm
         "layers": {"hidden_states": "text: eval.txt", "layers": [layer]}
     }
     files = write_report(folder=shares_known, out=tmp_path, validation=document)
-    for text in (plain(files.page.read_text()), plain(files.markdown.read_text())):
+    for text in (by_max(files.page.read_text()), by_max(files.markdown.read_text())):
         assert "router's weight, text: eval.txt: 30.0 % on average, at most 30.0 % (layer 2)" in text
-    assert "| 1 | 12.5 % | 20.0 % | |" in plain(files.markdown.read_text())
-    assert "| 2 | 25.0 % | 40.0 % | 30.0 % |" in plain(files.markdown.read_text())
+    assert "| 1 | 12.5 % | 20.0 % | |" in by_max(files.markdown.read_text())
+    assert "| 2 | 25.0 % | 40.0 % | 30.0 % |" in by_max(files.markdown.read_text())
 
 
 def test_a_report_on_an_unfinished_job_says_what_is_kept(pruned: Path, tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def test_every_cell_is_its_records_sqnr(converted: Path) -> None:
 
 def test_plain_and_bound_enclose_the_result(converted: Path) -> None:
     for tensor in collect_report(folder=converted).tensors:
-        assert tensor.sqnr_plain_db is not None
+        assert tensor.sqnr_max_db is not None
         assert tensor.sqnr_bound_db is not None
-        assert tensor.sqnr_plain_db < tensor.sqnr_db <= tensor.sqnr_bound_db
+        assert tensor.sqnr_max_db < tensor.sqnr_db <= tensor.sqnr_bound_db
 
 
 def test_worst_tensors_come_first(converted: Path) -> None:
@@ -169,4 +169,4 @@ def test_exact_and_absent_cells_differ(converted: Path) -> None:
     (found,) = heat_maps([exact, other])
     assert np.isposinf(found.values[0, 0])
     assert np.isnan(found.values[0, 1])
-    assert exact.sqnr_plain_db is None
+    assert exact.sqnr_max_db is None

@@ -58,7 +58,7 @@ def test_weights_that_the_rule_does_not_give_are_shown(folder: Path, tiny: Path,
     assert "next: k2convert publish" not in done.stderr
     page = (tmp_path / "report.html").read_text()
     assert "do not serve it: see what was compared" in page
-    assert "144 tensors were regenerated from the source by the rule optimal: 1 differ." in page
+    assert "144 tensors were regenerated from the source by the rule mse: 1 differ." in page
 
 
 def test_broken_contract_is_shown(folder: Path, run_cli: Any, tmp_path: Path) -> None:

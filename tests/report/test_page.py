@@ -230,8 +230,8 @@ def test_source_repository_names_the_report(records_only: Path, edit_json: EditJ
     assert page_name(collect_report(folder=records_only)) == "moonshotai/Kimi-K2"
 
 
-def test_rule_plain_is_not_compared_with_itself(records_only: Path, edit_json: EditJson, tmp_path: Path) -> None:
-    edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(rule="plain"))
+def test_rule_max_is_not_compared_with_itself(records_only: Path, edit_json: EditJson, tmp_path: Path) -> None:
+    edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(rule="max"))
     files = write_report(folder=records_only, out=tmp_path / "out")
     page = files.page.read_text()
     assert "plain&#39;s error" not in page

@@ -25,13 +25,13 @@ from scripts.engine_checks.k25 import wrap_k25
 from scripts.engine_checks.table import Result, markdown
 from scripts.engine_checks.variants import K2, K25, VARIANTS, Variant, convert
 
-W4A16 = Variant(K2, "compressed-tensors", "w4a16", "optimal")
+W4A16 = Variant(K2, "compressed-tensors", "w4a16", "mse")
 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[Variant, Path]:
     folder = tmp_path_factory.mktemp("engines")
-    kinds = (W4A16, Variant(K25, "modelopt", "w4a4", "plain"))
+    kinds = (W4A16, Variant(K25, "modelopt", "w4a4", "max"))
     return {variant: convert(variant, folder) for variant in kinds}
 
 
@@ -69,11 +69,11 @@ def test_every_engine_has_an_environment_and_checkpoints() -> None:
 
 
 def test_tolerances_follow_from_what_is_rounded() -> None:
-    plain = Variant(K2, "compressed-tensors", "w4a16", "plain")
-    w4a4 = Variant(K2, "compressed-tensors", "w4a4", "optimal")
-    assert tolerance(Task(ENGINES["vllm"], plain)) is FLOAT32
+    by_max = Variant(K2, "compressed-tensors", "w4a16", "max")
+    w4a4 = Variant(K2, "compressed-tensors", "w4a4", "mse")
+    assert tolerance(Task(ENGINES["vllm"], by_max)) is FLOAT32
     assert tolerance(Task(ENGINES["vllm"], w4a4)) is FP4_TIES
-    assert tolerance(Task(ENGINES["transformers-4"], plain)) is BF16_WEIGHTS
+    assert tolerance(Task(ENGINES["transformers-4"], by_max)) is BF16_WEIGHTS
     assert tolerance(Task(ENGINES["transformers-5"], w4a4)) is FLOAT32
 
 
@@ -102,7 +102,7 @@ def test_a_failed_check_and_a_crash_fail_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_table_has_a_line_for_each_engine_layout_and_mode() -> None:
-    others = [Variant(form, "compressed-tensors", "w4a16", "plain") for form in (K2, K25)]
+    others = [Variant(form, "compressed-tensors", "w4a16", "max") for form in (K2, K25)]
     results = [Result("an engine", variant, 5, (), None, False) for variant in (W4A16, *others)]
     results.append(Result("another", W4A16, 5, ("two: wrong",), None, False))
     lines = markdown(results).splitlines()

@@ -94,11 +94,11 @@ def linear_weights(stem: str, mlp: Mlp) -> dict[str, torch.Tensor]:
 def test_figures_of_the_tiny_checkpoint_are_the_known_ones(evaluation: Evaluation) -> None:
     assert evaluation.positions == TOKENS // 256 * 255
     assert row(evaluation, INT4, FP32).score.perplexity == pytest.approx(14.09, abs=0.01)
-    assert row(evaluation, "plain", FP32).weight_sqnr_db == pytest.approx(19.655, abs=5e-4)
-    assert row(evaluation, "optimal", FP32).weight_sqnr_db == pytest.approx(22.617, abs=5e-4)
+    assert row(evaluation, "max", FP32).weight_sqnr_db == pytest.approx(19.655, abs=5e-4)
+    assert row(evaluation, "mse", FP32).weight_sqnr_db == pytest.approx(22.617, abs=5e-4)
     # The whole text gives 0.00249 and 0.00156; these four windows give a little more.
-    assert divergence(evaluation, "plain", FP32) == pytest.approx(0.00306, abs=1e-4)
-    assert divergence(evaluation, "optimal", FP32) == pytest.approx(0.00206, abs=1e-4)
+    assert divergence(evaluation, "max", FP32) == pytest.approx(0.00306, abs=1e-4)
+    assert divergence(evaluation, "mse", FP32) == pytest.approx(0.00206, abs=1e-4)
 
 
 @pytest.mark.slow
@@ -106,15 +106,15 @@ def test_figures_on_the_whole_text_are_those_of_an_independent_converter(work: P
     whole = evaluate(SUBJECTS["tiny"](work), work)
     assert whole.positions == 16_320
     assert row(whole, INT4, FP32).score.perplexity == pytest.approx(19.21, abs=5e-3)
-    for rule, kl, top1 in (("plain", 0.00249, 0.964), ("optimal", 0.00156, 0.975)):
+    for rule, kl, top1 in (("max", 0.00249, 0.964), ("mse", 0.00156, 0.975)):
         assert divergence(whole, rule, FP32) == pytest.approx(kl, abs=5e-6)
         assert row(whole, rule, FP32).score.top1_agreement == pytest.approx(top1, abs=5e-4)
 
 
 def test_the_order_of_variants_is_as_expected(evaluation: Evaluation) -> None:
     for activations in (FP32, FP4):
-        assert divergence(evaluation, "optimal", activations) < divergence(evaluation, "plain", activations)
-    assert divergence(evaluation, INT4, FP4) < divergence(evaluation, "optimal", FP4)
+        assert divergence(evaluation, "mse", activations) < divergence(evaluation, "max", activations)
+    assert divergence(evaluation, INT4, FP4) < divergence(evaluation, "mse", FP4)
     for found in evaluation.rows[1:]:
         assert found.score.kl_mean is not None
         assert found.score.kl_p999 is not None
@@ -135,13 +135,13 @@ def test_table_has_a_line_for_every_variant(evaluation: Evaluation) -> None:
     lines = markdown(evaluation).splitlines()
     assert len(lines) == 4 + 6
     assert len({line.count("|") for line in lines[2:]}) == 1
-    assert "| optimal | FP32 | 22.62 | " in markdown(evaluation)
+    assert "| mse | FP32 | 22.62 | " in markdown(evaluation)
 
 
 def test_captured_states_serve_the_layer_check(trained: Path, work: Path, evaluation: Evaluation) -> None:
     windows = encode(trained, (trained / "eval.txt").read_text(), tokens=512)
     path = capture(trained, windows, work / "states.safetensors")
-    converted = convert(trained, work / "k2-tiny-optimal", "optimal")
+    converted = convert(trained, work / "k2-tiny-mse", "mse")
     report = check_layers(
         source=open_checkpoint(trained),
         converted=open_checkpoint(converted),
@@ -151,7 +151,7 @@ def test_captured_states_serve_the_layer_check(trained: Path, work: Path, evalua
     )
     assert report.passed
     for layer in report.layers:
-        ours, usual = layer.error(Variant.CONVERTED), layer.error(Variant.PLAIN)
+        ours, usual = layer.error(Variant.CONVERTED), layer.error(Variant.MAX)
         assert ours is not None
         assert usual is not None
         assert ours.sqnr_db > usual.sqnr_db + 2

@@ -58,7 +58,7 @@ def test_scaled_norms_and_routers_are_those_of_the_row(tiny: Path) -> None:
 
 
 def test_table_of_calibrated_rows_names_both_texts() -> None:
-    row = CalibratedRow("weighted", W4A16, 0.75, Score(20.0, 0.0012, 0.05, 0.97))
+    row = CalibratedRow("imatrix", W4A16, 0.75, Score(20.0, 0.0012, 0.05, 0.97))
     text = calibrated_markdown(CalibratedEvaluation("tiny", "emma", 8192, "persuasion", 4096, Score(19.0), (row,)))
     assert "8,192 tokens of emma" in text
     assert "4,096 tokens of persuasion" in text
@@ -66,15 +66,15 @@ def test_table_of_calibrated_rows_names_both_texts() -> None:
 
 
 def test_chosen_rows_always_hold_the_one_that_the_others_are_shares_of() -> None:
-    assert chosen_rows(["feedback*"], with_peers=False)[:2] == ["optimal", "feedback"]
-    assert chosen_rows(["*GPTQ"], with_peers=False) == ["optimal", "llm-compressor GPTQ"]
+    assert chosen_rows(["gptq*"], with_peers=False)[:2] == ["mse", "gptq"]
+    assert chosen_rows(["*GPTQ"], with_peers=False) == ["mse", "llm-compressor GPTQ"]
     everything = chosen_rows(None, with_peers=True)
     assert set(everything) - set(chosen_rows(None, with_peers=False)) == set(PEERS)
     with pytest.raises(ValueError, match="no row matches 'feadback'"):
         chosen_rows(["feadback"], with_peers=False)
 
 
-def test_feedback_and_peers_see_the_same_windows(tmp_path: Path) -> None:
+def test_gptq_and_peers_see_the_same_windows(tmp_path: Path) -> None:
     subject = CALIBRATED_SUBJECTS["tiny"](tmp_path)
     tokens = calibration_tokens(subject, tmp_path)
     lines = tokens["text"].path.read_text().splitlines()
@@ -89,12 +89,12 @@ def test_feedback_and_peers_see_the_same_windows(tmp_path: Path) -> None:
 def test_rows_of_the_tiny_checkpoint_lose_less_the_more_a_rule_knows(tmp_path: Path) -> None:
     rows = chosen_rows(None, with_peers=False)
     found = evaluate_calibrated(CALIBRATED_SUBJECTS["tiny"](tmp_path), tmp_path, rows=rows)
-    share = {(row.weights, row.mode): row.of_optimal for row in found.rows}
-    assert share["weighted", W4A16] < 0.92
-    assert share["feedback", W4A16] < 0.70
-    assert share["plain", W4A16] > 1.3
-    for row, of_optimal in share.items():
-        assert of_optimal < 1.06 or row[0] == "plain", row
+    share = {(row.weights, row.mode): row.of_mse for row in found.rows}
+    assert share["imatrix", W4A16] < 0.92
+    assert share["gptq", W4A16] < 0.70
+    assert share["max", W4A16] > 1.3
+    for row, of_mse in share.items():
+        assert of_mse < 1.06 or row[0] == "max", row
 
 
 @pytest.mark.slow

@@ -92,8 +92,8 @@ def test_streamed_shard_equals_the_file_of_the_library(tmp_path: Path) -> None:
 
 
 def test_k25_wraps_the_same_language_model(k25: Path, tiny: Path) -> None:
-    wrapped, plain = tensors_of(k25), tensors_of(tiny)
-    assert all(same(wrapped[f"language_model.{name}"], tensor) for name, tensor in plain.items())
+    wrapped, by_max = tensors_of(k25), tensors_of(tiny)
+    assert all(same(wrapped[f"language_model.{name}"], tensor) for name, tensor in by_max.items())
     others = {name for name in wrapped if not name.startswith("language_model.")}
     assert {name.split(".")[0] for name in others} == {"vision_tower", "mm_projector"}
     assert wrapped["vision_tower.patch_embed.proj.weight"].ndim == 4
@@ -137,20 +137,20 @@ def test_reap_keeps_whole_experts_with_their_router_rows(reap: Path, tiny: Path)
 
 
 def test_i64_changes_only_the_dtype_of_shapes(i64: Path, tiny: Path) -> None:
-    changed, plain = tensors_of(i64), tensors_of(tiny)
-    for name, tensor in plain.items():
+    changed, by_max = tensors_of(i64), tensors_of(tiny)
+    for name, tensor in by_max.items():
         assert same(changed[name], tensor.long() if name.endswith("weight_shape") else tensor)
 
 
 def test_minus8_has_many_codes_that_training_never_gives(minus8: Path, tiny: Path) -> None:
-    planted, plain = tensors_of(minus8), tensors_of(tiny)
+    planted, by_max = tensors_of(minus8), tensors_of(tiny)
     module = experts(2, 3, "up")
-    assert (codes_of(plain, module) == -8).sum() == 0
+    assert (codes_of(by_max, module) == -8).sum() == 0
     codes = codes_of(planted, module)
     assert (codes[3] == -8).all()
     assert 0.005 < (codes == -8).double().mean() < 0.03
     kept = codes != -8
-    assert torch.equal(codes[kept], codes_of(plain, module)[kept])
+    assert torch.equal(codes[kept], codes_of(by_max, module)[kept])
 
 
 def test_zeros_has_zeros_of_every_kind(zeros: Path) -> None:

@@ -59,7 +59,7 @@ def bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
-@pytest.mark.parametrize("rule", ["optimal", "plain"])
+@pytest.mark.parametrize("rule", ["mse", "max"])
 def test_it_reads_the_numbers_of_a_result(rule: str, activations: str, tiny: Path, tmp_path: Path) -> None:
     options = ["--rule", rule, "--layout", "compressed-tensors", "--activations", activations, "--json"]
     assert run("run", tiny, tmp_path / "out", *options) == 0

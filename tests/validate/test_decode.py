@@ -79,7 +79,7 @@ def test_figures_of_any_bytes_equal_a_plain_evaluation(maker: str) -> None:
 @pytest.mark.parametrize("maker", ["trained", "any-bytes", "few-magnitudes", "zeros"])
 def test_figures_of_a_conversion_equal_a_plain_evaluation(maker: str) -> None:
     source = MAKERS[maker]()
-    result = convert(source, rule="plain", global_scale=GLOBAL_SCALE).weight
+    result = convert(source, rule="max", global_scale=GLOBAL_SCALE).weight
     packed, block_scales = result.packed, result.block_scales
     found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
     assert_measured(found, evaluate(*exact_weights(source), packed, block_scales))
@@ -98,7 +98,7 @@ def test_block_scales_that_are_no_number_make_the_error_none_and_leave_the_rest(
 @pytest.mark.usefixtures("instructions")
 def test_one_flipped_bit_is_seen() -> None:
     source = trained_like(1, seed=3)
-    result = convert(source, rule="optimal", global_scale=2.0**-12).weight
+    result = convert(source, rule="mse", global_scale=2.0**-12).weight
     packed, block_scales = result.packed, result.block_scales
     before = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=2.0**-12)
     minus_zero = 0
@@ -143,7 +143,7 @@ def test_figures_of_bf16_weights_equal_a_plain_evaluation() -> None:
 
 
 def drawn_columns(columns: int, *, seed: int) -> tuple[NDArray[np.int8], NDArray[np.uint8]]:
-    """Exponents and importance of columns."""
+    """Exponents and importance of channels."""
     rng = np.random.default_rng(seed)
     return rng.integers(-4, 5, columns).astype(np.int8), rng.integers(1, 256, columns).astype(np.uint8)
 
@@ -157,7 +157,7 @@ def test_figures_of_scaled_and_weighted_columns_equal_a_plain_evaluation(
     source = MAKERS[maker]()
     exponents, importance = drawn_columns(source.shape[1], seed=len(maker))
     exponents = exponents if has_exponents else np.zeros_like(exponents)
-    source = dataclasses.replace(source, column_exponents=exponents)
+    source = dataclasses.replace(source, channel_exponents=exponents)
     packed, block_scales = random_bytes(source, seed=9, any_scale=False)
     found = measure_decoded(
         source,
@@ -190,9 +190,9 @@ def test_figures_of_bf16_weights_are_weighted_by_importance() -> None:
             source, packed=packed, block_scales=block_scales, global_scale=1.0, importance=importance
         )
 
-    plain, weighted = measured(None), measured(importance)
-    assert dataclasses.replace(weighted, weighted_energy=None, weighted_error=None) == plain
+    by_max, weighted = measured(None), measured(importance)
+    assert dataclasses.replace(weighted, weighted_energy=None, weighted_error=None) == by_max
     assert weighted.weighted_error == weighted.weighted_energy  # every code is zero
     values = (source.bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     assert weighted.weighted_error == pytest.approx(float((values**2 * importance).sum()) / 255, rel=1e-12)
-    assert measured(np.full(256, 255, np.uint8)).weighted_error == pytest.approx(plain.squared_error, rel=1e-12)
+    assert measured(np.full(256, 255, np.uint8)).weighted_error == pytest.approx(by_max.squared_error, rel=1e-12)

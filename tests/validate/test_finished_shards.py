@@ -17,7 +17,7 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError
 from k2convert.job.assemble import assemble
 from k2convert.job.limits import output_headers
-from k2convert.job.places import Destination, Source
+from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import Job, choose_recipe, prepare
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.plan.plan import CopyStep, plan_conversion
@@ -71,7 +71,7 @@ def task(tiny: Path, tmp_path: Path) -> ShardTask:
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("rule", ["optimal", "plain"])
+@pytest.mark.parametrize("rule", ["mse", "max"])
 def test_every_tensor_of_a_good_shard_is_compared(tiny: Path, tmp_path: Path, layout: str, rule: str) -> None:
     task = tasks(plan(tiny, tmp_path / "out", layout=layout, rule=rule))[SHARD]
     record = convert_shard(replace(task, for_upload=True))
@@ -167,14 +167,14 @@ def test_a_source_whose_header_changed_is_refused(task: ShardTask) -> None:
 
 def test_a_shard_with_statistics_is_compared_with_them(cut: Path, tmp_path: Path) -> None:
     statistics = open_statistics(random_statistics(tmp_path / "cut.stats", cut))
-    task = tasks(plan(cut, tmp_path / "out", statistics=statistics, rule="weighted"))[CUT_SHARD]
+    task = tasks(plan(cut, tmp_path / "out", statistics=statistics, rule="imatrix"))[CUT_SHARD]
     record = convert_shard(replace(task, for_upload=True))
     assert record.checked is not None
     assert ROUTER in record.checked.scaled
     assert record.checked.decoded[GATE]["weighted_error"] > 0
     assert ShardRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
     assert task.calibration is not None
-    for other, words in (({"weighted": False}, "differ"), ({"norm_scaling": False}, "not the source's|differ")):
+    for other, words in (({"imatrix": False}, "differ"), ({"smoothing": False}, "not the source's|differ")):
         with pytest.raises(InvalidCheckpointError, match=words):
             check(task, record, calibration=replace(task.calibration, **other))
 

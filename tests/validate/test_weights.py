@@ -24,7 +24,7 @@ NAMES = LAYOUTS["modelopt"]
 
 
 def convert(
-    *sources: SourceWeight, rule: Rule = "optimal", importance: NDArray[np.uint8] | None = None
+    *sources: SourceWeight, rule: Rule = "mse", importance: NDArray[np.uint8] | None = None
 ) -> list[WrittenWeight]:
     """Convert weights that share a global scale, as a job does."""
     quantizer = create_quantizer("native", rule=rule, device="cpu")
@@ -55,7 +55,7 @@ def larger() -> Int4Weight:
     return Int4Weight(source.packed, source.scale_bits + np.uint16(2 << 7))
 
 
-@pytest.mark.parametrize("rule", ["optimal", "plain"])
+@pytest.mark.parametrize("rule", ["mse", "max"])
 def test_a_partner_elsewhere_decides_the_global_scale(rule: Rule) -> None:
     gate, up = convert(trained_like(64, seed=2), larger(), rule=rule)
     for weights, partners in (([gate, up], []), ([gate], [up.source]), ([up], [gate.source])):
@@ -66,7 +66,7 @@ def test_a_partner_elsewhere_decides_the_global_scale(rule: Rule) -> None:
     assert check_one(up, rule).problems == ()
 
 
-@pytest.mark.parametrize("rule", ["optimal", "plain"])
+@pytest.mark.parametrize("rule", ["mse", "max"])
 @pytest.mark.parametrize("kind", ["int4", "bf16"])
 def test_a_sample_of_one_block_in_64_is_made_again_by_the_reference_arithmetic(kind: str, rule: Rule) -> None:
     source: SourceWeight = trained_like(2048, seed=4)
@@ -90,7 +90,7 @@ def test_a_kernel_that_is_wrong_in_the_same_way_is_found_by_the_reference_arithm
         return converted
 
     monkeypatch.setattr(cpu, "convert", one_step_up)
-    (problem,) = check_one(convert(trained_like(64, seed=3))[0], "optimal").problems
+    (problem,) = check_one(convert(trained_like(64, seed=3))[0], "mse").problems
     assert "are not what the reference arithmetic gives" in problem
 
 
@@ -98,7 +98,7 @@ def test_without_a_rule_weights_are_only_decoded() -> None:
     written = convert(trained_like(64, seed=2))[0]
     (found,) = check_weights([written], names=NAMES, rule=None)
     assert (found.num_blocks, found.sampled_blocks, found.metrics, found.problems) == (0, 0, None, ())
-    assert found.error == check_one(written, "optimal").error
+    assert found.error == check_one(written, "mse").error
 
 
 def columns_like(source: SourceWeight, *, is_scaled: bool) -> tuple[SourceWeight, NDArray[np.uint8]]:
@@ -109,7 +109,7 @@ def columns_like(source: SourceWeight, *, is_scaled: bool) -> tuple[SourceWeight
     return over_powers(source, exponents if is_scaled else None), importance
 
 
-@pytest.mark.parametrize(("rule", "is_weighted"), [("weighted", True), ("weighted", False), ("optimal", False)])
+@pytest.mark.parametrize(("rule", "is_weighted"), [("imatrix", True), ("imatrix", False), ("mse", False)])
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize("kind", ["int4", "bf16"])
 def test_weights_with_exponents_and_importance_are_made_again(
@@ -132,23 +132,23 @@ def test_weights_with_exponents_and_importance_are_made_again(
 
 def test_a_block_scale_that_ignores_the_importance_is_found() -> None:
     source, importance = columns_like(trained_like(64, seed=2), is_scaled=False)
-    free, weighted = convert(source)[0], convert(source, rule="weighted", importance=importance)[0]
+    free, weighted = convert(source)[0], convert(source, rule="imatrix", importance=importance)[0]
     blocks = np.flatnonzero((free.block_scales != weighted.block_scales).reshape(-1))
     assert blocks.size
     packed, scales = weighted.packed.copy(), weighted.block_scales.copy()
     packed.reshape(-1, 8)[blocks[0]] = free.packed.reshape(-1, 8)[blocks[0]]
     scales.reshape(-1)[blocks[0]] = free.block_scales.reshape(-1)[blocks[0]]
     changed = dataclasses.replace(weighted, packed=packed, block_scales=scales)
-    problems = check_one(changed, "weighted").problems
+    problems = check_one(changed, "imatrix").problems
     assert "1 of 1,024 block scales" in problems[0]
 
 
 def test_one_exponent_that_differs_is_found() -> None:
     source, _ = columns_like(trained_like(64, seed=2), is_scaled=True)
     assert isinstance(source, Int4Weight)
-    assert source.column_exponents is not None
+    assert source.channel_exponents is not None
     (written,) = convert(source)
-    other = source.column_exponents.copy()
+    other = source.channel_exponents.copy()
     other[5] += 1 if other[5] < 4 else -1
-    changed = dataclasses.replace(written, source=dataclasses.replace(source, column_exponents=other))
-    assert "block scales" in check_one(changed, "optimal").problems[0]
+    changed = dataclasses.replace(written, source=dataclasses.replace(source, channel_exponents=other))
+    assert "block scales" in check_one(changed, "mse").problems[0]

@@ -3,7 +3,7 @@
     weight_packed  int32 [N, K/8]    element j of a word in bits 4j..4j+3, code = q + 8
     weight_scale   bf16  [N, K/32]   s; the weight is q * s
 
-A weight may have its columns divided by powers of two, as norm scaling does (formats/columns.py): column j is then
+A weight may have its columns divided by powers of two, as smoothing does (formats/channels.py): column j is then
 q * s * 2**-a_j, with a_j in -4..4. Nothing is repacked: the exponents are kept next to codes and scales.
 
 Read as little-endian bytes, byte k of a row holds column 2k in its low nibble and 2k + 1 in its high one. Authority:
@@ -37,14 +37,14 @@ MINUS_ZERO_BITS: Final = 0x8000
 class Int4Weight:
     """An INT4 projection: `packed` uint8 [N, K/2] (bytes of weight_packed), `scale_bits` uint16 [N, K/32] (BF16 bits).
 
-    `column_exponents` is int8 [K] in -4..4, column j is divided by 2**a_j; None if every exponent is zero.
+    `channel_exponents` is int8 [K] in -4..4, column j is divided by 2**a_j; None if every exponent is zero.
     `columns.divide_columns` sets it, and makes sure that every s * 2**-a_j is an exact BF16 number.
     FormatError if dtypes, shapes or exponents do not fit.
     """
 
     packed: NDArray[np.uint8]
     scale_bits: NDArray[np.uint16]
-    column_exponents: NDArray[np.int8] | None = None
+    channel_exponents: NDArray[np.int8] | None = None
 
     def __post_init__(self) -> None:
         if self.packed.dtype != np.uint8 or self.packed.ndim != 2:
@@ -59,10 +59,10 @@ class Int4Weight:
                 f"INT4 codes [{rows}, {columns}] need scales [{rows}, {columns}/{GROUP_SIZE}], "
                 f"not {list(self.scale_bits.shape)}"
             )
-        if self.column_exponents is not None:
-            check_column_exponents(self.column_exponents, columns)
-            if not self.column_exponents.any():
-                object.__setattr__(self, "column_exponents", None)
+        if self.channel_exponents is not None:
+            check_channel_exponents(self.channel_exponents, columns)
+            if not self.channel_exponents.any():
+                object.__setattr__(self, "channel_exponents", None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,14 +76,14 @@ class Int4Weight:
 
     def rows(self, start: int, stop: int) -> Int4Weight:
         """A view of some rows."""
-        return Int4Weight(self.packed[start:stop], self.scale_bits[start:stop], self.column_exponents)
+        return Int4Weight(self.packed[start:stop], self.scale_bits[start:stop], self.channel_exponents)
 
     def element_scales(self) -> NDArray[np.float32]:
         """Return s * 2**-a_j of every element, float32 [N, K], exact."""
         scales_NK = self.scales.repeat(GROUP_SIZE, axis=1)
-        if self.column_exponents is None:
+        if self.channel_exponents is None:
             return scales_NK
-        return np.ldexp(scales_NK, -self.column_exponents.astype(np.int32))
+        return np.ldexp(scales_NK, -self.channel_exponents.astype(np.int32))
 
 
 SourceWeight = Int4Weight | Bf16Weight
@@ -110,13 +110,13 @@ def dequantize_int4(weight: Int4Weight) -> Bf16Weight:
     return Bf16Weight(bits)
 
 
-def check_column_exponents(exponents: NDArray[np.int8], columns: int) -> None:
+def check_channel_exponents(exponents: NDArray[np.int8], columns: int) -> None:
     """Refuse exponents that are not int8 [K] in -4..4 (FormatError)."""
     if exponents.dtype != np.int8 or exponents.shape != (columns,):
-        raise FormatError(f"column exponents must be int8 [{columns}], not {describe(exponents)}")
+        raise FormatError(f"channel exponents must be int8 [{columns}], not {describe(exponents)}")
     if columns and (exponents.min() < -MAX_COLUMN_EXPONENT or exponents.max() > MAX_COLUMN_EXPONENT):
         raise FormatError(
-            f"column exponents must be in {-MAX_COLUMN_EXPONENT}..{MAX_COLUMN_EXPONENT}, "
+            f"channel exponents must be in {-MAX_COLUMN_EXPONENT}..{MAX_COLUMN_EXPONENT}, "
             f"not {int(exponents.min())}..{int(exponents.max())}"
         )
 

@@ -6,8 +6,8 @@
     _cpu           the extension module behind them, built from cpp/; uses AVX2 if the CPU has it
     search_tables  which scales can be best for a block: rules/scale_tables.py, cut to 16 candidates
     codes          any codes measured against an INT4 or BF16 weight, on the CPU
-    feedback       rounding with error feedback on the CPU
-    feedback_torch the same in torch, on any device
+    gptq       rounding with error feedback on the CPU
+    gptq_torch the same in torch, on any device
     cuda           INT4 weights on a CUDA device; it launches the triton kernels in cuda_kernel
 
 The tables `cpu.KERNELS` and `cuda.KERNELS` say which rules have a kernel. INT4 weights go from packed bytes and BF16

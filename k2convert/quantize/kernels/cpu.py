@@ -5,7 +5,7 @@ threads, with a tensor or a range of rows each. Results do not depend on the spl
 
 INT4 weights whose columns have no factors take the fastest way. With an importance, rules with a power of two as global
 scale look at 48 candidates of a block in 16-bit arithmetic with AVX2. With exponents everything is exact in float64, by
-groups of columns with equal exponents (cpp/columns.hpp).
+groups of columns with equal exponents (cpp/channels.hpp).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.search_tables import search_tables
 from k2convert.quantize.rules import RULES, check_rule_scale
-from k2convert.quantize.rules.column_search import check_importance
+from k2convert.quantize.rules.channel_search import check_importance
+from k2convert.quantize.rules.imatrix_bf16 import importance_factors
 from k2convert.quantize.rules.magnitude import Magnitude, measure
-from k2convert.quantize.rules.optimal import global_exponent
-from k2convert.quantize.rules.weighted_bf16 import importance_factors
+from k2convert.quantize.rules.mse import global_exponent
 
-RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"plain", "optimal", "weighted", "feedback"})
+RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"max", "mse", "imatrix", "gptq"})
 
 LARGEST_BF16_SCALE: Final = 2.0**118
 """Above this global scale the steps exceed FP32, in which BF16 kernels divide. No weight leads to such a scale."""
@@ -40,9 +40,9 @@ def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
     if isinstance(weight, Bf16Weight):
         return measure(weight, name=name)
     codes = flat(weight.packed), flat(weight.scale_bits)
-    if weight.column_exponents is not None:
+    if weight.channel_exponents is not None:
         check_int4_scales(weight.scale_bits, name=name)
-        scale_max, amax = _cpu.magnitude_of_columns(*codes, flat(weight.column_exponents))
+        scale_max, amax = _cpu.magnitude_of_columns(*codes, flat(weight.channel_exponents))
         return Magnitude(scale_max=scale_max, amax=amax)
     largest_bits, amax, usable = _cpu.measure(*codes)
     if not usable:
@@ -93,40 +93,40 @@ def convert(
         check_importance(importance, weight.shape[1])
     if isinstance(weight, Bf16Weight):
         return Converted(_convert_bf16(weight, rule, global_scale, importance))
-    result, is_plain = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_plain(rule)
+    result, is_max = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_plain(rule)
     arrays = flat(weight.packed), flat(weight.scale_bits)
     targets = flat(result.packed), flat(result.block_scales)
-    exponent = 0 if is_plain else global_exponent(global_scale)
-    if weight.packed.size and (weight.column_exponents is not None or importance is not None):
-        exponents = None if weight.column_exponents is None else flat(weight.column_exponents)
+    exponent = 0 if is_max else global_exponent(global_scale)
+    if weight.packed.size and (weight.channel_exponents is not None or importance is not None):
+        exponents = None if weight.channel_exponents is None else flat(weight.channel_exponents)
         weights = None if importance is None else flat(importance)
         outside = _cpu.convert_columns(
-            *arrays, exponents, weights, is_plain, exponent, global_scale, search_tables(), *targets
+            *arrays, exponents, weights, is_max, exponent, global_scale, search_tables(), *targets
         )
-        return Converted(result, None if is_plain else outside)
-    if is_plain:
-        energy, error, counts, _ = _cpu.convert_plain(*arrays, global_scale, *targets)
+        return Converted(result, None if is_max else outside)
+    if is_max:
+        energy, error, counts, _ = _cpu.convert_max(*arrays, global_scale, *targets)
         return Converted(result, None, Sums(energy, error, 0.0, 0.0, *counts))
-    energy, error, counts, outside = _cpu.convert_optimal(*arrays, exponent, search_tables(), *targets)
+    energy, error, counts, outside = _cpu.convert_mse(*arrays, exponent, search_tables(), *targets)
     return Converted(result, outside, Sums(energy, error, 0.0, 0.0, *counts))
 
 
 def _convert_bf16(
     weight: Bf16Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None
 ) -> Nvfp4Weight:
-    result, is_plain = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_plain(rule)
+    result, is_max = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_plain(rule)
     targets = flat(result.packed), flat(result.block_scales)
-    by_importance = RULES[rule].quantize_weighted if weight.bits.size else None
-    if not is_plain and global_scale > LARGEST_BF16_SCALE:
+    by_importance = RULES[rule].quantize_imatrix if weight.bits.size else None
+    if not is_max and global_scale > LARGEST_BF16_SCALE:
         if importance is not None and by_importance is not None:
             return by_importance(weight, global_scale, importance)
         return RULES[rule].quantize_bf16(weight, global_scale)
-    if is_plain:
-        _cpu.quantize_plain_bf16(flat(weight.bits), global_scale, *targets)
+    if is_max:
+        _cpu.quantize_max_bf16(flat(weight.bits), global_scale, *targets)
     elif importance is not None and by_importance is not None:
-        _cpu.quantize_weighted_bf16(flat(weight.bits), global_scale, importance_factors(importance), *targets)
+        _cpu.quantize_imatrix_bf16(flat(weight.bits), global_scale, importance_factors(importance), *targets)
     else:
-        _cpu.quantize_optimal_bf16(flat(weight.bits), global_scale, *targets)
+        _cpu.quantize_mse_bf16(flat(weight.bits), global_scale, *targets)
     return result
 
 

@@ -31,11 +31,11 @@ from k2convert.quantize.kernels.search_tables import (
     window_errors,
 )
 from k2convert.quantize.rules import RULES, check_rule_scale
-from k2convert.quantize.rules.column_search import HIGHEST_OFFSET as HIGHEST_COLUMN_OFFSET
-from k2convert.quantize.rules.column_search import LOWEST_OFFSET as LOWEST_COLUMN_OFFSET
-from k2convert.quantize.rules.column_search import check_importance, column_candidates
-from k2convert.quantize.rules.optimal import global_exponent
-from k2convert.quantize.rules.plain import plain_block_scales, plain_nibbles, plain_steps
+from k2convert.quantize.rules.channel_search import HIGHEST_OFFSET as HIGHEST_COLUMN_OFFSET
+from k2convert.quantize.rules.channel_search import LOWEST_OFFSET as LOWEST_COLUMN_OFFSET
+from k2convert.quantize.rules.channel_search import check_importance, column_candidates
+from k2convert.quantize.rules.max import max_block_scales, max_steps, plain_nibbles
+from k2convert.quantize.rules.mse import global_exponent
 from k2convert.quantize.rules.scale_tables import (
     HIGHEST_OFFSET,
     LOWEST_OFFSET,
@@ -45,16 +45,16 @@ from k2convert.quantize.rules.scale_tables import (
 )
 
 TILE: Final = 128
-RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"plain", "optimal", "weighted"})
+RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"max", "mse", "imatrix"})
 UNSIGNED: Final = -(1 << 31)
-"""Codes of a zero scale under `plain`: all zero, and without a sign."""
+"""Codes of a zero scale under `max`: all zero, and without a sign."""
 MAGNITUDE_BITS: Final = 0x7FFF
 """BF16 bits without the sign: minus zero is zero."""
 LARGEST_OF_SET: Final = [members.bit_length() for members in range(256)]
 
 _kernels = cast(Any, cuda_kernel)
 SEARCHED: Final = 48
-"""Candidates that a block with equal exponents looks at, from 8 below the first with t >= 1 on (cpp/columns.hpp)."""
+"""Candidates that a block with equal exponents looks at, from 8 below the first with t >= 1 on (cpp/channels.hpp)."""
 
 _TABLE_BELOW: Final[int] = _kernels.TABLE_BELOW.value
 _TABLE_SIZE: Final[int] = _kernels.TABLE_SIZE.value
@@ -87,13 +87,13 @@ def convert(
 ) -> cpu.Converted:
     """Quantize an INT4 weight on a device by a rule of RULES_WITH_KERNEL, as `cpu.convert` does; copies there and back.
 
-    What the kernels do not have is converted on the CPU: `plain` with column exponents or with unsigned zeros.
+    What the kernels do not have is converted on the CPU: `max` with channel exponents or with unsigned zeros.
     """
     found = None
-    if weight.column_exponents is None and importance is None:
+    if weight.channel_exponents is None and importance is None:
         found = convert_on_device(upload(weight, device), rule=rule, global_scale=global_scale)
     elif RULES[rule].has_power_of_two_scale:
-        columns = describe_columns(weight.column_exponents, importance, columns=weight.shape[1], device=device)
+        columns = describe_columns(weight.channel_exponents, importance, columns=weight.shape[1], device=device)
         found = convert_columns_on_device(upload(weight, device), columns, global_scale=global_scale)
     if found is None:
         return cpu.convert(weight, rule=rule, global_scale=global_scale, importance=importance)
@@ -108,7 +108,7 @@ def convert_on_device(weight: DeviceInt4, *, rule: Rule, global_scale: float) ->
     None if the kernel cannot represent the rule's codes for it.
     """
     check_rule_scale(rule, global_scale)
-    kernel, result = _PLAIN if not RULES[rule].has_power_of_two_scale else _OPTIMAL, allocate(weight)
+    kernel, result = _PLAIN if not RULES[rule].has_power_of_two_scale else _MSE, allocate(weight)
     outside = torch.zeros(1, dtype=torch.int64, device=weight.packed.device)
     if num_blocks := result.block_scales.numel():
         bits = weight.scale_bits.contiguous().flatten()
@@ -140,7 +140,7 @@ def slots_of(bits: Tensor) -> tuple[Tensor, Tensor]:
     return slot_bits, slot_of
 
 
-def _plain_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDArray[Any], ...] | None:
+def _max_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDArray[Any], ...] | None:
     """Return largest |q| of a set uint8 [256], and E4M3 byte and codes for each (slot, largest).
 
     None if a negative weight becomes +0 by underflow: the kernel takes the sign only from the source code.
@@ -148,9 +148,9 @@ def _plain_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[N
     bits_S = slot_bits & np.uint16(MAGNITUDE_BITS)
     scales_S1 = bf16_values(bits_S)[:, None]
     weights_Sk = round_to_bf16(np.arange(NUM_MAGNITUDES, dtype=np.float32) * scales_S1)
-    bytes_Sk = plain_block_scales(weights_Sk, global_scale)
+    bytes_Sk = max_block_scales(weights_Sk, global_scale)
     nonzero_S1k = weights_Sk[:, None, 1:]
-    nibbles = plain_nibbles(-nonzero_S1k, plain_steps(bytes_Sk, global_scale)[:, :, None])
+    nibbles = plain_nibbles(-nonzero_S1k, max_steps(bytes_Sk, global_scale)[:, :, None])
     if ((nibbles < SIGN_BIT) & (nonzero_S1k > 0)).any():
         return None
     return (
@@ -165,7 +165,7 @@ def packed_codes(codes: NDArray[np.uint8]) -> NDArray[np.int32]:
     return (codes.astype(np.int64) << (4 * np.arange(NUM_MAGNITUDES - 1))).sum(axis=-1).astype(np.int32)
 
 
-def _optimal_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDArray[Any], ...]:
+def _mse_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDArray[Any], ...]:
     """Return ms - 128, E4M3 byte of position 0, its place in the maps, clamped kg - es; all int32 [slots]."""
     fractions, exponents = np.frexp(bf16_values(slot_bits & np.uint16(MAGNITUDE_BITS)))
     mantissas_S = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
@@ -204,8 +204,8 @@ class CudaKernel:
     constants: Callable[[torch.device], tuple[Tensor, ...]]
 
 
-_OPTIMAL: Final = CudaKernel(_kernels.optimal_kernel, _optimal_tables, _search_tensors)
-_PLAIN: Final = CudaKernel(_kernels.plain_kernel, _plain_tables, _no_tensors)
+_MSE: Final = CudaKernel(_kernels.mse_kernel, _mse_tables, _search_tensors)
+_PLAIN: Final = CudaKernel(_kernels.max_kernel, _max_tables, _no_tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,7 +250,7 @@ def convert_columns_on_device(
         buffers = (source, bits, result.packed.view(torch.int64), result.block_scales, outside, slot_of)
         chunks = -(-(SEARCHED + 8 * columns.spread) // _LANES)
         sizes = (num_blocks, result.block_scales.shape[1], chunks)
-        _kernels.columns_kernel[(-(-num_blocks // TILE),)](
+        _kernels.channels_kernel[(-(-num_blocks // TILE),)](
             *buffers, *by_slot, *columns.arrays, *_column_tensors(device), *sizes, TILE=TILE
         )
     return result, int(outside)
@@ -260,7 +260,7 @@ def _column_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[
     """Return ms - 128, the byte of grid index 0, the grid index of the first candidate, clamped kg - es; [slots]."""
     fractions, exponents = np.frexp(bf16_values(slot_bits))
     mantissas_S = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
-    # As in column_search: es = e - 8.
+    # As in channel_search: es = e - 8.
     offsets = global_exponent(global_scale) + 8 - exponents.astype(np.int64)
     starts = 16 + (mantissas_S + 15) // 16
     clamped = offsets.clip(LOWEST_COLUMN_OFFSET, HIGHEST_COLUMN_OFFSET) - LOWEST_COLUMN_OFFSET

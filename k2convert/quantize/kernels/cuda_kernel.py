@@ -4,12 +4,12 @@ One lane is one block: 8 source bytes in two 32-bit words, 8 result bytes out. A
 handles them in parallel: bit planes with a bit for each nibble tell which of them have |q| = k. These bits are added up
 for the histogram, and multiplied by the code of k for the result. The kernel never rounds a floating-point number.
 
-`plain` finds its block scale and codes in a table of (source scale, largest |q|), filled by rules/plain.py. `optimal`
+`max` finds its block scale and codes in a table of (source scale, largest |q|), filled by rules/max.py. `mse`
 multiplies the histogram of |q| with error tables as the CPU kernel does, in sums below 2**24.
 
 In columns_kernel the error of a block under a candidate is a sum over its 16 elements: a factor of the column, which is
 importance * 4**(4 - a), times the error of |q| from one table. An element with the exponent a sees the candidate that
-is 8 a grid indices further up (cpp/columns.hpp says why and which candidates can win). Sums are integers below 2**53
+is 8 a grid indices further up (cpp/channels.hpp says why and which candidates can win). Sums are integers below 2**53
 times a power of two, exact in float64.
 """
 
@@ -39,7 +39,7 @@ TABLE_BELOW = tl.constexpr(64)
 TABLE_SIZE = tl.constexpr(224)
 MAGNITUDES = tl.constexpr(9)
 CANDIDATES = tl.constexpr(146)
-"""All candidates of rules/column_search.py: rank r has the grid index RANK_ZERO_INDEX - r, but for the first and last,
+"""All candidates of rules/channel_search.py: rank r has the grid index RANK_ZERO_INDEX - r, but for the first and last,
 under which every code is zero or saturated; both count as zero codes."""
 RANK_ZERO_INDEX = tl.constexpr(112)
 GRID_CHUNKS = tl.constexpr(9)
@@ -178,7 +178,7 @@ def load_blocks(packed, scale_bits, slot_of, block, valid):
 
 
 @triton.jit
-def plain_kernel(
+def max_kernel(
     packed, scale_bits, out, out_scales, outside, slot_of,  # noqa: ARG001 - the buffers of every kernel
     largest_of, bytes_, codes, num_blocks, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +193,7 @@ def plain_kernel(
 
 
 @triton.jit
-def optimal_kernel(
+def mse_kernel(
     packed, scale_bits, out, out_scales, outside, slot_of, mantissas, firsts, first_ranks, offsets,
     errors, windows, starts, full_errors, scale_bytes, codes, num_blocks, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -299,7 +299,7 @@ def columns_kernel(
 ):  # fmt: skip
     """Convert TILE blocks. int32 by slot: mantissas (ms - 128, negative for zero), firsts (the byte of grid index 0),
     starts (the first candidate), offsets. By column: eighths int32 (8 a), factors float64. By block of a row: highest
-    int32 (8 times the largest exponent). `outside` as in cuda_kernel.optimal_kernel.
+    int32 (8 times the largest exponent). `outside` as in cuda_kernel.mse_kernel.
     """
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = block < num_blocks

@@ -1,6 +1,6 @@
 """The tables of rules/scale_tables.py, cut to what a kernel needs to find a block's best scale in one look.
 
-The definition of `optimal` compares 82 candidates. Which of them can win depends on which magnitudes occur in the
+The definition of `mse` compares 82 candidates. Which of them can win depends on which magnitudes occur in the
 block: t = 4 is never best for a block with 1, 2, 3, 5 and 7 in it. So the 255 sets of magnitudes fall into
 `NUM_WINDOWS` windows of 16 neighboring candidates that hold every winner, for every mantissa of s. 31 rare sets, with
 few and even magnitudes, need two windows. Nothing is lost: tests/quantize/kernels/test_windows.py compares all

@@ -2,7 +2,7 @@
 
 Nothing is known of the rule: the error is that of the written values v * b * g against the exact source, q * s or the
 BF16 value. Rows are added up in C++, and over rows with math.fsum, so the figures depend on no thread. The comparison
-with `plain` and with the bound costs more than the conversion, so it is made on a sample of the blocks.
+with `max` and with the bound costs more than the conversion, so it is made on a sample of the blocks.
 
 A conversion of INT4 weights whose columns have no factors counts on the way what the figures follow from
 (cpp/tally.hpp): the same counts, and the same sums but for their order.
@@ -27,9 +27,9 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import Converted, Sums, flat
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.rules.column_search import MAX_IMPORTANCE, check_importance
+from k2convert.quantize.rules.channel_search import MAX_IMPORTANCE, check_importance
 from k2convert.quantize.rules.magnitude import Magnitude
-from k2convert.quantize.rules.plain import plain_global_scale
+from k2convert.quantize.rules.max import max_global_scale
 
 MAX_SCALE_SPREAD: Final = 2.0**13
 
@@ -82,7 +82,7 @@ def measure_quantized(
         scale_histogram=used,
         sampled_blocks=sampled,
         sampled_error_achieved=achieved,
-        sampled_error_plain=plain,
+        sampled_error_max=plain,
         sampled_error_bound=bound,
         weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
         weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
@@ -118,7 +118,7 @@ def add_up(
     if isinstance(source, Bf16Weight):
         counts = _cpu.measure_bf16(flat(source.bits), *written, factors, sums_N4.reshape(-1))
     else:
-        exponents = source.column_exponents
+        exponents = source.channel_exponents
         powers = None if exponents is None else np.ldexp(1.0, -exponents.astype(np.int32))
         inverses = None if powers is None else 1 / powers
         codes = flat(source.packed), flat(source.scale_bits)
@@ -135,13 +135,13 @@ def _sum(values: NDArray[np.float64]) -> float:
 def _sample(
     source: SourceWeight, result: Nvfp4Weight, magnitude: Magnitude, seed: int
 ) -> tuple[int, float, float, float]:
-    """Return how many blocks are sampled, and on them the error, that of `plain` at its own scale, and the bound."""
+    """Return how many blocks are sampled, and on them the error, that of `max` at its own scale, and the bound."""
     chosen = sampled_range(result.block_scales.size, sample_seed=seed)
     if not chosen:
         return 0, 0.0, 0.0, 0.0
     written = flat(result.packed), flat(result.block_scales), _E4M3 * result.global_scale
-    sample = chosen.start, chosen.step, plain_global_scale(magnitude)
+    sample = chosen.start, chosen.step, max_global_scale(magnitude)
     if isinstance(source, Bf16Weight):
         return len(chosen), *_cpu.sample_bf16(flat(source.bits), *written, *sample)
-    codes = flat(source.packed), flat(source.scale_bits), source.column_exponents
+    codes = flat(source.packed), flat(source.scale_bits), source.channel_exponents
     return len(chosen), *_cpu.sample_int4(*codes, *written, *sample)

@@ -60,12 +60,12 @@ class WeightMetrics:
     """(E4M3 byte, number of blocks), ascending, without empty entries."""
     sampled_blocks: int
     sampled_error_achieved: float
-    sampled_error_plain: float
-    """Squared error of the `plain` rule on the sampled blocks."""
+    sampled_error_max: float
+    """Squared error of the `max` rule on the sampled blocks."""
     sampled_error_bound: float
     """No choice of scales, even real-valued, gives less squared error on the sampled blocks."""
     weighted_energy: float | None = None
-    """Sum of importance / 255 * w**2, if the rule was given the importance of columns."""
+    """Sum of importance / 255 * w**2, if the rule was given the importance of channels."""
     weighted_error: float | None = None
     """Sum of importance / 255 * (w - w')**2, likewise."""
 
@@ -87,19 +87,19 @@ class WeightMetrics:
         return decibels(self.weighted_energy, self.weighted_error)
 
     @property
-    def achieved_to_plain(self) -> float:
-        """Squared error as a share of plain's, on the sampled blocks; about 0.5 for `optimal`."""
-        return ratio(self.sampled_error_achieved, self.sampled_error_plain)
+    def achieved_to_max(self) -> float:
+        """Squared error as a share of max's, on the sampled blocks; about 0.5 for `mse`."""
+        return ratio(self.sampled_error_achieved, self.sampled_error_max)
 
     @property
     def achieved_to_bound(self) -> float:
-        """Squared error as a multiple of the bound, on the sampled blocks; about 1.13 for `optimal`."""
+        """Squared error as a multiple of the bound, on the sampled blocks; about 1.13 for `mse`."""
         return ratio(self.sampled_error_achieved, self.sampled_error_bound)
 
     @property
-    def sqnr_plain_db(self) -> float | None:
-        """The SQNR of `plain`: this one, shifted by the ratio of errors on the sampled blocks; None if not known."""
-        return self._shifted(self.sampled_error_plain)
+    def sqnr_max_db(self) -> float | None:
+        """The SQNR of `max`: this one, shifted by the ratio of errors on the sampled blocks; None if not known."""
+        return self._shifted(self.sampled_error_max)
 
     @property
     def sqnr_bound_db(self) -> float | None:
@@ -196,7 +196,7 @@ def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
         scale_histogram=tuple(sorted(histogram.items())),
         sampled_blocks=sum(part.sampled_blocks for part in metrics),
         sampled_error_achieved=math.fsum(part.sampled_error_achieved for part in metrics),
-        sampled_error_plain=math.fsum(part.sampled_error_plain for part in metrics),
+        sampled_error_max=math.fsum(part.sampled_error_max for part in metrics),
         sampled_error_bound=math.fsum(part.sampled_error_bound for part in metrics),
         weighted_energy=_optional(math.fsum, (part.weighted_energy for part in metrics)),
         weighted_error=_optional(math.fsum, (part.weighted_error for part in metrics)),

@@ -15,15 +15,15 @@ from k2convert.choices import Rule
 from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
+from k2convert.quantize.rules.imatrix import quantize_imatrix
 from k2convert.quantize.rules.magnitude import Magnitude
-from k2convert.quantize.rules.optimal import (
+from k2convert.quantize.rules.max import max_global_scale, quantize_max
+from k2convert.quantize.rules.mse import (
     global_exponent,
-    optimal_global_scale,
-    quantize_optimal,
+    mse_global_scale,
+    quantize_mse,
 )
-from k2convert.quantize.rules.optimal_bf16 import quantize_optimal_bf16
-from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
-from k2convert.quantize.rules.weighted import quantize_weighted
+from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
 
 
 class GlobalScale(Protocol):
@@ -39,7 +39,7 @@ class GlobalScale(Protocol):
 class RuleArithmetic:
     """What defines a rule.
 
-    quantize_int4 takes weights with column exponents too. quantize_weighted quantizes an INT4 or BF16 weight with the
+    quantize_int4 takes weights with channel exponents too. quantize_imatrix quantizes an INT4 or BF16 weight with the
     importance uint8 [K] of its columns, 1..255; None if the rule knows no importance. Without one, a rule that knows it
     counts every column the same, which is quantize_int4 and quantize_bf16.
     """
@@ -49,7 +49,7 @@ class RuleArithmetic:
     global_scale: GlobalScale
     quantize_int4: Callable[[Int4Weight, float], Nvfp4Weight]
     quantize_bf16: Callable[[Bf16Weight, float], Nvfp4Weight]
-    quantize_weighted: Callable[[SourceWeight, float, NDArray[np.uint8]], Nvfp4Weight] | None = None
+    quantize_imatrix: Callable[[SourceWeight, float, NDArray[np.uint8]], Nvfp4Weight] | None = None
     has_power_of_two_scale: bool = False
     """Whether the global scale is always a power of two."""
     needs_walk: bool = False
@@ -60,47 +60,47 @@ class RuleArithmetic:
 
     @property
     def uses_importance(self) -> bool:
-        """Whether the rule knows the importance of columns, which comes from a statistics file."""
-        return self.quantize_weighted is not None
+        """Whether the rule knows the importance of channels, which comes from a statistics file."""
+        return self.quantize_imatrix is not None
 
 
-def _plain_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG001
-    return plain_global_scale(magnitude)
+def _max_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG001
+    return max_global_scale(magnitude)
 
 
 WEIGHTED_NOTE: Final = (
     "Rule weighted makes the error small that is weighted by the inputs. The plain SQNR of its weights is expected to "
-    "be a little lower than that of rule optimal."
+    "be a little lower than that of rule mse."
 )
 
-_OPTIMAL: Final = RuleArithmetic(
+_MSE: Final = RuleArithmetic(
     summary="Every block gets the E4M3 scale with the least squared error; the global scale is a power of two.",
-    global_scale=optimal_global_scale,
-    quantize_int4=quantize_optimal,
-    quantize_bf16=quantize_optimal_bf16,
+    global_scale=mse_global_scale,
+    quantize_int4=quantize_mse,
+    quantize_bf16=quantize_mse_bf16,
     has_power_of_two_scale=True,
 )
 _WEIGHTED: Final = replace(
-    _OPTIMAL,
+    _MSE,
     summary="Every block gets the E4M3 scale with the least squared error on the inputs that were measured; "
     "the global scale is a power of two.",
-    quantize_weighted=quantize_weighted,
+    quantize_imatrix=quantize_imatrix,
 )
 
 RULES: Final[dict[Rule, RuleArithmetic]] = {
-    "optimal": _OPTIMAL,
-    "weighted": _WEIGHTED,
-    "feedback": replace(
+    "mse": _MSE,
+    "imatrix": _WEIGHTED,
+    "gptq": replace(
         _WEIGHTED,
         summary="Codes and scales of the experts are chosen layer by layer, so that each one makes up for the errors "
         "before it on the inputs that were measured; the global scale is a power of two.",
         needs_walk=True,
     ),
-    "plain": RuleArithmetic(
+    "max": RuleArithmetic(
         summary="Every block gets its largest weight over 6 as scale, the bytes of ModelOpt's max calibration.",
-        global_scale=_plain_scale,
-        quantize_int4=quantize_plain,
-        quantize_bf16=quantize_plain,
+        global_scale=_max_scale,
+        quantize_int4=quantize_max,
+        quantize_bf16=quantize_max,
         is_modelopt=True,
     ),
 }
@@ -119,8 +119,8 @@ def quantize_by_definition(
 ) -> Nvfp4Weight:
     """Quantize a weight by its rule's own arithmetic, which is slow; `importance` uint8 [K] is for rules with it."""
     arithmetic = RULES[rule]
-    if importance is not None and arithmetic.quantize_weighted is not None:
-        return arithmetic.quantize_weighted(weight, global_scale, importance)
+    if importance is not None and arithmetic.quantize_imatrix is not None:
+        return arithmetic.quantize_imatrix(weight, global_scale, importance)
     if isinstance(weight, Int4Weight):
         return arithmetic.quantize_int4(weight, global_scale)
     return arithmetic.quantize_bf16(weight, global_scale)

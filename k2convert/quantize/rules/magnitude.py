@@ -23,7 +23,7 @@ _MAGNITUDE_BITS = 0x7FFF
 class Magnitude:
     """`scale_max`: the largest INT4 scale (BF16 sources: the same as amax); `amax`: max |w| after BF16 rounding.
 
-    With column exponents, `scale_max` is the largest s * 2**-a of a column, and the weight is q * s * 2**-a.
+    With channel exponents, `scale_max` is the largest s * 2**-a of a column, and the weight is q * s * 2**-a.
     """
 
     scale_max: float
@@ -39,7 +39,7 @@ def measure(weight: SourceWeight, *, name: str = "weight") -> Magnitude:
     if isinstance(weight, Bf16Weight):
         return _measure_bf16(weight, name=name)
     check_int4_scales(weight.scale_bits, name=name)
-    if weight.column_exponents is not None:
+    if weight.channel_exponents is not None:
         return _measure_columns(weight)
     return Magnitude(scale_max=float(np.abs(weight.scales).max(initial=0.0)), amax=_int4_amax(weight))
 

@@ -1,4 +1,4 @@
-"""The constant tables of the optimal search: one for every checkpoint, because everything in it is an integer.
+"""The constant tables of the mse search: one for every checkpoint, because everything in it is an integer.
 
 Write a source scale as s = ms * 2**es with ms in 128..255, a block scale as b = mb * 2**eb with mb in 8..15, and
 g = 2**kg. The FP4 step measured in INT4 steps is then

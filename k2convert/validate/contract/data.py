@@ -84,7 +84,7 @@ def _recipe_input_scale(subject: Subject, module: Module) -> bytes | None:
 def check_copies(subject: Subject, scan: ScanResult) -> Findings:
     """Rule 7: dtype, shape and bytes of everything that was not converted. Missing tensors are reported by rule 8.
 
-    Norm scaling, if the ledger states it, multiplies columns by powers of two. Every other change is an error.
+    Smoothing, if the ledger states it, multiplies columns by powers of two. Every other change is an error.
     """
     found = Findings(7)
     scaling = subject.scaling

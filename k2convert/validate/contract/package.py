@@ -127,8 +127,8 @@ def check_ledger(subject: Subject, scan: ScanResult, totals: Mapping[str, Figure
     for problem in ledger.problems:
         found.error(LEDGER_NAME, problem)
     stated, used = ledger.calibration, ledger.fingerprint.get("statistics")
-    # With rule feedback, the statistics come out of the conversion. They do not identify it.
-    digest = None if stated is None or stated.feedback else stated.statistics
+    # With rule gptq, the statistics come out of the conversion. They do not identify it.
+    digest = None if stated is None or stated.gptq else stated.statistics
     if digest != used and not ledger.problems:
         found.error(f"{LEDGER_NAME}: calibration.statistics", f"is not the fingerprint's digest {quoted(used)}")
     if not ledger.problems and not subject.list_problem and (problem := _list_problem(ledger)):

@@ -47,7 +47,7 @@ class Subject:
     renamed                    name found -> name it should have, if they differ
     unknown                    names that are not part of the family's models
     layout, has_input_scale    as found in the tensors: a config that differs is wrong, not followed
-    scaling                    exact norm scaling, if the ledger states it
+    scaling                    exact smoothing, if the ledger states it
     whole                      the subject that this is a part of; None if this is the whole result
     limits                     which part is read
     """

@@ -60,7 +60,7 @@ class Piece:
 class ScanResult:
     """What the pass found, by the names that tensors should have (see Result).
 
-    `compared` are the copied tensors that were compared with the source, `scaled` those of them that norm scaling
+    `compared` are the copied tensors that were compared with the source, `scaled` those of them that smoothing
     changes, `misscaled` says what is wrong with these.
     """
 
@@ -80,7 +80,7 @@ class ScanResult:
 class _Target:
     """One tensor of the folder: the name it should have, its module if converted, its source if copied.
 
-    `exponents` are those of the columns by which norm scaling changes a copied tensor; None if it is unchanged.
+    `exponents` are those of the columns by which smoothing changes a copied tensor; None if it is unchanged.
     """
 
     name: str
@@ -249,7 +249,7 @@ class _Scan:
         if target.name in self.result.misscaled:
             return
         if dtype not in SCALED_DTYPES or columns != exponents.shape:
-            problem = f"{dtype} {list(target.source.shape)}, but norm scaling has {exponents.size:,} channels"
+            problem = f"{dtype} {list(target.source.shape)}, but smoothing has {exponents.size:,} channels"
             self.result.misscaled[target.name] = problem
         elif problem := misfit(before, data, dtype=dtype, begin=piece.begin, exponents=exponents):
             self.result.misscaled[target.name] = problem

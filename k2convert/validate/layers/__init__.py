@@ -2,7 +2,7 @@
 
 check     the stage: the chosen layers of two checkpoints, computed from the same hidden states
 block     one MoE block in FP32, expert by expert
-versions  an expert with the source's weights, the converted ones and those of `plain`
+versions  an expert with the source's weights, the converted ones and those of `max`
 result    the figures, without torch
 
 The router, the weight decoders, the hidden states and the FP4 activations are in k2convert/forward/.

@@ -2,7 +2,7 @@
 
 The router, every routed expert and the shared experts are computed in FP32 on the same hidden states, once with the
 source's exact q * s and once for each variant: the converted weights, the same on FP4 activations, the weights that
-`plain` gives for the same source, the same on FP4 activations, and the source's weights on FP4 activations. Experts are
+`max` gives for the same source, the same on FP4 activations, and the source's weights on FP4 activations. Experts are
 read one by one, so a K2 layer needs under 4 GB.
 
 An expert that no token chose is run on the tokens with the highest scores for it. So it is checked too, but it adds
@@ -74,7 +74,7 @@ def check_layers(
     `hidden_states` is a file of captured states (see forward/hidden_states.py), or the windows of a text, which the
     source's layers compute in FP32; without it they are drawn from `seed`. `whole` is the source with all experts if
     `source` has only those that a pruned result keeps: its layers compute the text.
-    `scaling` is the converted checkpoint's norm scaling: its blocks get the states that its norms give.
+    `scaling` is the converted checkpoint's smoothing: its blocks get the states that its norms give.
     """
     check_layers_exist(source, layers)
     with (

@@ -14,8 +14,8 @@ class Variant(StrEnum):
 
     CONVERTED = "converted"
     CONVERTED_W4A4 = "converted-w4a4"
-    PLAIN = "plain"
-    PLAIN_W4A4 = "plain-w4a4"
+    MAX = "max"
+    MAX_W4A4 = "plain-w4a4"
     ACTIVATIONS_ONLY = "activations-only"
     """The source's weights with FP4 activations: the error that no weight conversion can remove."""
     PRUNING_ALONE = "pruning-alone"
@@ -24,7 +24,7 @@ class Variant(StrEnum):
     """The result as it is served, against the source's weights of all experts."""
 
 
-W4A4_VARIANTS = (Variant.CONVERTED_W4A4, Variant.PLAIN_W4A4, Variant.ACTIVATIONS_ONLY)
+W4A4_VARIANTS = (Variant.CONVERTED_W4A4, Variant.MAX_W4A4, Variant.ACTIVATIONS_ONLY)
 
 AGAINST_WHOLE = (Variant.PRUNING_ALONE, Variant.PRUNED_RESULT)
 """The variants of a pruned result that are compared with all experts of the source."""
@@ -32,8 +32,8 @@ AGAINST_WHOLE = (Variant.PRUNING_ALONE, Variant.PRUNED_RESULT)
 _LABELS: Final[dict[str, str]] = {
     Variant.CONVERTED_W4A4: "this result as served (W4A4)",
     Variant.CONVERTED: "its weights alone (W4A16)",
-    Variant.PLAIN_W4A4: "usual rule, W4A4",
-    Variant.PLAIN: "usual rule (plain)",
+    Variant.MAX_W4A4: "usual rule, W4A4",
+    Variant.MAX: "usual rule (plain)",
     Variant.ACTIVATIONS_ONLY: "INT4 weights with FP4 activations",
     Variant.PRUNING_ALONE: "pruning alone, against the whole INT4",
     Variant.PRUNED_RESULT: "this result as served, against the whole INT4",
@@ -55,7 +55,7 @@ def reference_name(found: Collection[str]) -> str:
 class LayerBudget:
     """The least weight-only SQNR in dB of a layer's output, and of any single expert's output.
 
-    Measured on synthetic states, routed experts converted: layers 19.2 to 20.6 `optimal`, 16.2 to 17.7 `plain`; worst
+    Measured on synthetic states, routed experts converted: layers 19.2 to 20.6 `mse`, 16.2 to 17.7 `max`; worst
     expert 16.9 to 17.9 and 13.9 to 14.8. Shared experts converted too: layers 18.5 and 16.0.
     """
 

@@ -19,7 +19,7 @@ MlpOutputs = tuple[Tensor, dict[Variant, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class MlpVersions:
-    """An MLP with the source's weights, the converted ones, and those of `plain`; all with the same input scales."""
+    """An MLP with the source's weights, the converted ones, and those of `max`; all with the same input scales."""
 
     source: Mlp
     converted: Mlp
@@ -28,18 +28,18 @@ class MlpVersions:
     def run(self, x_TK: Tensor, scaled_TK: Tensor, *, with_fp4_inputs: bool) -> MlpOutputs:
         """Return the source's output f32 [T, hidden] for f32 [T, hidden], and every variant's.
 
-        `scaled_TK` is the input of the converted weights: the same, or with norm scaling.
+        `scaled_TK` is the input of the converted weights: the same, or with smoothing.
         """
         if not with_fp4_inputs:
-            return self.source(x_TK), {Variant.CONVERTED: self.converted(scaled_TK), Variant.PLAIN: self.plain(x_TK)}
+            return self.source(x_TK), {Variant.CONVERTED: self.converted(scaled_TK), Variant.MAX: self.plain(x_TK)}
         reference, activations_only = self.source.on_both_inputs(x_TK)
         converted, converted_w4a4 = self.converted.on_both_inputs(scaled_TK)
-        plain, plain_w4a4 = self.plain.on_both_inputs(x_TK)
+        plain, max_w4a4 = self.plain.on_both_inputs(x_TK)
         return reference, {
             Variant.CONVERTED: converted,
             Variant.CONVERTED_W4A4: converted_w4a4,
-            Variant.PLAIN: plain,
-            Variant.PLAIN_W4A4: plain_w4a4,
+            Variant.MAX: plain,
+            Variant.MAX_W4A4: max_w4a4,
             Variant.ACTIVATIONS_ONLY: activations_only,
         }
 
@@ -49,7 +49,7 @@ def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> Mlp
     raw = {name: source.read_source(f"{stem}.{name}") for name in PROJECTIONS}
     ours = [converted.read_converted(f"{stem}.{name}", shape=_shape(raw[name])) for name in PROJECTIONS]
     exact = [exact_weight(weight) for weight in raw.values()]
-    plain = _plain_weights(raw) if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}") else exact
+    plain = _max_weights(raw) if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}") else exact
     scales = [projection.input_scale for projection in ours]
     return MlpVersions(
         source=Mlp(*map(LinearLayer, exact, scales)),
@@ -58,8 +58,8 @@ def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> Mlp
     )
 
 
-def _plain_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
-    plain = NativeQuantizer("plain", "cpu")
+def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
+    plain = NativeQuantizer("max", "cpu")
     sources = {name: _source_weight(weight) for name, weight in raw.items()}
     measured = {name: plain.measure(source, name=name) for name, source in sources.items()}
     gate_up = measured["gate_proj"].merge(measured["up_proj"])

@@ -12,8 +12,8 @@ from k2convert.quantize.kernels import cuda, cuda_kernel
 
 SHARED = ["*i64", "*i16", "*i64", "*u8", "*i64", "*i32"]
 SIGNATURES = {
-    cuda_kernel.plain_kernel: [*SHARED, "*u8", "*i32", "*i32", "i32"],
-    cuda_kernel.optimal_kernel: [
+    cuda_kernel.max_kernel: [*SHARED, "*u8", "*i32", "*i32", "i32"],
+    cuda_kernel.mse_kernel: [
         *SHARED, "*i32", "*i32", "*i32", "*i32", "*fp32", "*u8", "*i32", "*fp64", "*u8", "*i32", "i32"
     ],
     cuda_kernel.columns_kernel: [

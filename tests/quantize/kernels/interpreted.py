@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
-from column_makers import exponents_of, importance_of, some_rows
+from channel_makers import exponents_of, importance_of, some_rows
 from int4_makers import MAKERS, int4_weight, trained_like
 from numpy.typing import NDArray
 
@@ -25,12 +25,12 @@ from k2convert.forward.weights import WeightReader
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cpu, cuda
 from k2convert.quantize.rules import RULES, quantize_by_definition
+from k2convert.quantize.rules.imatrix import block_importance
 from k2convert.quantize.rules.magnitude import measure
-from k2convert.quantize.rules.weighted import block_importance
 from scripts.fixture_maker import TINY
 
-KERNEL_RULES: tuple[Rule, ...] = ("optimal", "plain")
-"""`weighted` is `optimal` here, by the same kernel."""
+KERNEL_RULES: tuple[Rule, ...] = ("mse", "max")
+"""`imatrix` is `mse` here, by the same kernel."""
 
 
 def compare(weight: Int4Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None = None) -> None:
@@ -58,22 +58,22 @@ def compare_columns_of_maker(maker: str) -> None:
     for reach, step in ((0, -7), (4, 0)):
         weight = some_rows(maker, exponents_of(rng, reach))
         weight = weight.rows(rows := max(0, weight.shape[0] // 2 - 1), rows + 2)
-        best = RULES["weighted"].global_scale(measure(weight), is_int4=True)
-        compare(weight, "weighted", max(best * 2.0**step, 2.0**-126), importance_of(rng))
+        best = RULES["imatrix"].global_scale(measure(weight), is_int4=True)
+        compare(weight, "imatrix", max(best * 2.0**step, 2.0**-126), importance_of(rng))
         if reach:
-            compare(weight, "optimal", best)
+            compare(weight, "mse", best)
 
 
 def compare_ends() -> None:
     """No rows, and equal importance."""
     weight, importance = trained_like(5, seed=3), np.full(256, 9, dtype=np.uint8)
-    scale = RULES["weighted"].global_scale(measure(weight), is_int4=True)
-    found = cuda.convert(weight.rows(0, 0), rule="weighted", global_scale=scale, importance=importance, device="cpu")
+    scale = RULES["imatrix"].global_scale(measure(weight), is_int4=True)
+    found = cuda.convert(weight.rows(0, 0), rule="imatrix", global_scale=scale, importance=importance, device="cpu")
     assert found.weight.shape == (0, 256)
-    equal = cuda.convert(weight, rule="weighted", global_scale=scale, importance=importance, device="cpu").weight
-    optimal = RULES["optimal"].quantize_int4(weight, scale)
-    assert np.array_equal(equal.packed, optimal.packed)
-    assert np.array_equal(equal.block_scales, optimal.block_scales)
+    equal = cuda.convert(weight, rule="imatrix", global_scale=scale, importance=importance, device="cpu").weight
+    mse = RULES["mse"].quantize_int4(weight, scale)
+    assert np.array_equal(equal.packed, mse.packed)
+    assert np.array_equal(equal.block_scales, mse.block_scales)
 
 
 def compare_tiny() -> None:
@@ -85,9 +85,9 @@ def compare_tiny() -> None:
             assert isinstance(source, Int4Weight)
             columns = source.shape[1]
             importance = block_importance(np.exp(rng.standard_normal(columns)).astype(np.float32))
-            scale = RULES["weighted"].global_scale(measure(source), is_int4=True)
+            scale = RULES["imatrix"].global_scale(measure(source), is_int4=True)
             for exponents in (None, exponents_of(rng, 1, columns)):
-                compare(replace(source.rows(0, 3), column_exponents=exponents), "weighted", scale, importance)
+                compare(replace(source.rows(0, 3), channel_exponents=exponents), "imatrix", scale, importance)
 
 
 def compare_scales() -> None:
@@ -95,9 +95,9 @@ def compare_scales() -> None:
     rng = np.random.default_rng(0)
     weight = int4_weight(rng.integers(-8, 8, 3 * 256), rng.choice([1, 0x60, 0x0101, 0x3C3C, 0x7A00, 0, 0x8000], 24))
     for exponent in (-126, -9, 0, 127):
-        compare(weight, "optimal", 2.0**exponent)
+        compare(weight, "mse", 2.0**exponent)
     for scale in (2.0**-149, 3e-9, 0.75, 3.3e38):
-        compare(weight, "plain", float(np.float32(scale)))
+        compare(weight, "max", float(np.float32(scale)))
 
 
 if __name__ == "__main__":

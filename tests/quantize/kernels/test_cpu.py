@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from block_makers import bf16_weight
-from column_makers import exponents_of, importance_of, some_rows
+from channel_makers import exponents_of, importance_of, some_rows
 from int4_makers import MAKERS, int4_weight, trained_like
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,7 +28,7 @@ from k2convert.quantize.rules.magnitude import measure
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
-KERNELS: tuple[Rule, ...] = ("optimal", "plain")
+KERNELS: tuple[Rule, ...] = ("mse", "max")
 """Rules with the same kernels come once."""
 
 
@@ -58,15 +58,15 @@ def test_bytes_and_magnitude_equal_rules(maker: str, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("exponent", [-126, -40, -12, -9, -6, -3, 0, 5, 60, 127])
-def test_optimal_equals_rules_for_any_power_of_two(exponent: int) -> None:
+def test_mse_equals_rules_for_any_power_of_two(exponent: int) -> None:
     for maker in ("trained-minus-eight", "wide-spread", "few-magnitudes", "zeros"):
-        assert_equals_rules(MAKERS[maker](), "optimal", 2.0**exponent)
+        assert_equals_rules(MAKERS[maker](), "mse", 2.0**exponent)
 
 
 @pytest.mark.parametrize("global_scale", [2.0**-149, 1e-40, 1.17e-38, 3e-9, 1.1e-5, 0.75, 1e6, 3.3e38])
-def test_plain_equals_rules_for_any_global_scale(global_scale: float) -> None:
+def test_max_equals_rules_for_any_global_scale(global_scale: float) -> None:
     for maker in ("trained-minus-eight", "wide-spread", "zeros"):
-        assert_equals_rules(MAKERS[maker](), "plain", float(np.float32(global_scale)))
+        assert_equals_rules(MAKERS[maker](), "max", float(np.float32(global_scale)))
 
 
 @pytest.mark.parametrize("rule", KERNELS)
@@ -109,9 +109,9 @@ def test_large_tensor(rule: Rule) -> None:
 def test_importance_equals_rules(maker: str, reach: int) -> None:
     rng = np.random.default_rng(zlib.crc32(maker.encode()) + reach)
     weight = some_rows(maker, exponents_of(rng, reach))
-    g = own_scale(weight, "weighted")
+    g = own_scale(weight, "imatrix")
     for global_scale in {max(g * 2.0**step, 2.0**-126) for step in (0, -7, 6)}:
-        assert_equals_rules(weight, "weighted", global_scale, importance_of(rng))
+        assert_equals_rules(weight, "imatrix", global_scale, importance_of(rng))
 
 
 @pytest.mark.parametrize("rule", KERNELS)
@@ -124,11 +124,11 @@ def test_exponents_equal_rules(maker: str, rule: Rule) -> None:
         assert_equals_rules(weight, rule, own_scale(weight, rule))
 
 
-@pytest.mark.parametrize("kind", ["optimal", "plain", "importance", "exponents"])
+@pytest.mark.parametrize("kind", ["mse", "max", "importance", "exponents"])
 def test_row_splits_and_threads_do_not_matter(kind: str) -> None:
     rng = np.random.default_rng(0)
     weight = MAKERS["every-scale"]() if kind in KERNELS else trained_like(1001, seed=1)
-    rule: Rule = "plain" if kind == "plain" else "weighted"
+    rule: Rule = "max" if kind == "max" else "imatrix"
     importance = None if kind in KERNELS else importance_of(rng)
     weight = Int4Weight(weight.packed, weight.scale_bits, exponents_of(rng, 2 if kind == "exponents" else 0))
     g = own_scale(weight, rule)
@@ -222,13 +222,13 @@ def test_bf16_weights_equal_rules(maker: str, rule: Rule) -> None:
 @pytest.mark.parametrize("exponent", [-126, -60, -16, -9, 0, 30, 118, 127])
 def test_bf16_weights_equal_rules_for_any_power_of_two(exponent: int) -> None:
     for maker in ("bell", "outliers", "short-significands"):
-        assert_equals_rules(bf16_weight(BF16_MAKERS[maker]()), "optimal", 2.0**exponent)
+        assert_equals_rules(bf16_weight(BF16_MAKERS[maker]()), "mse", 2.0**exponent)
 
 
 @pytest.mark.parametrize("global_scale", [2.0**-149, 1e-40, 3e-9, 1.1e-5, 0.75, 3.3e38])
 def test_bf16_weights_equal_plain_for_any_global_scale(global_scale: float) -> None:
     for maker in ("bell", "outliers", "subnormal"):
-        assert_equals_rules(bf16_weight(BF16_MAKERS[maker]()), "plain", float(np.float32(global_scale)))
+        assert_equals_rules(bf16_weight(BF16_MAKERS[maker]()), "max", float(np.float32(global_scale)))
 
 
 def test_bf16_weights_by_importance_equal_rules() -> None:
@@ -237,5 +237,5 @@ def test_bf16_weights_by_importance_equal_rules() -> None:
     values[3, :32] = 0
     weight = Bf16Weight((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
     for step in (0, -9, 7, 120):
-        g = min(own_scale(weight, "weighted") * 2.0**step, 2.0**127)
-        assert_equals_rules(weight, "weighted", g, importance_of(rng))
+        g = min(own_scale(weight, "imatrix") * 2.0**step, 2.0**127)
+        assert_equals_rules(weight, "imatrix", g, importance_of(rng))

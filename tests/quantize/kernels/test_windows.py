@@ -59,7 +59,7 @@ def count_wrong(histograms: NDArray[np.uint8], mantissa: int) -> int:
     # s = ms / 128, g = 1/2: candidate c, t = mb * 2**(c // 8) / ms with mb = 8 + c % 8, has b = mb * 2**(c // 8 - 6).
     scale_bits = np.full((1, len(blocks) // 2), mantissa - 128 + ONE_BF16, dtype=np.uint16)
     weight = Int4Weight(blocks.reshape(1, -1), scale_bits)
-    found_by_kernel = convert(weight, rule="optimal", global_scale=0.5)
+    found_by_kernel = convert(weight, rule="mse", global_scale=0.5)
     result, counted = found_by_kernel.weight, found_by_kernel.sums
     assert counted is not None
     errors, sums_M = full_errors(mantissa), []

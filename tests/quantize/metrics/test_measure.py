@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from column_makers import exponents_of, importance_of, some_rows
+from channel_makers import exponents_of, importance_of, some_rows
 from int4_makers import MAKERS, any_bytes, trained_like
 from numpy.typing import NDArray
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
-from k2convert.quantize.formats.columns import divide_columns
+from k2convert.quantize.formats.channels import divide_columns
 from k2convert.quantize.formats.e4m3 import decode_e4m3
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4, unpack_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
@@ -32,7 +32,7 @@ REACH = [0, 2]
 
 
 def converted(
-    source: Int4Weight, importance: NDArray[np.uint8] | None = None, rule: Rule = "weighted"
+    source: Int4Weight, importance: NDArray[np.uint8] | None = None, rule: Rule = "imatrix"
 ) -> tuple[Nvfp4Weight, Magnitude, WeightMetrics]:
     quantizer = create_quantizer("native", rule=rule, device="cpu")
     magnitude = quantizer.measure(source, name="w")
@@ -91,7 +91,7 @@ def directly(source: Int4Weight, codes: Nvfp4Weight, importance: NDArray[np.uint
 def test_the_figures_are_those_of_a_direct_computation(maker: str, reach: int) -> None:
     rng = np.random.default_rng(11)
     source = some_rows(maker, exponents_of(rng, reach))
-    source = Int4Weight(source.packed[:8], source.scale_bits[:8], source.column_exponents)
+    source = Int4Weight(source.packed[:8], source.scale_bits[:8], source.channel_exponents)
     importance = importance_of(rng)
     codes, magnitude, _ = converted(source, importance)
     codes = perturbed(codes, rng)
@@ -106,10 +106,10 @@ def test_the_figures_are_those_of_a_direct_computation(maker: str, reach: int) -
     assert found.blocks_outside_normal is None
     assert found.sampled_blocks == found.num_blocks
     assert math.isclose(found.sampled_error_achieved, found.squared_error, rel_tol=1e-13)
-    assert found.sampled_error_bound <= found.sampled_error_plain * (1 + 1e-12)
+    assert found.sampled_error_bound <= found.sampled_error_max * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("rule", ["optimal", "plain"])
+@pytest.mark.parametrize("rule", ["mse", "max"])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_conversion_counts_what_is_measured(maker: str, rule: Rule) -> None:
     """Among them every source scale. Without factors a conversion counts pairs of scales, another way to them."""
@@ -128,7 +128,7 @@ def test_a_conversion_counts_what_is_measured(maker: str, rule: Rule) -> None:
 
 def test_a_bf16_weight_is_measured_like_any_other() -> None:
     source = dequantize_int4(trained_like(8, seed=1))
-    quantizer, magnitude = create_quantizer("native", rule="optimal", device="cpu"), measure(source)
+    quantizer, magnitude = create_quantizer("native", rule="mse", device="cpu"), measure(source)
     scale = quantizer.global_scale(magnitude, is_int4=False)
     codes, _ = quantizer.quantize(source, name="w", magnitude=magnitude, global_scale=scale)
     codes = perturbed(codes, np.random.default_rng(2))
@@ -152,7 +152,7 @@ def test_codes_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("maker", MAKERS)
 def test_both_instructions_measure_the_same_to_the_last_bit(maker: str, any_bytes_written: bool) -> None:
     source, rng = MAKERS[maker](), np.random.default_rng(3)
-    for rule in ("optimal", "plain"):
+    for rule in ("mse", "max"):
         codes = converted(source, rule=rule)[0]
         packed, scales = codes.packed, codes.block_scales
         if any_bytes_written:
@@ -182,7 +182,7 @@ def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool)
     else:
         exact = bf16_values(source.bits).astype(np.float64)
     results = []
-    for rule in ("weighted", "optimal"):
+    for rule in ("imatrix", "mse"):
         quantizer = create_quantizer("native", rule=rule, device="cpu")
         magnitude = quantizer.measure(source, name="w")
         g = quantizer.global_scale(magnitude, is_int4=is_int4)

@@ -31,9 +31,9 @@ from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metrics, total_metrics
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.magnitude import Magnitude, measure
-from k2convert.quantize.rules.optimal import optimal_global_scale, quantize_optimal
-from k2convert.quantize.rules.optimal_bf16 import quantize_optimal_bf16
-from k2convert.quantize.rules.plain import plain_global_scale, quantize_plain
+from k2convert.quantize.rules.max import max_global_scale, quantize_max
+from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
+from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
 
 
 def convert(weight: Int4Weight, rule: Rule, magnitude: Magnitude | None = None) -> tuple[Nvfp4Weight, WeightMetrics]:
@@ -87,18 +87,18 @@ def test_every_figure_equals_an_element_by_element_comparison(rule: Rule, make: 
 def test_on_a_small_tensor_every_block_is_sampled(rule: Rule) -> None:
     weight = trained_like(32, 512, seed=3)
     _, metrics = convert(weight, rule)
-    _, plain = convert(weight, "plain")
+    _, by_max = convert(weight, "max")
     assert metrics.sampled_blocks == metrics.num_blocks
     assert metrics.sampled_error_achieved == pytest.approx(metrics.squared_error, rel=1e-12)
-    assert metrics.sampled_error_plain == pytest.approx(plain.squared_error, rel=1e-12)
+    assert metrics.sampled_error_max == pytest.approx(by_max.squared_error, rel=1e-12)
     assert metrics.sampled_error_bound <= metrics.sampled_error_achieved
-    assert (metrics.achieved_to_plain == 1.0) == (rule == "plain")
+    assert (metrics.achieved_to_max == 1.0) == (rule == "max")
 
 
 def test_a_large_tensor_is_sampled_one_block_in_64_by_its_seed() -> None:
     weight = trained_like(1024, 4096, seed=4)
     magnitude = measure(weight)
-    result = quantize_optimal(weight, optimal_global_scale(magnitude, is_int4=True))
+    result = quantize_mse(weight, mse_global_scale(magnitude, is_int4=True))
     runs = [measure_quantized(weight, result, name=name, magnitude=magnitude) for name in ("w", "v", "w")]
     assert runs[0].sampled_blocks == 4096
     assert runs[0] == runs[2]
@@ -106,7 +106,7 @@ def test_a_large_tensor_is_sampled_one_block_in_64_by_its_seed() -> None:
     first = zlib.crc32(b"v") % 64
     errors = blocks_of((exact_weight(weight) - decode(result)) ** 2).sum(dim=-1)
     assert runs[1].sampled_error_achieved == pytest.approx(float(errors[first::64].sum()), rel=1e-12)
-    assert runs[0].achieved_to_plain == pytest.approx(0.5, abs=0.03)
+    assert runs[0].achieved_to_max == pytest.approx(0.5, abs=0.03)
     assert runs[0].achieved_to_bound == pytest.approx(1.13, abs=0.03)
 
 
@@ -114,11 +114,11 @@ def test_a_wide_spread_of_scales_is_flagged_for_the_shared_set() -> None:
     codes = any_codes(2, 32, seed=5)
     near = int4_weight(codes, torch.tensor([[1.0], [2.0**-13]]).to(torch.bfloat16))
     far = int4_weight(codes, torch.tensor([[1.0], [0.99 * 2.0**-13]]).to(torch.bfloat16))
-    assert convert(near, "optimal")[1].scale_spread_exceeded == 0
-    assert convert(far, "optimal")[1].scale_spread_exceeded == 1
+    assert convert(near, "mse")[1].scale_spread_exceeded == 0
+    assert convert(far, "mse")[1].scale_spread_exceeded == 1
     partner = Magnitude(scale_max=2.0, amax=16.0)
-    assert convert(near, "optimal", measure(near).merge(partner))[1].scale_spread_exceeded == 1
-    assert total_metrics(convert(w, "optimal")[1] for w in (near, far, far)).scale_spread_exceeded == 2
+    assert convert(near, "mse", measure(near).merge(partner))[1].scale_spread_exceeded == 1
+    assert total_metrics(convert(w, "mse")[1] for w in (near, far, far)).scale_spread_exceeded == 2
 
 
 @pytest.mark.parametrize("rule", get_args(Rule))
@@ -159,7 +159,7 @@ def test_metrics_survive_json_exactly() -> None:
     ids=["NaN", "negative", "true", "null", "sign bit", "many digits", "negative count", "negative byte"],
 )
 def test_a_record_with_impossible_figures_is_refused(field: str, value: object) -> None:
-    _, metrics = convert(awkward(), "plain")
+    _, metrics = convert(awkward(), "max")
     record = metrics.to_dict()
     check_metrics(record, where="here")
     with pytest.raises(ValueError, match=f"here: metrics: {field} is"):
@@ -167,10 +167,10 @@ def test_a_record_with_impossible_figures_is_refused(field: str, value: object) 
 
 
 def test_totals_are_sums_in_any_order_and_skip_what_a_tensor_does_not_have() -> None:
-    parts = [convert(trained_like(8, 256, seed=seed), "optimal")[1] for seed in range(6)]
+    parts = [convert(trained_like(8, 256, seed=seed), "mse")[1] for seed in range(6)]
     bf16 = dequantize_int4(trained_like(8, 256, seed=9))
     magnitude = measure(bf16)
-    result = quantize_optimal_bf16(bf16, optimal_global_scale(magnitude, is_int4=False))
+    result = quantize_mse_bf16(bf16, mse_global_scale(magnitude, is_int4=False))
     parts.append(measure_quantized(bf16, result, name="w", magnitude=magnitude))
     total = total_metrics(parts)
     shuffled = parts.copy()
@@ -189,7 +189,7 @@ def test_bf16_figures_equal_an_element_by_element_comparison() -> None:
     weight[3], weight[5, 7] = 0, 2.0**-6
     source = bf16_weight(weight)
     magnitude = measure(source)
-    result = quantize_optimal_bf16(source, optimal_global_scale(magnitude, is_int4=False))
+    result = quantize_mse_bf16(source, mse_global_scale(magnitude, is_int4=False))
     metrics = measure_quantized(source, result, name="w", magnitude=magnitude)
     error = weight.to(torch.float64) - decode(result)
     assert metrics.squared_error == pytest.approx(float((error**2).sum()), rel=1e-12)
@@ -197,16 +197,16 @@ def test_bf16_figures_equal_an_element_by_element_comparison() -> None:
     assert metrics.equal_blocks == int((blocks_of(error) == 0).all(dim=-1).sum())
     assert metrics.equal_nonzero == int(((weight != 0) & (error == 0)).sum())
     assert metrics.sampled_error_achieved == pytest.approx(metrics.squared_error, rel=1e-12)
-    plain = quantize_plain(source, plain_global_scale(magnitude))
-    plain_error = float(((weight.to(torch.float64) - decode(plain)) ** 2).sum())
-    assert metrics.sampled_error_plain == pytest.approx(plain_error, rel=1e-12)
-    assert metrics.sampled_error_bound < metrics.sampled_error_achieved < metrics.sampled_error_plain
+    by_max = quantize_max(source, max_global_scale(magnitude))
+    max_error = float(((weight.to(torch.float64) - decode(by_max)) ** 2).sum())
+    assert metrics.sampled_error_max == pytest.approx(max_error, rel=1e-12)
+    assert metrics.sampled_error_bound < metrics.sampled_error_achieved < metrics.sampled_error_max
     assert metrics.num_codes is None
     assert WeightMetrics.from_dict(json.loads(json.dumps(metrics.to_dict()))) == metrics
 
 
 def test_a_record_has_both_weighted_sums_or_none() -> None:
-    _, metrics = convert(awkward(), "weighted")
+    _, metrics = convert(awkward(), "imatrix")
     without = metrics.to_dict()
     assert "weighted_error" not in without
     weighted = replace(metrics, weighted_energy=2.0, weighted_error=1.0)

@@ -23,19 +23,19 @@ from k2convert.quantize.formats.e2m1 import pack_nibbles
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules.magnitude import Magnitude
-from k2convert.quantize.rules.plain import plain_block_scales, plain_global_scale, plain_nibbles, plain_steps
+from k2convert.quantize.rules.max import max_block_scales, max_global_scale, plain_nibbles, max_steps
 
 
 def toy_global_scale(magnitude: Magnitude, *, is_int4: bool) -> float:
-    return 2 * plain_global_scale(magnitude)
+    return 2 * max_global_scale(magnitude)
 
 
 def quantize_toy(weight, global_scale):
     rows, columns = weight.shape
     bits = dequantize_int4(weight).bits if isinstance(weight, Int4Weight) else weight.bits
     blocks = bf16_values(bits).reshape(-1, 16)
-    scales = plain_block_scales(abs(blocks).max(axis=1), global_scale * 4 / 6)
-    nibbles = plain_nibbles(blocks, plain_steps(scales, global_scale)[:, None])
+    scales = max_block_scales(abs(blocks).max(axis=1), global_scale * 4 / 6)
+    nibbles = plain_nibbles(blocks, max_steps(scales, global_scale)[:, None])
     return Nvfp4Weight(pack_nibbles(nibbles.reshape(rows, columns)), scales.reshape(rows, -1), global_scale)
 """
 
@@ -101,7 +101,7 @@ def check(source, rounded, exact):
     assert metrics.sampled_blocks == metrics.num_blocks == blocks.shape[0]
     assert metrics.equal_blocks == (error == 0).all(axis=1).sum()
     assert metrics.blocks_outside_normal is None
-    assert 0 < metrics.sampled_error_bound <= metrics.sampled_error_plain
+    assert 0 < metrics.sampled_error_bound <= metrics.sampled_error_max
     return metrics.sqnr_db
 
 

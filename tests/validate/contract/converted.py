@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     layout: str
     source: str
     activations: str
-    rule: str = "plain"
+    rule: str = "max"
 
     def __str__(self) -> str:
         return "-".join(self)
@@ -41,7 +41,7 @@ GOOD = [
     Kind("modelopt", "k2.5", "w4a4"),
     Kind("modelopt", "k2.5", "w4a16"),
     Kind("modelopt", "reap", "w4a4"),
-    Kind("modelopt", "thinking", "w4a4", "optimal"),
+    Kind("modelopt", "thinking", "w4a4", "mse"),
     Kind("compressed-tensors", "reap", "w4a16"),
     Kind("compressed-tensors", "thinking", "w4a4"),
     Kind("compressed-tensors", "thinking", "w4a16"),

@@ -25,7 +25,7 @@ def test_every_rule_passes(good: Converted) -> None:
     subject = open_subject(good.folder, source=open_checkpoint(good.source))
     errors = {module.name: Measured(20.0) for module in subject.converted}
     report = check(good.folder, source=good.source, errors=errors)
-    # `plain` may choose block scales that Hopper flushes; they are counted, not refused.
+    # `max` may choose block scales that Hopper flushes; they are counted, not refused.
     assert {n: v for n, v in verdicts(report).items() if n != 5} == {}
     assert report.passed
     assert [rule.number for rule in report.rules] == list(range(1, 20))
@@ -33,9 +33,9 @@ def test_every_rule_passes(good: Converted) -> None:
     assert (report.layout, report.activations) == (good.kind.layout, good.kind.activations)
 
 
-def test_optimal_has_no_block_scale_that_hopper_flushes(convert: Callable[[Kind], Converted]) -> None:
-    optimal = next(kind for kind in GOOD if kind.rule == "optimal")
-    assert verdicts(convert(optimal).check()) == {}
+def test_mse_has_no_block_scale_that_hopper_flushes(convert: Callable[[Kind], Converted]) -> None:
+    mse = next(kind for kind in GOOD if kind.rule == "mse")
+    assert verdicts(convert(mse).check()) == {}
 
 
 def test_without_a_source_the_rules_that_need_one_say_so(good: Converted) -> None:

@@ -50,7 +50,7 @@ def test_unequal_gate_and_up_scales_are_all_that_is_wrong_with_it(theirs: Path, 
 def test_its_weight_error_is_compared_with_ours(
     theirs: Path, sources: dict[str, Path], convert: Callable[[Kind], Converted]
 ) -> None:
-    ours = convert(Kind("modelopt", "thinking", "w4a4", "optimal"))
+    ours = convert(Kind("modelopt", "thinking", "w4a4", "mse"))
     report = validate_checkpoint(folder=ours.folder, source=open_checkpoint(sources["thinking"]), against=theirs)
     assert report.passed
     assert report.comparison is not None

@@ -56,25 +56,25 @@ def prune(whole: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     return run
 
 
-PLAIN = Kind("modelopt", "thinking", "w4a4")
+MAX = Kind("modelopt", "thinking", "w4a4")
 GOOD = [
-    PLAIN,
-    Kind("modelopt", "split", "w4a16", "optimal"),
+    MAX,
+    Kind("modelopt", "split", "w4a16", "mse"),
     Kind("compressed-tensors", "k2.5", "w4a4"),
     Kind("compressed-tensors", "split", "w4a16"),
 ]
 
 
-@pytest.fixture(params=[PLAIN, GOOD[2]], ids=str)
+@pytest.fixture(params=[MAX, GOOD[2]], ids=str)
 def pruned(request: pytest.FixtureRequest, prune: Prune, tmp_path: Path) -> Converted:
     """A copy to break."""
     return copy_of(prune(request.param), tmp_path / "copy")
 
 
 @pytest.fixture
-def plain(prune: Prune, tmp_path: Path) -> Converted:
+def by_max(prune: Prune, tmp_path: Path) -> Converted:
     """A copy to break, in the modelopt layout."""
-    return copy_of(prune(PLAIN), tmp_path / "copy")
+    return copy_of(prune(MAX), tmp_path / "copy")
 
 
 def validate(converted: Converted, *, with_source: bool = True, **options: Any) -> ValidationReport:
@@ -102,7 +102,7 @@ def only_experts_fail(report: ValidationReport, modules: set[str]) -> bool:
 
 @pytest.mark.parametrize("kind", GOOD, ids=str)
 def test_a_good_result_passes_with_its_whole_source(kind: Kind, prune: Prune) -> None:
-    report = validate(prune(kind), layers=LayersRequest((), None, 16) if kind == PLAIN else None)
+    report = validate(prune(kind), layers=LayersRequest((), None, 16) if kind == MAX else None)
     assert report.passed, [(r.number, r.offenders) for r in report.contract.rules if r.offenders]
     assert report.contract.unchecked == []
     assert "2 of 4 kept" in report.contract.rules[8].note
@@ -213,10 +213,10 @@ Edit = Callable[[dict[str, Any]], object]
     ids=["out of range", "unequal", "empty", "of another model", "a layer less", "fewer"],
 )
 def test_a_list_that_is_not_of_this_source_is_a_finding(
-    edit: Edit, number: int, place: str, words: str, plain: Converted
+    edit: Edit, number: int, place: str, words: str, by_max: Converted
 ) -> None:
-    damage.edit_json(plain.folder / "k2convert.json", lambda ledger: edit(ledger["pruning"]))
-    report = validate(plain)
+    damage.edit_json(by_max.folder / "k2convert.json", lambda ledger: edit(ledger["pruning"]))
+    report = validate(by_max)
     assert report.contract.failed == [number]
     assert words in offenders(report, number)[place]
     assert report.contract.unchecked == [7, 8, 12, 17, 18]
@@ -225,43 +225,45 @@ def test_a_list_that_is_not_of_this_source_is_a_finding(
     assert note.endswith(f", see rule {number}")
 
 
-def test_another_list_fails_the_experts_that_it_names(plain: Converted) -> None:
+def test_another_list_fails_the_experts_that_it_names(by_max: Converted) -> None:
     """Expert 2 instead of 3: a list of this model, but not the one that the result was made by."""
-    damage.edit_json(plain.folder / "k2convert.json", lambda ledger: ledger["pruning"]["experts"].update({"1": [0, 2]}))
-    report = validate(plain)
+    damage.edit_json(
+        by_max.folder / "k2convert.json", lambda ledger: ledger["pruning"]["experts"].update({"1": [0, 2]})
+    )
+    report = validate(by_max)
     assert "its digest is not the fingerprint's" in offenders(report, 19)[LEDGER_LIST]
-    assert only_experts_fail(report, {plain.expert(1, 1, kind) for kind in ("gate", "up", "down")})
+    assert only_experts_fail(report, {by_max.expert(1, 1, kind) for kind in ("gate", "up", "down")})
     assert set(offenders(report, 7)) == {
-        f"{plain.layers}.1.mlp.gate.{name}" for name in ("weight", "e_score_correction_bias")
+        f"{by_max.layers}.1.mlp.gate.{name}" for name in ("weight", "e_score_correction_bias")
     }
 
 
-def test_without_the_list_the_result_is_not_of_the_source(plain: Converted) -> None:
-    damage.edit_json(plain.folder / "k2convert.json", lambda ledger: ledger.pop("pruning"))
-    report = validate(plain)
+def test_without_the_list_the_result_is_not_of_the_source(by_max: Converted) -> None:
+    damage.edit_json(by_max.folder / "k2convert.json", lambda ledger: ledger.pop("pruning"))
+    report = validate(by_max)
     missing = "missing, but '2 of 4' experts a layer were kept, by the fingerprint"
     assert offenders(report, 19)[LEDGER_LIST] == missing
-    assert offenders(validate(plain, with_source=False), 19) == {LEDGER_LIST: missing}
+    assert offenders(validate(by_max, with_source=False), 19) == {LEDGER_LIST: missing}
     assert offenders(report, 9) == {
         "k2convert.json": "the result has 2 experts a layer, the source 4, and the ledger has no list of kept experts. "
         "Pass the source that it was converted from, or restore the ledger"
     }
 
 
-def test_a_result_with_other_experts_is_not_compared(prune: Prune, plain: Converted) -> None:
-    same = validate(prune(PLAIN), against=plain.folder)
+def test_a_result_with_other_experts_is_not_compared(prune: Prune, by_max: Converted) -> None:
+    same = validate(prune(MAX), against=by_max.folder)
     assert same.comparison is not None
     assert same.comparison.equal == 12
-    damage.edit_json(plain.folder / "k2convert.json", lambda ledger: ledger.pop("pruning"))
+    damage.edit_json(by_max.folder / "k2convert.json", lambda ledger: ledger.pop("pruning"))
     with pytest.raises(CheckpointError, match=r"does not keep the same experts as .* Leave out --against\."):
-        validate(prune(PLAIN), against=plain.folder)
+        validate(prune(MAX), against=by_max.folder)
 
 
 def test_statistics_of_the_whole_source_make_the_weights_again(whole: dict[str, Path], tmp_path: Path) -> None:
-    """Rule weighted and norm scaling: each expert has its own row of the statistics."""
+    """Rule weighted and smoothing: each expert has its own row of the statistics."""
     source = whole["thinking"]
     statistics = random_statistics(tmp_path / "source.stats", source)
-    out = convert_pruned(source, tmp_path / "out", statistics=statistics, rule="weighted", norm_scaling=True)
+    out = convert_pruned(source, tmp_path / "out", statistics=statistics, rule="imatrix", smoothing=True)
     shutil.rmtree(out / ".k2convert")
     report = validate_checkpoint(folder=out, source=open_checkpoint(source), statistics=open_statistics(statistics))
     assert report.passed, [(r.number, r.offenders) for r in report.contract.rules if r.offenders]
@@ -270,7 +272,7 @@ def test_statistics_of_the_whole_source_make_the_weights_again(whole: dict[str, 
     assert report.contract.rules[6].note.endswith("of them scaled")
 
 
-def test_feedback_through_the_pruned_model_is_measured(whole: dict[str, Path], tiny: Path, tmp_path: Path) -> None:
+def test_gptq_through_the_pruned_model_is_measured(whole: dict[str, Path], tiny: Path, tmp_path: Path) -> None:
     text, kept = tmp_path / "text.txt", tmp_path / "kept.json"
     text.write_text((tiny / "calibration.txt").read_text()[:2000])
     kept.write_text(json.dumps({"experts": {str(layer): list(experts) for layer, experts in KEPT.items()}}))
@@ -295,7 +297,7 @@ def test_layers_on_the_hidden_states_of_a_text(
     prune: Prune, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The layers below are the pruned source's."""
-    text, found = tmp_path / "text.txt", prune(PLAIN)
+    text, found = tmp_path / "text.txt", prune(MAX)
     text.write_text((tiny / "eval.txt").read_text()[:2000])
     words = ("--source", found.source, "--layers", "2", "--text", text, "--tokens", "32", "--json")
     assert run("validate", found.folder, *words) == 0
@@ -348,6 +350,6 @@ def test_int4_has_neither_report_nor_card(int4: Converted, capsys: pytest.Captur
 
 
 def test_the_command_shows_what_is_kept(prune: Prune, capsys: pytest.CaptureFixture[str]) -> None:
-    found = prune(PLAIN)
+    found = prune(MAX)
     assert run("validate", found.folder, "--source", found.source) == 0
     assert "2 of 4 kept" in " ".join(capsys.readouterr().out.split())

@@ -146,7 +146,7 @@ def test_rule_17_a_card_and_a_report_of_our_own_are_welcome(breakable: Converted
     "apply",
     [
         lambda ledger: ledger.pop("recipe"),
-        lambda ledger: ledger["recipe"].update(rle="optimal"),
+        lambda ledger: ledger["recipe"].update(rle="mse"),
         lambda ledger: ledger.pop("fingerprint"),
         lambda ledger: ledger.pop("source"),
         lambda ledger: ledger.pop("shards"),

@@ -1,4 +1,4 @@
-"""Results of `run --statistics`: exact norm scaling and weighted scales hold, and one changed exponent is found."""
+"""Results of `run --statistics`: exact smoothing and weighted scales hold, and one changed exponent is found."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from converted import seal
 from numpy.typing import NDArray
 from statistics_makers import random_statistics
 
-from k2convert.calibrate.columns import Calibration
+from k2convert.calibrate.channels import Calibration
 from k2convert.calibrate.statistics import Statistics, open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.errors import CalibrationError
-from k2convert.job.places import Destination, Source
+from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
 from k2convert.models import locate_module, parse_tensor_name
 from k2convert.models.kimi import K2_THINKING
 from k2convert.models.projections import projection_of
 from k2convert.models.weights import load_projection
-from k2convert.quantize.formats.columns import divide_columns
+from k2convert.quantize.formats.channels import divide_columns
 from k2convert.quantize.native import create_native_quantizer
-from k2convert.records.calibration import FeedbackLayer, OutputErrors
+from k2convert.records.calibration import GptqLayer, OutputErrors
 from k2convert.validate.contract.findings import Verdict
 from k2convert.validate.results import ValidationReport, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
@@ -62,7 +62,7 @@ def convert(cut: Path, statistics: Statistics, tmp_path_factory: pytest.TempPath
         name = json.dumps(options)
         if name not in made:
             source, destination = open_checkpoint(cut), folder / str(len(made))
-            recipe = choose_recipe(source, None, {"rule": "weighted", **options})
+            recipe = choose_recipe(source, None, {"rule": "imatrix", **options})
             job = prepare(
                 source=Source(source),
                 destination=Destination(destination),
@@ -110,7 +110,7 @@ def test_a_result_with_statistics_keeps_all_rules(
     else:
         assert title.endswith("byte-identical to the source")
     assert report.weights is not None
-    assert (report.weights.rule.rule, report.weights.rule.tensors) == ("weighted", 12)
+    assert (report.weights.rule.rule, report.weights.rule.tensors) == ("imatrix", 12)
     document = validation_document(report)
     total = document["weights"]["totals"]["total"]
     assert 0 < total["weighted_sqnr_db"] != total["sqnr_db"]
@@ -134,8 +134,8 @@ def test_without_the_file_weights_are_measured_and_the_rule_check_says_why_not(c
     assert "weighted_sqnr_db" not in validation_document(report)["weights"]["totals"]["total"]
 
 
-@pytest.mark.parametrize("rule", ["optimal", "plain"])
-def test_data_free_rules_with_norm_scaling_are_made_again_without_the_file(
+@pytest.mark.parametrize("rule", ["mse", "max"])
+def test_data_free_rules_with_smoothing_are_made_again_without_the_file(
     rule: str, cut: Path, statistics: Statistics, convert: Convert
 ) -> None:
     folder = convert(rule=rule)
@@ -152,7 +152,7 @@ def test_k25_with_an_fp32_router_keeps_all_rules(cut: Path, tmp_path: Path) -> N
     source = make_k25(tmp_path / "k25", write_small(small, tmp_path / "fp32"))
     statistics = open_statistics(random_statistics(tmp_path / "stats", source))
     checkpoint = open_checkpoint(source)
-    recipe = choose_recipe(checkpoint, None, {"rule": "plain"})
+    recipe = choose_recipe(checkpoint, None, {"rule": "max"})
     job = prepare(
         source=Source(checkpoint), destination=Destination(tmp_path / "out"), recipe=recipe, statistics=statistics
     )
@@ -165,7 +165,7 @@ def test_k25_with_an_fp32_router_keeps_all_rules(cut: Path, tmp_path: Path) -> N
 def test_layers_get_the_scaled_input(cut: Path, convert: Convert) -> None:
     """The shared experts are BF16: scaled columns and a scaled input give their output without any error."""
     request = LayersRequest((1,), None, tokens=32)
-    found = validate(convert(rule="optimal"), cut, layers=request).layers
+    found = validate(convert(rule="mse"), cut, layers=request).layers
     assert found is not None
     (layer,) = found.layers
     assert layer.router_unchanged
@@ -186,7 +186,7 @@ def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
     ("name", "factor", "words"),
     [
         (NORM, 2.0, f"first channel {CHANNEL}"),
-        (NORM, 2.0**9, "norm scaling uses 2^-4 to 2^4"),
+        (NORM, 2.0**9, "smoothing uses 2^-4 to 2^4"),
         (NORM, 1.5, "not a power of two times it"),
         (ROUTER, 0.5, f"first in column {CHANNEL}"),
         (SHARED_GATE, 2.0, f"first in column {CHANNEL}"),
@@ -227,7 +227,7 @@ def written_again(
     exponents: Mapping[str, NDArray[Any]] | None = None,
 ) -> None:
     """Convert one expert's gate or up again, and replace its bytes. `exponents` replace those of a module."""
-    checkpoint, quantizer = open_checkpoint(source), create_native_quantizer("weighted", "cpu")
+    checkpoint, quantizer = open_checkpoint(source), create_native_quantizer("imatrix", "cpu")
     weights = {}
     with ShardReader(checkpoint.path) as reader:
         for name in (GATE, UP):
@@ -258,7 +258,7 @@ def set_bytes(tensor: torch.Tensor, data: NDArray[np.uint8]) -> torch.Tensor:
 def test_codes_of_one_expert_with_one_changed_exponent_are_found(
     cut: Path, statistics: Statistics, damaged: Path
 ) -> None:
-    calibration = Calibration(statistics, weighted=True, norm_scaling=True)
+    calibration = Calibration(statistics, weighted=True, smoothing=True)
     written_again(UP, damaged, cut, calibration)
     assert validate(damaged, cut, statistics).passed, "the same bytes"
     other = calibration.exponents(1)
@@ -273,7 +273,7 @@ def test_codes_of_one_expert_with_one_changed_exponent_are_found(
 
 
 def test_a_block_scale_of_the_data_free_rule_is_found(cut: Path, statistics: Statistics, damaged: Path) -> None:
-    calibration = Calibration(statistics, weighted=True, norm_scaling=True)
+    calibration = Calibration(statistics, weighted=True, smoothing=True)
 
     class Free:
         exponents = calibration.exponents
@@ -294,8 +294,8 @@ def test_a_changed_digest_of_the_exponents_is_found(cut: Path, statistics: Stati
         assert list(offenders(validate(damaged, cut, found))[7]) == ["k2convert.json: calibration.exponents_digest"]
 
 
-def test_a_ledger_without_norm_scaling_allows_no_change(cut: Path, damaged: Path) -> None:
-    edit_json(damaged / "k2convert.json", lambda d: d["calibration"].update(norm_scaling=False, exponents_digest=None))
+def test_a_ledger_without_smoothing_allows_no_change(cut: Path, damaged: Path) -> None:
+    edit_json(damaged / "k2convert.json", lambda d: d["calibration"].update(smoothing=False, exponents_digest=None))
     assert set(offenders(validate(damaged, cut))[7]) == {NORM, ROUTER, SHARED_GATE, SHARED_UP}
     edit_json(damaged / "k2convert.json", lambda d: d.pop("calibration"))
     found = offenders(validate(damaged, cut))
@@ -319,12 +319,12 @@ def test_other_statistics_are_refused_in_one_line(
         validate(damaged, cut, statistics)
 
 
-def test_rule_feedback_has_statistics_that_do_not_identify_it(cut: Path, damaged: Path) -> None:
+def test_rule_gptq_has_statistics_that_do_not_identify_it(cut: Path, damaged: Path) -> None:
     def feed_back(document: dict[str, Any]) -> None:
-        document["calibration"]["feedback"] = True
+        document["calibration"]["gptq"] = True
         for layer in document["calibration"]["layers"].values():
             none = [None] * len(layer["tokens"])
-            layer["feedback"] = FeedbackLayer(None, 0.0, None, none, none, OutputErrors(0.0, 0.0, 0.0)).to_dict()  # type: ignore[arg-type]
+            layer["gptq"] = GptqLayer(None, 0.0, None, none, none, OutputErrors(0.0, 0.0, 0.0)).to_dict()  # type: ignore[arg-type]
 
     edit_json(damaged / "k2convert.json", feed_back)
     assert list(offenders(validate(damaged, cut))[19]) == ["k2convert.json: calibration.statistics"]

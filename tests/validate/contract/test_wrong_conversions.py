@@ -14,7 +14,7 @@ from converted import Converted, Kind, change, change_tensor, copy_of, set_byte
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
-from k2convert.job.places import Destination, Source
+from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
 from k2convert.validate.contract.findings import Verdict
@@ -24,9 +24,9 @@ from scripts import fixture_maker as fixtures
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint
 
-OPTIMAL = Kind("modelopt", "thinking", "w4a4", "optimal")
+MSE = Kind("modelopt", "thinking", "w4a4", "mse")
 KINDS = [
-    OPTIMAL,
+    MSE,
     Kind("modelopt", "thinking", "w4a4"),
     Kind("compressed-tensors", "k2.5", "w4a4"),
     Kind("compressed-tensors", "thinking", "w4a16"),
@@ -41,9 +41,9 @@ def converted(request: pytest.FixtureRequest, convert: Callable[[Kind], Converte
 
 
 @pytest.fixture
-def optimal(convert: Callable[[Kind], Converted], tmp_path: Path) -> Converted:
-    """The same, by the rule `optimal`."""
-    return without_journal(convert(OPTIMAL), tmp_path)
+def mse(convert: Callable[[Kind], Converted], tmp_path: Path) -> Converted:
+    """The same, by the rule `mse`."""
+    return without_journal(convert(MSE), tmp_path)
 
 
 def without_journal(converted: Converted, folder: Path) -> Converted:
@@ -126,16 +126,16 @@ def next_number(scalar: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("by", [1, -1])
-def test_all_scales_of_the_checkpoint_one_step_away(optimal: Converted, by: int) -> None:
-    on_all(optimal, optimal.names.block_scale, step(by))
-    assert len(found_by_rule_alone(optimal)) == 36
+def test_all_scales_of_the_checkpoint_one_step_away(mse: Converted, by: int) -> None:
+    on_all(mse, mse.names.block_scale, step(by))
+    assert len(found_by_rule_alone(mse)) == 36
 
 
 @pytest.mark.parametrize("by", [1, -1])
-def test_all_scales_of_one_tensor_one_step_away(optimal: Converted, by: int) -> None:
-    module = optimal.expert(2, 3, "up")
-    change_tensor(optimal, f"{module}.{optimal.names.block_scale}", step(by))
-    assert list(found_by_rule_alone(optimal)) == [module]
+def test_all_scales_of_one_tensor_one_step_away(mse: Converted, by: int) -> None:
+    module = mse.expert(2, 3, "up")
+    change_tensor(mse, f"{module}.{mse.names.block_scale}", step(by))
+    assert list(found_by_rule_alone(mse)) == [module]
 
 
 def test_one_block_scale_one_step_away(converted: Converted) -> None:
@@ -147,10 +147,10 @@ def test_one_block_scale_one_step_away(converted: Converted) -> None:
 
 
 @pytest.mark.parametrize("apply", [one_code, one_sign, row_of_zeros])
-def test_codes_that_are_not_the_nearest(optimal: Converted, apply: Change) -> None:
-    module = optimal.expert(3, 2, "gate")
-    change_tensor(optimal, f"{module}.{optimal.names.weight}", apply)
-    assert list(found_by_rule_alone(optimal)) == [module]
+def test_codes_that_are_not_the_nearest(mse: Converted, apply: Change) -> None:
+    module = mse.expert(3, 2, "gate")
+    change_tensor(mse, f"{module}.{mse.names.weight}", apply)
+    assert list(found_by_rule_alone(mse)) == [module]
 
 
 def test_one_sign(converted: Converted) -> None:
@@ -168,16 +168,16 @@ def test_a_global_scale_one_step_of_fp32_away(converted: Converted) -> None:
     assert all(converted.names.global_scale in problem and "the rule gives" in problem for problem in found.values())
 
 
-def test_another_power_of_two_with_block_scales_that_make_up_for_it(optimal: Converted) -> None:
+def test_another_power_of_two_with_block_scales_that_make_up_for_it(mse: Converted) -> None:
     """The weights are the same numbers, but the rule gives other bytes."""
-    module = optimal.expert(1, 1, "down")
-    change_tensor(optimal, f"{module}.{optimal.names.global_scale}", lambda g: g * 2)
+    module = mse.expert(1, 1, "down")
+    change_tensor(mse, f"{module}.{mse.names.global_scale}", lambda g: g * 2)
     change_tensor(
-        optimal,
-        f"{module}.{optimal.names.block_scale}",
+        mse,
+        f"{module}.{mse.names.block_scale}",
         lambda scales: (scales.view(torch.uint8) - 8).view(scales.dtype),
     )
-    assert list(found_by_rule_alone(optimal)) == [module]
+    assert list(found_by_rule_alone(mse)) == [module]
 
 
 @pytest.mark.parametrize(
@@ -189,13 +189,13 @@ def test_another_power_of_two_with_block_scales_that_make_up_for_it(optimal: Con
         ("equal_nonzero", lambda value: value - 1),
         ("recoverable_codes", lambda value: value + 1),
         ("num_minus_eight", lambda value: value + 1),
-        ("sampled_error_plain", lambda value: value * 2),
+        ("sampled_error_max", lambda value: value * 2),
         ("scale_histogram", lambda value: {byte: count + 1 for byte, count in value.items()}),
     ],
 )
 @pytest.mark.parametrize("role", ["experts", "total"])
 def test_totals_of_the_ledger_that_are_not_the_measured_ones(
-    optimal: Converted, role: str, key: str, changed: Callable[[Any], Any]
+    mse: Converted, role: str, key: str, changed: Callable[[Any], Any]
 ) -> None:
     figures: dict[str, Any] = {}
 
@@ -203,8 +203,8 @@ def test_totals_of_the_ledger_that_are_not_the_measured_ones(
         figures["measured"] = ledger["totals"][role][key]
         figures["stated"] = ledger["totals"][role][key] = changed(figures["measured"])
 
-    damage.edit_json(optimal.folder / "k2convert.json", edit)
-    report = validate(optimal)
+    damage.edit_json(mse.folder / "k2convert.json", edit)
+    report = validate(mse)
     assert report.contract.failed == [19]
     offender = report.contract.rules[18].offenders[0]
     assert f"totals.{role}.{key}" in offender.name
@@ -212,51 +212,51 @@ def test_totals_of_the_ledger_that_are_not_the_measured_ones(
         assert offender.problem == f"{figures['stated']}, but {figures['measured']} was measured"
 
 
-def test_totals_that_are_missing(optimal: Converted) -> None:
-    damage.edit_json(optimal.folder / "k2convert.json", lambda ledger: ledger["totals"].pop("experts"))
-    rule = validate(optimal).contract.rules[18]
+def test_totals_that_are_missing(mse: Converted) -> None:
+    damage.edit_json(mse.folder / "k2convert.json", lambda ledger: ledger["totals"].pop("experts"))
+    rule = validate(mse).contract.rules[18]
     assert [offender.name for offender in rule.offenders] == ["k2convert.json: totals.experts"]
 
 
-def test_the_output_says_what_was_made_again(optimal: Converted) -> None:
-    found = validation_document(validate(optimal))["weights"]
+def test_the_output_says_what_was_made_again(mse: Converted) -> None:
+    found = validation_document(validate(mse))["weights"]
     assert found["passed"]
     assert found["verdicts"] == {"rule": "pass", "journal": "skipped", "library_decoder": "skipped"}
     rule = found["rule"]
-    assert (rule["rule"], rule["tensors"], rule["blocks"]) == ("optimal", 36, 36 * 2048)
+    assert (rule["rule"], rule["tensors"], rule["blocks"]) == ("mse", 36, 36 * 2048)
     assert 36 * 2048 / 64 <= rule["sampled_blocks"] <= 36 * 2048
 
 
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (lambda ledger: ledger["recipe"].update(rule="weighted"), "weighted"),
-        (lambda ledger: ledger["recipe"].update(rule="plain", quantizer="reference"), "reference"),
+        (lambda ledger: ledger["recipe"].update(rule="imatrix"), "imatrix"),
+        (lambda ledger: ledger["recipe"].update(rule="max", quantizer="reference"), "reference"),
         (lambda ledger: ledger["fingerprint"].update(arithmetic=99), "arithmetic 99"),
         (lambda ledger: ledger.clear(), "does not know"),
     ],
     ids=["unknown rule", "reference quantizer", "other arithmetic", "no recipe"],
 )
 def test_what_cannot_be_made_again_is_skipped(
-    optimal: Converted, edit: Callable[[dict[str, Any]], Any], reason: str
+    mse: Converted, edit: Callable[[dict[str, Any]], Any], reason: str
 ) -> None:
-    damage.edit_json(optimal.folder / "k2convert.json", edit)
-    found = validation_document(validate(optimal))["weights"]
+    damage.edit_json(mse.folder / "k2convert.json", edit)
+    found = validation_document(validate(mse))["weights"]
     assert found["verdicts"]["rule"] == "skipped"
     assert reason in found["rule"]["skip_reason"]
     assert (found["rule"]["tensors"], found["rule"]["blocks"]) == (0, 0)
 
 
-def test_without_a_ledger_the_check_is_skipped(optimal: Converted) -> None:
-    (optimal.folder / "k2convert.json").unlink()
-    found = validation_document(validate(optimal))["weights"]
+def test_without_a_ledger_the_check_is_skipped(mse: Converted) -> None:
+    (mse.folder / "k2convert.json").unlink()
+    found = validation_document(validate(mse))["weights"]
     assert found["verdicts"]["rule"] == "skipped"
     assert "no ledger" in found["rule"]["skip_reason"]
 
 
-@pytest.mark.parametrize(("source", "rule"), [("split", "plain"), ("zeros", "plain"), ("zeros", "optimal")])
+@pytest.mark.parametrize(("source", "rule"), [("split", "max"), ("zeros", "max"), ("zeros", "mse")])
 def test_every_kind_of_source_weight(source: str, rule: str, tmp_path: Path) -> None:
-    """INT4 and BF16 weights, with partners in other shards; the layout rounds the global scale of `plain`."""
+    """INT4 and BF16 weights, with partners in other shards; the layout rounds the global scale of `max`."""
     made = {"split": fixtures.make_split, "zeros": fixtures.make_zeros}[source](tmp_path / "source")
     checkpoint, out = open_checkpoint(made), tmp_path / "out"
     roles = ("experts", "shared_experts", "dense_mlp")
@@ -275,31 +275,31 @@ def test_every_kind_of_source_weight(source: str, rule: str, tmp_path: Path) -> 
     assert sorted(report.weights.rule.mismatches) == modules
 
 
-def test_a_source_as_the_result_and_a_result_as_the_source_are_refused(optimal: Converted) -> None:
+def test_a_source_as_the_result_and_a_result_as_the_source_are_refused(mse: Converted) -> None:
     with pytest.raises(CheckpointError, match="Swap them"):
-        validate_checkpoint(folder=optimal.source, source=open_checkpoint(optimal.folder))
-    for other in (None, open_checkpoint(optimal.source)):
+        validate_checkpoint(folder=mse.source, source=open_checkpoint(mse.folder))
+    for other in (None, open_checkpoint(mse.source)):
         with pytest.raises(CheckpointError, match="it is a source, not a result"):
-            validate_checkpoint(folder=optimal.source, source=other)
+            validate_checkpoint(folder=mse.source, source=other)
     with pytest.raises(CheckpointError, match="it is not the source"):
-        validate_checkpoint(folder=optimal.folder, source=open_checkpoint(optimal.folder))
+        validate_checkpoint(folder=mse.folder, source=open_checkpoint(mse.folder))
 
 
-def test_a_shard_of_another_size_is_found_with_both_sizes(optimal: Converted) -> None:
-    shard = sorted(optimal.folder.glob("*.safetensors"))[1]
+def test_a_shard_of_another_size_is_found_with_both_sizes(mse: Converted) -> None:
+    shard = sorted(mse.folder.glob("*.safetensors"))[1]
     size = shard.stat().st_size
     with shard.open("r+b") as file:
         file.truncate(size - 100)
-    rule = validate(optimal).contract.rules[18]
+    rule = validate(mse).contract.rules[18]
     assert rule.offenders[0].name == shard.name
     assert rule.offenders[0].problem == f"{size - 100:,} bytes, but the ledger says {size:,}"
 
 
-def test_the_totals_of_tensors_and_bytes_are_compared(optimal: Converted) -> None:
-    module = optimal.expert(1, 0, "down")
-    change_tensor(optimal, f"{module}.{optimal.names.input_scale}", lambda scale: scale.view(1, 1).expand(1, 2).clone())
-    rule = validate(optimal).contract.rules[7]
+def test_the_totals_of_tensors_and_bytes_are_compared(mse: Converted) -> None:
+    module = mse.expert(1, 0, "down")
+    change_tensor(mse, f"{module}.{mse.names.input_scale}", lambda scale: scale.view(1, 1).expand(1, 2).clone())
+    rule = validate(mse).contract.rules[7]
     assert rule.verdict is Verdict.FAIL
-    stated = json.loads((optimal.folder / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    stated = json.loads((mse.folder / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
     assert f"{stated:,} bytes" in rule.offenders[0].problem
     assert f"with {stated - 4:,}" in rule.offenders[0].problem

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.places import Destination, Source
+from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
 
@@ -27,7 +27,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def convert(tmp_path_factory: pytest.TempPathFactory) -> Convert:
-    """`convert(source, rule="plain", layout=...)` returns the folder; the keywords are the recipe's."""
+    """`convert(source, rule="max", layout=...)` returns the folder; the keywords are the recipe's."""
     made: dict[object, Path] = {}
 
     def run(source: Path, **fields: object) -> Path:
@@ -46,12 +46,12 @@ def convert(tmp_path_factory: pytest.TempPathFactory) -> Convert:
 
 
 @pytest.fixture(scope="session")
-def optimal(tiny: Path, convert: Convert) -> Path:
+def mse(tiny: Path, convert: Convert) -> Path:
     """The tiny checkpoint converted by the default rule."""
-    return convert(tiny, rule="optimal")
+    return convert(tiny, rule="mse")
 
 
 @pytest.fixture(scope="session")
-def plain(tiny: Path, convert: Convert) -> Path:
-    """The tiny checkpoint converted by `plain`."""
-    return convert(tiny, rule="plain")
+def by_max(tiny: Path, convert: Convert) -> Path:
+    """The tiny checkpoint converted by `max`."""
+    return convert(tiny, rule="max")

@@ -52,11 +52,11 @@ def test_the_states_are_those_of_transformers(tiny: Path) -> None:
     assert tally.meters["layers"].done == 2 * 16, "the experts of layers 1 and 2; layer 3's are the check's"
 
 
-def test_the_check_gets_these_states(tiny: Path, optimal: Path, tmp_path: Path) -> None:
+def test_the_check_gets_these_states(tiny: Path, mse: Path, tmp_path: Path) -> None:
     """The figures are those of the same states captured in a file."""
     from safetensors.torch import save_file
 
-    source, converted = open_checkpoint(tiny), open_checkpoint(optimal)
+    source, converted = open_checkpoint(tiny), open_checkpoint(mse)
     windows = windows_of(tiny, 64)
     states = {f"layers.{n}.mlp.input": x for n, x in states_of_text(source, windows.ids, (2,), events=SILENT)}
     save_file(states, tmp_path / "states.safetensors")
@@ -67,9 +67,9 @@ def test_the_check_gets_these_states(tiny: Path, optimal: Path, tmp_path: Path) 
     assert real.hidden_states == "text: eval.txt"
 
 
-def test_the_command_takes_a_text(tiny: Path, optimal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_a_text(tiny: Path, mse: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--layers", "1,2", "--tokens", "64", "--text", str(tiny / "eval.txt"), "--json"]
-    code = run("validate", optimal, "--source", tiny, *options)
+    code = run("validate", mse, "--source", tiny, *options)
     shown = capsys.readouterr()
     assert code == 0
     assert "--layers 1,2 (and 2 layers below, for the hidden states of the text): computes 48 experts" in shown.err
@@ -88,7 +88,7 @@ def test_the_command_takes_a_text(tiny: Path, optimal: Path, capsys: pytest.Capt
     ],
 )
 def test_a_text_that_cannot_be_used_is_refused_at_once(
-    options: list[str], code: int, words: str, tiny: Path, optimal: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], code: int, words: str, tiny: Path, mse: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("validate", optimal, "--source", tiny, *options) == code
+    assert run("validate", mse, "--source", tiny, *options) == code
     assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -153,7 +153,7 @@ void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words) {
     }
 }
 
-void convert_optimal(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals) {
+void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals) {
     Buffers buffers;
     count_batch(batch, buffers);
     const Slot* slots = tally.slots();
@@ -224,7 +224,7 @@ void convert_optimal(const Batch& batch, int exponent, const SearchTables& table
     for (const int32_t lane : lanes) totals.equal_blocks += lane;
 }
 
-void convert_plain(const Batch& batch, Tally& tally, Totals& totals) {
+void convert_max(const Batch& batch, Tally& tally, Totals& totals) {
     uint8_t* rows = tally.rows();
     const Slot* slots = tally.slots();
     int64_t equal_blocks = 0;
@@ -258,10 +258,10 @@ namespace k2::avx2 {
 void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words) {
     portable::count_blocks(packed, num_blocks, words);
 }
-void convert_optimal(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals) {
-    portable::convert_optimal(batch, exponent, tables, tally, totals);
+void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals) {
+    portable::convert_mse(batch, exponent, tables, tally, totals);
 }
-void convert_plain(const Batch& batch, Tally& tally, Totals& totals) { portable::convert_plain(batch, tally, totals); }
+void convert_max(const Batch& batch, Tally& tally, Totals& totals) { portable::convert_max(batch, tally, totals); }
 
 }  // namespace k2::avx2
 #endif

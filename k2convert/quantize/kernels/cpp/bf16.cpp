@@ -9,7 +9,7 @@ namespace k2 {
 namespace {
 
 constexpr int kNumScales = kMaxByte - kMinNormalByte + 1;
-// NUM_WINDOW_SCALES of rules/optimal_bf16.py, and the same padded to whole vectors of float64.
+// NUM_WINDOW_SCALES of rules/mse_bf16.py, and the same padded to whole vectors of float64.
 constexpr int kWindowScales = 25;
 constexpr int kPaddedWindow = 28;
 constexpr int kScratch = kNumScales + kPaddedWindow;
@@ -54,7 +54,7 @@ int last_least(const double* errors, int count) {
     return best;
 }
 
-// The index of the best normal scale, as rules/optimal_bf16.py finds it; amax is not zero.
+// The index of the best normal scale, as rules/mse_bf16.py finds it; amax is not zero.
 int best_scale(const float* weights, double amax, const double* steps) {
     double errors[kScratch];
     int low = 0, high = kNumScales;
@@ -105,7 +105,7 @@ void quantize_blocks(const uint16_t* source, size_t num_blocks, double global_sc
 
 }  // namespace
 
-void quantize_optimal_bf16(const uint16_t* source, size_t num_blocks, double global_scale, uint8_t* packed,
+void quantize_mse_bf16(const uint16_t* source, size_t num_blocks, double global_scale, uint8_t* packed,
                            uint8_t* scale_bytes) {
     quantize_blocks(source, num_blocks, global_scale, packed, scale_bytes,
                     [](size_t, const float* weights, float amax, const double* steps) {
@@ -113,7 +113,7 @@ void quantize_optimal_bf16(const uint16_t* source, size_t num_blocks, double glo
                     });
 }
 
-void quantize_weighted_bf16(const uint16_t* source, size_t num_blocks, double global_scale, const double* factors,
+void quantize_imatrix_bf16(const uint16_t* source, size_t num_blocks, double global_scale, const double* factors,
                             size_t blocks_per_row, uint8_t* packed, uint8_t* scale_bytes) {
     quantize_blocks(source, num_blocks, global_scale, packed, scale_bytes,
                     [=](size_t block, const float* weights, float, const double* steps) {
@@ -123,11 +123,11 @@ void quantize_weighted_bf16(const uint16_t* source, size_t num_blocks, double gl
                     });
 }
 
-void quantize_plain_bf16(const uint16_t* source, size_t num_blocks, float global_scale, uint8_t* packed,
+void quantize_max_bf16(const uint16_t* source, size_t num_blocks, float global_scale, uint8_t* packed,
                          uint8_t* scale_bytes) {
     for (size_t block = 0; block < num_blocks; ++block, source += kBlock, packed += kBlock / 2) {
         float weights[kBlock];
-        const int byte = plain_scale_byte(load_magnitudes(source, weights), global_scale);
+        const int byte = max_scale_byte(load_magnitudes(source, weights), global_scale);
         const float step = e4m3_value(byte) * global_scale;
         scale_bytes[block] = static_cast<uint8_t>(byte);
         int nibbles[kBlock];

@@ -12,13 +12,13 @@
 
 namespace k2 {
 
-void quantize_optimal_bf16(const uint16_t* source, size_t num_blocks, double global_scale, uint8_t* packed,
+void quantize_mse_bf16(const uint16_t* source, size_t num_blocks, double global_scale, uint8_t* packed,
                            uint8_t* scale_bytes);
-void quantize_plain_bf16(const uint16_t* source, size_t num_blocks, float global_scale, uint8_t* packed,
+void quantize_max_bf16(const uint16_t* source, size_t num_blocks, float global_scale, uint8_t* packed,
                          uint8_t* scale_bytes);
 
-// `optimal` with each term of a block's error times the factor of its column; `factors` for the columns of a row.
-void quantize_weighted_bf16(const uint16_t* source, size_t num_blocks, double global_scale, const double* factors,
+// `mse` with each term of a block's error times the factor of its column; `factors` for the columns of a row.
+void quantize_imatrix_bf16(const uint16_t* source, size_t num_blocks, double global_scale, const double* factors,
                             size_t blocks_per_row, uint8_t* packed, uint8_t* scale_bytes);
 
 }  // namespace k2

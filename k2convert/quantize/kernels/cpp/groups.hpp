@@ -1,15 +1,15 @@
 // Converting a batch of groups. A group is 32 INT4 codes in 16 bytes, or two NVFP4 blocks of 8 bytes.
 //
-// `optimal` has three phases with short dependency chains:
+// `mse` has three phases with short dependency chains:
 //
 //     count     16 bytes -> two histograms of |q|, one byte for each magnitude, and the set of magnitudes that occur
 //     search    histogram x error table [8, 16] -> the best of 16 candidates (see search_tables.py)
 //     encode    byte shuffle by the candidate's map, block scale, tally
 //
-// Some blocks are settled one by one with the full table, as rules/optimal.py defines it: blocks of zeros, zero scales,
+// Some blocks are settled one by one with the full table, as rules/mse.py defines it: blocks of zeros, zero scales,
 // a best scale outside the normal range, and a capped error in the least sum (capped sums are at most too small). Under
-// `plain` the block scale depends only on the source scale and the block's largest |q| (rounding to BF16 is monotone),
-// and so does every code. Both are computed once for each such pair, as rules/plain.py defines them.
+// `max` the block scale depends only on the source scale and the block's largest |q| (rounding to BF16 is monotone),
+// and so does every code. Both are computed once for each such pair, as rules/max.py defines them.
 #pragma once
 
 #include <cstdint>
@@ -77,14 +77,14 @@ Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTab
 // counts to the tally and the totals; g = 2**exponent. Words are histograms, see block_word.
 namespace portable {
 void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words);
-void convert_optimal(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
-void convert_plain(const Batch& batch, Tally& tally, Totals& totals);
+void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
+void convert_max(const Batch& batch, Tally& tally, Totals& totals);
 }  // namespace portable
 
 namespace avx2 {
 void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words);
-void convert_optimal(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
-void convert_plain(const Batch& batch, Tally& tally, Totals& totals);
+void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals);
+void convert_max(const Batch& batch, Tally& tally, Totals& totals);
 }  // namespace avx2
 
 // The histogram of one block of 8 bytes: the number of |q| = k in byte k - 1.

@@ -10,7 +10,7 @@ namespace k2 {
 
 namespace {
 
-// Fill the fields of a slot that depend on its scale, under `optimal`.
+// Fill the fields of a slot that depend on its scale, under `mse`.
 void place_in_tables(Slot& slot, uint32_t bits, int exponent) {
     const SplitScale scale = split_scale(bits);
     const int grid_index = 32 + (scale.mantissa + 15) / 16 - 8 - kLowestStep;
@@ -21,11 +21,11 @@ void place_in_tables(Slot& slot, uint32_t bits, int exponent) {
     slot.rank = is_zero ? 0 : (scale.mantissa - kNumMantissas) * kNumCandidates + kLastGridRank - grid_index;
 }
 
-// Fill the rows of a scale under `plain`, one for each largest |q|: block scale, codes, and which of them are inexact.
-void fill_plain_rows(uint8_t* row, uint32_t bits, float global_scale) {
+// Fill the rows of a scale under `max`, one for each largest |q|: block scale, codes, and which of them are inexact.
+void fill_max_rows(uint8_t* row, uint32_t bits, float global_scale) {
     const float scale = bf16_value(bits & 0x7FFF);
-    for (int largest = 0; largest < kPlainRows; ++largest, row += kRowBytes) {
-        const int byte = plain_scale_byte(round_to_bf16(static_cast<float>(largest) * scale), global_scale);
+    for (int largest = 0; largest < kMaxRows; ++largest, row += kRowBytes) {
+        const int byte = max_scale_byte(round_to_bf16(static_cast<float>(largest) * scale), global_scale);
         row[kScaleByte] = static_cast<uint8_t>(byte);
         plain_map(scale, byte, global_scale, row + kMapByte);
         const double exact_step = static_cast<double>(e4m3_value(byte)) * static_cast<double>(global_scale);
@@ -114,30 +114,30 @@ Settled settle_block(uint16_t bits, uint64_t word, int exponent, const SearchTab
     return settled;
 }
 
-Counted convert_optimal(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out,
+Counted convert_mse(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out,
                         uint8_t* scale_bytes) {
     const auto open = [&](Tally& tally, uint16_t bits) {
-        const int slot = tally.open_slot(bits, Rule::optimal);
+        const int slot = tally.open_slot(bits, Rule::mse);
         place_in_tables(tally.slot(slot), bits, exponent);
         return slot;
     };
     return convert_batches(
-        source, out, scale_bytes, Rule::optimal, open,
+        source, out, scale_bytes, Rule::mse, open,
         [&](const Batch& batch, Tally& tally, Totals& totals) {
-            avx2::convert_optimal(batch, exponent, tables, tally, totals);
+            avx2::convert_mse(batch, exponent, tables, tally, totals);
         },
         [&](const Batch& batch, Tally& tally, Totals& totals) {
-            portable::convert_optimal(batch, exponent, tables, tally, totals);
+            portable::convert_mse(batch, exponent, tables, tally, totals);
         });
 }
 
-Counted convert_plain(const Int4& source, float global_scale, uint8_t* out, uint8_t* scale_bytes) {
+Counted convert_max(const Int4& source, float global_scale, uint8_t* out, uint8_t* scale_bytes) {
     const auto open = [&](Tally& tally, uint16_t bits) {
-        const int slot = tally.open_slot(bits, Rule::plain);
-        fill_plain_rows(tally.rows() + tally.slot(slot).row, bits, global_scale);
+        const int slot = tally.open_slot(bits, Rule::max);
+        fill_max_rows(tally.rows() + tally.slot(slot).row, bits, global_scale);
         return slot;
     };
-    return convert_batches(source, out, scale_bytes, Rule::plain, open, avx2::convert_plain, portable::convert_plain);
+    return convert_batches(source, out, scale_bytes, Rule::max, open, avx2::convert_max, portable::convert_max);
 }
 
 namespace {
@@ -174,12 +174,12 @@ Figures figures_of(const Counted& counted, Rule rule, double global_scale, RowSu
     for (const Pair& pair : counted.pairs) {
         const float scale = bf16_value(static_cast<uint32_t>(pair.key >> 8)), block_scale = e4m3_value(pair.key & 0xFF);
         const double exact_scale = scale, step = static_cast<double>(block_scale) * global_scale;
-        const float plain_step = block_scale * static_cast<float>(global_scale);
+        const float max_step = block_scale * static_cast<float>(global_scale);
         double energy = 0.0, error = 0.0;
         for (int k = 0; k < 9; ++k) {
             if (pair.counts[k] == 0) continue;
             const double count = static_cast<double>(pair.counts[k]), wanted = k * exact_scale;
-            const int code = rule == Rule::plain ? nearest_code(round_to_bf16(static_cast<float>(k) * scale) / plain_step)
+            const int code = rule == Rule::max ? nearest_code(round_to_bf16(static_cast<float>(k) * scale) / max_step)
                                                  : nearest_code(4.0 * wanted, step);
             const double written = kCodeValues[code] * step, difference = std::fabs(wanted - written);
             energy += count * (wanted * wanted);

@@ -13,14 +13,14 @@ struct Int4 {
     size_t num_groups;
 };
 
-Counted convert_optimal(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out,
+Counted convert_mse(const Int4& source, int exponent, const SearchTables& tables, uint8_t* out,
                         uint8_t* scale_bytes);
-Counted convert_plain(const Int4& source, float global_scale, uint8_t* out, uint8_t* scale_bytes);
+Counted convert_max(const Int4& source, float global_scale, uint8_t* out, uint8_t* scale_bytes);
 
 // The figures of a conversion from its counts, and its sums: those of measure.hpp, in half the time of the conversion.
 Figures figures_of(const Counted& counted, Rule rule, double global_scale, RowSums& sums);
 
-// The output nibble of each source nibble under `plain`, apart from that of zero.
+// The output nibble of each source nibble under `max`, apart from that of zero.
 void plain_map(float scale, int byte, float global_scale, uint8_t* map);
 
 struct Measured {

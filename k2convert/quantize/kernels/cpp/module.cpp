@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "bf16.hpp"
-#include "columns.hpp"
-#include "feedback.hpp"
+#include "channels.hpp"
+#include "gptq.hpp"
 #include "instructions.hpp"
 #include "int4.hpp"
 #include "measure.hpp"
@@ -92,20 +92,20 @@ CountedTuple tuple_of(const k2::Counted& counted, k2::Rule rule, double global_s
     return {sums.energy, sums.error, tuple_of(figures), counted.outside_normal};
 }
 
-CountedTuple convert_optimal(const In<uint8_t>& packed, const In<uint16_t>& scale_bits, int exponent,
+CountedTuple convert_mse(const In<uint8_t>& packed, const In<uint16_t>& scale_bits, int exponent,
                              const k2::SearchTables& tables, const Bytes& out, const Bytes& scale_bytes) {
     const k2::Int4 source = int4_of(packed, scale_bits);
     require_results(2 * scale_bits.size(), out, scale_bytes);
-    const k2::Counted counted = k2::convert_optimal(source, exponent, tables, out.data(), scale_bytes.data());
-    return tuple_of(counted, k2::Rule::optimal, std::ldexp(1.0, exponent));
+    const k2::Counted counted = k2::convert_mse(source, exponent, tables, out.data(), scale_bytes.data());
+    return tuple_of(counted, k2::Rule::mse, std::ldexp(1.0, exponent));
 }
 
-CountedTuple convert_plain(const In<uint8_t>& packed, const In<uint16_t>& scale_bits, float global_scale,
+CountedTuple convert_max(const In<uint8_t>& packed, const In<uint16_t>& scale_bits, float global_scale,
                            const Bytes& out, const Bytes& scale_bytes) {
     const k2::Int4 source = int4_of(packed, scale_bits);
     require_results(2 * scale_bits.size(), out, scale_bytes);
-    const k2::Counted counted = k2::convert_plain(source, global_scale, out.data(), scale_bytes.data());
-    return tuple_of(counted, k2::Rule::plain, global_scale);
+    const k2::Counted counted = k2::convert_max(source, global_scale, out.data(), scale_bytes.data());
+    return tuple_of(counted, k2::Rule::max, global_scale);
 }
 
 k2::Columns columns_of(const std::optional<In<int8_t>>& exponents, const std::optional<In<uint8_t>>& importance,
@@ -120,12 +120,12 @@ k2::Columns columns_of(const std::optional<In<int8_t>>& exponents, const std::op
 }
 
 int64_t convert_columns(const In<uint8_t>& packed, const In<uint16_t>& scale_bits, const std::optional<In<int8_t>>& exponents,
-                        const std::optional<In<uint8_t>>& importance, bool is_plain, int exponent, float global_scale,
+                        const std::optional<In<uint8_t>>& importance, bool is_max, int exponent, float global_scale,
                         const k2::SearchTables& tables, const Bytes& out, const Bytes& scale_bytes) {
     const k2::Int4 source = int4_of(packed, scale_bits);
     const k2::Columns columns = columns_of(exponents, importance, source);
     require_results(2 * scale_bits.size(), out, scale_bytes);
-    return k2::convert_columns(source, columns, is_plain, exponent, global_scale, tables, out.data(), scale_bytes.data());
+    return k2::convert_columns(source, columns, is_max, exponent, global_scale, tables, out.data(), scale_bytes.data());
 }
 
 std::tuple<float, float> magnitude_of_columns(const In<uint8_t>& packed, const In<uint16_t>& scale_bits,
@@ -144,21 +144,21 @@ void require_bf16(size_t weights, size_t packed, size_t blocks) {
     require(weights == k2::kBlock * blocks && packed == k2::kBlock / 2 * blocks, "sizes do not fit");
 }
 
-void quantize_optimal_bf16(const In<uint16_t>& source, double global_scale, const Bytes& packed, const Bytes& scale_bytes) {
+void quantize_mse_bf16(const In<uint16_t>& source, double global_scale, const Bytes& packed, const Bytes& scale_bytes) {
     require_bf16(source.size(), packed.size(), scale_bytes.size());
-    k2::quantize_optimal_bf16(source.data(), scale_bytes.size(), global_scale, packed.data(), scale_bytes.data());
+    k2::quantize_mse_bf16(source.data(), scale_bytes.size(), global_scale, packed.data(), scale_bytes.data());
 }
 
-void quantize_plain_bf16(const In<uint16_t>& source, float global_scale, const Bytes& packed, const Bytes& scale_bytes) {
+void quantize_max_bf16(const In<uint16_t>& source, float global_scale, const Bytes& packed, const Bytes& scale_bytes) {
     require_bf16(source.size(), packed.size(), scale_bytes.size());
-    k2::quantize_plain_bf16(source.data(), scale_bytes.size(), global_scale, packed.data(), scale_bytes.data());
+    k2::quantize_max_bf16(source.data(), scale_bytes.size(), global_scale, packed.data(), scale_bytes.data());
 }
 
-void quantize_weighted_bf16(const In<uint16_t>& source, double global_scale, const In<double>& factors,
+void quantize_imatrix_bf16(const In<uint16_t>& source, double global_scale, const In<double>& factors,
                             const Bytes& packed, const Bytes& scale_bytes) {
     require_bf16(source.size(), packed.size(), scale_bytes.size());
     require(factors.size() > 0 && factors.size() % k2::kBlock == 0 && source.size() % factors.size() == 0, "factors");
-    k2::quantize_weighted_bf16(source.data(), scale_bytes.size(), global_scale, factors.data(),
+    k2::quantize_imatrix_bf16(source.data(), scale_bytes.size(), global_scale, factors.data(),
                                factors.size() / k2::kBlock, packed.data(), scale_bytes.data());
 }
 
@@ -224,24 +224,24 @@ k2::Sample sample_of(size_t first, size_t stride, const In<uint8_t>& packed, con
 }
 
 SampledTuple sample_bf16(const In<uint16_t>& source, const In<uint8_t>& packed, const In<uint8_t>& block_scales,
-                         const In<double>& block_values, size_t first, size_t stride, float plain_scale) {
+                         const In<double>& block_values, size_t first, size_t stride, float max_scale) {
     require_bf16(source.size(), packed.size(), block_scales.size());
     const k2::Sample sample = sample_of(first, stride, packed, block_scales, block_values);
     const k2::Quantized written{packed.data(), block_scales.data(), block_values.data()};
-    const k2::Sampled found = k2::sample_bf16(source.data(), written, sample, plain_scale);
+    const k2::Sampled found = k2::sample_bf16(source.data(), written, sample, max_scale);
     return {found.achieved, found.plain, found.bound};
 }
 
 SampledTuple sample_int4(const In<uint8_t>& source, const In<uint16_t>& scale_bits, const std::optional<In<int8_t>>& exponents,
                          const In<uint8_t>& packed, const In<uint8_t>& block_scales, const In<double>& block_values,
-                         size_t first, size_t stride, float plain_scale) {
+                         size_t first, size_t stride, float max_scale) {
     const k2::Int4 groups = int4_of(source, scale_bits);
     require(source.size() == packed.size(), "sizes do not fit");
     const size_t columns = exponents ? columns_of(exponents, std::nullopt, groups).size : 0;
     const k2::Sample sample = sample_of(first, stride, packed, block_scales, block_values);
     const k2::Quantized written{packed.data(), block_scales.data(), block_values.data()};
     const k2::Sampled found = k2::sample_int4({source.data(), scale_bits.data()}, exponents ? exponents->data() : nullptr,
-                                              columns, written, sample, plain_scale);
+                                              columns, written, sample, max_scale);
     return {found.achieved, found.plain, found.bound};
 }
 
@@ -250,7 +250,7 @@ void count_bytes(const In<uint8_t>& bytes, const Out<int64_t>& counts) {
     k2::count_bytes(bytes.data(), bytes.size(), counts.data());
 }
 
-void round_with_feedback(const In<float>& target, const In<float>& form, const In<float>& factor,
+void round_gptq(const In<float>& target, const In<float>& form, const In<float>& factor,
                          const In<float>& block_factors, int sweeps, size_t threads, const Out<uint8_t>& packed,
                          const Out<uint8_t>& scale_bytes) {
     const size_t columns = block_factors.size() / k2::kBlock, rows = columns == 0 ? 0 : target.size() / columns;
@@ -259,7 +259,7 @@ void round_with_feedback(const In<float>& target, const In<float>& form, const I
     require(target.size() == rows * columns && 2 * packed.size() == target.size() &&
                 k2::kBlock * scale_bytes.size() == target.size(), "sizes do not fit");
     const k2::Curvature curvature{form.data(), factor.data(), block_factors.data(), columns};
-    k2::round_with_feedback({target.data(), rows, curvature, sweeps, packed.data(), scale_bytes.data()}, threads);
+    k2::round_gptq({target.data(), rows, curvature, sweeps, packed.data(), scale_bytes.data()}, threads);
 }
 
 void use_instructions(const std::string& name) {
@@ -273,24 +273,24 @@ NB_MODULE(_cpu, module) {
     const auto freely = nb::call_guard<nb::gil_scoped_release>();
     nb::class_<k2::SearchTables>(module, "SearchTables").def(
         nb::new_(&make_tables), "windows"_a, "errors"_a, "keys"_a, "choices"_a, "maps"_a, "full_errors"_a, "scale_bytes"_a);
-    module.def("convert_optimal", &convert_optimal, freely);
-    module.def("convert_plain", &convert_plain, freely);
+    module.def("convert_mse", &convert_mse, freely);
+    module.def("convert_max", &convert_max, freely);
     module.def("convert_columns", &convert_columns, freely, "packed"_a, "scale_bits"_a, "exponents"_a.none(),
-               "importance"_a.none(), "is_plain"_a, "exponent"_a, "global_scale"_a, "tables"_a, "out"_a, "scale_bytes"_a);
+               "importance"_a.none(), "is_max"_a, "exponent"_a, "global_scale"_a, "tables"_a, "out"_a, "scale_bytes"_a);
     module.def("magnitude_of_columns", &magnitude_of_columns, freely);
     module.def("measure", &measure, freely);
-    module.def("quantize_optimal_bf16", &quantize_optimal_bf16, freely);
-    module.def("quantize_plain_bf16", &quantize_plain_bf16, freely);
-    module.def("quantize_weighted_bf16", &quantize_weighted_bf16, freely);
+    module.def("quantize_mse_bf16", &quantize_mse_bf16, freely);
+    module.def("quantize_max_bf16", &quantize_max_bf16, freely);
+    module.def("quantize_imatrix_bf16", &quantize_imatrix_bf16, freely);
     module.def("measure_int4", &measure_int4, freely, "source"_a, "scale_bits"_a, "packed"_a, "block_scales"_a, "block_values"_a,
                "columns"_a, "powers"_a.none(), "inverses"_a.none(), "importance"_a.none(), "sums"_a);
     module.def("measure_bf16", &measure_bf16, freely, "source"_a, "packed"_a, "block_scales"_a, "block_values"_a, "columns"_a,
                "importance"_a.none(), "sums"_a);
     module.def("sample_bf16", &sample_bf16, freely);
     module.def("sample_int4", &sample_int4, freely, "source"_a, "scale_bits"_a, "exponents"_a.none(), "packed"_a,
-               "block_scales"_a, "block_values"_a, "first"_a, "stride"_a, "plain_scale"_a);
+               "block_scales"_a, "block_values"_a, "first"_a, "stride"_a, "max_scale"_a);
     module.def("count_bytes", &count_bytes, freely);
-    module.def("round_with_feedback", &round_with_feedback, freely);
+    module.def("round_gptq", &round_gptq, freely);
     module.def("instructions", &k2::instructions);
     module.def("use_instructions", &use_instructions);
 }

@@ -58,8 +58,8 @@ inline float e4m3_value(int byte) {
     return bits_as<float>(static_cast<uint32_t>(byte + (120 << 3)) << 20);
 }
 
-// The block scale that `plain` chooses for a block's largest |w|.
-inline int plain_scale_byte(float amax, float global_scale) {
+// The block scale that `max` chooses for a block's largest |w|.
+inline int max_scale_byte(float amax, float global_scale) {
     float scale = amax / (6.0f * global_scale);
     if (scale == 0.0f) scale = 1.0f;
     return e4m3_byte(std::min(std::max(scale, 0x1p-9f), 448.0f));

@@ -54,7 +54,7 @@ void count_blocks(const uint8_t* packed, size_t num_blocks, uint64_t* words) {
     for (size_t block = 0; block < num_blocks; ++block) words[block] = block_word(packed + 8 * block);
 }
 
-void convert_optimal(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals) {
+void convert_mse(const Batch& batch, int exponent, const SearchTables& tables, Tally& tally, Totals& totals) {
     for (size_t block = 0; block < 2 * batch.num_groups; ++block) {
         const uint8_t* packed = batch.packed + 8 * block;
         const int number = batch.slots[block / 2];
@@ -76,7 +76,7 @@ void convert_optimal(const Batch& batch, int exponent, const SearchTables& table
     }
 }
 
-void convert_plain(const Batch& batch, Tally& tally, Totals& totals) {
+void convert_max(const Batch& batch, Tally& tally, Totals& totals) {
     for (size_t block = 0; block < 2 * batch.num_groups; ++block) {
         const uint8_t* packed = batch.packed + 8 * block;
         const uint64_t word = block_word(packed);

@@ -1,4 +1,4 @@
-// The error of sampled blocks, that of rule `plain`, and the least that any scale can give.
+// The error of sampled blocks, that of rule `max`, and the least that any scale can give.
 //
 // For a fixed assignment of codes v to the elements, the best real-valued scale leaves sum w**2 - (sum w v)**2 / sum
 // v**2. Rounding to nearest changes an assignment only where t crosses a quotient w / m of a weight and a midpoint m
@@ -126,7 +126,7 @@ K2_CLONES double explained_by_octaves(const ColumnBlock& block, const OctaveAssi
 }
 
 // Steps t in units of s: up to 4/7 * 2**-highest twice the step is at least as good, from 16/7 * 2**-lowest on half of
-// it (see columns.hpp), so the octaves from 2**(-1 - highest) to 2**(2 - lowest) hold a best one. A column sees t * 2**a,
+// it (see channels.hpp), so the octaves from 2**(-1 - highest) to 2**(2 - lowest) hold a best one. A column sees t * 2**a,
 // hence the same assignments a octaves further up. A tie at a breakpoint is no better than the steps around it. Inner
 // products have at most 25 bits if exponents differ by at most 6, so shares are rounded once, and the greatest is exact.
 double bound_with_exponents(const uint8_t* packed, double scale, const int8_t* exponents) {
@@ -180,13 +180,13 @@ K2_CLONES double sum_of_bounds(const uint64_t* words, const double* scales, size
     return sum;
 }
 
-// Add the squared errors of a block of exact weights: of what was written, and of what `plain` writes.
-K2_CLONES void add_errors(const float* weights, const uint8_t* packed, double step, float plain_scale, Sampled& sampled) {
+// Add the squared errors of a block of exact weights: of what was written, and of what `max` writes.
+K2_CLONES void add_errors(const float* weights, const uint8_t* packed, double step, float max_scale, Sampled& sampled) {
     float rounded[kBlock], amax = 0.0f;
     for (int i = 0; i < kBlock; ++i) rounded[i] = round_to_bf16(std::fabs(weights[i]));
     for (int i = 0; i < kBlock; ++i) amax = rounded[i] > amax ? rounded[i] : amax;
-    const float block_scale = e4m3_value(plain_scale_byte(amax, plain_scale)), plain_step = block_scale * plain_scale;
-    const double exact_step = static_cast<double>(block_scale) * static_cast<double>(plain_scale);
+    const float block_scale = e4m3_value(max_scale_byte(amax, max_scale)), max_step = block_scale * max_scale;
+    const double exact_step = static_cast<double>(block_scale) * static_cast<double>(max_scale);
     double achieved[kBlock], plain[kBlock];
     for (int i = 0; i < kBlock; ++i) {
         const int nibble = packed[i / 2] >> (4 * (i & 1)) & 15;
@@ -196,7 +196,7 @@ K2_CLONES void add_errors(const float* weights, const uint8_t* packed, double st
     }
     for (int i = 0; i < kBlock; ++i) {
         // Twice the nearest value, a sum over the midpoints below.
-        const float q = 4.0f * (rounded[i] / plain_step);
+        const float q = 4.0f * (rounded[i] / max_step);
         const int doubled = (q > 1.0f) + (q >= 3.0f) + (q > 5.0f) + (q >= 7.0f) + 2 * ((q > 10.0f) + (q >= 14.0f)) + 4 * (q > 20.0f);
         const double difference = static_cast<double>(std::fabs(weights[i])) - 0.5 * doubled * exact_step;
         plain[i] = difference * difference;
@@ -206,19 +206,19 @@ K2_CLONES void add_errors(const float* weights, const uint8_t* packed, double st
 
 }  // namespace
 
-Sampled sample_bf16(const uint16_t* source, const Quantized& written, const Sample& sample, float plain_scale) {
+Sampled sample_bf16(const uint16_t* source, const Quantized& written, const Sample& sample, float max_scale) {
     Sampled sampled;
     for (size_t block = sample.first; block < sample.num_blocks; block += sample.stride) {
         float weights[kBlock], sizes[kBlock];
         for (int i = 0; i < kBlock; ++i) weights[i] = bf16_value(source[kBlock * block + i]), sizes[i] = std::fabs(weights[i]);
-        add_errors(weights, written.packed + 8 * block, written.block_values[written.block_scales[block]], plain_scale, sampled);
+        add_errors(weights, written.packed + 8 * block, written.block_values[written.block_scales[block]], max_scale, sampled);
         sampled.bound += bound_of(sizes);
     }
     return sampled;
 }
 
 Sampled sample_int4(const Int4Rows& source, const int8_t* exponents, size_t columns, const Quantized& written,
-                    const Sample& sample, float plain_scale) {
+                    const Sample& sample, float max_scale) {
     Sampled sampled;
     std::vector<uint64_t> packed;
     std::vector<double> scales;
@@ -241,7 +241,7 @@ Sampled sample_int4(const Int4Rows& source, const int8_t* exponents, size_t colu
             packed.push_back(bits_as_word(codes));
             scales.push_back(scale);
         }
-        add_errors(weights, written.packed + 8 * block, written.block_values[written.block_scales[block]], plain_scale, sampled);
+        add_errors(weights, written.packed + 8 * block, written.block_values[written.block_scales[block]], max_scale, sampled);
     }
     const size_t whole = uses_avx2() ? packed.size() / 4 * 4 : 0;
     const auto* bytes = reinterpret_cast<const uint8_t*>(packed.data());

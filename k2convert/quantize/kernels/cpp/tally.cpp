@@ -10,7 +10,7 @@ namespace k2 {
 namespace {
 
 constexpr size_t kNumScaleBits = 1 << 16;
-constexpr size_t kRowsBytes = size_t{kMaxSlots} * kOptimalRows * kRowBytes + kRowBytes;
+constexpr size_t kRowsBytes = size_t{kMaxSlots} * kMseRows * kRowBytes + kRowBytes;
 constexpr size_t kOddRowsBytes = size_t{kOddCapacity} * kRowBytes;
 constexpr size_t kSize = kRowsBytes + kOddRowsBytes + kOddCapacity * sizeof(int64_t) + kMaxSlots * sizeof(Slot) +
                          kNumScaleBits * sizeof(int16_t) + kMaxSlots * sizeof(uint16_t);
@@ -52,7 +52,7 @@ int Tally::open_slot(uint16_t bits, Rule rule) {
     const int slot = num_slots_++;
     slot_of_[bits] = static_cast<int16_t>(slot);
     slot_bits_[slot] = bits;
-    const size_t slot_bytes = (rule == Rule::optimal ? kOptimalRows : kPlainRows) * kRowBytes;
+    const size_t slot_bytes = (rule == Rule::mse ? kMseRows : kMaxRows) * kRowBytes;
     std::memset(rows_ + slot * slot_bytes, 0, slot_bytes);
     slots_[slot] = Slot{0, 0, 0, static_cast<int32_t>(slot * slot_bytes)};
     return slot;
@@ -82,13 +82,13 @@ bool Tally::is_full() const {
 }
 
 void Tally::drain(Rule rule, std::vector<Pair>& pairs) {
-    const int rows_per_slot = rule == Rule::optimal ? kOptimalRows : kPlainRows;
+    const int rows_per_slot = rule == Rule::mse ? kMseRows : kMaxRows;
     for (int slot = 0; slot < num_slots_; ++slot) {
         const int64_t bits = slot_bits_[slot] & 0x7FFF;
         for (int i = 0; i < rows_per_slot; ++i) {
             const uint8_t* row = rows_ + slots_[slot].row + i * kRowBytes;
             if (!is_used(row)) continue;
-            add_row(pairs, bits << 8 | (rule == Rule::optimal ? slots_[slot].first + i : row[kScaleByte]), row);
+            add_row(pairs, bits << 8 | (rule == Rule::mse ? slots_[slot].first + i : row[kScaleByte]), row);
         }
         slot_of_[slot_bits_[slot]] = -1;
     }

@@ -4,12 +4,12 @@
 // third of the time of comparing every weight with its code, which measure.hpp does for any other NVFP4 weight.
 //
 // Every distinct source scale gets a slot, and every slot a few rows, one for each block scale that its blocks usually
-// get. The row is found without a search: under `optimal` by the candidate's position, under `plain` by the block's
+// get. The row is found without a search: under `mse` by the candidate's position, under `max` by the block's
 // largest |q|. Blocks that are settled one by one (all zero, or with a best scale outside the normal E4M3 range) are
 // counted in a small hash table. A row is one cache line, with everything that a block needs:
 //
 //     byte  0..31                        32..35    36            37                           48..63
-//           elements with |q| = 1..8,    blocks    `plain`:      `plain`: bit k - 1 if        `plain`: output nibble
+//           elements with |q| = 1..8,    blocks    `max`:      `max`: bit k - 1 if        `max`: output nibble
 //           uint32 each                            E4M3 byte     |q| = k is inexact           of each source nibble
 //
 // When the slots or the hash table are full, the counts are moved to a list of pairs, and counting continues.
@@ -22,8 +22,8 @@
 namespace k2 {
 
 constexpr int kMaxSlots = 2048;
-constexpr int kOptimalRows = 40;
-constexpr int kPlainRows = 9;
+constexpr int kMseRows = 40;
+constexpr int kMaxRows = 9;
 constexpr int kRowBytes = 64;
 constexpr int kBlocksLane = 8;
 constexpr int kScaleByte = 36, kInexactByte = 37, kMapByte = 48;
@@ -33,7 +33,7 @@ constexpr int kBatchGroups = 64;
 // 32-bit counters can count this many groups of 32 weights.
 constexpr int64_t kMaxGroups = int64_t{1} << 26;
 
-enum class Rule { optimal, plain };
+enum class Rule { mse, max };
 
 // One pair: key = BF16 bits of s << 8 | E4M3 byte of b, its blocks, and their elements with |q| = 0..8.
 struct Pair {
@@ -46,7 +46,7 @@ struct Counted {
     int64_t equal_blocks = 0, outside_normal = 0;
 };
 
-// The places of a source scale in the tables of `optimal`, see search_tables.py.
+// The places of a source scale in the tables of `mse`, see search_tables.py.
 struct Slot {
     int32_t table;  // byte offset of its mantissa's errors
     int32_t first;  // E4M3 byte of position 0, any integer
@@ -67,7 +67,7 @@ public:
     const Slot* slots() const { return slots_; }
     uint8_t* rows() { return rows_; }
     // A row whose counts are discarded.
-    static constexpr int32_t spare_row() { return kMaxSlots * kOptimalRows * kRowBytes; }
+    static constexpr int32_t spare_row() { return kMaxSlots * kMseRows * kRowBytes; }
 
     // Count one block in the hash table; `word` has the number of |q| = k in byte k - 1.
     void count_odd(int64_t key, uint64_t word);

@@ -1,0 +1,262 @@
+"""Where a job reads and writes: a folder, or a repository on the Hub.
+
+A repository is opened without downloading a shard. A destination on the Hub needs a work folder for shards that are not
+uploaded yet and for the journal. The work folder stays after the job, some megabytes, so that `status` and a second
+run can tell what was done.
+"""
+
+import os
+import tempfile
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
+from k2convert.checkpoint.folders import check_no_link
+from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.checkpoint.names import (
+    CARD_NAME,
+    CONFIG_NAME,
+    DOWNLOADS_FOLDER,
+    HF_QUANT_CONFIG_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    RECORDS_FOLDER,
+    SHARD_SUFFIX,
+    SOURCE_COPY_FOLDER,
+    WORK_FOLDER,
+)
+from k2convert.errors import DestinationError, DestinationWriteError, HubError, K2ConvertError, remedy
+from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_revision
+from k2convert.hub.request_errors import HubRequestError
+from k2convert.hub.source import RemoteRepo, fetch_small_files, mark_other_files, open_remote, resolve_source
+from k2convert.hub.source_card import SourceCard, read_source_card_file
+from k2convert.models.projections import SOURCE_REMEDY
+from k2convert.records.fingerprint import local_identity
+from k2convert.records.pruning import PruningRecord
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.statistics import Statistics
+
+WORK_ROOT: Final = Path("k2convert-work")
+_STATISTICS_SUFFIX: Final = ".stats"
+_REMOTE_REMEDY: Final = "The repository is incomplete or damaged: choose a different revision, or tell its owner."
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An opened source. `remote` is None for a folder.
+
+    If `pruning` is set, `checkpoint` has only the kept experts, and `whole` is the source with all of them.
+    """
+
+    checkpoint: Checkpoint
+    remote: RemoteRepo | None = None
+    pruning: PruningRecord | None = None
+    whole: Checkpoint | None = None
+
+    def pruned(self, pruning: PruningRecord) -> "Source":
+        """Return the source with only the kept experts; raises PlanError if they are not of this model."""
+        return replace(self, checkpoint=pruning.view(self.checkpoint), pruning=pruning, whole=self.checkpoint)
+
+    @property
+    def card(self) -> SourceCard:
+        """What the source's model card states. Read it while the source is open."""
+        return read_source_card_file(self.checkpoint.folder / CARD_NAME)
+
+    def identities(self) -> dict[str, str]:
+        """Return which file each source shard is; see records/fingerprint.py."""
+        checkpoint, remote = self.checkpoint, self.remote
+        if remote is None:
+            return {shard: local_identity(checkpoint.path(shard)) for shard in checkpoint.headers}
+        return {shard: str(remote.shard(shard).sha256) for shard in checkpoint.headers}
+
+    @property
+    def repo(self) -> str | None:
+        return self.remote.repo if self.remote is not None else None
+
+    @property
+    def revision(self) -> str | None:
+        return self.remote.commit if self.remote is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An opened result. If `remote` is set, the folder has its small files, and an empty file for every shard."""
+
+    folder: Path
+    remote: RemoteRepo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A folder to write to, and the repository and its branch that the result goes to, if it goes to the Hub."""
+
+    folder: Path
+    repo: str | None = None
+    revision: str = MAIN
+
+    def __str__(self) -> str:
+        if self.repo is None:
+            return str(self.folder)
+        return str(RepoRef(self.repo, None if self.revision == MAIN else self.revision))
+
+
+@contextmanager
+def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[Source]:
+    """Open a folder, or a repository: its headers and small files, in a temporary folder that lasts for the block.
+
+    `pinned` is the commit that an unfinished job began with. It is used even if main has moved since.
+    """
+    ref = parse_repo(text) if text.startswith(SCHEME) else None
+    if ref is None:
+        with remedy(SOURCE_REMEDY):
+            checkpoint = open_checkpoint(Path(text))
+        yield Source(checkpoint)
+        return
+    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
+        folder = Path(temporary) / ref.repo
+        folder.mkdir(parents=True)
+        remote = _resolve(hub, ref, pinned)
+        with shown_as(text, folder):
+            with remedy(_REMOTE_REMEDY):
+                checkpoint = open_remote(hub, remote, folder=folder)
+            yield Source(checkpoint, remote)
+
+
+@contextmanager
+def shown_as(text: str, temporary: Path) -> Generator[None]:
+    """Name the repository, not its temporary folder or file, in the messages of expected errors."""
+    try:
+        yield
+    except K2ConvertError as error:
+        error.args = tuple(arg.replace(str(temporary), text) if isinstance(arg, str) else arg for arg in error.args)
+        raise
+
+
+@contextmanager
+def open_result(text: str, *, hub: Hub) -> Generator[Result]:
+    """Open a converted folder, or hf://owner/name[@revision]: its small files, in a folder that lasts for the block.
+
+    Raises HubError if the repository cannot be read or has no shard.
+    """
+    ref = parse_repo(text) if text.startswith(SCHEME) else None
+    if ref is None:
+        yield Result(Path(text))
+        return
+    remote = resolve_source(hub, ref)
+    if not any(path.endswith(SHARD_SUFFIX) for path in remote.files):
+        raise HubError(f"{text}: has no shards, so it holds no result. Check the name and the revision.")
+    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
+        folder = Path(temporary) / ref.repo
+        folder.mkdir(parents=True)
+        fetch_small_files(hub, remote, folder=folder)
+        mark_other_files(remote, folder=folder)
+        with shown_as(text, folder):
+            yield Result(folder, remote)
+
+
+def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> RemoteRepo:
+    if ref.revision is not None or pinned is None:
+        return resolve_source(hub, ref)
+    try:
+        return resolve_source(hub, RepoRef(ref.repo, pinned))
+    except HubRequestError as error:
+        if error.status != 404:
+            raise
+        return resolve_source(hub, ref)  # the job began with a different repository; the journal will refuse it
+
+
+def read_destination(text: str, *, work_folder: Path | None) -> Destination:
+    """Return a folder, or hf://owner/name[@branch] with its work folder; raises HubError if that is no branch."""
+    ref = parse_repo(text) if text.startswith(SCHEME) else None
+    if ref is None:
+        return Destination(Path(text))
+    name = str(ref).removeprefix(SCHEME).replace("/", "--")
+    return Destination(work_folder or WORK_ROOT / name, ref.repo, target_revision(ref))
+
+
+def check_destination(destination: Path, *, source: Path | None) -> None:
+    """Refuse a folder that is the source, is in it or contains it, or has files of others (DestinationError)."""
+    target = destination.resolve()
+    if source is not None:
+        origin = source.resolve()
+        if target == origin:
+            raise DestinationError(
+                f"{destination}: is the source itself, which is never written to. Choose a new folder."
+            )
+        if target.is_relative_to(origin):
+            raise DestinationError(f"{destination}: is inside the source {source}. Choose a folder outside it.")
+        if origin.is_relative_to(target):
+            raise DestinationError(f"{destination}: contains the source {source}. Choose a folder next to it.")
+    if destination.is_symlink() and not destination.exists():
+        raise DestinationError(f"{destination}: is a link to a missing file. Remove the link, or choose a folder.")
+    for path in (destination, *destination.absolute().parents):
+        if path.exists() and not path.is_dir():
+            raise DestinationError(f"{destination}: {path} is a file. Choose a folder.")
+    if destination.is_dir() and not (destination / WORK_FOLDER).is_dir() and any(destination.iterdir()):
+        raise DestinationError(
+            f"{destination}: is not empty, and its files are not from k2convert. Choose a new or an empty folder."
+        )
+
+
+def refuse_symlinks(folder: Path, files: Iterable[Path]) -> None:
+    """Refuse links below `folder` where a job writes (DestinationError): now, and not hours later.
+
+    `files` are the relative paths of shards and sidecars. Other links, and `folder` itself if it is one, are left
+    alone.
+    """
+    work = folder / WORK_FOLDER
+    for path in (work, *walk_folder(work)):
+        check_no_link(path)
+    for file in (*files, *map(Path, (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME))):
+        for path in (*reversed(file.parents[:-1]), file, file.with_name(file.name + TEMPORARY_SUFFIX)):
+            check_no_link(folder / path)
+
+
+def check_work_folder(folder: Path) -> None:
+    """Refuse a work folder that is not writable, or that has a file where k2convert needs a folder."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise DestinationWriteError(f"{folder}: is not writable. Choose a folder that you may write to.")
+    for name in (SOURCE_COPY_FOLDER, DOWNLOADS_FOLDER, RECORDS_FOLDER):
+        path = folder / name
+        if path.exists() and not path.is_dir():
+            raise DestinationError(f"{path}: is not a folder, but k2convert needs a folder there. Remove it.")
+
+
+def check_statistics_path(path: Path, *, source: Path | None) -> None:
+    """Refuse a path that no file can be written to, or that is in the source; raises DestinationError."""
+    if path.is_dir():
+        raise DestinationError(f"{path}: is a folder. Name a file to write the statistics to.")
+    if path.is_symlink():
+        raise DestinationError(f"{path}: is a link. Remove it, or choose a different name.")
+    for parent in path.absolute().parents:
+        if parent.exists() and not parent.is_dir():
+            raise DestinationError(f"{path}: {parent} is a file, not a folder. Choose a different name.")
+    if source is not None and path.resolve().is_relative_to(source.resolve()):
+        raise DestinationError(f"{path}: is inside the source, which is never written to. Choose a path outside it.")
+
+
+@contextmanager
+def open_named_statistics(text: str | None, *, hub: Hub) -> "Generator[Statistics | None]":
+    """Open a statistics file, or one of the Hub, which is here for the block; None without a name.
+
+    Raises CalibrationError, HubError. `Statistics.origin` is then the address with its commit.
+    """
+    if text is None:
+        yield None
+        return
+    from k2convert.calibrate.statistics import open_statistics
+    from k2convert.hub.named_file import fetch_named_file
+
+    if not text.startswith(SCHEME):
+        yield open_statistics(Path(text))
+        return
+    with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
+        path, origin = fetch_named_file(hub, text, suffix=_STATISTICS_SUFFIX, folder=Path(temporary))
+        with shown_as(origin, path):
+            found = open_statistics(path)
+            found.origin = origin
+            yield found

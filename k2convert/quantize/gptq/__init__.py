@@ -1,0 +1,9 @@
+"""Rounding with error feedback: rule `gptq`. Numbers only; torch, on the CPU or a CUDA device.
+
+    moments     sums over tokens of one input, and the correction of a weight for what its input lacks
+    factor      the curvature of the loss, and its Cholesky factor
+    rounding    codes that follow a target under a curvature; which kernel makes them
+    shrinkage   how far the curvature is trusted, by what is lost on tokens that it has not seen
+
+The loss of a row w that becomes q is (w - q) H (w - q)^T, where H is the mean of x x^T over weighted tokens.
+"""

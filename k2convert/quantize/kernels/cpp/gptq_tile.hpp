@@ -1,0 +1,352 @@
+// The rows of a tile, in vectors of eight floats; compiled once for each level of instructions (K2_LEVEL).
+#pragma once
+
+#include <cstring>
+
+#include "gptq.hpp"
+
+namespace k2::K2_LEVEL {
+
+namespace {
+
+using Floats = float __attribute__((vector_size(32)));
+using Ints = int32_t __attribute__((vector_size(32)));
+
+constexpr size_t kLanes = 8, kBlockSize = 16, kNumScales = 16;
+// Rows and columns of a product that stay in registers, and columns that are packed at a time.
+constexpr size_t kGroupRows = 6, kStrip = 2 * kLanes, kPacked = 128;
+// Normal E4M3 scales, the range of rule `mse`. The search starts five below the nearest to the largest weight / 6.
+constexpr int kFirstByte = 0x08, kLastByte = 0x7E, kByteOfOne = 0x38, kBelow = 5;
+// A block takes a new scale only for a gain that is no rounding error.
+constexpr float kWorthwhile = 0.9999f;
+static_assert(kTileRows % kGroupRows == 0 && kPanel % kBlockSize == 0 && kNumScales == 2 * kLanes, "whole groups");
+
+inline Floats load(const float* from) {
+    Floats values;
+    std::memcpy(&values, from, sizeof values);
+    return values;
+}
+
+inline void store(float* to, const Floats& values) { std::memcpy(to, &values, sizeof values); }
+
+inline Floats all(float value) { return Floats{value, value, value, value, value, value, value, value}; }
+
+inline float magnitude(float value) { return value < 0 ? -value : value; }
+
+inline float value_of(int byte) {
+    const uint32_t bits = static_cast<uint32_t>(byte + (120 << 3)) << 20;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// The first of 16 bytes to try: E4M3's nearest to largest / 6, minus five, within the range.
+inline int first_byte(float largest) {
+    float scale = largest * (1.0f / 6.0f);
+    scale = scale > 0x1p-6f ? scale : 0x1p-6f;
+    scale = scale < 448.0f ? scale : 448.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &scale, sizeof bits);
+    const int byte = static_cast<int>((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3) - kBelow;
+    constexpr int last = kLastByte + 1 - static_cast<int>(kNumScales);
+    return byte < kFirstByte ? kFirstByte : byte > last ? last : byte;
+}
+
+// E2M1's nearest value, ties to the even code, saturating. Adding and subtracting 1.5 * 2**23 rounds to integers.
+inline Floats nearest_value(const Floats& scaled) {
+    // Casts between vectors keep their bits.
+    const Ints bits = (Ints)scaled;
+    const Ints sign = bits & INT32_MIN;
+    Floats size = (Floats)(bits & INT32_MAX);
+    size = size < 6.0f ? size : all(6.0f);
+    const Floats inverse = size < 2.0f ? all(2.0f) : size < 4.0f ? all(1.0f) : all(0.5f);
+    const Floats step = size < 2.0f ? all(0.5f) : size < 4.0f ? all(1.0f) : all(2.0f);
+    const Floats rounded = ((size * inverse + 12582912.0f) - 12582912.0f) * step;
+    return (Floats)((Ints)rounded | sign);
+}
+
+inline float nearest_value(float scaled) {
+    float size = magnitude(scaled);
+    size = size < 6.0f ? size : 6.0f;
+    const float inverse = size < 2.0f ? 2.0f : size < 4.0f ? 1.0f : 0.5f;
+    const float step = size < 2.0f ? 0.5f : size < 4.0f ? 1.0f : 2.0f;
+    const float rounded = ((size * inverse + 12582912.0f) - 12582912.0f) * step;
+    return scaled < 0 ? -rounded : rounded;
+}
+
+// c -= a b for six rows of a and c and a packed strip of b, [depth, 16].
+inline void subtract_strip(const float* a, size_t a_stride, const float* b, size_t depth, float* c, size_t c_stride) {
+    Floats sums[kGroupRows][2] = {};
+    for (size_t d = 0; d < depth; ++d) {
+        const Floats first = load(b + kStrip * d), second = load(b + kStrip * d + kLanes);
+        for (size_t r = 0; r < kGroupRows; ++r) {
+            const Floats factor = all(a[r * a_stride + d]);
+            sums[r][0] += factor * first;
+            sums[r][1] += factor * second;
+        }
+    }
+    for (size_t r = 0; r < kGroupRows; ++r) {
+        float* row = c + r * c_stride;
+        store(row, load(row) - sums[r][0]);
+        store(row + kLanes, load(row + kLanes) - sums[r][1]);
+    }
+}
+
+// c -= a b: a [rows, depth], b [depth, columns], c [rows, columns]; depth at most kPanel, whole groups and strips.
+void subtract_product(const float* a, size_t a_stride, size_t rows, const float* b, size_t b_stride, size_t depth,
+                      size_t columns, float* c, size_t c_stride) {
+    alignas(64) float packed[kPanel * kPacked];
+    for (size_t start = 0; start < columns; start += kPacked) {
+        const size_t width = columns - start < kPacked ? columns - start : kPacked;
+        for (size_t d = 0; d < depth; ++d) {
+            const float* from = b + d * b_stride + start;
+            for (size_t k = 0; k < width; k += kStrip)
+                std::memcpy(packed + k * depth + d * kStrip, from + k, kStrip * sizeof(float));
+        }
+        for (size_t k = 0; k < width; k += kStrip)
+            for (size_t r = 0; r < rows; r += kGroupRows)
+                subtract_strip(a + r * a_stride, a_stride, packed + k * depth, depth, c + r * c_stride + start + k,
+                               c_stride);
+    }
+}
+
+// The best of 16 scales for a block: its values, their errors over U_jj, and the sum of squares of these.
+struct Found {
+    float values[kBlockSize], errors[kBlockSize], loss;
+    int byte;
+};
+
+inline void search_block(const float* weights, const float* factor, size_t stride, Found& found) {
+    alignas(32) float errors[kBlockSize][kNumScales], values[kBlockSize][kNumScales], losses[kNumScales];
+    Floats rest[kBlockSize][2], steps[2], inverses[2], sums[2] = {};
+    float largest = 0;
+    for (size_t i = 0; i < kBlockSize; ++i) {
+        const float size = magnitude(weights[i]);
+        largest = size > largest ? size : largest;
+        rest[i][0] = rest[i][1] = all(weights[i]);
+    }
+    const int first = first_byte(largest);
+    for (size_t c = 0; c < kNumScales; ++c) losses[c] = value_of(first + static_cast<int>(c));
+    for (size_t h = 0; h < 2; ++h) steps[h] = load(losses + kLanes * h), inverses[h] = 1.0f / steps[h];
+    for (size_t i = 0; i < kBlockSize; ++i) {
+        const float* row = factor + i * stride;
+        const Floats inverse = all(1.0f / row[i]);
+        for (size_t h = 0; h < 2; ++h) {
+            const Floats value = nearest_value(rest[i][h] * inverses[h]) * steps[h];
+            const Floats error = (rest[i][h] - value) * inverse;
+            sums[h] += error * error;
+            store(values[i] + kLanes * h, value);
+            store(errors[i] + kLanes * h, error);
+            for (size_t k = i + 1; k < kBlockSize; ++k) rest[k][h] -= error * all(row[k]);
+        }
+    }
+    for (size_t h = 0; h < 2; ++h) store(losses + kLanes * h, sums[h]);
+    size_t best = 0;
+    for (size_t c = 1; c < kNumScales; ++c) best = losses[c] < losses[best] ? c : best;
+    for (size_t i = 0; i < kBlockSize; ++i) found.values[i] = values[i][best], found.errors[i] = errors[i][best];
+    found.loss = losses[best];
+    found.byte = first + static_cast<int>(best);
+}
+
+// A square of a [K, K] matrix on its diagonal, contiguous.
+struct Panel {
+    alignas(64) float values[kPanel * kPanel];
+    size_t start, size;
+
+    Panel(const float* matrix, size_t columns, size_t start)
+        : start(start), size(columns - start < kPanel ? columns - start : kPanel) {
+        for (size_t i = 0; i < size; ++i)
+            std::memcpy(values + i * kPanel, matrix + (start + i) * columns + start, size * sizeof(float));
+    }
+    const float* row(size_t i) const { return values + i * kPanel; }
+};
+
+class Tile {
+   public:
+    Tile(const Rounding& rounding, size_t first, size_t rows, float* room, uint8_t* scales)
+        : rounding_(rounding), columns_(rounding.curvature.columns), rows_(rows),
+          padded_((rows + kGroupRows - 1) / kGroupRows * kGroupRows), target_(rounding.target + first * columns_),
+          weights_(room), values_(room + kTileRows * columns_), gradient_(room + 2 * kTileRows * columns_),
+          errors_(room + 3 * kTileRows * columns_), scales_(scales), first_(first) {}
+
+    void round() {
+        std::memcpy(weights_, target_, rows_ * columns_ * sizeof(float));
+        std::memset(weights_ + rows_ * columns_, 0, (padded_ - rows_) * columns_ * sizeof(float));
+        std::memset(errors_, 0, kTileRows * kPanel * sizeof(float));
+        for (size_t start = 0; start < columns_; start += kPanel)
+            round_panel(Panel(rounding_.curvature.factor, columns_, start));
+        if (rounding_.sweeps > 0) {
+            start_gradient();
+            for (int sweep = 1; sweep <= rounding_.sweeps; ++sweep) run_sweep(sweep == rounding_.sweeps);
+        }
+        for (size_t r = 0; r < rows_; ++r) encode_row(r);
+    }
+
+   private:
+    void round_panel(const Panel& factor) {
+        Found found;
+        for (size_t j = 0; j < factor.size; j += kBlockSize)
+            for (size_t r = 0; r < rows_; ++r) {
+                float* row = weights_ + r * columns_ + factor.start;
+                search_block(row + j, factor.row(j) + j, kPanel, found);
+                std::memcpy(values_ + r * columns_ + factor.start + j, found.values, sizeof found.values);
+                std::memcpy(errors_ + r * kPanel + j, found.errors, sizeof found.errors);
+                scales_[(r * columns_ + factor.start + j) / kBlockSize] = static_cast<uint8_t>(found.byte);
+                for (size_t k = j + kBlockSize; k < factor.size; k += kStrip) {
+                    Floats low = load(row + k), high = load(row + k + kLanes);
+                    for (size_t i = 0; i < kBlockSize; ++i) {
+                        const Floats error = all(found.errors[i]);
+                        low -= error * load(factor.row(j + i) + k);
+                        high -= error * load(factor.row(j + i) + k + kLanes);
+                    }
+                    store(row + k, low);
+                    store(row + k + kLanes, high);
+                }
+            }
+        const size_t end = factor.start + factor.size;
+        subtract_product(errors_, kPanel, padded_, rounding_.curvature.factor + factor.start * columns_ + end, columns_,
+                         factor.size, columns_ - end, weights_ + end, columns_);
+    }
+
+    // G = (w - q) H. The weights' memory holds q - w.
+    void start_gradient() {
+        for (size_t i = 0; i < rows_ * columns_; ++i) weights_[i] = values_[i] - target_[i];
+        std::memset(weights_ + rows_ * columns_, 0, (padded_ - rows_) * columns_ * sizeof(float));
+        std::memset(gradient_, 0, padded_ * columns_ * sizeof(float));
+        for (size_t start = 0; start < columns_; start += kPanel) {
+            const size_t size = columns_ - start < kPanel ? columns_ - start : kPanel;
+            subtract_product(weights_ + start, columns_, padded_, rounding_.curvature.form + start * columns_, columns_,
+                             size, columns_, gradient_, columns_);
+        }
+        for (size_t r = 0; r < kTileRows; ++r) is_done_[r] = false;
+    }
+
+    // After the last sweep no gradient is needed, so in it columns that are done are not updated.
+    void run_sweep(bool is_last) {
+        bool has_changed[kTileRows] = {};
+        for (size_t start = 0; start < columns_; start += kPanel) {
+            const Panel form(rounding_.curvature.form, columns_, start);
+            std::memset(errors_, 0, kTileRows * kPanel * sizeof(float));
+            for (size_t j = 0; j < form.size; j += kBlockSize) {
+                const float* factor = rounding_.curvature.block_factors + (start + j) * kBlockSize;
+                float inverse[kBlockSize][kBlockSize] = {};
+                for (size_t d = 0; d < kBlockSize; ++d)
+                    for (size_t i = d; i < kBlockSize; ++i)
+                        for (size_t k = d; k < kBlockSize; ++k)
+                            inverse[i][k] += factor[d * kBlockSize + i] * factor[d * kBlockSize + k];
+                for (size_t r = 0; r < rows_; ++r)
+                    if (!is_done_[r] && improve_block(form, j, factor, inverse, r)) has_changed[r] = true;
+            }
+            for (size_t r = 0; r < rows_; ++r) spread(form, r, is_last);
+        }
+        for (size_t r = 0; r < rows_; ++r) is_done_[r] = !has_changed[r];
+    }
+
+    bool improve_block(const Panel& form, size_t j, const float* factor, const float (&inverse)[kBlockSize][kBlockSize],
+                       size_t r) {
+        float* values = values_ + r * columns_ + form.start + j;
+        const float* gradient = gradient_ + r * columns_ + form.start + j;
+        uint8_t& byte = scales_[(r * columns_ + form.start + j) / kBlockSize];
+        alignas(32) float optimum[kBlockSize] = {};
+        for (size_t k = 0; k < kBlockSize; ++k)
+            for (size_t i = 0; i < kBlockSize; ++i) optimum[i] += gradient[k] * inverse[k][i];
+        float loss = 0;
+        for (size_t i = 0; i < kBlockSize; ++i) {
+            loss += optimum[i] * gradient[i];
+            optimum[i] += values[i];
+        }
+        Found found;
+        search_block(optimum, factor, kBlockSize, found);
+        bool has_changed = false;
+        if (found.loss < loss * kWorthwhile) {
+            byte = static_cast<uint8_t>(found.byte);
+            has_changed = true;
+            for (size_t i = 0; i < kBlockSize; ++i) change(form, j + i, r, found.values[i]);
+        }
+        const float step = value_of(byte), inverse_step = 1.0f / step;
+        for (size_t i = 0; i < kBlockSize; ++i) {
+            const float best = values[i] + gradient[i] / form.row(j + i)[j + i];
+            if (change(form, j + i, r, nearest_value(best * inverse_step) * step)) has_changed = true;
+        }
+        return has_changed;
+    }
+
+    // Change a value; its panel's gradients follow now, all others when the panel is done.
+    bool change(const Panel& form, size_t column, size_t r, float value) {
+        float& current = values_[r * columns_ + form.start + column];
+        const float difference = value - current;
+        if (difference == 0) return false;
+        current = value;
+        errors_[r * kPanel + column] += difference;
+        float* gradient = gradient_ + r * columns_ + form.start;
+        const float* row = form.row(column);
+        const Floats factor = all(difference);
+        for (size_t k = 0; k < form.size; k += kLanes) store(gradient + k, load(gradient + k) - factor * load(row + k));
+        return true;
+    }
+
+    void spread(const Panel& form, size_t r, bool is_last) {
+        const float* differences = errors_ + r * kPanel;
+        size_t chosen[kPanel + 3], count = 0;
+        for (size_t i = 0; i < form.size; ++i)
+            if (differences[i] != 0) chosen[count++] = i;
+        for (size_t first = 0; first < count; first += 4) {
+            const float* rows[4];
+            Floats factors[4];
+            for (size_t i = 0; i < 4; ++i) {
+                const size_t column = chosen[first + i < count ? first + i : first];
+                rows[i] = rounding_.curvature.form + (form.start + column) * columns_;
+                factors[i] = all(first + i < count ? differences[column] : 0.0f);
+            }
+            float* gradient = gradient_ + r * columns_;
+            const auto update = [&](size_t begin, size_t end) {
+                for (size_t k = begin; k < end; k += kLanes) {
+                    Floats sum = load(gradient + k);
+                    for (size_t i = 0; i < 4; ++i) sum -= factors[i] * load(rows[i] + k);
+                    store(gradient + k, sum);
+                }
+            };
+            if (!is_last) update(0, form.start);
+            update(form.start + form.size, columns_);
+        }
+    }
+
+    // A block without values gets what rule `mse` writes: codes 0, never -0, and the scale 1.
+    void encode_row(size_t r) {
+        static constexpr uint8_t codes[13] = {0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7};  // by twice the value
+        const float* values = values_ + r * columns_;
+        for (size_t j = 0; j < columns_; j += kBlockSize) {
+            const uint8_t byte = scales_[(r * columns_ + j) / kBlockSize];
+            const float doubled = 2.0f / value_of(byte);
+            uint8_t* packed = rounding_.packed + ((first_ + r) * columns_ + j) / 2;
+            bool is_empty = true;
+            for (size_t i = 0; i < kBlockSize; i += 2) {
+                uint8_t nibbles[2];
+                for (size_t k = 0; k < 2; ++k) {
+                    const float value = values[j + i + k];
+                    nibbles[k] = codes[static_cast<int>(magnitude(value) * doubled + 0.5f)];
+                    if (nibbles[k] != 0) is_empty = false;
+                    if (nibbles[k] != 0 && value < 0) nibbles[k] |= 8;
+                }
+                packed[i / 2] = static_cast<uint8_t>(nibbles[0] | nibbles[1] << 4);
+            }
+            rounding_.scale_bytes[((first_ + r) * columns_ + j) / kBlockSize] = is_empty ? kByteOfOne : byte;
+        }
+    }
+
+    const Rounding& rounding_;
+    size_t columns_, rows_, padded_;
+    const float* target_;
+    float *weights_, *values_, *gradient_, *errors_;
+    uint8_t* scales_;
+    size_t first_;
+    bool is_done_[kTileRows];
+};
+
+}  // namespace
+
+void round_tile(const Rounding& rounding, size_t first, size_t rows, float* room, uint8_t* scales) {
+    Tile(rounding, first, rows, room, scales).round();
+}
+
+}  // namespace k2::K2_LEVEL

@@ -1,0 +1,123 @@
+"""Rule gptq computed directly in float64: the oracle of quantize/gptq."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.quantize.formats.e2m1 import E2M1_VALUES
+from k2convert.quantize.formats.e4m3 import decode_e4m3
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantize.gptq.moments import STRENGTHS
+
+Array = NDArray[np.float64]
+NORMAL = np.arange(0x08, 0x7F)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Inputs [t, K], what they lack [t, N], weights [t] and halves [t] of some tokens."""
+
+    inputs: Array
+    missing: Array
+    weights: Array
+    halves: NDArray[np.int64]
+
+    def half(self, half: int) -> Tokens:
+        chosen = self.halves == half
+        return Tokens(self.inputs[chosen], self.missing[chosen], self.weights[chosen], self.halves[chosen])
+
+    @property
+    def form(self) -> Array:
+        return (self.inputs * self.weights[:, None]).T @ self.inputs / self.weights.sum()
+
+    @property
+    def cross(self) -> Array:
+        return (self.missing * self.weights[:, None]).T @ self.inputs / self.weights.sum()
+
+    def mean_square(self, rows_tN: Array, root_gram: Array) -> float:
+        """The mean of w |root_gram r|^2."""
+        return float((self.weights[:, None] * (rows_tN @ root_gram.T) ** 2).sum() / self.weights.sum())
+
+
+def ridge(tokens: Tokens, cross: Array, strength: float) -> Array:
+    """D (H + lambda P)^-1 with the H of all tokens."""
+    form = tokens.form
+    penalty = np.diag((np.diag(form) + np.diag(form).mean()) / 2)
+    return np.linalg.solve((form + strength * penalty).T, cross.T).T
+
+
+def ridge_target(tokens: Tokens, root_gram: Array) -> tuple[Array, float | None, float]:
+    """The correction, its strength and its gain, from what is left of `missing` on the tokens of the other half."""
+
+    def removed(strength: float, root: Array) -> float:
+        total = 0.0
+        for a in (0, 1):
+            other, correction = tokens.half(1 - a), ridge(tokens, tokens.half(a).cross, strength)
+            left = other.missing - other.inputs @ correction.T
+            total += other.mean_square(other.missing, root) - other.mean_square(left, root)
+        return total
+
+    best = max(STRENGTHS, key=lambda strength: removed(strength, root_gram))
+    if removed(best, root_gram) <= 0:
+        return np.zeros_like(tokens.cross), None, 0.0
+    even = np.eye(tokens.missing.shape[1])
+    energy = sum(tokens.half(half).mean_square(tokens.half(half).missing, even) for half in (0, 1))
+    return ridge(tokens, tokens.cross, best / 2), best, removed(best, even) / energy
+
+
+def compensated(row: Array, values: Array, form: Array) -> Array:
+    """The best weights of the columns from len(values) on, if those before have these values."""
+    done = len(values)
+    answer = np.linalg.solve(form[done:, done:], form[done:, :done] @ (row[:done] - values))
+    return row[done:] + answer
+
+
+def nearest(scaled: float) -> float:
+    """E2M1's nearest value, ties to the even code."""
+    midpoints = [(low + high) / 2 for low, high in pairwise(E2M1_VALUES)]
+    size, code = abs(scaled), 0
+    for index, midpoint in enumerate(midpoints):
+        if size > midpoint or (size == midpoint and index % 2):
+            code = index + 1
+    return float(np.copysign(E2M1_VALUES[code], scaled))
+
+
+def round_block(block: Array, form: Array, byte: int, unit: float) -> tuple[Array, float]:
+    """Values of a block under a scale, each column answering those before, and the loss if all behind could answer too.
+
+    `form` is that of the block and of the columns behind it.
+    """
+    step = float(decode_e4m3(np.array(byte, dtype=np.uint8))) * unit
+    row = np.concatenate([block, np.zeros(form.shape[0] - len(block))])
+    values = np.empty(len(block))
+    for j in range(len(block)):
+        current = compensated(row, values[:j], form)[0]
+        values[j] = nearest(current / step) * step
+    behind = compensated(row, values, form)
+    error = row - np.concatenate([values, behind])
+    return values, float(error @ form @ error)
+
+
+def losses(target_NK: Tensor, codes: Nvfp4Weight, form_KK: Tensor) -> Array:
+    """(w - q) H (w - q)^T of each row."""
+    error = target_NK.double().numpy() - dequantize_nvfp4(codes)
+    return ((error @ form_KK.double().numpy()) * error).sum(axis=1)
+
+
+def correlated(tokens: int, columns: int, seed: int = 0) -> Tensor:
+    """Inputs f32 [t, K] with strong correlations and columns of different size."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(columns, columns, generator=generator) * torch.rand(columns, generator=generator)
+    noise = torch.randn(tokens, columns, generator=generator)
+    return noise @ mixing / columns**0.5 + torch.randn(tokens, 1, generator=generator)
+
+
+def weights(rows: int, columns: int, seed: int = 1) -> Tensor:
+    """Weights f32 [N, K]."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02

@@ -1,0 +1,397 @@
+"""`run --calibrate`: what it writes, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import run
+
+from k2convert.calibrate.calibration import CalibrationText, ShardNeeds, shard_needs, waiting_bytes
+from k2convert.calibrate.layer_files import conversion_work
+from k2convert.calibrate.statistics import open_statistics
+from k2convert.calibrate.text import held_out, read_windows
+from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import DiskFullError
+from k2convert.job.locations import Destination, Source
+from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
+from k2convert.records.command import read_command
+from k2convert.records.ledger import read_ledger
+
+pytestmark = pytest.mark.usefixtures("own_handlers")
+
+SMALL = ("--set", "calibration={tokens: 320, window: 64}", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def text(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short text: 6 kB of the checkpoint's calibration text."""
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text((tiny / "calibration.txt").read_text()[:6000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(short: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished conversion `out` and its statistics `saved`."""
+    folder = tmp_path_factory.mktemp("done")
+    options = ("--calibrate", text, *SMALL, "--set", f"calibration.save_statistics={folder / 'saved'}", "--quiet")
+    assert run("run", short, folder / "out", *options) == 0
+    return folder
+
+
+def raw_tensors(folder: Path) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        data = path.read_bytes()
+        found |= {name: data[t.begin : t.end] for name, t in read_header(path).tensors.items()}
+    return found
+
+
+def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int = 64) -> CalibrationText:
+    windows = read_windows(files, tokenizer=source, vocab_size=2048, tokens=tokens, window=window, seed=0)
+    return CalibrationText(windows, tokens, window, 0, chunk=4, threads=2)
+
+
+def planned(source: Path, out: Path, text: CalibrationText, *, max_disk: int | None = None) -> Job:
+    checkpoint = open_checkpoint(source)
+    return prepare(
+        source=Source(checkpoint),
+        destination=Destination(out),
+        recipe=choose_recipe(checkpoint, None, {"rule": "gptq"}),
+        text=text,
+        device="cpu",
+        max_disk=max_disk,
+    )
+
+
+def test_result_ledger_and_statistics(short: Path, text: Path, done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("validate", done / "out", "--source", short, "--quiet") == 0
+    assert "passed" in capsys.readouterr().out
+    ledger, found = read_ledger(done / "out"), open_statistics(done / "saved")
+    record = ledger.calibration
+    assert record is not None
+    assert (record.gptq, record.statistics, record.texts) == (True, found.digest, found.texts)
+    assert (record.tokens, record.window, record.windows, record.smoothing) == (256, 64, 4, True)
+    assert record.held_out_windows == 1
+    assert record.exponents_digest is not None
+    assert list(record.layers) == [1, 2]
+    for layer in record.layers.values():
+        assert layer.gptq is not None
+        assert layer.gptq.held_out is not None
+        for errors in (layer.gptq.fitted, layer.gptq.held_out):
+            assert errors.gptq_error > errors.inherited_error >= 0
+    named = {"walk", "texts", "tokens", "window", "seed", "token_ids", "device", "torch"}
+    assert named <= ledger.fingerprint.keys()
+    assert "torch" in ledger.versions
+    assert not conversion_work(done / "out").folder.exists()
+    ids = read_windows([text], tokenizer=short, vocab_size=2048, tokens=320, window=64, seed=0).ids
+    np.save(done / "fitted.npy", ids[~held_out(5)])
+    size = ("--tokens", "320", "--window", "64", "--device", "cpu")
+    assert run("calibrate", short, done / "alone", "--text", done / "fitted.npy", *size, "--quiet") == 0
+    alone = open_statistics(done / "alone")
+    assert (alone.tokens, alone.windows) == (found.tokens, found.windows)
+    for number in range(3):
+        arrays, expected = found.layer(number).arrays(), alone.layer(number).arrays()
+        assert {name: array.tobytes() for name, array in arrays.items()} == {
+            name: array.tobytes() for name, array in expected.items()
+        }
+
+
+def test_what_is_said_at_the_end_begins_with_the_held_out_error(
+    short: Path, text: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", short, done / "out", "--calibrate", text, *SMALL) == 0
+    record = read_ledger(done / "out").calibration
+    assert record is not None
+    worst, errors = max(record.held_out.items(), key=lambda item: item[1].gptq_error)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "outputs of the layers, on 1 of 5 windows that were kept out of the fit: squared error at most "
+        f"{errors.gptq_error:.5f} of the INT4 model's (layer {worst}; {errors.mse_error:.5f} with that layer "
+        "by rule mse)"
+    )
+    options = ("--calibrate", text, "--set", "calibration={tokens: 256, window: 256}", "--device", "cpu")
+    assert run("run", short, tmp_path / "one", *options) == 0
+    assert capsys.readouterr().out.startswith("outputs of the layers: no held-out figure: only one window\n")
+
+
+def test_a_layer_that_is_worse_than_rule_mse_is_warned_of_when_it_is_done(
+    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fitted to few kinds of tokens, measured on others."""
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, 40, size=(8, 128))
+    ids[held_out(8)] = generator.integers(40, 2048, size=(1, 128))
+    np.save(tmp_path / "ids.npy", ids)
+    options = (
+        "--calibrate",
+        tmp_path / "ids.npy",
+        "--set",
+        "calibration={tokens: 1024, window: 128}",
+        "--device",
+        "cpu",
+    )
+    assert run("run", short, tmp_path / "out", *options) == 0
+    record, shown = read_ledger(tmp_path / "out").calibration, capsys.readouterr()
+    assert record is not None
+    worse = [layer for layer, errors in record.held_out.items() if errors.is_worse]
+    assert worse
+    for layer in worse:
+        warning = f"warning: layer {layer}: on the windows that were kept out of the fit"
+        assert shown.err.index(warning) < shown.err.index("calibrate 100 %")
+    assert f"warning: {record.warning}" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "is_scaled"),
+    [
+        ((), True),
+        (("--activations", "w4a16"), False),
+        (("--activations", "w4a16", "--set", "smoothing=true"), True),
+        (("--set", "smoothing=false"), False),
+        (("--recipe", "scaled.yaml"), True),
+    ],
+)
+def test_smoothing_is_on_for_4_bit_activations_alone_unless_asked_for(
+    options: tuple[str, ...],
+    is_scaled: bool,
+    short: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("scaled.yaml").write_text("name: scaled\nactivations: w4a16\nsmoothing: true\n")
+    assert run("run", short, tmp_path / "out", "--calibrate", text, *SMALL, *options, "--dry-run") == 0
+    assert f"smoothing: {'on' if is_scaled else 'off'} (" in capsys.readouterr().out
+
+
+def test_a_job_of_the_earlier_walk_is_refused_by_name(
+    short: Path, text: Path, done: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k2convert.calibrate.calibration.WALK_VERSION", 1)
+    assert run("run", short, done / "out", "--calibrate", text, *SMALL, "--quiet") == 1
+    assert "walk was 2, now 1" in capsys.readouterr().err
+
+
+def test_every_tensor_without_experts_is_the_one_of_a_run_with_these_statistics(
+    short: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", short, tmp_path / "imatrix", "--statistics", done / "saved", "--quiet") == 0
+    assert capsys.readouterr().out.startswith("Rule weighted makes the error small that is weighted by the inputs.")
+    weighted, found = raw_tensors(tmp_path / "imatrix"), raw_tensors(done / "out")
+    assert weighted.keys() == found.keys()
+    different = {name.rpartition(".")[2] for name in found if found[name] != weighted[name]}
+    assert different == {"weight", "weight_scale"}
+    assert all(".mlp.experts." in name for name in found if found[name] != weighted[name])
+
+
+def test_partners_in_different_shards_in_the_other_layout(
+    cut: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--calibrate", text, *SMALL, "--layout", "compressed-tensors", "--activations", "w4a16")
+    words = ("run", cut, tmp_path / "out", *options, "--workers", "3")
+    assert run(*words) == 0
+    shown = capsys.readouterr()
+    said = "2 layers on 320 tokens of calibration.txt, in 5 windows of 64; 1 of them is kept out of the fit"
+    assert f"calibrates while it converts: {said}" in shown.err
+    assert "calibrate 100 % (2 of 2 layers)" in shown.err
+    assert run("validate", tmp_path / "out", "--source", cut, "--quiet") == 0
+
+
+def test_a_finished_run_is_not_made_again(
+    short: Path, text: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (done / "out").glob("*.*") if path.is_file()}
+    assert run("run", short, done / "out", "--calibrate", text, *SMALL) == 0
+    assert f"{done / 'out'}: already complete: 4 of 4 shards done" in capsys.readouterr().err
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    options = ("--calibrate", text, *SMALL, "--set", f"calibration.save_statistics={tmp_path / 'late'}", "--quiet")
+    assert run("run", short, done / "out", *options) == 1
+    assert "the conversion is complete, and its statistics were not kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (("--set", "calibration.seed=1"), "seed was 0, now 1"),
+        (("--set", "calibration.tokens=128"), "tokens was 320, now 128"),
+        (("--set", "calibration.window=32"), "window was 64, now 32"),
+        (("--set", "smoothing=false"), "smoothing was True, now False"),
+        (("text",), "texts was 'calibration.txt ("),
+    ],
+)
+def test_another_text_or_option_is_refused_by_name(
+    changed: tuple[str, ...],
+    named: str,
+    short: Path,
+    text: Path,
+    done: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if changed == ("text",):
+        (tmp_path / "calibration.txt").write_text(text.read_text() + "!")
+        text, changed = tmp_path / "calibration.txt", ()
+    assert run("run", short, done / "out", "--calibrate", text, *SMALL, *changed, "--quiet") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "holds a different job: " in error
+    assert named in error
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--calibrate", "text.txt", "--rule", "imatrix"), "--calibrate converts by rule gptq, not weighted"),
+        (("--calibrate", "text.txt", "--set", "quantizer=reference"), "Leave out --calibrate"),
+        (("--calibrate", "text.txt", "--to", "bf16"), "Leave out --calibrate"),
+        (("--set", "calibration.tokens=5"), "Add --calibrate FILE"),
+    ],
+)
+def test_options_that_contradict_are_refused(
+    options: tuple[str, ...], says: str, short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", short, tmp_path / "out", *options) == 1
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_statistics_are_not_saved_in_the_destination_or_over_others(
+    short: Path, text: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for saved, says in (
+        (out / "stats", "is inside the destination"),
+        (short / "stats", "is inside the source"),
+        (done / "saved", "exists, made from something else: tokens was 256, now 64"),
+    ):
+        use = f"calibration={{tokens: 128, window: 64, save_statistics: {saved}}}"
+        options = ("--calibrate", text, "--set", use, "--quiet")
+        assert run("run", short, out, *options, "--device", "cpu") == 1
+        assert says in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_dry_run_says_what_the_walk_takes_and_writes_nothing(
+    short: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("run", short, tmp_path / "out", "--calibrate", text, *SMALL, "--dry-run")
+    assert run(*words) == 0
+    shown = capsys.readouterr().out
+    assert "calibrates while it converts: 3 layers on 320 tokens of calibration.txt, in 5 windows of 64" in shown
+    assert re.search("^time of the calibration: .*, an estimate from one expert on this machine$", shown, re.MULTILINE)
+    assert re.search("^time of the conversion: .*, an estimate from a second of measuring here", shown, re.MULTILINE)
+    assert "time in all: " in shown
+    assert run(*words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["calibration"]
+    assert (found["layers"], found["finished_layers"], found["tokens"]) == (3, 0, 320)
+    assert len(found["seconds"]) == 2
+    monkeypatch.setattr("k2convert.cli.texts.MAX_HOURS", 0)
+    assert run(*words) == 1
+    assert "repeat the command with --yes" in capsys.readouterr().err
+    assert run(*words[:-1], "--quiet") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_walk_that_fails_is_one_line_and_the_run_goes_on_where_it_was(
+    short: Path, text: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = Path(shutil.copytree(short, tmp_path / "source")), tmp_path / "out"
+    info = open_checkpoint(source).tensors["model.layers.2.input_layernorm.weight"]
+    shard = source / info.shard
+    times, before = shard.stat(), shard.read_bytes()
+    with shard.open("r+b") as file:
+        file.seek(info.begin)
+        file.write((0x7FC0).to_bytes(2, "little"))
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    words = ("run", source, out, "--calibrate", text, *SMALL)
+    assert run(*words, "--quiet") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: layer 2: the hidden states of 4 of 5 windows are not finite.")
+    assert error.count("\n") == 1
+    assert not (out / "config.json").exists()
+    assert run("status", out) == 0
+    assert "calibrate: 2 of 3 layers are done" in capsys.readouterr().out
+    with shard.open("r+b") as file:
+        file.write(before)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert run(*words) == 0
+    assert "resuming: 2 of 3 layers done" in capsys.readouterr().err
+    assert raw_tensors(out) == raw_tensors(done / "out")
+    assert run("status", out, "--json") == 0
+    assert "calibration" not in json.loads(capsys.readouterr().out)
+
+
+def test_token_ids_instead_of_text(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
+    windows = read_windows([text], tokenizer=short, vocab_size=2048, tokens=320, window=64, seed=0)
+    np.save(tmp_path / "ids.npy", windows.ids)
+    assert run("run", short, tmp_path / "out", "--calibrate", tmp_path / "ids.npy", *SMALL, "--quiet") == 0
+    assert raw_tensors(tmp_path / "out") == raw_tensors(done / "out")
+
+
+def test_the_room_of_a_walk_is_asked_for_before_it_starts(short: Path, text: Path, tmp_path: Path) -> None:
+    few, many = (text_of(short, [text], tokens=tokens) for tokens in (64, 512))
+    jobs = [planned(short, tmp_path / "out", of) for of in (few, many)]
+    states = (512 - 64) * 256 * 4
+    assert jobs[1].limits.disk_needed - jobs[0].limits.disk_needed == 4 * states, "two streams, two layers"
+    needed = jobs[1].limits.disk_needed
+    check_room(planned(short, tmp_path / "out", many, max_disk=needed))
+    with pytest.raises(DiskFullError, match=f"needs at least {needed:,} bytes"):
+        check_room(planned(short, tmp_path / "out", many, max_disk=needed - 1))
+
+
+def test_shards_come_in_the_order_of_their_last_layer(short: Path, text: Path, tmp_path: Path) -> None:
+    job = planned(short, tmp_path / "out", text_of(short, [text]))
+    assert job.gptq is not None
+    last = [(job.gptq.needs or {})[item.name].last for item in job.items]
+    assert last == [-1, 0, 1, 2], "the last shard of the source has no layer"
+    assert job.items[0].name == job.plan.jobs[-1].name
+    assert job.gptq.needs == {shard.name: shard_needs(shard) for shard in job.plan.jobs}
+
+
+def needs(last: int, **codes: int) -> ShardNeeds:
+    return ShardNeeds(last, {int(layer[1:]): num_bytes for layer, num_bytes in codes.items()})
+
+
+@pytest.mark.parametrize(
+    ("shards", "most"),
+    [
+        ([needs(1, l1=10), needs(2, l2=10), needs(3, l3=10)], 20),  # a layer, and the one before it
+        ([needs(3, l1=10, l3=1), needs(2, l2=20), needs(3, l3=5)], 36),
+        ([needs(-1)], 0),
+    ],
+)
+def test_the_converted_experts_that_wait(shards: list[ShardNeeds], most: int) -> None:
+    assert waiting_bytes(shards, num_layers=5) == most
+
+
+def test_the_command_that_resumes_has_every_text(short: Path, text: Path, tmp_path: Path) -> None:
+    other, out = tmp_path / "other.txt", tmp_path / "out"
+    other.write_text("A second text. " * 40)
+    assert run("run", short, out, "--calibrate", text, "--calibrate", other, *SMALL, "--quiet") == 0
+    kept = read_command(out)
+    assert kept is not None
+    first = kept.words.index("--calibrate")
+    assert kept.words[first : first + 4] == ("--calibrate", str(text), "--calibrate", str(other))
+
+
+def test_weights_are_not_the_measure_of_a_calibrated_result(
+    short: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "The error of weights is the wrong measure for a calibrated result: validate each result with --layers and"
+    by_max, mse = tmp_path / "max", tmp_path / "mse"
+    assert run("run", short, by_max, "--rule", "max", "--quiet") == 0
+    assert run("run", short, mse, "--quiet") == 0
+    for ours, other, is_said in ((mse, done / "out", 1), (done / "out", mse, 1), (mse, by_max, 0)):
+        capsys.readouterr()
+        assert run("validate", ours, "--source", short, "--against", other, "--quiet") == 0
+        assert capsys.readouterr().out.count(note) == is_said

@@ -1,0 +1,191 @@
+"""Codes with error feedback: each step against a direct computation, on every kernel; equal bytes with any threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from gptq_direct import NORMAL, compensated, correlated, losses, round_block, weights
+
+from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.e2m1 import unpack_nibbles
+from k2convert.quantize.formats.e4m3 import decode_e4m3
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantize.gptq.factor import Curvature, even_curvature, make_curvature
+from k2convert.quantize.gptq.rounding import RoundingKernel, kernel_for, round_gptq
+from k2convert.quantize.kernels import _cpu
+from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.rules.mse import mse_global_scale
+from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
+
+UNIT = 2.0**-13
+
+
+@pytest.fixture(params=["avx2", "portable", "torch"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[RoundingKernel]:
+    if request.param == "torch":
+        yield kernel_for("meta")  # anything but the CPU gets the kernel that runs on any device
+        return
+    before = _cpu.instructions()
+    if before == "portable" and request.param != before:
+        pytest.skip("this CPU has no AVX2")
+    _cpu.use_instructions(request.param)
+    yield kernel_for("cpu")
+    _cpu.use_instructions(before)
+
+
+def form_of(inputs: torch.Tensor) -> torch.Tensor:
+    return inputs.T @ inputs / inputs.shape[0]
+
+
+def curvature_of(columns: int) -> Curvature:
+    return make_curvature(form_of(correlated(2 * columns, columns)), 0.2)
+
+
+def tried_bytes(block: np.ndarray) -> list[int]:
+    """The 16 normal scales around the largest weight over 6."""
+    nearest = int(NORMAL[np.abs(decode_e4m3(NORMAL.astype(np.uint8)) * UNIT - np.abs(block).max() / 6).argmin()])
+    first = min(max(nearest - 5, 0x08), 0x7E - 15)
+    return list(range(first, first + 16))
+
+
+@pytest.mark.parametrize(("columns", "block"), [(16, 0), (48, 1), (160, 8), (160, 9)])
+def test_block_answers_the_errors_before_it_and_takes_the_best_scale(
+    columns: int, block: int, kernel: RoundingKernel
+) -> None:
+    """Given the values of the blocks before, the block's own follow directly: within a panel of 128 and beyond."""
+    curvature, target = curvature_of(columns), weights(3, columns)
+    codes = round_gptq(target, UNIT, curvature, kernel, sweeps=0)
+    form, values, start = curvature.form.double().numpy(), dequantize_nvfp4(codes), 16 * block
+    for row, found, byte in zip(target.double().numpy(), values, codes.block_scales[:, block].tolist(), strict=True):
+        own = compensated(row, found[:start], form)[:16]
+        by_byte = {int(other): round_block(own, form[start:, start:], int(other), UNIT) for other in NORMAL}
+        expected, loss = by_byte[byte]
+        assert np.array_equal(found[start : start + 16], expected)
+        assert loss <= min(by_byte[other][1] for other in tried_bytes(own)) * (1 + 1e-5)
+        assert loss <= min(other for _, other in by_byte.values()) * (1 + 1e-5), "no scale further away is better"
+
+
+@pytest.mark.parametrize("columns", [16, 272])
+def test_sweeps_never_raise_the_loss_of_a_row(columns: int, kernel: RoundingKernel) -> None:
+    """With 16 columns the row is one block."""
+    curvature, target = curvature_of(columns), weights(40, columns)
+    found = [
+        losses(target, round_gptq(target, UNIT, curvature, kernel, sweeps=sweeps), curvature.form)
+        for sweeps in range(3)
+    ]
+    for before, after in pairwise(found):
+        assert (after <= before * (1 + 1e-5)).all()
+    assert found[1].sum() < 0.99 * found[0].sum()
+
+
+def test_after_many_sweeps_no_single_code_can_be_improved(kernel: RoundingKernel) -> None:
+    curvature, target = curvature_of(48), weights(20, 48)
+    codes = round_gptq(target, UNIT, curvature, kernel, sweeps=15)
+    form, values = curvature.form.double().numpy(), dequantize_nvfp4(codes)
+    gradient = (target.double().numpy() - values) @ form
+    steps = (decode_e4m3(codes.block_scales) * UNIT).repeat(16, axis=1)
+    for code in (0, 0.5, 1, 1.5, 2, 3, 4, 6):
+        for sign in (-1, 1):
+            change = sign * code * steps - values
+            # The loss changes by change**2 H_jj - 2 change G_j.
+            gained = 2 * change * gradient - change**2 * np.diag(form)
+            assert gained.max() < 1e-6 * (steps**2).max()
+
+
+def test_loss_is_less_than_that_of_mse(kernel: RoundingKernel) -> None:
+    columns = 160
+    form = form_of(correlated(1000, columns))
+    source = Bf16Weight((weights(64, columns).view(torch.int32) >> 16).to(torch.uint16).numpy())
+    target = (torch.as_tensor(source.bits.astype(np.int32)) << 16).view(torch.float32)
+    global_scale = mse_global_scale(measure(source), is_int4=False)
+    mse = losses(target, quantize_mse_bf16(source, global_scale), form).sum()
+    for shrinkage, share in ((0.1, 0.6), (0.9, 0.95)):
+        codes = round_gptq(target, global_scale, make_curvature(form, shrinkage), kernel)
+        assert losses(target, codes, form).sum() < share * mse
+
+
+def test_even_curvature_is_close_to_mse(kernel: RoundingKernel) -> None:
+    source = Bf16Weight((weights(64, 160).view(torch.int32) >> 16).to(torch.uint16).numpy())
+    target = (torch.as_tensor(source.bits.astype(np.int32)) << 16).view(torch.float32)
+    even = even_curvature(160, device="cpu")
+    found = losses(target, round_gptq(target, UNIT, even, kernel, sweeps=0), even.form)
+    mse = losses(target, quantize_mse_bf16(source, UNIT), even.form)
+    assert found == pytest.approx(mse, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["zero", "rank 3", "duplicates", "silent columns"])
+def test_any_form_gives_codes_as_good_as_those_of_mse(kind: str, kernel: RoundingKernel) -> None:
+    columns, inputs = 160, correlated(600, 160)
+    if kind == "zero":
+        inputs = torch.zeros_like(inputs)
+    elif kind == "rank 3":
+        inputs = correlated(3, columns)
+    elif kind == "duplicates":
+        inputs = inputs[:1].expand(600, -1)
+    else:
+        inputs[:, 30:50] = 0
+    form, even = form_of(inputs), even_curvature(columns, device="cpu")
+    target = weights(30, columns)
+    codes = round_gptq(target, UNIT, make_curvature(form, 0.5), kernel)
+    by_max = round_gptq(target, UNIT, even, kernel)
+    assert losses(target, codes, form).sum() <= losses(target, by_max, form).sum()
+    assert losses(target, codes, even.form).sum() <= 4 * losses(target, by_max, even.form).sum()
+    assert kind != "zero" or np.array_equal(codes.packed, by_max.packed)
+
+
+def test_bytes_are_within_the_formats_and_zeros_are_those_of_mse(kernel: RoundingKernel) -> None:
+    target = weights(20, 160)
+    target[3] = 0
+    target[4, 16:32] = 1e-30  # far below the smallest scale
+    target[5, 0] = 1e4  # far above the largest
+    codes = round_gptq(target, UNIT, even_curvature(160, device="cpu"), kernel)
+    assert not (unpack_nibbles(codes.packed) == 8).any()
+    assert codes.block_scales.min() >= 0x08
+    assert codes.block_scales.max() <= 0x7E
+    for row, block in ((3, slice(0, 10)), (4, slice(1, 2))):
+        assert (codes.block_scales[row, block] == 0x38).all()
+        assert not codes.packed[row, 8 * block.start : 8 * block.stop].any()
+    assert dequantize_nvfp4(codes)[5, 0] == 6 * 448 * UNIT
+
+
+@pytest.mark.parametrize("rows", [1, 47, 100])
+@pytest.mark.parametrize("level", ["avx2", "portable"])
+def test_threads_do_not_change_the_bytes(rows: int, level: str) -> None:
+    before = _cpu.instructions()
+    if before == "portable" and level != before:
+        pytest.skip("this CPU has no AVX2")
+    curvature, target = curvature_of(160), weights(rows, 160)
+    _cpu.use_instructions(level)
+    one, two, many = (round_gptq(target, UNIT, curvature, kernel_for("cpu", threads)) for threads in (1, 2, 7))
+    alone = round_gptq(target[-1:], UNIT, curvature, kernel_for("cpu"))
+    _cpu.use_instructions(before)
+    assert_same(one, two)
+    assert_same(one, many)
+    assert_same(one.rows(rows - 1, rows), alone)
+
+
+def test_kernels_agree(kernel: RoundingKernel) -> None:
+    curvature, target = curvature_of(272), weights(200, 272)
+    expected = round_gptq(target, UNIT, curvature, kernel_for("cpu"))
+    found = round_gptq(target, UNIT, curvature, kernel)
+    assert (unpack_nibbles(found.packed) == unpack_nibbles(expected.packed)).mean() > 0.999
+    both = losses(target, found, curvature.form).sum(), losses(target, expected, curvature.form).sum()
+    assert both[0] == pytest.approx(both[1], rel=1e-4)
+
+
+def test_no_rows_give_no_codes(kernel: RoundingKernel) -> None:
+    assert round_gptq(torch.zeros(0, 32), UNIT, curvature_of(32), kernel).shape == (0, 32)
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="sizes"):
+        round_gptq(torch.zeros(3, 48), UNIT, curvature_of(32), kernel_for("cpu"))
+
+
+def assert_same(first: Nvfp4Weight, second: Nvfp4Weight) -> None:
+    assert np.array_equal(first.packed, second.packed)
+    assert np.array_equal(first.block_scales, second.block_scales)

@@ -1,0 +1,79 @@
+"""The curvature is trusted as far as tokens that it has not seen allow; never at the price of codes without data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gptq_direct import correlated, losses, weights
+
+from k2convert.quantize.gptq.factor import even_curvature, make_curvature
+from k2convert.quantize.gptq.moments import Moments
+from k2convert.quantize.gptq.rounding import kernel_for, round_gptq
+from k2convert.quantize.gptq.shrinkage import SHRINKAGES, choose_shrinkage
+
+UNIT, COLUMNS = 2.0**-13, 64
+
+
+def moments_of(inputs: torch.Tensor) -> Moments:
+    moments = Moments.start(COLUMNS, 1, device="cpu")
+    count = inputs.shape[0]
+    moments.add(inputs, torch.zeros(count, 1), torch.ones(count), torch.arange(count) % 2)
+    return moments
+
+
+def choose(moments: Moments) -> float | None:
+    return choose_shrinkage(moments, weights(256, COLUMNS), UNIT, kernel_for("cpu"))
+
+
+def held_out_loss(inputs: torch.Tensor, shrinkage: float | None) -> float:
+    """What 64 rows lose on the other half, directly; `choose_shrinkage` takes every fourth of 256 rows."""
+    target = weights(256, COLUMNS)[::4]
+    halves = [inputs[half::2].double().numpy() for half in (0, 1)]
+    total = 0.0
+    for seen, unseen in (halves, halves[::-1]):
+        form = torch.as_tensor(seen.T @ seen / len(seen)).float()
+        curvature = even_curvature(COLUMNS, device="cpu") if shrinkage is None else make_curvature(form, shrinkage)
+        codes = round_gptq(target, UNIT, curvature, kernel_for("cpu"), sweeps=0)
+        total += losses(target, codes, torch.as_tensor(unseen.T @ unseen / len(unseen))).sum()
+    return total
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(63, None), (0, None), (1024, 0.5), (4000, 0.5)])
+def test_few_and_many_tokens_need_no_trial(tokens: int, expected: float | None) -> None:
+    assert choose(moments_of(correlated(tokens, COLUMNS))) == expected
+
+
+@pytest.mark.parametrize("tokens", [64, 200, 1023])
+def test_shrinkage_is_the_one_that_loses_least_on_the_other_half(tokens: int) -> None:
+    inputs = correlated(tokens, COLUMNS, seed=3)
+    by_choice = {choice: held_out_loss(inputs, choice) for choice in (*SHRINKAGES, None)}
+    found = choose(moments_of(inputs))
+    assert by_choice[found] <= min(by_choice.values()) * (1 + 1e-4)
+    assert found is not None, "these inputs are easy"
+
+
+def test_more_tokens_earn_more_trust() -> None:
+    few, many = (choose(moments_of(correlated(tokens, COLUMNS))) for tokens in (64, 1023))
+    assert few is not None
+    assert many is not None
+    assert few > many
+
+
+def test_halves_that_have_nothing_in_common_give_no_gptq() -> None:
+    inputs = torch.randn(200, COLUMNS, generator=torch.Generator().manual_seed(0))
+    inputs[0::2, 0::2] *= 0.01
+    inputs[1::2, 1::2] *= 0.01
+    assert choose(moments_of(inputs)) is None
+
+
+def test_tokens_of_one_half_only_give_no_gptq() -> None:
+    moments = Moments.start(COLUMNS, 1, device="cpu")
+    moments.add(correlated(300, COLUMNS), torch.zeros(300, 1), torch.ones(300), torch.ones(300))
+    assert choose(moments) is None
+
+
+def test_silent_inputs_give_finite_codes() -> None:
+    """Tokens of zeros: every choice loses nothing, so none is better than no gptq."""
+    assert choose(moments_of(torch.zeros(100, COLUMNS))) is None
+    assert np.isfinite(held_out_loss(torch.zeros(100, COLUMNS), 0.1))

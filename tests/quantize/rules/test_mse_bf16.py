@@ -1,0 +1,113 @@
+"""`mse` for BF16 sources equals a search over all 119 normal scales, term by term in the same order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from block_makers import bf16_weight, blocks_of
+from exact_search import NORMAL_BYTES, e4m3_value
+
+from k2convert.quantize.formats.e2m1 import unpack_nibbles
+from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
+from k2convert.quantize.rules.magnitude import Magnitude, measure
+from k2convert.quantize.rules.max import quantize_max
+from k2convert.quantize.rules.mse import mse_global_scale
+from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
+
+VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def nearest_codes(block: np.ndarray, step: float) -> np.ndarray:
+    """Nearest value by exhaustive comparison; of two equally near the even code."""
+    distance = np.abs(np.minimum(block / step, 100.0)[:, None] - VALUES)
+    rank = distance.argmin(axis=1)
+    tied = (rank < 7) & (distance[np.arange(16), rank] == distance[np.arange(16), np.minimum(rank + 1, 7)])
+    return np.where(tied & (rank % 2 == 1), rank + 1, rank)
+
+
+def search(block: np.ndarray, global_scale: float) -> tuple[int, np.ndarray]:
+    best, least = 0x38, np.inf
+    if not block.any():
+        return best, np.zeros(16, dtype=np.int64)
+    for byte in NORMAL_BYTES:
+        step = float(e4m3_value(byte)) * global_scale
+        error = 0.0
+        for w, v in zip(block.tolist(), VALUES[nearest_codes(block, step)].tolist(), strict=True):
+            difference = w - v * step
+            error += difference * difference
+        if error <= least:
+            best, least = byte, error
+    return best, nearest_codes(block, float(e4m3_value(best)) * global_scale)
+
+
+def assert_equals_full_search(weight: torch.Tensor, global_scale: float) -> None:
+    result = quantize_mse_bf16(bf16_weight(weight), global_scale)
+    nibbles = unpack_nibbles(result.packed).reshape(-1, 16)
+    blocks = blocks_of(weight).to(torch.float64).numpy()
+    for block, written, byte in zip(blocks, nibbles, result.block_scales.reshape(-1).tolist(), strict=True):
+        best, codes = search(np.abs(block), global_scale)
+        assert byte == best, block
+        assert np.array_equal(written, np.where((block < 0) & (codes > 0), codes + 8, codes))
+
+
+def own_scale(weight: torch.Tensor) -> float:
+    return mse_global_scale(measure(bf16_weight(weight)), is_int4=False)
+
+
+def awkward(seed: int) -> torch.Tensor:
+    """Dense, sparse, heavy-tailed, few-valued, tiny and empty blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(24, 64, generator=generator)
+    weight[4:8] *= torch.rand(4, 64, generator=generator) < 0.1
+    weight[8:12] = weight[8:12] ** 7
+    weight[12:16] = torch.round(weight[12:16] * 2) / 2
+    weight[16:18] *= torch.exp2(-torch.arange(64.0) / 2)
+    weight[18:20] *= 2.0**-14
+    weight[20, :16] = 0
+    weight[21] = 1.5
+    return (weight * 0.03).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_awkward_blocks_equal_the_full_search(seed: int) -> None:
+    weight = awkward(seed)
+    assert_equals_full_search(weight, own_scale(weight))
+
+
+@pytest.mark.parametrize("exponent", [-126, -16, -9, -5, 0, 9])
+def test_any_power_of_two_as_global_scale_equals_the_full_search(exponent: int) -> None:
+    assert_equals_full_search(awkward(2)[::3], 2.0**exponent)
+
+
+def test_subnormal_weights_equal_the_full_search() -> None:
+    weight = (awkward(3)[::4].to(torch.float32) * 2.0**-124).to(torch.bfloat16)
+    assert own_scale(weight) == 2.0**-126
+    assert_equals_full_search(weight, own_scale(weight))
+
+
+def test_the_global_scale_lets_the_largest_weight_be_a_seven() -> None:
+    assert mse_global_scale(Magnitude(7.0, 7.0), is_int4=False) == mse_global_scale(Magnitude(1.0, 0.0), is_int4=True)
+
+
+def test_never_worse_than_plain_at_the_same_global_scale_block_by_block() -> None:
+    weight = (torch.randn(32, 512, generator=torch.Generator().manual_seed(4)) * 0.02).to(torch.bfloat16)
+    g = own_scale(weight)
+    errors = [
+        ((weight.to(torch.float64).numpy() - dequantize_nvfp4(quantize(bf16_weight(weight), g))) ** 2)
+        .reshape(-1, 16)
+        .sum(axis=-1)
+        for quantize in (quantize_mse_bf16, quantize_max)
+    ]
+    assert (errors[0] <= errors[1] * (1 + 1e-12)).all()
+    assert errors[0].sum() < 0.8 * errors[1].sum()
+
+
+def test_the_result_does_not_depend_on_how_rows_are_cut() -> None:
+    weight = awkward(5).repeat(1, 8)
+    scale = own_scale(weight)
+    whole = quantize_mse_bf16(bf16_weight(weight), scale)
+    rows = range(weight.shape[0])
+    parts = [quantize_mse_bf16(bf16_weight(weight[row : row + 1]), scale) for row in rows]
+    assert np.array_equal(whole.packed, np.concatenate([part.packed for part in parts]))
+    assert np.array_equal(whole.block_scales, np.concatenate([part.block_scales for part in parts]))
