@@ -1,4 +1,4 @@
-"""How a pass uses this machine: how many windows it computes at one time, and how long it will take.
+"""How a pass uses this machine: how many windows it computes at once, and how long it will take.
 
 The time is an estimate from one expert and one matrix product, said before the pass starts.
 
@@ -54,7 +54,7 @@ _CUDA_ROWS: Final = 8192
 
 
 def chunk_windows(source: Checkpoint, *, window: int, gpu_bytes: int) -> int:
-    """Return how many windows to compute at one time: every expert is decoded once for them.
+    """Return how many windows to compute at once: every expert is decoded once for them.
 
     On the CPU they have CHUNK_TOKENS tokens. On CUDA they take MEMORY_SHARE of `gpu_bytes`, the smallest device's
     memory, counted as a few hidden states and the inner activations of every expert that a token chooses.
@@ -76,7 +76,7 @@ class Cost:
     alone: float = 0.0
 
     def seconds(self, *, parallel: int, cores: int) -> float:
-        """Return the seconds with so many cores or GPUs at one time, on a machine with `cores`."""
+        """Return the seconds with so many cores or GPUs at once, on a machine with `cores`."""
         return self.shared / parallel + self.search / min(len(STEPS), cores) + self.alone
 
 

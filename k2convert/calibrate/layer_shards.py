@@ -39,7 +39,7 @@ def layer_ranges(source: Checkpoint, num_layers: int) -> tuple[Ranges, ...]:
 class LayerShards:
     """The parts of a source on the Hub, layer by layer, in folders below `remote.folder`.
 
-    `room` is how many bytes they may take at one time. A set `stop` ends what is being fetched.
+    `room` is how many bytes they may take at once. A set `stop` ends what is being fetched.
     """
 
     source: Checkpoint

@@ -1,4 +1,4 @@
-"""How large a pass or a walk is, counted from headers: the memory that it holds at one time. Nothing is measured.
+"""How large a pass or a walk is, counted from headers: the memory that it holds at once. Nothing is measured.
 
 The peaks are counted in FP32 numbers (4 bytes) of K inputs, I inner activations, T tokens and C tokens of a chunk:
 
@@ -31,7 +31,7 @@ CUDA_BYTES: Final = 3 << 30
 """What CUDA's libraries take of a process's memory, and half of that of a GPU's: an upper bound, not measured."""
 
 _LIBRARY_BYTES: Final = 320 << 20  # transformers, imported for the first layer, and what oneDNN and threads keep
-_ATTENTION_TENSORS: Final = 8  # of all heads, that one window needs at one time
+_ATTENTION_TENSORS: Final = 8  # of all heads, that one window needs at once
 _SEARCH_BYTES: Final = 24  # a number of the samples that smoothing exponents are tried on
 _EXPERT_FLOATS: Final = 9  # times K I: gate and up, their targets in three forms, the packed source
 _CUDA_EXPERT_FLOATS: Final = 15
@@ -39,7 +39,7 @@ _CUDA_EXPERT_FLOATS: Final = 15
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """What is estimated: the last `num_layers` layers over some windows, `chunk` of them at one time.
+    """What is estimated: the last `num_layers` layers over some windows, `chunk` of them at once.
 
     `workers` threads compute. Only the first of `devices` is measured.
     """

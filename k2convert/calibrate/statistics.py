@@ -213,7 +213,7 @@ def open_statistics(path: Path) -> Statistics:
     if stated.get("version") != FORMAT_VERSION:
         raise CalibrationError(
             f"{path}: its format has version {quoted(stated.get('version'))}, but this k2convert reads version "
-            f"{FORMAT_VERSION}. Use the k2convert that made it, or make it again."
+            f"{FORMAT_VERSION}. Use the k2convert that made it, or collect them again with `k2convert calibrate`."
         )
     try:
         header, norms = _parse_metadata(stated)

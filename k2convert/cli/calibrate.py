@@ -89,7 +89,7 @@ def _show_plan(plan: "CalibrationPlan", options: CalibrateOptions, found: Foreca
     else:
         console.print_line(plan_line(plan))
         console.print_line(
-            f"disk: needs {console.format_bytes(plan.disk_needed)} at one time, "
+            f"disk: needs {console.format_bytes(plan.disk_needed)} at once, "
             f"may use {console.format_bytes(plan.disk_allowed)}"
         )
         for line in (*found.memory_lines(needed), found.time_line(time)):

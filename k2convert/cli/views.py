@@ -179,7 +179,7 @@ def _show_hub(job: Job) -> None:
     if job.target is not None:
         kind = "private" if job.target.private else "public"
         print_line(f"publishes to {job.target.name} ({kind}) through its branch {branch_name(job.digest)}")
-    print_line(f"uses at most {format_bytes(job.limits.disk_allowed)} of disk at one time")
+    print_line(f"uses at most {format_bytes(job.limits.disk_allowed)} of disk at once")
 
 
 def estimate_document(found: Estimate) -> dict[str, Any]:

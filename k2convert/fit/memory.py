@@ -81,11 +81,11 @@ class Fit:
 
     @property
     def request_slots(self) -> int:
-        """Requests of `context` tokens that the cache holds at one time."""
+        """Requests of `context` tokens that the cache holds at once."""
         return self.slots_of(self.context)
 
     def slots_of(self, length: int) -> int:
-        """Return how many requests of this length the cache holds at one time."""
+        """Return how many requests of this length the cache holds at once."""
         groups = self.tokens // self.longest if self.longest else 0
         return groups * (self.longest // length)
 

@@ -273,6 +273,6 @@ def check_room(job: Job) -> None:
         if job.target is None:
             advice += " Publishing to the Hub (hf://owner/name) needs room for a few shards only."
     raise DiskFullError(
-        f"{job.destination.folder}: the job needs at least {limits.disk_needed:,} bytes of disk at one time, but "
+        f"{job.destination.folder}: the job needs at least {limits.disk_needed:,} bytes of disk at once, but "
         f"may use {limits.disk_allowed:,}. {advice}"
     )

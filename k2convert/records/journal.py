@@ -181,7 +181,7 @@ class Journal:
         )
 
     def forget(self, shard: str) -> None:
-        """Remove a shard's record: the shard is made again."""
+        """Remove a shard's record: the shard is converted again."""
         path = self._record_path(shard)
         with writing(path), opened_folder(path.parent, root=self.destination) as folder:
             remove_file(path, folder)
@@ -271,7 +271,7 @@ class Journal:
 
 def _read_record(path: Path) -> ShardRecord:
     """Return a record; raises CheckpointError if it is damaged."""
-    remedy = "Run the conversion again: its shard is made again."
+    remedy = "Run the conversion again: its shard is converted again."
     try:
         record = ShardRecord.from_dict(unseal(read_json_file(path)))
         if f"{record.shard}.json" != path.name:

@@ -70,7 +70,7 @@ class Shards:
         return [(side, side.present(ranges)) for side, ranges in parts if side is not None]
 
     def _check_room(self, needs: Iterable["Needs"]) -> None:
-        """Refuse what the temporary folders have no room for at one time (DiskFullError)."""
+        """Refuse what the temporary folders have no room for at once (DiskFullError)."""
         needed = max((sum(side.takes(ranges) for side, ranges in together) for together in needs), default=0)
         for side in (self.result, self.source):
             if side is not None:
@@ -177,6 +177,6 @@ def _check_free(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DiskFullError(
-            f"{folder}: validating from the Hub takes up to {needed:,} bytes at one time, but only {free:,} are free. "
+            f"{folder}: validating from the Hub takes up to {needed:,} bytes at once, but only {free:,} are free. "
             "Set TMPDIR to a folder on another disk."
         )

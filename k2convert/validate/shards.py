@@ -279,7 +279,7 @@ class _Measurer:
             self._decode_by_library(module, packed, block_scales, raw, source.shape)
         recorded_scale = None if record is None else record.global_scale
         importance = None if self.calibration is None else self.calibration.importance(place)
-        # Codes that a walk made cannot be made again, nor can others without their statistics.
+        # Codes that a walk made cannot be regenerated, nor can others without their statistics.
         needs_walk = self.rule is not None and RULES[self.rule].needs_walk
         return WrittenWeight(
             module,

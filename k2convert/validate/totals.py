@@ -1,6 +1,6 @@
 """The totals of a ledger, measured again.
 
-With a rule, the figures are those of the same bytes made again, so every one of them is known. Otherwise they are the
+With a rule, the figures are those of the same bytes regenerated, so every one of them is known. Otherwise they are the
 decoder's, which measures fewer. If the global scale is known only from a rounded divisor, only figures of the source
 remain.
 """

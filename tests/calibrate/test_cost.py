@@ -1,4 +1,4 @@
-"""The estimate of a pass, and what decides how much is computed at one time."""
+"""The estimate of a pass, and what decides how much is computed at once."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ LAYERS = ("--tokens", "64", "--window", "32", "--device", "cpu")
 
 
 class Watched:
-    """The most bytes of disk that the files of a folder took at one time."""
+    """The most bytes of disk that the files of a folder took at once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -117,7 +117,7 @@ def test_too_little_disk_for_the_walk_is_refused_before_a_shard_is_fetched(
     words = ("run", "hf://moon/short", "hf://me/out", "--calibrate", text, *OPTIONS, "--yes", "--max-disk", "3MB")
     done = hub_cli(*words, "--quiet")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "bytes of disk at one time" in done.stderr
+    assert "bytes of disk at once" in done.stderr
     assert source.traffic.bytes_sent(r"model-00003-of-000005\.safetensors$") < 100_000
 
 

@@ -168,7 +168,7 @@ def test_a_shard_damaged_before_its_upload_never_arrives(
     data, before = bytearray(shard.read_bytes()), shard.stat()
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # otherwise it is found at the start and made again
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # otherwise it is found at the start and regenerated
     done = hub_process(*JOB, **environment)
     assert done.returncode == 1
     assert f"{shard.name}: does not match its recorded hash" in done.stderr

@@ -241,7 +241,7 @@ def test_offline_mode_fails_at_once_but_not_for_folders(tiny_on_hub: LoopbackHub
 def test_too_little_disk_is_refused_at_the_plan(tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path) -> None:
     done = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--max-disk", "2MB")
     assert done.returncode == 1
-    assert "bytes of disk at one time, but may use 2,000,000. Allow more with --max-disk" in done.stderr
+    assert "bytes of disk at once, but may use 2,000,000. Allow more with --max-disk" in done.stderr
     assert list(workplace.iterdir()) == []
 
 

@@ -1,5 +1,5 @@
 """Experts that a walk through the layers converted go into shards as they are, and are measured wherever others are
-made again. The walk's codes are made by hand here: those of a rule, some of them changed.
+regenerated. The walk's codes are made by hand here: those of a rule, some of them changed.
 """
 
 from __future__ import annotations

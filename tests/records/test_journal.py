@@ -1,4 +1,4 @@
-"""A damaged description of a job is refused in one line that says what to do; a damaged record is made again."""
+"""A damaged description of a job is refused in one line that says what to do; a damaged record is regenerated."""
 
 import json
 import shutil

@@ -54,7 +54,7 @@ class RuleArithmetic:
     """Whether the global scale is always a power of two."""
     needs_walk: bool = False
     """Whether the codes of routed experts come from a walk through the layers of the model. One tensor is not enough to
-    make them again, so they are measured; the fields above are for all other weights."""
+    regenerate them, so they are measured; the fields above are for all other weights."""
     is_modelopt: bool = False
     """Whether ModelOpt's max calibration writes the same bytes, so that the reference quantizer offers the rule."""
 
