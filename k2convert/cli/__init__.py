@@ -1,10 +1,11 @@
 """The command line.
 
-app              the commands; options: their options
-run, publish     jobs; machines: parts and clusters; check: validate and report
-fit              will it fit; fit_options, fit_view, fit_serving: its options, tables, serve commands
-calibrate        the pass that makes statistics; calibrate_options: its options
-views            plans, runs, states; inspection_view: inspections; validation_view: validations
+app              registers the verbs; verbs: their arguments and options; options: what these share
+run, calibrate, validate, report, inspect, status, publish, fit, recipes
+                 a file per verb
+machines         parts and clusters; forecast, gptq: what a calibration needs and found
+views            plans and runs; validation_view: validations; fit_view: which GPUs hold a checkpoint
 console          stdout and stderr; progress: bars and progress lines
+address          addresses of the Hub that are misspelled
 interrupts       Ctrl-C and SIGTERM; failures: what the machine refuses, in one line
 """

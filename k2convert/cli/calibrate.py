@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from k2convert.cli import console
-from k2convert.cli.forecast import Computer, Forecast, choose_computer, forecast
+from k2convert.cli.forecast import Computer, Forecast, check_time, choose_computer, forecast
 from k2convert.cli.gptq import plan_document, plan_line, read_calibration_text
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
-from k2convert.cli.texts import check_time
 from k2convert.cli.verbs import CalibrateOptions
 from k2convert.errors import require_extra
 from k2convert.hub.client import Hub

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
@@ -10,7 +12,8 @@ import typer
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
 from k2convert.cli.options import parse_device
-from k2convert.errors import PlanError
+from k2convert.errors import CalibrationError, PlanError
+from k2convert.job.locations import Source
 from k2convert.job.machine import (
     THREADS_PER_GPU,
     available_memory,
@@ -20,14 +23,18 @@ from k2convert.job.machine import (
     layer_threads,
     peak_bytes,
 )
+from k2convert.models import vocabulary_size
+from k2convert.models.config import max_positions
 
 if TYPE_CHECKING:
     from k2convert.calibrate.calibration import CalibrationPlan
     from k2convert.calibrate.cost import Time
     from k2convert.calibrate.sizes import Memory, PassSize
+    from k2convert.calibrate.text import Windows
     from k2convert.fit.gpus import Gpu
 
 DAY_SECONDS: Final = 86400
+MAX_HOURS: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +156,26 @@ def forecast(plan: CalibrationPlan, computer: Computer, *, layers: int) -> Forec
     size = PassSize(windows[0], windows[1], plan.text.chunk, computer.devices, computer.threads, layers)
     held = (walk_memory if is_walk else pass_memory)(read_sizes(plan.source), size)
     return Forecast(plan.source, size, is_walk, computer, held)
+
+
+def read_texts(source: Source, files: Sequence[Path], *, tokens: int, window: int, seed: int) -> Windows:
+    """Read texts with the source's tokenizer, and token ids, in windows that the model's positions allow."""
+    from k2convert.calibrate.text import read_windows  # a run without a text needs no tokenizers
+
+    return read_windows(
+        files,
+        tokenizer=source.checkpoint.folder,
+        vocab_size=vocabulary_size(source.checkpoint),
+        tokens=tokens,
+        window=min(window, max_positions(source.checkpoint.config) or window),
+        seed=seed,
+    )
+
+
+def check_time(time: Time, *, source: str, yes: bool) -> None:
+    """Refuse a pass of more than half a day, unless the user agreed; raises CalibrationError."""
+    if time.middle > MAX_HOURS * 3600 and not yes:
+        raise CalibrationError(
+            f"{source}: the pass would take {console.format_span(time.least, time.most)} on this machine, more than "
+            f"{MAX_HOURS} hours. Use a machine with a GPU, or fewer tokens, or repeat the command with --yes."
+        )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from k2convert.choices import counted
 from k2convert.cli import console
-from k2convert.cli.forecast import Computer, Forecast, forecast
+from k2convert.cli.forecast import Computer, Forecast, forecast, read_texts
 from k2convert.cli.views import conversion_span
 from k2convert.job.estimate import Estimate
 from k2convert.job.locations import Source
@@ -26,7 +26,6 @@ def read_calibration_text(
     """Read the text of a calibration; raises CalibrationError."""
     from k2convert.calibrate.calibration import CalibrationText
     from k2convert.calibrate.cost import chunk_windows
-    from k2convert.cli.texts import read_texts
 
     windows = read_texts(source, files, tokens=use.tokens, window=use.window, seed=use.seed)
     for note in () if quiet else windows.notes:

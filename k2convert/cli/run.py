@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from k2convert.cli import console
-from k2convert.cli.forecast import Computer, choose_computer
+from k2convert.cli.forecast import Computer, check_time, choose_computer
 from k2convert.cli.gptq import (
     forecast_walk,
     job_document,
@@ -170,8 +170,6 @@ def _recipe_overrides(options: RunOptions) -> dict[str, Any]:
 
 
 def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None:
-    from k2convert.cli.texts import check_time
-
     if options.ray is not None:
         _show_cluster_plan(job, options)
         return
@@ -272,8 +270,6 @@ def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> float
 
     Raises CalibrationError if it is too long, PlanError if the memory is not there.
     """
-    from k2convert.cli.texts import check_time
-
     check_room(job)
     walk = forecast_walk(job, plan, Computer(job.limits.devices, plan.text.threads))
     if walk.size.num_layers == 0:

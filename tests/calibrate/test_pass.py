@@ -386,7 +386,7 @@ def test_usage_errors(calibrate: Calibrate, cut: Path, text: Path, tmp_path: Pat
 def test_a_long_pass_needs_yes(
     calibrate: Calibrate, cut: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("k2convert.cli.texts.MAX_HOURS", 0)
+    monkeypatch.setattr("k2convert.cli.forecast.MAX_HOURS", 0)
     done = calibrate(cut, tmp_path / "out", "--text", text, *SMALL)
     assert (done.code, done.out, said(done.err).count("\n")) == (1, "", 1)
     assert "Use a machine with a GPU, or fewer tokens, or repeat the command with --yes." in done.err

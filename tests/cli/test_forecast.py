@@ -93,7 +93,7 @@ def test_a_dry_run_says_the_memory_that_the_run_takes(
         "--device",
         "cpu",
     ]
-    dry = run_cli(*map(str, words), "--dry-run", "--json", timeout=600)
+    dry = run_cli(*map(str, words), "--dry-run", "--json")
     assert dry.returncode == 0, dry.stderr
     document = json.loads(dry.stdout)
     said = document["memory_bytes"] if verb == "calibrate" else document["estimate"]["memory_bytes"]

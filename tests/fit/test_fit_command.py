@@ -47,7 +47,7 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
 def result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint, converted, with an FP8 KV cache declared."""
     folder = tmp_path_factory.mktemp("fit") / "out"
-    assert command("run", tiny, folder, "--kv-cache", "fp8", "--quiet") == 0
+    assert command("run", tiny, folder, "--set", "kv_cache=fp8", "--quiet") == 0
     return folder
 
 
@@ -186,7 +186,7 @@ def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(
         "fits with 176 of 384 experts per layer: 266,310 tokens of KV cache, 1 request of 262,144 tokens\n"
         "fits with all experts on 8 x RTX PRO 6000\n"
     ) in shown.out
-    assert shown.err.endswith(f"next: k2convert run {k2_headers} DEST --keep-experts FILE --experts 224\n")
+    assert shown.err.endswith(f"next: k2convert run {k2_headers} DEST --keep-experts FILE --set experts=224\n")
     [found] = answer(k2_headers, *RTX, code=3)["fits"]
     assert [way["experts_per_layer"] for way in found["ways_out"]["experts"]] == [224, 176]
     assert found["ways_out"]["count"] == 8
@@ -211,7 +211,7 @@ def test_experts_auto_keeps_the_most_that_fit(
     capsys.readouterr()
     for place, source in ((tiny, tiny), (result, "SOURCE")):
         assert command("fit", place, "--gpu", "h200", "--count", "1", "--experts", "10") == 0
-        following = f"next: k2convert run {source} DEST --keep-experts FILE --experts 10\n"
+        following = f"next: k2convert run {source} DEST --keep-experts FILE --set experts=10\n"
         assert capsys.readouterr().err.endswith(following)
 
 

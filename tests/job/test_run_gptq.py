@@ -295,7 +295,7 @@ def test_a_dry_run_says_what_the_walk_takes_and_writes_nothing(
     found = json.loads(capsys.readouterr().out)["calibration"]
     assert (found["layers"], found["finished_layers"], found["tokens"]) == (3, 0, 320)
     assert len(found["seconds"]) == 2
-    monkeypatch.setattr("k2convert.cli.texts.MAX_HOURS", 0)
+    monkeypatch.setattr("k2convert.cli.forecast.MAX_HOURS", 0)
     assert run(*words) == 1
     assert "repeat the command with --yes" in capsys.readouterr().err
     assert run(*words[:-1], "--quiet") == 1
