@@ -84,7 +84,7 @@ def pass_work(model: ModelSizes, size: PassSize) -> Work:
 
 
 def walk_work(model: ModelSizes, size: PassSize) -> Work:
-    """Return the work of a walk with gptq."""
+    """Return the work of a walk of rule gptq."""
     hidden, width, experts, tokens = model.hidden, model.width, model.num_experts, size.num_tokens
     weights = 3 * experts * hidden * width
     again = Work(
@@ -118,7 +118,7 @@ def _decided(columns: int, rows: int, tokens: int) -> Work:
 
 
 def _rounded(columns: int, rows: int, *, calls: int = 1) -> Work:
-    """Return the work to round rows with gptq."""
+    """Return the work to round rows by rule gptq."""
     return Work(
         fp32=7.0 * rows * columns**2,
         moved=float(_ROUNDED_BYTES) * rows * columns,

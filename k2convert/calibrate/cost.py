@@ -88,7 +88,7 @@ def pass_cost(source: Checkpoint, size: PassSize) -> Cost:
 
 
 def walk_cost(source: Checkpoint, size: PassSize) -> Cost:
-    """Measure what a walk with gptq takes: a pass, a second stream, and rounding.
+    """Measure what a walk of rule gptq needs: a pass, a second stream, and rounding.
 
     Experts are computed three more times: with converted gate and up, by rule `mse`, and with converted down. What
     is decided for a layer or a down projection is measured on few columns; it grows with their third power, the
@@ -177,7 +177,7 @@ def _pass_parts(model: ModelSizes, size: PassSize) -> _Parts:
 
 
 def _row_seconds(columns: int, device: str) -> float:
-    """Return the seconds that one thread or GPU takes to round a row with gptq."""
+    """Return the seconds that one thread or GPU takes to round a row by rule gptq."""
     size = min(columns, _MOST_COLUMNS)
     target = torch.randn(_ROWS if device == "cpu" else _CUDA_ROWS, size, device=device)
     curvature, kernel = make_curvature(torch.eye(size, device=device), 0.5), kernel_for(device)

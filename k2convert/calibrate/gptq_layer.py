@@ -314,7 +314,7 @@ class LayerConverter:
     def _decide_down(
         self, expert: _Routed, down: _Weight, global_scale: float, inputs: LayerInputs, residual_TK: Tensor
     ) -> tuple[float, float | None, Tensor, Curvature] | None:
-        """Return shrinkage, ridge, target f32 [K, I] and curvature of a down projection; None for no gptq."""
+        """Return shrinkage, ridge, target f32 [K, I] and curvature of a down projection; None for no correction."""
         fitted = int((expert.tokens < inputs.halves.shape[0]).sum())  # tokens are in order
         tokens, inner = expert.tokens[:fitted], expert.inner[:fitted]
         if fitted < MIN_TOKENS or not self.is_varied:

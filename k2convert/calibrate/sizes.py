@@ -153,7 +153,7 @@ def pass_memory(model: ModelSizes, size: PassSize) -> Memory:
 
 
 def walk_memory(model: ModelSizes, size: PassSize) -> Memory:
-    """Return what a walk with gptq holds at its peak, without the buffers that it shares with the conversion."""
+    """Return what a walk of rule gptq holds at its peak, without the buffers that it shares with the conversion."""
     square, tokens = 4 * model.hidden**2, 4 * size.num_tokens * model.hidden
     states = 4 * size.chunk_windows * size.window * model.hidden
     part = model.width * model.hidden

@@ -30,7 +30,7 @@ DOWNLOADS_FOLDER: Final = "download"
 SOURCE_COPY_FOLDER: Final = "source"
 
 WALK_NAME: Final = "calibration"
-"""With WORK_SUFFIX, the folder in which a conversion with gptq keeps its layers."""
+"""With WORK_SUFFIX, the folder in which a conversion by rule gptq keeps its layers."""
 
 WORK_SUFFIX: Final = ".work"
 """What a statistics file's name and this make is the work folder of its pass; the name below is in it."""

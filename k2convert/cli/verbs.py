@@ -62,7 +62,7 @@ class RunOptions:
     rule: Annotated[
         Rule | None,
         option(
-            "How weights are rounded [default: by recipe; weighted with --statistics, gptq with --calibrate].",
+            "How weights are rounded [default: by recipe; imatrix with --statistics, gptq with --calibrate].",
             panel=RESULT,
         ),
     ] = None

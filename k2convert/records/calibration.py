@@ -59,7 +59,7 @@ class GptqLayer:
     `ridge` is the strength of the ridge with which gate and up were corrected for the errors of earlier layers, None
     if no correction gained anything. `ridge_gain`, 0 to 1, is the share of those errors that the correction removed,
     measured on the half of the windows that it was not fitted to. `shrinkage`, 0 to 1, is how far the second moments
-    of the input of gate and up were drawn to their diagonal, None if they were rounded without gptq.
+    of the input of gate and up were drawn to their diagonal, None if they were rounded without correction.
 
     `down_ridges` and `down_shrinkages` say the same of the down projection of each routed expert.
 

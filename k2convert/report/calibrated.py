@@ -29,7 +29,7 @@ _CALIBRATION_COLUMNS: Final = (
 )  # fmt: skip
 _GPTQ_COLUMNS: Final = (
     "layer", "held-out error after the layer", "with rule mse", "from earlier layers", "gate and up: ridge",
-    "gain of it", "shrinkage", "down: corrected", "experts by shrinkage", "experts without gptq",
+    "gain of it", "shrinkage", "down: corrected", "experts by shrinkage", "experts without correction",
 )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def gptq_layers(record: CalibrationRecord | None) -> dict[int, GptqLayer]:
 
 
 def shrinkages_by_layer(layers: Mapping[int, GptqLayer]) -> dict[float | None, list[int]]:
-    """Return the number of experts of each layer by the shrinkage of down: ascending, then None (no gptq)."""
+    """Return the number of experts of each layer by the shrinkage of down: ascending, then None (no correction)."""
     counts = [Counter(layer.down_shrinkages) for layer in layers.values()]
     found = {shrinkage for count in counts for shrinkage in count}
     ordered = sorted(shrinkage for shrinkage in found if shrinkage is not None)
@@ -136,8 +136,8 @@ def _gptq_sentences(record: CalibrationRecord, layers: Mapping[int, GptqLayer]) 
     rounded, experts = sum(layer.shrinkage is None for layer in layers.values()), shrinkages.count(None)
     if rounded or experts:
         yield (
-            f"Rounded without gptq, as rule imatrix does: gate and up of {rounded:,} of {len(layers):,} layers, "
-            f"down of {experts:,} of {len(shrinkages):,} experts. They saw too few tokens, or gptq gained nothing "
+            f"Rounded without correction, as rule imatrix does: gate and up of {rounded:,} of {len(layers):,} layers, "
+            f"down of {experts:,} of {len(shrinkages):,} experts. They saw too few tokens, or correction gained nothing "
             "on tokens that it was not fitted to."
         )
     yield from _output_sentences(record)
@@ -170,7 +170,7 @@ def _gptq_row(number: int, layer: GptqLayer) -> tuple[str, ...]:
         "" if errors is None else f"{errors.inherited_error:.3g}",
         "none" if layer.ridge is None else f"{layer.ridge:g}",
         "" if layer.ridge is None else f"{100 * layer.ridge_gain:.1f} %",
-        "no gptq" if layer.shrinkage is None else f"{layer.shrinkage:g}",
+        "no correction" if layer.shrinkage is None else f"{layer.shrinkage:g}",
         f"{sum(ridge is not None for ridge in layer.down_ridges):,} of {len(layer.down_ridges):,}",
         ", ".join(f"{shrinkage:g}: {count:,}" for shrinkage, count in counts.items()) or "none",
         listed([expert for expert, shrinkage in enumerate(layer.down_shrinkages) if shrinkage is None]),

@@ -26,7 +26,7 @@ _SMALLEST_NORMAL_LOG2, _LARGEST_LOG2 = -6.0, float(np.log2(448))
 _BINS_PER_DOUBLING = 4
 _ZERO_LOG2 = -1.0  # where experts without tokens are drawn
 _TAIL_DB = 0.5
-_LEAST_ALPHA = 0.2  # of the bars with most shrinkage, which is the least gptq
+_LEAST_ALPHA = 0.2  # of the bars with most shrinkage, which is the least correction
 
 Series = tuple[str, NDArray[np.float64], str]
 """Label, SQNR of every tensor, color."""
@@ -64,10 +64,10 @@ def draw_distribution(report: Report, palette: Palette) -> Figure:
 
 
 def _series(tensors: Sequence[TensorFigures], rule: str, palette: Palette) -> list[Series]:
-    plain = [t.sqnr_max_db for t in tensors if t.sqnr_max_db is not None and rule != "max"]
+    by_max = [t.sqnr_max_db for t in tensors if t.sqnr_max_db is not None and rule != "max"]
     bound = [t.sqnr_bound_db for t in tensors if t.sqnr_bound_db is not None]
     listed = (
-        ("max", plain, palette.plain),
+        ("max", by_max, palette.max),
         (f"this: {rule}", [t.sqnr_db for t in tensors], palette.ours),
         ("bound", bound, palette.bound),
     )
@@ -218,7 +218,7 @@ def draw_shrinkages(layers: Mapping[int, GptqLayer], palette: Palette) -> Figure
     shades = np.linspace(1.0, _LEAST_ALPHA, max(len(found.keys() - {None}), 2)).tolist()
     for (shrinkage, counts), shade in zip(found.items(), [*shades, 1.0], strict=False):
         label, color, alpha = (
-            ("no gptq", palette.warn, 1.0) if shrinkage is None else (f"{shrinkage:g}", palette.ours, shade)
+            ("no correction", palette.warn, 1.0) if shrinkage is None else (f"{shrinkage:g}", palette.ours, shade)
         )
         axes.bar(list(layers), counts, bottom=bottom, color=color, alpha=alpha, width=0.8, linewidth=0, label=label)
         bottom += np.array(counts)

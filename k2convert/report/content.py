@@ -55,7 +55,7 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     tiles.append(Tile(decibels(total.sqnr_db), "SQNR", detail))
     if total.sampled_error_max > 0 and report.rule != "max":
         value = f"{total.achieved_to_max:.3f} {TIMES}"
-        tiles.append(Tile(value, "max's error", "plain: max calibration, the usual recipe"))
+        tiles.append(Tile(value, "max's error", "max calibration, the usual recipe"))
     if total.sampled_error_bound > 0:
         value = f"{total.achieved_to_bound:.3f} {TIMES}"
         tiles.append(Tile(value, "the bound's error", "no choice of scales, even real-valued, can do better"))
@@ -142,11 +142,11 @@ def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
 def _chart_sections(report: Report) -> Iterator[Section]:
     is_max = report.rule == "max"
     if report.tensors:
-        plain = "Plain, the rule of this conversion, is" if is_max else "Plain is what would have been written by"
+        max_sentence = "Max, the rule of this conversion, is" if is_max else "Max is what would have been written by"
         yield Section(
-            f"Every tensor, compared with {'' if is_max else 'plain and '}the bound",
+            f"Every tensor, compared with {'' if is_max else 'max and '}the bound",
             (
-                f"SQNR of {len(report.tensors):,} converted tensors. {plain} max calibration. No choice of scales, "
+                f"SQNR of {len(report.tensors):,} converted tensors. {max_sentence} max calibration. No choice of scales, "
                 "even real-valued, can do better than the bound. Both are measured on a sample of the blocks.",
             ),
             charts=("distribution",),

@@ -43,7 +43,7 @@ class Palette:
     paper: str
     empty: str
     ours: str
-    plain: str
+    max: str
     bound: str
     mse: str
     warn: str
@@ -56,7 +56,7 @@ LIGHT = Palette(
     paper="#ffffff",
     empty="#e9edf0",
     ours="#2563c9",
-    plain="#c2571a",
+    max="#c2571a",
     bound="#18835a",
     mse="#7a4fb5",
     warn="#b3261e",
@@ -68,7 +68,7 @@ DARK = Palette(
     paper="#12171c",
     empty="#232b33",
     ours="#6ea8ff",
-    plain="#f09a5b",
+    max="#f09a5b",
     bound="#4ec795",
     mse="#c3a3f2",
     warn="#ff8a80",

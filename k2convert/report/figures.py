@@ -261,7 +261,7 @@ def _recorded(records: Mapping[str, ShardRecord]) -> tuple[TensorFigures, ...]:
 def _measured(measured: Mapping[str, DecodedError], missing: list[str]) -> tuple[TensorFigures, ...]:
     missing.append(
         f"The journal ({WORK_FOLDER}) is not in this folder. Tensors were measured again from the written bytes, so "
-        "single tensors are not compared with plain and the bound."
+        "single tensors are not compared with max and the bound."
         if measured
         else f"There are no figures of single tensors: the journal ({WORK_FOLDER}) is not in this folder. Totals are "
         f"those of the ledger ({LEDGER_NAME}). With --source every tensor is measured again."

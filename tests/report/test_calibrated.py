@@ -193,7 +193,7 @@ ROWS = {
     "imatrix": ("| 1 | 62 |", "| 2, 3 |"),
     "fed_back": (
         "| 1 | 0.00123 | 0.00346 | 0 | none | | 0.5 | 0 of 4 | 0.1: 1, 0.5: 2 | 3 |",
-        "| 3 | 0.0037 | 0.0104 | 0.002 | 0.15 | 41.2 % | no gptq | 3 of 4 | none | 0, 1, 2, 3 |",
+        "| 3 | 0.0037 | 0.0104 | 0.002 | 0.15 | 41.2 % | no correction | 3 of 4 | none | 0, 1, 2, 3 |",
     ),
     "not_held_out": ("| 1 | not measured | | |",),
     "pruned": (),
@@ -281,7 +281,7 @@ def test_sentences_say_only_what_was_done() -> None:
     assert "importance" not in scaled
     assert "multiplied 4 of 64 channels (6.2 %)" in scaled
     kept = record(tokens=(70, 65, 90, 2))
-    assert "without gptq" not in words_of(with_gptq(kept, layers={2: LAYERS[2]}))
+    assert "without correction" not in words_of(with_gptq(kept, layers={2: LAYERS[2]}))
     worse = replace(LAYERS[2], held_out=OutputErrors(0.0, 0.001, 0.002))
     assert "Warning: In 1 of 1 layers, the error of the outputs is larger" in words_of(
         with_gptq(kept, layers={2: worse})
@@ -316,7 +316,7 @@ def test_every_error_and_every_expert_is_in_the_charts() -> None:
     assert inherited[1:] == [0.001, 0.002]
     bars = draw_shrinkages(LAYERS, LIGHT).axes[0].containers
     heights = {bar.get_label(): [patch.get_height() for patch in bar] for bar in bars}
-    assert heights == {"0.1": [1, 0, 0], "0.5": [2, 4, 0], "no gptq": [1, 0, 4]}
+    assert heights == {"0.1": [1, 0, 0], "0.5": [2, 4, 0], "no correction": [1, 0, 4]}
 
 
 def test_inspect_says_what_is_kept(pruned: Path, capsys: pytest.CaptureFixture[str]) -> None:

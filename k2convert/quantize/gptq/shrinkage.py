@@ -2,7 +2,7 @@
 
 With at least max(1024, 4 K) tokens it is .5. With fewer, 64 rows are really quantized with the curvature of one half of
 the tokens and measured on the other half, with each shrinkage and without any curvature. If the last is best, or with
-fewer than 64 tokens, there is no gptq: 16 tokens an expert without this rule lost to codes made without data.
+fewer than 64 tokens, there is no correction: 16 tokens per expert without this rule lost to codes made without data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_ROWS: Final = 64
 
 
 def choose_shrinkage(moments: Moments, weight_NK: Tensor, global_scale: float, kernel: RoundingKernel) -> float | None:
-    """Return the shrinkage for a weight f32 [N, K] on the device of the moments; None for no gptq."""
+    """Return the shrinkage for a weight f32 [N, K] on the device of the moments; None for no error feedback."""
     rows, columns = weight_NK.shape
     if moments.tokens >= max(LEAST_FULL_TOKENS, FULL_TOKENS_PER_COLUMN * columns):
         return FULL_SHRINKAGE

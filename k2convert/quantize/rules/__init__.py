@@ -69,7 +69,7 @@ def _max_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG001
 
 
 WEIGHTED_NOTE: Final = (
-    "Rule weighted makes the error small that is weighted by the inputs. The plain SQNR of its weights is expected to "
+    "Rule imatrix minimizes the error weighted by the inputs. The unweighted SQNR of its weights is expected to "
     "be a little lower than that of rule mse."
 )
 

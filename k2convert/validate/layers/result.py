@@ -15,7 +15,7 @@ class Variant(StrEnum):
     CONVERTED = "converted"
     CONVERTED_W4A4 = "converted-w4a4"
     MAX = "max"
-    MAX_W4A4 = "plain-w4a4"
+    MAX_W4A4 = "max-w4a4"
     ACTIVATIONS_ONLY = "activations-only"
     """The source's weights with FP4 activations: the error that no weight conversion can remove."""
     PRUNING_ALONE = "pruning-alone"
@@ -33,7 +33,7 @@ _LABELS: Final[dict[str, str]] = {
     Variant.CONVERTED_W4A4: "this result as served (W4A4)",
     Variant.CONVERTED: "its weights alone (W4A16)",
     Variant.MAX_W4A4: "usual rule, W4A4",
-    Variant.MAX: "usual rule (plain)",
+    Variant.MAX: "usual rule (max)",
     Variant.ACTIVATIONS_ONLY: "INT4 weights with FP4 activations",
     Variant.PRUNING_ALONE: "pruning alone, against the whole INT4",
     Variant.PRUNED_RESULT: "this result as served, against the whole INT4",

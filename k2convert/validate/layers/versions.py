@@ -23,7 +23,7 @@ class MlpVersions:
 
     source: Mlp
     converted: Mlp
-    plain: Mlp
+    by_max: Mlp
 
     def run(self, x_TK: Tensor, scaled_TK: Tensor, *, with_fp4_inputs: bool) -> MlpOutputs:
         """Return the source's output f32 [T, hidden] for f32 [T, hidden], and every variant's.
@@ -31,14 +31,14 @@ class MlpVersions:
         `scaled_TK` is the input of the converted weights: the same, or with smoothing.
         """
         if not with_fp4_inputs:
-            return self.source(x_TK), {Variant.CONVERTED: self.converted(scaled_TK), Variant.MAX: self.plain(x_TK)}
+            return self.source(x_TK), {Variant.CONVERTED: self.converted(scaled_TK), Variant.MAX: self.by_max(x_TK)}
         reference, activations_only = self.source.on_both_inputs(x_TK)
         converted, converted_w4a4 = self.converted.on_both_inputs(scaled_TK)
-        plain, max_w4a4 = self.plain.on_both_inputs(x_TK)
+        by_max, max_w4a4 = self.by_max.on_both_inputs(x_TK)
         return reference, {
             Variant.CONVERTED: converted,
             Variant.CONVERTED_W4A4: converted_w4a4,
-            Variant.MAX: plain,
+            Variant.MAX: by_max,
             Variant.MAX_W4A4: max_w4a4,
             Variant.ACTIVATIONS_ONLY: activations_only,
         }
@@ -49,25 +49,25 @@ def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> Mlp
     raw = {name: source.read_source(f"{stem}.{name}") for name in PROJECTIONS}
     ours = [converted.read_converted(f"{stem}.{name}", shape=_shape(raw[name])) for name in PROJECTIONS]
     exact = [exact_weight(weight) for weight in raw.values()]
-    plain = _max_weights(raw) if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}") else exact
+    by_max = _max_weights(raw) if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}") else exact
     scales = [projection.input_scale for projection in ours]
     return MlpVersions(
         source=Mlp(*map(LinearLayer, exact, scales)),
         converted=Mlp(*ours),
-        plain=Mlp(*map(LinearLayer, plain, scales)),
+        by_max=Mlp(*map(LinearLayer, by_max, scales)),
     )
 
 
 def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
-    plain = NativeQuantizer("max", "cpu")
+    by_max = NativeQuantizer("max", "cpu")
     sources = {name: _source_weight(weight) for name, weight in raw.items()}
-    measured = {name: plain.measure(source, name=name) for name, source in sources.items()}
+    measured = {name: by_max.measure(source, name=name) for name, source in sources.items()}
     gate_up = measured["gate_proj"].merge(measured["up_proj"])
     weights: list[DenseWeight | CodedWeight] = []
     for name, source in sources.items():
         magnitude = measured[name] if name == "down_proj" else gate_up
-        scale = plain.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
-        result, _ = plain.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
+        scale = by_max.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
+        result, _ = by_max.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
         packed, block_scales = torch.as_tensor(result.packed), torch.as_tensor(result.block_scales)
         weights.append(nvfp4_weight(packed, block_scales, result.global_scale))
     return weights

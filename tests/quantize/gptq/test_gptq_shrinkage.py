@@ -74,6 +74,6 @@ def test_tokens_of_one_half_only_give_no_gptq() -> None:
 
 
 def test_silent_inputs_give_finite_codes() -> None:
-    """Tokens of zeros: every choice loses nothing, so none is better than no gptq."""
+    """Tokens of zeros: every choice loses nothing, so none is better than no correction."""
     assert choose(moments_of(torch.zeros(100, COLUMNS))) is None
     assert np.isfinite(held_out_loss(torch.zeros(100, COLUMNS), 0.1))
