@@ -12,7 +12,7 @@ from k2convert.job.estimate import Estimate
 from k2convert.job.locations import Source
 from k2convert.job.prepare import Job
 from k2convert.plan.recipe import TextUse
-from k2convert.quantize.rules import WEIGHTED_NOTE
+from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def show_outputs(found: CalibrationRecord | None) -> None:
         return
     if not found.gptq:
         if found.weighted:
-            console.print_line(WEIGHTED_NOTE)
+            console.print_line(IMATRIX_NOTE)
         return
     if layers := found.held_out:
         worst = max(layers, key=lambda number: layers[number].gptq_error)

@@ -137,7 +137,7 @@ def _gptq_sentences(record: CalibrationRecord, layers: Mapping[int, GptqLayer]) 
     if rounded or experts:
         yield (
             f"Rounded without correction, as rule imatrix does: gate and up of {rounded:,} of {len(layers):,} layers, "
-            f"down of {experts:,} of {len(shrinkages):,} experts. They saw too few tokens, or correction gained nothing "
+            f"down of {experts:,} of {len(shrinkages):,} experts. They saw too few tokens, or it gained nothing "
             "on tokens that it was not fitted to."
         )
     yield from _output_sentences(record)

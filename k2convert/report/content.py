@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.fit.needs import NEEDS_COLUMNS
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.rules import WEIGHTED_NOTE
+from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.report.calibrated import calibrated_sections, kept_experts, pruned_section
@@ -116,7 +116,7 @@ def caution(report: Report) -> str:
             "those of rule mse. See the error after each layer."
         )
     elif calibration is not None and calibration.weighted:
-        text += f" {WEIGHTED_NOTE}"
+        text += f" {IMATRIX_NOTE}"
     if report.ledger.recipe.get("activations") == "w4a4":
         text += " FP4 activations add error at run time, which "
         text += "smoothing makes smaller." if is_scaled else "does not depend on how the weights were converted."
@@ -142,12 +142,12 @@ def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
 def _chart_sections(report: Report) -> Iterator[Section]:
     is_max = report.rule == "max"
     if report.tensors:
-        max_sentence = "Max, the rule of this conversion, is" if is_max else "Max is what would have been written by"
+        of_max = "Max, the rule of this conversion, is" if is_max else "Max is what would have been written by"
         yield Section(
             f"Every tensor, compared with {'' if is_max else 'max and '}the bound",
             (
-                f"SQNR of {len(report.tensors):,} converted tensors. {max_sentence} max calibration. No choice of scales, "
-                "even real-valued, can do better than the bound. Both are measured on a sample of the blocks.",
+                f"SQNR of {len(report.tensors):,} converted tensors. {of_max} max calibration. No choice of scales, "
+                "even real-valued, can do better than the bound. Both are measured on a sample of blocks.",
             ),
             charts=("distribution",),
         )

@@ -1,11 +1,11 @@
 """Checking converted weights: are the written bytes what the recipe's rule makes of the source?
 
 Most rules leave no choice: source, rule and, if the rule uses it, the importance of the columns determine every code,
-block scale and global scale. So the bytes are regenerated and compared, all blocks with the kernels and a sample of them
+block scale and global scale. So the bytes are regenerated and compared: all blocks with the kernels, a sample of them
 with the reference arithmetic of quantize/rules, which would find a kernel that is wrong in the same way as the one that
 converted. The error is measured by the independent decoder, whatever the rule.
 
-Codes that come from a walk through the layers (`RuleArithmetic.needs_walk`) cannot be regenerated from one weight. Their
+Codes that come from a walk through the layers (`RuleArithmetic.needs_walk`) cannot be regenerated from one weight. Its
 global scale is regenerated, and their figures are measured: they must be those of the conversion.
 """
 

@@ -192,7 +192,7 @@ def test_transformers_loads_the_pruned_model(tiny: Path, kept: Path, tmp_path: P
 
 
 def test_statistics_of_the_source_count_for_the_kept_experts(small: Path, tmp_path: Path) -> None:
-    """Rule weighted and smoothing, held against the pruned source with the kept rows of the statistics."""
+    """Rule imatrix and smoothing, held against the pruned source with the kept rows of the statistics."""
     of_source, keep = random_statistics(tmp_path / "source.stats", small), write_list(tmp_path / "list.json", KEPT)
     words = ("--keep-experts", keep, "--quiet")
     assert run("run", small, tmp_path / "ours", *words, "--statistics", of_source) == 0

@@ -186,7 +186,7 @@ def test_every_tensor_without_experts_is_the_one_of_a_run_with_these_statistics(
     short: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("run", short, tmp_path / "imatrix", "--statistics", done / "saved", "--quiet") == 0
-    assert capsys.readouterr().out.startswith("Rule weighted makes the error small that is weighted by the inputs.")
+    assert capsys.readouterr().out.startswith("Rule imatrix minimizes the error weighted by the inputs.")
     weighted, found = raw_tensors(tmp_path / "imatrix"), raw_tensors(done / "out")
     assert weighted.keys() == found.keys()
     different = {name.rpartition(".")[2] for name in found if found[name] != weighted[name]}

@@ -68,7 +68,7 @@ def _max_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG001
     return max_global_scale(magnitude)
 
 
-WEIGHTED_NOTE: Final = (
+IMATRIX_NOTE: Final = (
     "Rule imatrix minimizes the error weighted by the inputs. The unweighted SQNR of its weights is expected to "
     "be a little lower than that of rule mse."
 )

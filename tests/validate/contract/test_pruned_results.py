@@ -260,7 +260,7 @@ def test_a_result_with_other_experts_is_not_compared(prune: Prune, by_max: Conve
 
 
 def test_statistics_of_the_whole_source_make_the_weights_again(whole: dict[str, Path], tmp_path: Path) -> None:
-    """Rule weighted and smoothing: each expert has its own row of the statistics."""
+    """Rule imatrix and smoothing: each expert has its own row of the statistics."""
     source = whole["thinking"]
     statistics = random_statistics(tmp_path / "source.stats", source)
     out = convert_pruned(source, tmp_path / "out", statistics=statistics, rule="imatrix", smoothing=True)
