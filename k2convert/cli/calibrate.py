@@ -42,7 +42,7 @@ def calibrate(options: CalibrateOptions) -> None:
     ):
         if source.remote is None and options.max_disk is not None:
             raise typer.BadParameter("--max-disk only applies to hf:// sources")
-        use = TextUse(tokens=options.tokens, window=options.window, seed=options.seed, save_statistics=str(statistics))
+        use = TextUse(tokens=options.tokens, window=options.window, seed=options.seed, save_statistics=statistics)
         text = read_calibration_text(options.text, use, source, computer, quiet=options.quiet)
         max_disk = None if options.max_disk is None else parse_size(options.max_disk)
         plan = plan_statistics(text, source, statistics, devices=computer.planned, hub=hub, max_disk=max_disk)

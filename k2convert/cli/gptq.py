@@ -31,7 +31,7 @@ def read_calibration_text(
     for note in () if quiet else windows.notes:
         console.print_note(f"note: {note}")
     chunk = chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=computer.gpu_bytes)
-    saved = None if use.save_statistics is None else Path(use.save_statistics)
+    saved = use.save_statistics
     return CalibrationText(windows, use.tokens, use.window, use.seed, chunk, computer.threads, saved)
 
 

@@ -74,7 +74,7 @@ class TextUse(BaseModel):
     tokens: Annotated[int, Field(ge=1)] = 131_072
     window: Annotated[int, Field(ge=1)] = 2048
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
-    save_statistics: Annotated[str, Field(min_length=1)] | None = None
+    save_statistics: Path | None = None
 
 
 class Recipe(BaseModel):

@@ -70,7 +70,7 @@ def with_gptq(found: CalibrationRecord, *, layers: dict[int, GptqLayer] = LAYERS
 
 
 @pytest.fixture(scope="module")
-def weighted(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def imatrix(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A result of `run --statistics`."""
     folder, source = tmp_path_factory.mktemp("calibrated"), open_checkpoint(cut)
     statistics = random_statistics(folder / "cut.stats", cut)
@@ -99,15 +99,15 @@ def calibration_of(folder: Path) -> CalibrationRecord:
 
 
 @pytest.fixture(scope="module")
-def fed_back(weighted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return relabelled(weighted, tmp_path_factory.mktemp("fed-back"), with_gptq(calibration_of(weighted)))
+def fed_back(imatrix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return relabelled(imatrix, tmp_path_factory.mktemp("fed-back"), with_gptq(calibration_of(imatrix)))
 
 
 @pytest.fixture(scope="module")
-def not_held_out(weighted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def not_held_out(imatrix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = {number: replace(layer, held_out=None) for number, layer in LAYERS.items()}
-    found = replace(with_gptq(calibration_of(weighted), layers=layers), windows=1, held_out_windows=0)
-    return relabelled(weighted, tmp_path_factory.mktemp("not-held-out"), found)
+    found = replace(with_gptq(calibration_of(imatrix), layers=layers), windows=1, held_out_windows=0)
+    return relabelled(imatrix, tmp_path_factory.mktemp("not-held-out"), found)
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +236,8 @@ def test_json_has_the_ledgers_records(name: str, request: pytest.FixtureRequest,
         assert document.get(part) == ledger.get(part)
 
 
-def test_calibrated_results_lead_with_what_they_make_small(weighted: Path, fed_back: Path, tmp_path: Path) -> None:
-    before, after = (write_report(folder=folder, out=tmp_path / folder.name) for folder in (weighted, fed_back))
+def test_calibrated_results_lead_with_what_they_make_small(imatrix: Path, fed_back: Path, tmp_path: Path) -> None:
+    before, after = (write_report(folder=folder, out=tmp_path / folder.name) for folder in (imatrix, fed_back))
     assert [tile.label for tile in headline(before.report, None)[:2]] == ["weighted SQNR", "SQNR"]
     first = headline(after.report, None)[0]
     assert (first.value, first.label) == ("0.0037", "error of the outputs")

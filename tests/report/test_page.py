@@ -234,9 +234,9 @@ def test_rule_max_is_not_compared_with_itself(records_only: Path, edit_json: Edi
     edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(rule="max"))
     files = write_report(folder=records_only, out=tmp_path / "out")
     page = files.page.read_text()
-    assert "plain&#39;s error" not in page
+    assert "max&#39;s error" not in page
     assert "Every tensor, compared with the bound" in page
-    assert "this: plain: median" in page
+    assert "this: max: median" in page
 
 
 def test_rules_that_were_not_checked_do_not_count_as_success(reported: ReportFiles, validation: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ def test_table_of_calibrated_rows_names_both_texts() -> None:
     text = calibrated_markdown(CalibratedEvaluation("tiny", "emma", 8192, "persuasion", 4096, Score(19.0), (row,)))
     assert "8,192 tokens of emma" in text
     assert "4,096 tokens of persuasion" in text
-    assert "| weighted | W4A16 | 0.00120 | 0.75 | 0.050 | 0.970 | 20.00 |" in text
+    assert "| imatrix | W4A16 | 0.00120 | 0.75 | 0.050 | 0.970 | 20.00 |" in text
 
 
 def test_chosen_rows_always_hold_the_one_that_the_others_are_shares_of() -> None:

@@ -174,7 +174,7 @@ def test_a_shard_with_statistics_is_compared_with_them(cut: Path, tmp_path: Path
     assert record.checked.decoded[GATE]["weighted_error"] > 0
     assert ShardRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
     assert task.calibration is not None
-    for other, words in (({"imatrix": False}, "differ"), ({"smoothing": False}, "not the source's|differ")):
+    for other, words in (({"weighted": False}, "differ"), ({"smoothing": False}, "not the source's|differ")):
         with pytest.raises(InvalidCheckpointError, match=words):
             check(task, record, calibration=replace(task.calibration, **other))
 

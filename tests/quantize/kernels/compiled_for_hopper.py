@@ -16,7 +16,7 @@ SIGNATURES = {
     cuda_kernel.mse_kernel: [
         *SHARED, "*i32", "*i32", "*i32", "*i32", "*fp32", "*u8", "*i32", "*fp64", "*u8", "*i32", "i32"
     ],
-    cuda_kernel.columns_kernel: [
+    cuda_kernel.channels_kernel: [
         *SHARED, *["*i32"] * 5, "*fp64", "*i32", "*fp64", "*u8", "*i32", *["i32"] * 3
     ],
 }  # fmt: skip

@@ -97,7 +97,7 @@ def test_the_table_names_its_rows_and_what_they_are_compared_with(
         "this result as served (W4A4)",
         "its weights alone (W4A16)",
         "usual rule, W4A4",
-        "usual rule (plain)",
+        "usual rule (max)",
         "INT4 weights with FP4 activations",
         "pruning alone, against the whole INT4",
         "this result as served, against the whole INT4",
@@ -113,7 +113,7 @@ def test_a_whole_result_in_w4a16_has_two_rows(tiny: Path, tmp_path: Path, capsys
     shown = capsys.readouterr().out
     assert "error of the output against INT4 in FP32" in " ".join(shown.split())
     assert "1     │ this result as served (W4A16) │" in shown
-    assert "1     │ usual rule (plain)            │" in shown
+    assert "1     │ usual rule (max)              │" in shown
     assert "router: unchanged\n" in shown
     assert "prun" not in shown
 
