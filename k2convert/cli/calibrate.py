@@ -16,6 +16,7 @@ from k2convert.errors import require_extra
 from k2convert.hub.client import Hub
 from k2convert.job.calibration import plan_statistics
 from k2convert.job.locations import check_statistics_path, open_source
+from k2convert.models import read_architecture
 from k2convert.plan.recipe import TextUse
 from k2convert.records.command import JobCommand
 
@@ -42,6 +43,7 @@ def calibrate(options: CalibrateOptions) -> None:
     ):
         if source.remote is None and options.max_disk is not None:
             raise typer.BadParameter("--max-disk only applies to hf:// sources")
+        read_architecture(source.checkpoint)  # refuses a config of an absurd size before its tokenizer is started
         use = TextUse(tokens=options.tokens, window=options.window, seed=options.seed, save_statistics=statistics)
         text = read_calibration_text(options.text, use, source, computer, quiet=options.quiet)
         max_disk = None if options.max_disk is None else parse_size(options.max_disk)

@@ -4,7 +4,7 @@ from importlib import resources
 
 import typer
 
-from k2convert.cli import console
+from k2convert.cli.console import print_markdown, print_next, print_table
 from k2convert.errors import quoted
 
 
@@ -12,12 +12,10 @@ def guide(topic: str | None) -> None:
     """Show the page of a topic, or list all pages; raises BadParameter for a topic without a page."""
     pages = read_pages()
     if topic is None:
-        console.print_table(
-            "pages of the guide", ("topic", "about"), [(t, summary(p)) for t, p in pages.items()], left=(0, 1)
-        )
-        console.print_next("k2convert guide TOPIC")
+        print_table("pages of the guide", ("topic", "about"), [(t, summary(p)) for t, p in pages.items()], left=(0, 1))
+        print_next("k2convert guide TOPIC")
     elif topic in pages:
-        console.print_markdown(pages[topic])
+        print_markdown(pages[topic])
     else:
         raise typer.BadParameter(f"{quoted(topic)} is no topic of the guide. Topics: {', '.join(pages)}.")
 

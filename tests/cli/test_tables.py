@@ -21,13 +21,14 @@ from k2convert.calibrate.statistics import write_statistics
 from k2convert.cli import (
     console,
     fit_view,
+    guide,
     inspect,
     validation_view,
     views,
 )
 from k2convert.cli.app import main
 
-VIEWS = (fit_view, inspect, validation_view, views)
+VIEWS = (fit_view, guide, inspect, validation_view, views)
 K2_WEIGHTS = "1,014,686,023,680"
 
 
@@ -69,6 +70,7 @@ def tables(k2_headers: Path, cut: Path, tmp_path_factory: pytest.TempPathFactory
     with pytest.MonkeyPatch.context() as patch:
         for view in VIEWS:
             patch.setattr(view, "print_table", record)
+        command("guide")
         command("inspect", k2_headers)
         command("inspect", statistics)
         command("fit", k2_headers)

@@ -26,14 +26,14 @@ HASHES = {
 }
 
 LEDGERS = {
-    ("mse", "modelopt", "w4a4"): "5f08facaa96648ba3edd6819982293d5",
-    ("mse", "modelopt", "w4a16"): "750be4ab57586a422815599347cafde0",
-    ("mse", "compressed-tensors", "w4a4"): "364f98d34da2e677b5cc6a560a5ee33f",
-    ("mse", "compressed-tensors", "w4a16"): "2c1e789b32e38130c229aecf8150530e",
-    ("max", "modelopt", "w4a4"): "9fd4dc27ad1a8df85d7d8adbd12986ec",
-    ("max", "modelopt", "w4a16"): "a9199b8c9b993ae08b68a6f83a884468",
-    ("max", "compressed-tensors", "w4a4"): "fda6828b1de9d117c12d4738ffffd0c4",
-    ("max", "compressed-tensors", "w4a16"): "9be7347f09fdd8e05b797bf30c9c8de3",
+    ("mse", "modelopt", "w4a4"): "2ef33d6d0fd55ba9cb93b4613345d353",
+    ("mse", "modelopt", "w4a16"): "2f0eb2e87c672cf79e769cf304415283",
+    ("mse", "compressed-tensors", "w4a4"): "0c0f9e37b9632a4a313307405702341d",
+    ("mse", "compressed-tensors", "w4a16"): "b62eb62e6292da5a62a04ac8e2581aa5",
+    ("max", "modelopt", "w4a4"): "6f904f022023b2489a4563ef147fd982",
+    ("max", "modelopt", "w4a16"): "0e7aa094de08d9dc2ed049fbaeaec301",
+    ("max", "compressed-tensors", "w4a4"): "9b6c25f8e436cd89594ce500aacf395c",
+    ("max", "compressed-tensors", "w4a16"): "dd4d0e39ce3cc3dcee4eabdb67e1c46f",
 }
 """Digests of the ledgers, fingerprints included, without versions and the values of figures."""
 

@@ -251,7 +251,7 @@ def test_another_text_or_option_is_refused_by_name(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--calibrate", "text.txt", "--rule", "imatrix"), "--calibrate converts by rule gptq, not weighted"),
+        (("--calibrate", "text.txt", "--rule", "imatrix"), "--calibrate converts by rule gptq, not imatrix"),
         (("--calibrate", "text.txt", "--set", "quantizer=reference"), "Leave out --calibrate"),
         (("--calibrate", "text.txt", "--to", "bf16"), "Leave out --calibrate"),
         (("--set", "calibration.tokens=5"), "Add --calibrate FILE"),

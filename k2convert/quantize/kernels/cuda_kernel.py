@@ -7,7 +7,7 @@ for the histogram, and multiplied by the code of k for the result. The kernel ne
 `max` finds its block scale and codes in a table of (source scale, largest |q|), filled by rules/max.py. `mse`
 multiplies the histogram of |q| with error tables as the CPU kernel does, in sums below 2**24.
 
-In channels_kernel the error of a block under a candidate is a sum over its 16 elements: a factor of the column, which is
+In channels_kernel the error of a block under a candidate is a sum over its 16 elements: the factor of the channel,
 importance * 4**(4 - a), times the error of |q| from one table. An element with the exponent a sees the candidate that
 is 8 a grid indices further up (cpp/channels.hpp says why and which candidates can win). Sums are integers below 2**53
 times a power of two, exact in float64.
