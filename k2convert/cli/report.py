@@ -65,7 +65,7 @@ def _tensors(opened: Opened) -> list[Tensor] | None:
         return [tensor for header in headers for tensor in header.tensors.values()] if is_whole else None
     try:
         return list(open_checkpoint(opened.folder).tensors.values())
-    except K2ConvertError:  # the validation says what is wrong
+    except K2ConvertError:  # the validation names the problem
         return None
 
 

@@ -53,7 +53,7 @@ class Opened:
         """The source with the experts that the result keeps, as far as its ledger can be read."""
         try:
             return view_source(self.source, find_ledger(self.folder)).checkpoint or self.source
-        except K2ConvertError:  # the validation says what is wrong
+        except K2ConvertError:  # the validation names the problem
             return self.source
 
     @property
@@ -214,7 +214,7 @@ def _say_layers_cost(opened: Opened, request: LayersRequest, *, quiet: bool) -> 
             cost = layers_cost(
                 source=source, whole=opened.source, converted=converted, layers=request.layers, is_text=is_text
             )
-    except K2ConvertError:  # the validation says what is wrong
+    except K2ConvertError:  # the validation names the problem
         return None
     numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
     below = f" (and {cost.num_below} layers below, for the hidden states of the text)" if cost.num_below else ""

@@ -137,7 +137,7 @@ class CalibrationRecord:
     """What a result was calibrated with.
 
     `statistics` is the digest of the statistics file, `texts` are the names and digests of its texts. `imatrix`
-    and `smoothing` say what it was used for. `exponents_digest` is None if no channel was scaled. `layers` are
+    and `smoothing` are its uses. `exponents_digest` is None if no channel was scaled. `layers` are
     the MoE layers. `statistics_from` is the file's address with its commit, if it came from the Hub. `gptq`
     says whether the rule was `gptq`; then each layer has its own part of that name, and `held_out_windows` more
     windows were kept out of everything that was fitted.

@@ -1,4 +1,4 @@
-"""A damaged description of a job is refused in one line that says what to do; a damaged record is regenerated."""
+"""A damaged job.json is refused in one line with the remedy; a shard with a damaged record is converted again."""
 
 import json
 import shutil

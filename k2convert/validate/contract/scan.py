@@ -61,7 +61,7 @@ class ScanResult:
     """What the pass found, by the names that tensors should have (see Result).
 
     `compared` are the copied tensors that were compared with the source, `scaled` those of them that smoothing
-    changes, `misscaled` says what is wrong with these.
+    changes, `misscaled` has the problem of each of these.
     """
 
     digests: dict[str, str] = field(default_factory=dict[str, str])
