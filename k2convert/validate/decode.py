@@ -1,20 +1,32 @@
-"""Measuring written NVFP4 bytes against their source, with a decoder that shares nothing with the code that wrote them.
+"""The error of written NVFP4 bytes against their source. The decoder shares nothing with the code that wrote them.
 
 metrics/measure.py compares source and result element by element, whatever the rule. Here it gets its own table of E4M3
 numbers, and any bytes, those of damaged scales too.
 
 A weight with channel exponents is q * s * 2**-a. Importance w weights the sums a second time, by w / 255 per column.
+
+`Totals` are those of a ledger, measured again. With a rule, the figures are those of the same bytes regenerated, so
+every one of them is known. Otherwise they are the decoder's, which measures fewer. If the global scale is known only
+from a rounded divisor, only figures of the source remain.
 """
 
-from dataclasses import asdict, dataclass
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from threading import Lock
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.metrics.measure import add_up
-from k2convert.quantize.metrics.weight_metrics import decibels, ratio
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics, decibels, ratio, total_metrics
 from k2convert.quantize.rules.channel_search import MAX_IMPORTANCE
+from k2convert.records.ledger import TOTAL
+from k2convert.records.shard_record import ProjectionRecord
 
 F64 = NDArray[np.float64]
 
@@ -97,3 +109,129 @@ def measure_decoded(
         weighted_energy=None if importance is None else found.weighted_energy / MAX_IMPORTANCE,
         weighted_error=None if importance is None else found.weighted_error / MAX_IMPORTANCE,
     )
+
+
+Figures = Mapping[str, Any]
+TOLERANCE: Final = 1e-9  # both sides add float64 terms, in different orders
+_MERGED_AT_ONCE: Final = 32
+_OF_SOURCE: Final = ("num_weights", "num_blocks", "energy", "num_nonzero")
+
+
+@dataclass(slots=True)
+class Totals:
+    """Adds up what was measured, by role. Weights may come from several threads."""
+
+    _metrics: dict[str, list[WeightMetrics]] = field(
+        default_factory=lambda: defaultdict[str, list[WeightMetrics]](list)
+    )
+    _num_metrics: int = 0
+    _has_exact_scales: bool = True
+    _lock: Lock = field(default_factory=Lock)
+
+    def add(self, role: str, metrics: WeightMetrics | None, *, has_exact_scale: bool) -> None:
+        """Add one weight."""
+        with self._lock:
+            self._has_exact_scales &= has_exact_scale
+            if metrics is None:
+                return
+            self._num_metrics += 1
+            parts = self._metrics[role]
+            parts.append(metrics)
+            if len(parts) == _MERGED_AT_ONCE:  # a trillion weights have too many to keep
+                self._metrics[role] = [total_metrics(parts)]
+
+    def figures(self, decoded: Mapping[str, DecodedError], *, num_modules: int) -> dict[str, Figures]:
+        """Return the figures by role and under "total". `decoded` are the decoder's, by the same keys."""
+        measured: dict[str, Figures] = {
+            role: error.to_dict() | {"num_blocks": error.num_weights // BLOCK_SIZE} for role, error in decoded.items()
+        }
+        if not self._has_exact_scales:
+            return {role: {key: found[key] for key in _OF_SOURCE} for role, found in measured.items()}
+        if self._num_metrics < num_modules:
+            return measured
+        again = {role: total_metrics(parts) for role, parts in self._metrics.items()}
+        again[TOTAL] = total_metrics(again.values())
+        return {role: {**again[role].to_dict(), **found} for role, found in measured.items()}
+
+
+def total_errors(errors: Mapping[str, DecodedError], roles: Mapping[str, str]) -> dict[str, DecodedError]:
+    """Add up errors by role and under "total"; empty if there are none."""
+    by_role: dict[str, list[DecodedError]] = defaultdict(list)
+    for module, error in errors.items():
+        by_role[roles[module]].append(error)
+    result = {role: _add(found) for role, found in sorted(by_role.items())}
+    return result | {TOTAL: _add(list(errors.values()))} if result else result
+
+
+def _add(errors: list[DecodedError]) -> DecodedError:
+    steps = [e.max_error_steps for e in errors if e.max_error_steps is not None]
+    return DecodedError(
+        num_weights=sum(e.num_weights for e in errors),
+        num_nonzero=sum(e.num_nonzero for e in errors),
+        equal_nonzero=sum(e.equal_nonzero for e in errors),
+        energy=math.fsum(e.energy for e in errors),
+        squared_error=math.fsum(e.squared_error for e in errors),
+        max_error_steps=max(steps) if steps else None,
+        weighted_energy=_sum_of_known(e.weighted_energy for e in errors),
+        weighted_error=_sum_of_known(e.weighted_error for e in errors),
+    )
+
+
+def _sum_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) if known else None
+
+
+def differing_totals(stated: Mapping[str, WeightMetrics], measured: Mapping[str, Figures]) -> Iterator[tuple[str, str]]:
+    """Yield (place, problem) for every figure of a ledger that is not the measured one, with both numbers."""
+    for role in stated.keys() - measured.keys():
+        yield f"totals.{role}", "stated, but no such weight was measured"
+    for role, figures in measured.items():
+        if role not in stated:
+            yield f"totals.{role}", f"missing, but {figures['num_weights']:,} weights were measured"
+            continue
+        document = stated[role].to_dict()
+        for key, value in figures.items():
+            yield from _differences(f"totals.{role}.{key}", document.get(key), value)
+
+
+def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(stated, dict) and isinstance(measured, dict):
+        left, right = cast(dict[str, int], stated), cast(dict[str, int], measured)
+        for key in sorted(left.keys() | right.keys()):
+            yield from _differences(f"{place}.{key}", left.get(key, 0), right.get(key, 0))
+    elif not is_same_figure(cast("float | None", stated), cast("float | None", measured)):
+        yield place, f"{stated!r}, but {measured!r} was measured"
+
+
+def is_same_error(measured: DecodedError, recorded: Mapping[str, Any]) -> bool:
+    """Return whether the figures that a conversion recorded are those of the written bytes."""
+    keys = ["squared_error", "energy", "equal_nonzero", "num_nonzero"]
+    if measured.weighted_error is not None:
+        keys += ["weighted_energy", "weighted_error"]
+    return all(is_same_figure(recorded.get(key), getattr(measured, key)) for key in keys)
+
+
+def compare_journal(
+    recorded: Mapping[str, ProjectionRecord], errors: Mapping[str, DecodedError]
+) -> tuple[list[str], int]:
+    """Compare recorded with measured figures; return the modules that differ, and how many were compared."""
+    mismatches: list[str] = []
+    compared = 0
+    for module, projection in recorded.items():
+        measured, stated = errors.get(module), projection.metrics
+        if measured is None or stated is None:
+            continue
+        compared += 1
+        if not is_same_error(measured, stated):
+            mismatches.append(module)
+    return mismatches, compared
+
+
+def is_same_figure(stated: float | None, measured: float | None) -> bool:
+    """Return whether two figures are the same but for the order of sums. Counts must be equal."""
+    if stated is None or measured is None:
+        return stated is measured
+    if isinstance(stated, int) and isinstance(measured, int):
+        return stated == measured
+    return math.isclose(stated, measured, rel_tol=TOLERANCE)

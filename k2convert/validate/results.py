@@ -1,18 +1,16 @@
 """What a validation found: the contract, the weights, reference layers and a comparison, as plain values."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sized
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from k2convert.checkpoint.names import SHARD_SUFFIX
 from k2convert.choices import Rule
 from k2convert.quantize.rules import RULES
-from k2convert.records.ledger import TOTAL
-from k2convert.validate.contract.findings import MAX_OFFENDERS, ContractReport, RuleResult, Verdict
-from k2convert.validate.decode import DecodedError
+from k2convert.validate.contract.findings import ContractReport, Verdict
+from k2convert.validate.decode import DecodedError, total_errors
 from k2convert.validate.layers.result import LayersReport
 from k2convert.validate.weights import CheckedWeight
 
@@ -97,34 +95,6 @@ class ValidationReport:
         return self.contract.passed and all(part.passed for part in parts if part is not None)
 
 
-def total_errors(errors: Mapping[str, DecodedError], roles: Mapping[str, str]) -> dict[str, DecodedError]:
-    """Add up errors by role and under "total"; empty if there are none."""
-    by_role: dict[str, list[DecodedError]] = defaultdict(list)
-    for module, error in errors.items():
-        by_role[roles[module]].append(error)
-    result = {role: _add(found) for role, found in sorted(by_role.items())}
-    return result | {TOTAL: _add(list(errors.values()))} if result else result
-
-
-def _add(errors: list[DecodedError]) -> DecodedError:
-    steps = [e.max_error_steps for e in errors if e.max_error_steps is not None]
-    return DecodedError(
-        num_weights=sum(e.num_weights for e in errors),
-        num_nonzero=sum(e.num_nonzero for e in errors),
-        equal_nonzero=sum(e.equal_nonzero for e in errors),
-        energy=math.fsum(e.energy for e in errors),
-        squared_error=math.fsum(e.squared_error for e in errors),
-        max_error_steps=max(steps) if steps else None,
-        weighted_energy=_sum_of_known(e.weighted_energy for e in errors),
-        weighted_error=_sum_of_known(e.weighted_error for e in errors),
-    )
-
-
-def _sum_of_known(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) if known else None
-
-
 def rule_report(rule: Rule | None, skip_reason: str, checked: Mapping[str, CheckedWeight]) -> RuleReport:
     """Sum up the check by the rule."""
     has_walk = rule is not None and RULES[rule].needs_walk
@@ -152,52 +122,6 @@ def compare(folder: str, ours: WeightsReport, contract: ContractReport, theirs: 
         better_there=sum(a.squared_error > b.squared_error for a, b in common),
         equal=sum(a.squared_error == b.squared_error for a, b in common),
     )
-
-
-def merge_contracts(found: Sequence[ContractReport]) -> ContractReport:
-    """Return one report of several parts of a result: each rule with the offenders and notes of all parts."""
-    rules = tuple(_merge_rules(same) for same in zip(*(report.rules for report in found), strict=True))
-    return replace(found[0], rules=rules)
-
-
-def _merge_rules(found: Sequence[RuleResult]) -> RuleResult:
-    if all(rule == found[0] for rule in found):
-        return found[0]
-    worst = min(found, key=lambda rule: (Verdict.FAIL, Verdict.WARN, Verdict.SKIPPED, Verdict.PASS).index(rule.verdict))
-    same = [rule for rule in found if rule.verdict is worst.verdict]
-    offenders = [offender for rule in same for offender in rule.offenders]
-    return replace(
-        worst,
-        count=sum(rule.count for rule in same),
-        offenders=tuple(offenders[:MAX_OFFENDERS]),
-        note="; ".join(dict.fromkeys(rule.note for rule in found if rule.note)),
-    )
-
-
-def merge_weights(found: Sequence[WeightsReport]) -> WeightsReport:
-    """Return one report on the tensors of several parts."""
-    return WeightsReport(
-        errors={module: error for report in found for module, error in report.errors.items()},
-        roles={module: role for report in found for module, role in report.roles.items()},
-        rule=RuleReport(
-            rule=found[0].rule.rule,
-            skip_reason=found[0].rule.skip_reason,
-            tensors=sum(report.rule.tensors for report in found),
-            measured=sum(report.rule.measured for report in found),
-            blocks=sum(report.rule.blocks for report in found),
-            sampled_blocks=sum(report.rule.sampled_blocks for report in found),
-            mismatches={module: text for report in found for module, text in report.rule.mismatches.items()},
-        ),
-        journal_mismatches=tuple(module for report in found for module in report.journal_mismatches),
-        journal_compared=sum(report.journal_compared for report in found),
-        decoder_mismatches=tuple(module for report in found for module in report.decoder_mismatches),
-        decoder_compared=sum(report.decoder_compared for report in found),
-    )
-
-
-def merge_layers(found: Sequence[LayersReport]) -> LayersReport | None:
-    """Return one report on the layers of several; None if there is none."""
-    return replace(found[0], layers=tuple(layer for report in found for layer in report.layers)) if found else None
 
 
 def validation_document(report: ValidationReport) -> dict[str, Any]:

@@ -6,7 +6,7 @@ digit, so every scaled number is the source's times a power of two, or it is wro
 with the code that scales.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,10 +48,10 @@ class Scaling:
     exponents: Mapping[int, Exponents]
     problems: tuple[ScalingProblem, ...] = ()
 
-    def of_layer(self, layer: int) -> "Scaling":
-        """Return the part that has only one layer."""
-        found = {number: exponents for number, exponents in self.exponents.items() if number == layer}
-        return Scaling(found, tuple(problem for problem in self.problems if problem.layer in (None, layer)))
+    def of_layers(self, layers: Collection[int]) -> "Scaling":
+        """Return the part that has only these layers."""
+        found = {number: exponents for number, exponents in self.exponents.items() if number in layers}
+        return Scaling(found, tuple(problem for problem in self.problems if problem.layer in (None, *layers)))
 
     def of_copy(self, parts: TensorName, *, family: Family) -> Exponents | None:
         """Return e [K]: the columns of this copied tensor must be the source's times 2**e. None: unchanged."""

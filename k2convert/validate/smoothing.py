@@ -40,12 +40,13 @@ def calibration_of(subject: Subject, statistics: Statistics) -> Calibration:
     return Calibration(statistics, weighted=record.weighted, smoothing=record.smoothing)
 
 
-def read_scaling(subject: Subject, *, shards: Shards, calibration: Calibration | None = None) -> Scaling:
+def read_scaling(subject: Subject, *, shards: Shards) -> Scaling:
     """Derive the exponents of every MoE layer from the norms of result and source.
 
     Without a source, or if the ledger does not state smoothing, there are none, so every change is an error. With a
-    `calibration`, its exponents are what the norms and all that reads them must have.
+    calibration, its exponents are what the norms and all that reads them must have.
     """
+    calibration = subject.calibration
     record = None if subject.ledger is None else subject.ledger.calibration
     if subject.source is None or record is None or record.exponents_digest is None:
         return NO_SCALING

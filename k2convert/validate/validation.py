@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from k2convert.calibrate.channels import Calibration
 from k2convert.calibrate.statistics import Statistics
 from k2convert.calibrate.text import Windows
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
@@ -21,31 +20,26 @@ from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.choices import Rule
 from k2convert.errors import CheckpointError, remedy
 from k2convert.models.names import WEIGHT_PACKED
-from k2convert.plan.recipe import Recipe
 from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
 from k2convert.records.journal import Journal
-from k2convert.records.ledger import Ledger
 from k2convert.records.shard_record import ProjectionRecord, ShardRecord
 from k2convert.validate.contract import check_subject
 from k2convert.validate.contract.findings import ContractReport
 from k2convert.validate.contract.result import Subject, open_subject
 from k2convert.validate.contract.scan import ShardVisitor
+from k2convert.validate.decode import compare_journal
 from k2convert.validate.layers.result import LayerBudget, LayersReport
 from k2convert.validate.remote import LOCAL, Shards
 from k2convert.validate.results import (
     ValidationReport,
     WeightsReport,
     compare,
-    merge_contracts,
-    merge_layers,
-    merge_weights,
     rule_report,
 )
 from k2convert.validate.shards import ShardsFound, join_findings, validate_shards
 from k2convert.validate.smoothing import calibration_of, read_scaling
-from k2convert.validate.totals import compare_journal
 
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
 
@@ -92,16 +86,13 @@ def validate_checkpoint(
             f"{folder}: has the source's own weights (--to int4), so there is no error to compute. Leave out --layers "
             "and --against."
         )
-    calibration = None if statistics is None else calibration_of(subject, statistics)
-    subject = replace(subject, scaling=read_scaling(subject, shards=shards, calibration=calibration))
+    subject = replace(subject, calibration=None if statistics is None else calibration_of(subject, statistics))
+    subject = replace(subject, scaling=read_scaling(subject, shards=shards))
     source = subject.source
     if layers is not None and source is not None and whole is not None and shards.is_remote:
-        return _validate_layers(
-            subject, source, whole, layers, reference=reference, events=events, shards=shards, calibration=calibration
-        )
-    contract, weights = _measure(
-        subject, reference=reference, events=events, visitor=visitor, shards=shards, calibration=calibration
-    )
+        return _validate_layers(subject, source, whole, layers, reference=reference, events=events, shards=shards)
+    found = _scan(subject, _recorded(subject), reference=reference, events=events, visitor=visitor, shards=shards)
+    contract, weights = _report(subject, found)
     layers_report, skipped = None, ""
     if layers is not None and (source is None or whole is None):
         skipped = subject.no_source
@@ -113,7 +104,7 @@ def validate_checkpoint(
     if against is not None and source is not None and weights is not None:
         other, theirs = _open_other(against, subject, whole), replace(shards, result=None)
         other = replace(other, scaling=read_scaling(other, shards=theirs))
-        their_contract, their_weights = _measure(other, reference=False, events=events, visitor=None, shards=theirs)
+        their_contract, their_weights = _report(other, _scan(other, _recorded(other), events=events, shards=theirs))
         assert their_weights is not None
         comparison = compare(str(against), weights, their_contract, their_weights)
         if any(found.ledger is not None and found.ledger.calibration is not None for found in (subject, other)):
@@ -179,32 +170,28 @@ def _validate_layers(
     reference: bool,
     events: Events,
     shards: Shards,
-    calibration: Calibration | None,
 ) -> ValidationReport:
     """Check headers and configs, and read only the MoE blocks of the layers, one layer on disk at a time."""
     from k2convert.validate.layers.check import moe_layers
 
-    contracts: list[ContractReport] = []
-    weights: list[WeightsReport] = []
-    computed: list[LayersReport] = []
-    skipped: list[str] = []
-    for layer in request.layers or moe_layers(source):
-        part, wanted = subject.of_layer(layer), replace(request, layers=(layer,))
+    layers, recorded = request.layers or moe_layers(source), _recorded(subject)
+    every, computed, skipped = ShardsFound(), list[LayersReport](), list[str]()
+    for layer in layers:
+        part, wanted = subject.of_layers((layer,)), replace(request, layers=(layer,))
         with shards.around_layer(part, layer, source=whole):
-            contract, measured = _measure(
-                part, reference=reference, events=events, visitor=None, shards=LOCAL, calibration=calibration
-            )
-            contracts.append(contract)
-            weights += [] if measured is None else [measured]
+            found = _scan(part, recorded, reference=reference, events=events)
+            every.add(found)
+            contract, _ = _report(part, found)
             if contract.passed:
                 computed.append(_compute_layers(wanted, subject, source, whole, events=events, shards=shards))
             else:
                 skipped.append(f"layer {layer}: {_broken_rules(contract)}")
+    contract, weights = _report(subject.of_layers(layers), every)
     return ValidationReport(
         folder=str(subject.folder),
-        contract=merge_contracts(contracts),
-        weights=merge_weights(weights),
-        layers=merge_layers(computed),
+        contract=contract,
+        weights=weights,
+        layers=replace(computed[0], layers=tuple(r for found in computed for r in found.layers)) if computed else None,
         comparison=None,
         layers_skipped="; ".join(skipped),
     )
@@ -218,80 +205,70 @@ def validate_sent(
     `headers` are the planned ones of all shards. The hash of a whole file, compared with the ledger, covers its header.
     `source` is the whole one, also of a pruned result. What no record says was compared with it fails.
     """
-    subject, records = open_subject(folder, source=source, known_headers=dict(headers)), list(records)
-    rule, skip_reason = checkable_rule(subject.ledger, subject.recipe, has_statistics=True)
-    recorded = {projection.module: projection for record in records for projection in record.projections}
-    contract, weights = _report(subject, join_findings(records), recorded, rule, skip_reason)
+    subject = open_subject(folder, source=source, known_headers=dict(headers))
+    contract, weights = _report(subject, join_findings(records), has_statistics=True)
     return ValidationReport(str(folder), contract, weights, layers=None, comparison=None)
 
 
-def _measure(
+def _scan(
     subject: Subject,
+    recorded: Mapping[str, ProjectionRecord],
     *,
-    reference: bool,
+    reference: bool = False,
     events: Events,
-    visitor: ShardVisitor | None,
-    shards: Shards,
-    calibration: Calibration | None = None,
-) -> tuple[ContractReport, WeightsReport | None]:
-    """Check the contract and, if there is a source, measure every converted tensor in the same pass.
-
-    A result with the source's own weights is compared byte for byte: nothing is measured.
-    """
+    visitor: ShardVisitor | None = None,
+    shards: Shards = LOCAL,
+) -> ShardsFound:
+    """Read every shard, and measure each converted tensor if there is a source; CheckpointError for a BF16 copy."""
     if subject.ledger is not None and subject.ledger.recipe.get("target") == "bf16":
         raise CheckpointError(
             f"{subject.folder}: holds a BF16 copy (--to bf16), but only NVFP4 checkpoints can be validated. "
             f"{LEDGER_NAME} has the hash of every shard."
         )
-    recorded = _recorded(subject)
-    rule, skip_reason = checkable_rule(subject.ledger, subject.recipe, has_statistics=calibration is not None)
-    found = validate_shards(
+    return validate_shards(
         subject,
-        rule=rule,
+        rule=checkable_rule(subject, has_statistics=subject.calibration is not None)[0],
         recorded=recorded,
-        calibration=calibration,
         with_library=reference,
         events=events,
         visitor=visitor,
         shards=shards,
     )
-    return _report(subject, found, recorded, rule, skip_reason, with_library=reference)
 
 
 def _report(
-    subject: Subject,
-    found: ShardsFound,
-    recorded: Mapping[str, ProjectionRecord],
-    rule: Rule | None,
-    skip_reason: str,
-    *,
-    with_library: bool = False,
+    subject: Subject, found: ShardsFound, *, has_statistics: bool = False
 ) -> tuple[ContractReport, WeightsReport | None]:
-    """Check the rules on what the pass found, and compare the journal's figures."""
+    """Check the rules on what the pass found, and compare the journal's figures.
+
+    A result with the source's own weights was compared byte for byte: nothing was measured.
+    """
     if subject.source is None or subject.is_int4:
         return check_subject(subject, found.scan), None
     errors = found.errors
-    mismatches, compared = compare_journal(recorded, errors)
+    mismatches, compared = compare_journal(found.recorded, errors)
+    rule, skip_reason = checkable_rule(subject, has_statistics=has_statistics or subject.calibration is not None)
     weights = WeightsReport(
         errors=errors,
         roles={name: subject.modules[name].parts.role for name in errors},
         rule=rule_report(rule, skip_reason, found.checked),
         journal_mismatches=tuple(mismatches),
         journal_compared=compared,
-        decoder_mismatches=found.decoder_mismatches,
-        decoder_compared=len(errors) if with_library else 0,
+        decoder_mismatches=tuple(sorted(found.decoder_mismatches)),
+        decoder_compared=len(errors) if found.with_library else 0,
     )
     is_whole = subject.whole is None and errors.keys() >= {module.name for module in subject.converted}
     totals = found.figures(subject) if is_whole and errors else None
     return check_subject(subject, found.scan, errors=errors, totals=totals), weights
 
 
-def checkable_rule(ledger: Ledger | None, recipe: Recipe | None, *, has_statistics: bool) -> tuple[Rule | None, str]:
+def checkable_rule(subject: Subject, *, has_statistics: bool) -> tuple[Rule | None, str]:
     """Return the rule by which the weights can be regenerated; None, and why, if they cannot.
 
-    `has_statistics` says whether the importance of the columns is known, which some rules need. Weights of a rule that
-    needs a walk can always be measured.
+    `has_statistics`: the importance of the columns is known, which some rules need. Weights of a rule that needs a walk
+    can always be measured.
     """
+    ledger, recipe = subject.ledger, subject.recipe
     if ledger is None:
         return None, "no ledger says by which rule the weights were converted"
     if recipe is None:

@@ -133,7 +133,7 @@ def test_with_layers_only_these_layers_are_fetched(
     assert remote["weights"]["totals"]["experts"]["num_weights"] == 3 * 16 * 128 * 256 * len(layers.split(","))
     rules = {rule["number"]: rule for rule in remote["contract"]["rules"]}
     assert {n for n, rule in rules.items() if rule["verdict"] == "skipped"} == {4, 5, 6, 7, 18, 19}
-    assert all(f"only layer {layer} was read" in rules[7]["note"] for layer in layers.split(","))
+    assert all(layer in rules[7]["note"] for layer in layers.split(","))
     shards = {f"model-0000{int(layer) + 1}-of-000005.safetensors" for layer in layers.split(",")}
     for name in (path.name for path in tiny.glob("*.safetensors")):
         sent = tiny_on_hub.traffic.bytes_sent(f"{name}$")

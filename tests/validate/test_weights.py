@@ -16,8 +16,8 @@ from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.quantizer import create_quantizer
+from k2convert.validate.decode import differing_totals, is_same_error
 from k2convert.validate.scaling import over_powers
-from k2convert.validate.totals import differing_totals, is_same_error
 from k2convert.validate.weights import CheckedWeight, WrittenWeight, check_weights
 
 NAMES = LAYOUTS["modelopt"]

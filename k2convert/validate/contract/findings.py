@@ -1,6 +1,5 @@
 """The nineteen rules by number, and what the checks found."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -98,11 +97,12 @@ class Findings:
     _first_errors: list[Offender] = field(default_factory=list[Offender])
     _first_warnings: list[Offender] = field(default_factory=list[Offender])
 
-    def error(self, name: str, problem: str, *, count: int = 1) -> None:
-        """Count an offender that fails the rule."""
+    def error(self, name: str, problem: str, *, count: int = 1) -> "Findings":
+        """Count an offender that fails the rule; return these findings."""
         self.errors += count
         if len(self._first_errors) < MAX_OFFENDERS:
             self._first_errors.append(Offender(name, problem))
+        return self
 
     def warn(self, name: str, problem: str, *, count: int = 1) -> None:
         """Count an offender that does not fail the rule."""
@@ -110,9 +110,10 @@ class Findings:
         if len(self._first_warnings) < MAX_OFFENDERS:
             self._first_warnings.append(Offender(name, problem))
 
-    def skip(self, reason: str) -> None:
-        """Say why the rule could not be checked. Errors found before still count."""
+    def skip(self, reason: str) -> "Findings":
+        """Keep why the rule could not be checked; return these findings. Errors found before still count."""
         self.skip_reason = reason
+        return self
 
     def result(self) -> RuleResult:
         """Return the outcome: fail, else warn, else skipped, else pass."""
@@ -182,8 +183,3 @@ class ContractReport:
             "summary": self.summary,
             "rules": [rule.to_dict() for rule in self.rules],
         }
-
-
-def results(found: Iterable[Findings]) -> tuple[RuleResult, ...]:
-    """Return the outcomes in the order of the rules."""
-    return tuple(f.result() for f in sorted(found, key=lambda f: f.number))

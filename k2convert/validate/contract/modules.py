@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, Role
 from k2convert.validate.contract import matchers
-from k2convert.validate.contract.config import exclude_entries
 from k2convert.validate.contract.findings import Findings
+from k2convert.validate.contract.folder import exclude_entries
 from k2convert.validate.contract.matchers import EngineRefusalError
 from k2convert.validate.contract.result import Module, Subject
 
@@ -59,8 +59,7 @@ def check_exclude_list(subject: Subject) -> Findings:
     """Rule 14: vLLM, SGLang and TensorRT-LLM exclude every BF16 linear layer and no converted one."""
     found = Findings(14)
     if not isinstance((subject.config or {}).get(QUANTIZATION_KEYS[0]), dict):
-        found.skip("no quantization_config, see rule 11")
-        return found
+        return found.skip("no quantization_config, see rule 11")
     entries = exclude_entries(subject)
     if subject.layout == MODELOPT:
         for entry in entries:

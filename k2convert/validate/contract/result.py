@@ -6,11 +6,12 @@ under the prefix they should have, so only rule 2 reports a wrong prefix.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from k2convert.calibrate.channels import Calibration
 from k2convert.checkpoint.files import list_folder, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
@@ -47,6 +48,7 @@ class Subject:
     renamed                    name found -> name it should have, if they differ
     unknown                    names that are not part of the family's models
     layout, has_input_scale    as found in the tensors: a config that differs is wrong, not followed
+    calibration                of the conversion, if its statistics are given
     scaling                    exact smoothing, if the ledger states it
     whole                      the subject that this is a part of; None if this is the whole result
     limits                     which part is read
@@ -74,27 +76,28 @@ class Subject:
     ledger_problem: str = ""
     no_source: str = ""
     list_problem: str = ""
+    calibration: Calibration | None = None
     scaling: Scaling = NO_SCALING
     whole: "Subject | None" = None
     limits: str = ""
 
-    def of_layer(self, layer: int) -> "Subject":
-        """Return the part that has only the MoE block of one layer."""
-        stem = f"{self.family.layer.format(layer=layer)}.mlp."
+    def of_layers(self, layers: Sequence[int]) -> "Subject":
+        """Return the part that has only the MoE blocks of these layers."""
+        stems = tuple(f"{self.family.layer.format(layer=layer)}.mlp." for layer in layers)
         headers: dict[str, ShardHeader] = {}
         for shard, header in self.headers.items():
-            found = {n: t for n, t in header.tensors.items() if self.renamed.get(n, n).startswith(stem)}
+            found = {n: t for n, t in header.tensors.items() if self.renamed.get(n, n).startswith(stems)}
             if found:
                 headers[shard] = replace(header, tensors=found)
         return replace(
             self,
             headers=headers,
             unreadable={},
-            tensors={name: tensor for name, tensor in self.tensors.items() if name.startswith(stem)},
-            modules={name: module for name, module in self.modules.items() if name.startswith(stem)},
-            scaling=self.scaling.of_layer(layer),
+            tensors={name: tensor for name, tensor in self.tensors.items() if name.startswith(stems)},
+            modules={name: module for name, module in self.modules.items() if name.startswith(stems)},
+            scaling=self.scaling.of_layers(layers),
             whole=self,
-            limits=f"only layer {layer} was read",
+            limits=f"of the shards, only the MoE layers {', '.join(map(str, layers))} were read",
         )
 
     @property

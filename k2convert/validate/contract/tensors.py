@@ -135,8 +135,7 @@ def check_totals(subject: Subject) -> Findings:
     """Rule 8. Experts-only W4A4 keeps the source's tensor bytes: three tensors become four of the same total size."""
     found = Findings(8)
     if subject.source is None:
-        found.skip(subject.no_source)
-        return found
+        return found.skip(subject.no_source)
     count, size = _expected_totals(subject)
     actual = sum(tensor.num_bytes for tensor in subject.tensors.values())
     found.note = f"{len(subject.tensors):,} of {count:,} tensors, {actual:,} of {size:,} bytes"
@@ -257,8 +256,7 @@ def check_alignment(subject: Subject) -> Findings:
     """
     found = Findings(10)
     if subject.config is None:
-        found.skip("config.json cannot be read, see rule 11")
-        return found
+        return found.skip("config.json cannot be read, see rule 11")
     text = text_config(subject.config)
     hidden, width = text.get("hidden_size"), text.get("moe_intermediate_size")
     if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:

@@ -17,8 +17,8 @@ from k2convert.errors import K2ConvertError
 from k2convert.forward.mlp import read_mlp as read_source_mlp
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family
+from k2convert.validate.layers.block import read_mlp
 from k2convert.validate.layers.check import moe_layers
-from k2convert.validate.layers.versions import read_mlp
 
 _TOKENS_AN_EXPERT = 8
 

@@ -15,10 +15,10 @@ from blake3 import blake3
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
 from k2convert.validate.contract import check_subject
-from k2convert.validate.contract.data import TensorError
 from k2convert.validate.contract.findings import ContractReport, RuleResult, Verdict
 from k2convert.validate.contract.result import open_subject
 from k2convert.validate.contract.scan import scan_shards
+from k2convert.validate.decode import DecodedError
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint
 
@@ -74,7 +74,7 @@ class Converted:
 
 
 def check(
-    folder: Path, *, source: Path | None = None, errors: Mapping[str, TensorError] | None = None
+    folder: Path, *, source: Path | None = None, errors: Mapping[str, DecodedError] | None = None
 ) -> ContractReport:
     """Scan a folder and check all rules, against a source if there is one."""
     subject = open_subject(folder, source=None if source is None else open_checkpoint(source))

@@ -15,9 +15,8 @@ from k2convert.calibrate.text import Windows, read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.records.events import SILENT, Extent
 from k2convert.records.tally import Tally
-from k2convert.validate.layers.check import check_layers
+from k2convert.validate.layers.check import check_layers, states_of_text
 from k2convert.validate.layers.result import LayerBudget
-from k2convert.validate.layers.text_states import states_of_text
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 

@@ -1,11 +1,26 @@
-"""Rules 11, 12, 13 and 15: config.json and hf_quant_config.json, compared with the tensors and the source."""
+"""Rules 11 to 13 and 15 to 17: configs and other files, compared with the tensors and the source."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
-from k2convert.checkpoint.files import ABSENT, config_differences, is_same_json, mapping_or_empty, read_json_file
+from k2convert.checkpoint.files import (
+    ABSENT,
+    config_differences,
+    is_same_json,
+    mapping_or_empty,
+    read_json_file,
+    walk_folder,
+)
 from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYPE, quant_algo
-from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME
+from k2convert.checkpoint.names import (
+    CONFIG_NAME,
+    HF_QUANT_CONFIG_NAME,
+    INDEX_NAME,
+    SHARD_SUFFIX,
+    SINGLE_SHARD_NAME,
+)
+from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.config import EXPERTS_KEY
@@ -28,18 +43,15 @@ def check_quantization_config(subject: Subject) -> Findings:
     """Rule 11. If there is a second or nested quantization_config or compression_config, engines may read that one."""
     found = Findings(11)
     if (subject.folder / CONFIG_NAME).is_symlink():
-        found.skip("config.json is a link, see rule 16")
-        return found
+        return found.skip("config.json is a link, see rule 16")
     if subject.config is None:
-        found.error(CONFIG_NAME, subject.config_problem)
-        return found
+        return found.error(CONFIG_NAME, subject.config_problem)
     places = list(_find_keys(subject.config, ""))
     for place in places:
         if place != QUANTIZATION_KEYS[0]:
             found.error(place, "a second quantization config; engines may read this one")
     if QUANTIZATION_KEYS[0] not in places:
-        found.error(QUANTIZATION_KEYS[0], "missing at the top level")
-        return found
+        return found.error(QUANTIZATION_KEYS[0], "missing at the top level")
     declared = _declared(subject)
     expected = _expected_modelopt(subject) if subject.layout == MODELOPT else _expected_compressed_tensors()
     for key, value in expected.items():
@@ -152,13 +164,11 @@ def check_hf_quant_config(subject: Subject, *, compare_lists: bool) -> Findings:
             )
         return found
     if path.is_symlink():
-        found.skip(f"{HF_QUANT_CONFIG_NAME} is a link, see rule 16")
-        return found
+        return found.skip(f"{HF_QUANT_CONFIG_NAME} is a link, see rule 16")
     try:
         document = read_json_file(path)
     except CheckpointError as error:
-        found.error(HF_QUANT_CONFIG_NAME, str(error).removeprefix(f"{path}: ").removesuffix("."))
-        return found
+        return found.error(HF_QUANT_CONFIG_NAME, str(error).removeprefix(f"{path}: ").removesuffix("."))
     producer = mapping_or_empty(document.get("producer")).get("name")
     if producer != "modelopt":
         found.error("producer.name", f"{quoted(producer)}, expected 'modelopt'")
@@ -195,3 +205,98 @@ def check_kv_cache(subject: Subject) -> Findings:
         else:
             found.warn(place, f"no effect in vLLM 0.32 and 0.33: serve with --kv-cache-dtype fp8{known}")
     return found
+
+
+_TEMPORARY_SUFFIXES = (".tmp", ".part", ".incomplete")
+_COMPARE_BYTES = 1 << 20
+
+
+def check_package(subject: Subject) -> Findings:
+    """Rule 16: index and shards agree and are complete, and there are no links, stray shards or temporary files."""
+    found = Findings(16)
+    for shard, problem in subject.unreadable.items():
+        found.error(shortened(shard), problem)
+    _check_index(subject, found)
+    for path in _visible_files(subject.folder):
+        name = str(path.relative_to(subject.folder))
+        if path.is_symlink():
+            if name not in subject.unreadable and name != INDEX_NAME:  # reported already
+                found.error(name, "a link, not a file")
+        elif path.suffix == SHARD_SUFFIX and name not in subject.headers and name not in subject.unreadable:
+            found.error(name, "a shard that the index does not name")
+        elif path.suffix in _TEMPORARY_SUFFIXES:
+            found.error(name, "a temporary file")
+    return found
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    """Return all files. Hidden folders (the journal, a download cache) are not part of the package."""
+    result: list[Path] = []
+    for path in walk_folder(folder):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts[:-1])
+        if not hidden and (path.is_symlink() or path.is_file()):
+            result.append(path)
+    return result
+
+
+def _check_index(subject: Subject, found: Findings) -> None:
+    single = subject.index is None and list(subject.headers) == [SINGLE_SHARD_NAME]
+    if single and not (subject.folder / INDEX_NAME).exists():
+        return
+    if subject.index is None:
+        found.error(INDEX_NAME, subject.index_problem)
+        return
+    weight_map: Any = subject.index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        found.error(INDEX_NAME, "has no weight_map")
+        return
+    mapped = cast(dict[str, Any], weight_map)
+    shard_of = {name: shard for shard, header in subject.headers.items() for name in header.tensors}
+    for name, shard in mapped.items():
+        if not isinstance(shard, str):
+            found.error(shortened(name), f"the index says {quoted(shard)}, which is not a file name")
+        elif shard not in subject.unreadable and shard_of.get(name) != shard:
+            where = f"is in {shard_of[name]}" if name in shard_of else "is in no shard"
+            found.error(shortened(name), f"the index says {shortened(shard)}, but it {where}")
+    for name, shard in shard_of.items():
+        if name not in mapped:
+            found.error(name, f"in {shortened(shard)}, but not in the index")
+    total: Any = mapping_or_empty(subject.index.get("metadata")).get("total_size")
+    actual = sum(t.num_bytes for header in subject.headers.values() for t in header.tensors.values())
+    if not subject.unreadable and (total != actual or isinstance(total, float)):
+        found.error(f"{INDEX_NAME}: metadata.total_size", f"{quoted(total)}, but the tensors have {actual} bytes")
+    num_found = sum(len(header.tensors) for header in subject.headers.values())
+    if num_found != len(shard_of):
+        found.error(INDEX_NAME, f"{num_found - len(shard_of)} tensors appear in two shards")
+
+
+def check_sidecars(subject: Subject) -> Findings:
+    """Rule 17. Files are compared with the source's and never run. Code that the source does not have is an error."""
+    found = Findings(17)
+    if subject.source is None:
+        return found.skip(subject.no_source)
+    expected = list_sidecars(subject.source.folder)
+    for relative in expected:
+        path = subject.folder / relative
+        if path.is_symlink():
+            continue  # reported by rule 16
+        if not path.is_file():
+            found.error(str(relative), "missing")
+        elif not _same_bytes(path, subject.source.folder / relative):
+            found.error(str(relative), "differs from the source's")
+    for path in _visible_files(subject.folder):
+        relative = path.relative_to(subject.folder)
+        if path.suffix == ".py" and relative not in expected:
+            found.error(str(relative), "code that is not in the source")
+    found.note = f"{len(expected)} files compared"
+    return found
+
+
+def _same_bytes(left: Path, right: Path) -> bool:
+    if left.stat().st_size != right.stat().st_size:
+        return False
+    with left.open("rb") as one, right.open("rb") as other:
+        while block := one.read(_COMPARE_BYTES):
+            if block != other.read(_COMPARE_BYTES):
+                return False
+    return True
