@@ -10,9 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.quantize.formats.e2m1 import E2M1_VALUES
-from k2convert.quantize.formats.e4m3 import decode_e4m3
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantize.formats.nvfp4 import E2M1_VALUES, Nvfp4Weight, decode_e4m3, dequantize_nvfp4
 from k2convert.quantize.gptq.moments import STRENGTHS
 
 Array = NDArray[np.float64]

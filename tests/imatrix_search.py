@@ -8,9 +8,8 @@ from fractions import Fraction
 
 from exact_search import NORMAL_BYTES, exact_search
 
-from k2convert.quantize.formats.e2m1 import unpack_nibbles
 from k2convert.quantize.formats.int4 import Int4Weight, unpack_int4
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, unpack_nibbles
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ OWNERS = {
         "quantize/kernels",
         "quantize/gptq",
         "quantize/libraries.py",
-        "quantize/native.py",
+        "quantize/quantizer.py",
         "forward",
         "validate",
         "job/machine.py",

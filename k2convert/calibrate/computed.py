@@ -15,7 +15,7 @@ from k2convert.calibrate.gptq_layer import GROUPED_EXPERTS
 from k2convert.calibrate.sizes import ModelSizes, PassSize
 from k2convert.choices import BLOCK_SIZE
 from k2convert.fit.gpus import Flops, Gpu
-from k2convert.quantize.gptq.shrinkage import (
+from k2convert.quantize.gptq.rounding import (
     FULL_TOKENS_PER_COLUMN,
     LEAST_FULL_TOKENS,
     MIN_TOKENS,

@@ -34,8 +34,7 @@ from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.gptq.factor import make_curvature
 from k2convert.quantize.gptq.moments import MIN_TOKENS as FEW_TOKENS
 from k2convert.quantize.gptq.moments import Moments
-from k2convert.quantize.gptq.rounding import kernel_for, round_gptq
-from k2convert.quantize.gptq.shrinkage import MIN_TOKENS, choose_shrinkage
+from k2convert.quantize.gptq.rounding import MIN_TOKENS, choose_shrinkage, kernel_for, round_gptq
 
 CHUNK_TOKENS: Final = 4096
 MEMORY_SHARE: Final = 0.4

@@ -28,16 +28,14 @@ from k2convert.forward.mlp import Mlp
 from k2convert.forward.router import Routing
 from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.forward.workers import run_in_order
-from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.gptq.factor import Curvature, make_curvature
 from k2convert.quantize.gptq.moments import Moments, Ridge
-from k2convert.quantize.gptq.rounding import kernel_for, round_gptq
-from k2convert.quantize.gptq.shrinkage import choose_shrinkage
-from k2convert.quantize.native import create_native_quantizer
-from k2convert.quantize.rules.magnitude import Magnitude
+from k2convert.quantize.gptq.rounding import choose_shrinkage, kernel_for, round_gptq
+from k2convert.quantize.quantizer import create_native_quantizer
+from k2convert.quantize.rules.max import Magnitude
 from k2convert.records.calibration import GptqLayer, OutputErrors
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"

@@ -21,11 +21,16 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.choices import GROUP_SIZE
 from k2convert.models import detect_family, parse_tensor_name
-from k2convert.models.names import WEIGHT, Role
+from k2convert.models.names import WEIGHT, Role, reads_norm
 from k2convert.models.projections import Projection, projection_of
-from k2convert.models.smoothing import reads_norm
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
-from k2convert.quantize.formats.int4 import FIRST_UNUSABLE_BITS, Int4Weight, SourceWeight, unpack_int4
+from k2convert.quantize.formats.int4 import (
+    FIRST_UNUSABLE_BITS,
+    Bf16Weight,
+    Int4Weight,
+    SourceWeight,
+    bf16_values,
+    unpack_int4,
+)
 
 READ_ROWS: Final = 16384
 """Rows of gate and up that are read, of all experts together: column norms then err by about 1 %."""

@@ -34,9 +34,8 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.forward.activations import quantize_activations
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.workers import run_in_order
-from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.kernels.cpu import convert, measure_magnitude
 from k2convert.quantize.rules.imatrix import block_importance

@@ -4,9 +4,8 @@ names       every file and folder name
 folders     folders to write to, below which no link is followed
 files       JSON read strictly, small files written atomically
 header      one shard's header
-index       a folder's index, config and headers together
-reader      tensor bytes by positioned reads; page_cache: what the system holds of a file
+index       a folder's index, config and headers together; sidecars: tokenizer, template, license
+reader      tensor bytes by positioned reads
 writer      one shard written atomically
 layouts     the two NVFP4 layouts: tensor names, dtypes, shapes, configs
-sidecars    tokenizer, template, license: copied byte for byte
 """

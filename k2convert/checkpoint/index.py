@@ -1,18 +1,78 @@
 """A checkpoint folder as its index, config and headers describe it, checked for agreement.
 
 No tensor is read. The same `Checkpoint` is built from a local folder and from headers fetched over a network.
+
+Its config is frozen. Libraries complete the configs that they get in place: that is a TypeError instead of a result
+with other numbers. A frozen document is still a dict of dicts and lists, so json encodes it and isinstance knows it.
+
+Also here: the files next to the weights (tokenizer, chat template, processors, license), which are copied.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, cast
+from typing import Any, Final, NoReturn, cast
 
-from k2convert.checkpoint.files import list_folder, parse_json_object, read_json_file, read_text_file
-from k2convert.checkpoint.frozen import FrozenDict, freeze
+from k2convert.checkpoint.files import list_folder, parse_json_object, read_json_file, read_text_file, walk_folder
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
-from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
+from k2convert.checkpoint.names import (
+    CARD_NAME,
+    CONFIG_NAME,
+    HF_QUANT_CONFIG_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    SHARD_SUFFIX,
+    SINGLE_SHARD_NAME,
+)
 from k2convert.errors import CheckpointError, MalformedFileError, quoted, shortened
+
+
+def _refuse(_self: object, *_args: object, **_options: object) -> NoReturn:
+    raise TypeError("this document is frozen: change a copy")
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict without its methods that change it."""
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return freeze, (dict(self),)
+
+    def __deepcopy__(self, memo: object) -> dict[str, Any]:
+        return thaw(self)
+
+
+class FrozenList(list[Any]):
+    """A list without its methods that change it."""
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
+    append = clear = extend = insert = pop = remove = reverse = sort = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return freeze, (list(self),)
+
+    def __deepcopy__(self, memo: object) -> list[Any]:
+        return thaw(self)
+
+
+def freeze(document: Any) -> Any:
+    """Return a JSON document that cannot be changed, at any depth."""
+    if isinstance(document, dict):
+        return FrozenDict({key: freeze(value) for key, value in cast(dict[str, Any], document).items()})
+    if isinstance(document, list):
+        return FrozenList([freeze(value) for value in cast(list[Any], document)])
+    return document
+
+
+def thaw(document: Any) -> Any:
+    """Return a copy of a JSON document that may be changed."""
+    if isinstance(document, dict):
+        return {key: thaw(value) for key, value in cast(dict[str, Any], document).items()}
+    if isinstance(document, list):
+        return [thaw(value) for value in cast(list[Any], document)]
+    return document
+
 
 MAX_SHARD_NAME_BYTES: Final = 230  # filesystems take 255; records, downloads and temporary files add to the name
 
@@ -138,3 +198,34 @@ def _check_weight_map(weight_map: dict[str, str], tensors: dict[str, TensorInfo]
     if len(weight_map) != len(tensors):
         extra = next(name for name in tensors if name not in weight_map)
         raise MalformedFileError(f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}.")
+
+
+# The source's model card would describe the wrong weights. The other names are written by the conversion.
+_NOT_COPIED: Final = frozenset({CONFIG_NAME, INDEX_NAME, HF_QUANT_CONFIG_NAME, LEDGER_NAME, CARD_NAME})
+_WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".tmp", ".part"})
+
+
+def list_sidecars(folder: Path) -> list[Path]:
+    """Return the relative paths of the files to copy, sorted. Skips hidden files and folders; refuses links."""
+    found: list[Path] = []
+    for path in walk_folder(folder):
+        relative = path.relative_to(folder)
+        if any(part.startswith(".") or part == "__pycache__" for part in relative.parts):
+            continue
+        if path.is_symlink():
+            raise MalformedFileError(
+                f"{path}: is a link, and links are not followed. Replace it by the file itself "
+                "(`hf download REPO --local-dir FOLDER` writes files)."
+            )
+        if path.is_file() and str(relative) not in _NOT_COPIED and path.suffix not in _WEIGHT_SUFFIXES:
+            _check_name(path.name, folder=path.parent)
+            found.append(relative)
+    return found
+
+
+def _check_name(name: str, *, folder: Path) -> None:
+    """Refuse a name that is not UTF-8: no repository could hold it (MalformedFileError)."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise MalformedFileError(f"{folder}: the name {shortened(name)} is not UTF-8. Rename the file.") from None

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_error, writing
 from k2convert.checkpoint.folders import create_file, opened_folder, remove_file, replace_file
-from k2convert.checkpoint.page_cache import start_writing
+from k2convert.checkpoint.reader import start_writing
 from k2convert.errors import DestinationError
 
 ALIGNMENT = 4096

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from k2convert.checkpoint.frozen import thaw
+from k2convert.checkpoint.index import thaw
 from k2convert.errors import CheckpointError, cut
 from k2convert.forward.weights import DenseWeight, WeightReader
 from k2convert.models.config import text_config

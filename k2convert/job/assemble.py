@@ -19,7 +19,7 @@ from k2convert.checkpoint.files import (
     write_atomically,
 )
 from k2convert.checkpoint.folders import make_folder
-from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.layouts import (
     MODELOPT,
     QUANTIZATION_KEYS,
@@ -28,7 +28,6 @@ from k2convert.checkpoint.layouts import (
     unquantized_config,
 )
 from k2convert.checkpoint.names import CONFIG_NAME, HF_QUANT_CONFIG_NAME, INDEX_NAME, LEDGER_NAME
-from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.errors import CheckpointError, InvalidCheckpointError
 from k2convert.job.locations import Source
 from k2convert.job.prepare import Job

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
-from k2convert.checkpoint.sidecars import list_sidecars
+from k2convert.checkpoint.index import list_sidecars
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.errors import DiskFullError
 from k2convert.job.locations import Destination, Source

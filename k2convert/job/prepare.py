@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k2convert.checkpoint.files import parse_json_object
-from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
-from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError, DiskFullError, require_extra
 from k2convert.hub.client import Hub, check_endpoint

@@ -11,10 +11,9 @@ from threading import Event
 
 from k2convert.calibrate.statistics import Statistics
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
-from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.checkpoint.index import Checkpoint, list_sidecars, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME
-from k2convert.checkpoint.page_cache import leave_cache
-from k2convert.checkpoint.sidecars import list_sidecars
+from k2convert.checkpoint.reader import leave_cache
 from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
 from k2convert.hub.client import MAIN, Hub, RepoRef, check_endpoint

@@ -14,9 +14,8 @@ from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo
 from k2convert.checkpoint.reader import Bytes
 from k2convert.errors import CalibrationError, FormatError
 from k2convert.models import locate_module
-from k2convert.models.names import ModulePlace
+from k2convert.models.names import ColumnScaling, ModulePlace, reads_norm
 from k2convert.models.projections import Projection
-from k2convert.models.smoothing import ColumnScaling, reads_norm
 from k2convert.quantize.formats.channels import divide_columns, scale_bits, scale_fp32
 from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight

@@ -33,8 +33,7 @@ from k2convert.job.scaling import (
     row_bytes,
     scaled_copy,
 )
-from k2convert.models.projections import SOURCE_REMEDY, Projection
-from k2convert.models.weights import load_projection
+from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
@@ -42,7 +41,7 @@ from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.magnitude import Magnitude
+from k2convert.quantize.rules.max import Magnitude
 from k2convert.records.events import SILENT, Events
 from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord
 

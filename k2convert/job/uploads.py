@@ -13,8 +13,7 @@ from typing import Any
 from k2convert.checkpoint.files import parse_json_object, write_atomically
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.names import RECORDS_FOLDER
-from k2convert.checkpoint.page_cache import leave_cache
-from k2convert.checkpoint.reader import Bytes
+from k2convert.checkpoint.reader import Bytes, leave_cache
 from k2convert.errors import ChangedFileError
 from k2convert.hub.branch import Branch, Upload
 from k2convert.hub.operations import sent_operation

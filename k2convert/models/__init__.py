@@ -1,12 +1,9 @@
 """The families of checkpoints that k2convert converts, and the questions that depend on the family.
 
-    names        roles, tensor names taken apart, what describes a family
-    config       config.json of DeepSeek-V3-like models
+    names        roles, tensor names taken apart, what describes a family; the tensors that smoothing changes
+    config       config.json of DeepSeek-V3-like models, and whether it states the INT4 scheme that is converted
     kimi         the Kimi K2 family
-    int4_config  whether config.json states the INT4 scheme that is converted
-    projections  the linear layers to convert
-    smoothing the tensors that smoothing changes
-    weights      one projection's bytes as arrays
+    projections  the linear layers to convert, and their bytes as arrays
 
 A family is one file and its rows in FAMILIES. Nothing outside this wing asks which family a checkpoint has.
 """

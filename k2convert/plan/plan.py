@@ -5,18 +5,20 @@ may be in different shards, and so may the partner of a gate or up projection, w
 output bytes are known shard by shard and tensor by tensor before the first byte is written.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.checkpoint.layouts import projection_tensors
+from k2convert.checkpoint.layouts import COMPRESSED_TENSORS, projection_tensors
+from k2convert.choices import Layout
 from k2convert.errors import PlanError
 from k2convert.models import detect_family, parse_tensor_names
-from k2convert.models.int4_config import check_int4_config
-from k2convert.models.names import WEIGHT, Architecture, Family, TensorName
+from k2convert.models.config import check_int4_config
+from k2convert.models.names import WEIGHT, Architecture, ColumnScaling, Family, TensorName, column_scaling
 from k2convert.models.projections import (
     SOURCE_REMEDY,
     Projection,
@@ -26,8 +28,6 @@ from k2convert.models.projections import (
     check_roles_match,
     find_projections,
 )
-from k2convert.models.smoothing import ColumnScaling, column_scaling
-from k2convert.plan.excludes import exclude_list
 from k2convert.plan.recipe import Recipe
 
 BF16_SHARD_BYTES: Final = 5_000_000_000
@@ -275,3 +275,10 @@ def action_counts(plan: Plan) -> dict[str, dict[str, Any]]:
 def _copy_counts(copies: list[CopyStep]) -> dict[str, Any]:
     num_bytes = sum(s.tensor.num_bytes for s in copies)
     return {"source_tensors": len(copies), "bytes_in": num_bytes, "tensors": len(copies), "bytes_out": num_bytes}
+
+
+def exclude_list(unconverted: Sequence[tuple[str, bool]], *, layout: Layout) -> list[str]:
+    """Return the entries for (name part, whether more may follow): globs, or `re:` entries for compressed-tensors."""
+    if layout == COMPRESSED_TENSORS:
+        return [f"re:.*{re.escape(part)}{'.*' if is_open else '$'}" for part, is_open in unconverted]
+    return [f"*{part}*" if is_open else f"*{part}" for part, is_open in unconverted]

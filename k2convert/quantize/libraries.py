@@ -21,13 +21,11 @@ from torch import Tensor
 
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import MissingDependencyError
-from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.int4 import SourceWeight, dequantize_int4
+from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.rules.magnitude import Magnitude, measure
-from k2convert.quantize.rules.max import max_global_scale, quantize_max
+from k2convert.quantize.rules.max import Magnitude, max_global_scale, measure, quantize_max
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,27 @@
-"""The interface between the conversion loop and the arithmetic: one Protocol, two implementations.
+"""The quantizers: how one weight becomes NVFP4, chosen by kind.
 
-    native     k2convert's own code; needs no torch on the CPU
-    reference  the published pipeline: compressed-tensors dequantizes, ModelOpt quantizes (`max` only)
-
-A call does not change a quantizer, so any number of threads may share one.
+The native one is k2convert's own arithmetic: the kernels of a rule if it has them, else its definition in rules/
+(slow). The reference one (libraries.py) calls ModelOpt.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import QuantizerKind, Rule
-from k2convert.errors import RecipeError
-from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.errors import MissingDependencyError, RecipeError, require_extra
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.kernels import cpu
+from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.rules.magnitude import Magnitude
+from k2convert.quantize.rules import RULES, quantize_by_definition
+from k2convert.quantize.rules.max import Magnitude
 
 
 class Quantizer(Protocol):
@@ -51,11 +54,7 @@ class Quantizer(Protocol):
 def create_quantizer(kind: QuantizerKind, *, rule: Rule, device: str) -> Quantizer:
     """Create a quantizer; RecipeError if it does not offer the rule, MissingDependencyError if a library is missing."""
     if kind == "native":
-        from k2convert.quantize.native import create_native_quantizer
-
         return create_native_quantizer(rule, device)
-    from k2convert.quantize.rules import RULES
-
     if not RULES[rule].is_modelopt:
         offered = " or ".join(name for name, arithmetic in RULES.items() if arithmetic.is_modelopt)
         raise RecipeError(
@@ -65,3 +64,74 @@ def create_quantizer(kind: QuantizerKind, *, rule: Rule, device: str) -> Quantiz
     from k2convert.quantize.libraries import create_reference_quantizer
 
     return create_reference_quantizer()
+
+
+CPU: Final = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class NativeQuantizer:
+    """A rule on one device ("cpu", "cuda:0"); holds no state, so threads may share it.
+
+    On a CUDA device, INT4 weights are converted there, but not by `max` if their columns have exponents. All other
+    weights are converted on the CPU.
+    """
+
+    rule: Rule
+    device: str
+
+    def measure(self, source: SourceWeight, *, name: str) -> Magnitude:
+        """Measure one weight; FormatError if a value is not usable."""
+        return cpu.measure_magnitude(source, name=name)
+
+    def global_scale(self, magnitude: Magnitude, *, is_int4: bool) -> float:
+        """Choose the global scale of a set of tensors from their merged magnitude."""
+        return RULES[self.rule].global_scale(magnitude, is_int4=is_int4)
+
+    def quantize(
+        self,
+        source: SourceWeight,
+        *,
+        name: str,
+        magnitude: Magnitude,
+        global_scale: float,
+        importance: NDArray[np.uint8] | None = None,
+    ) -> tuple[Nvfp4Weight, WeightMetrics]:
+        """Quantize and measure one weight."""
+        if not RULES[self.rule].uses_importance:
+            importance = None
+        converted = self._convert(source, global_scale, importance)
+        return converted.weight, measure_quantized(
+            source, converted.weight, name=name, magnitude=magnitude, importance=importance, converted=converted
+        )
+
+    def _convert(
+        self, source: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None
+    ) -> cpu.Converted:
+        if not has_kernel(self.rule):
+            return cpu.Converted(quantize_by_definition(self.rule, source, global_scale, importance))
+        if self.device != CPU and isinstance(source, Int4Weight):
+            from k2convert.quantize.kernels import cuda
+
+            if self.rule in cuda.RULES_WITH_KERNEL:
+                return cuda.convert(
+                    source, rule=self.rule, global_scale=global_scale, importance=importance, device=self.device
+                )
+        return cpu.convert(source, rule=self.rule, global_scale=global_scale, importance=importance)
+
+
+def has_kernel(rule: Rule) -> bool:
+    """Return whether a rule has compiled kernels; without, its reference arithmetic converts."""
+    return rule in cpu.RULES_WITH_KERNEL
+
+
+def create_native_quantizer(rule: Rule, device: str) -> NativeQuantizer:
+    """Create the quantizer of a rule on a device; MissingDependencyError if a CUDA device has no triton."""
+    if device != CPU:
+        require_extra("torch", purpose=f"converting on {device}")
+        if find_spec("triton") is None:
+            raise MissingDependencyError(
+                f"converting on {device} needs triton, which is not installed. "
+                "Install it with `pip install triton`, or use --device cpu."
+            )
+    return NativeQuantizer(rule=rule, device=device)

@@ -24,7 +24,7 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, decibels, ratio, total_metrics
-from k2convert.quantize.rules.channel_search import MAX_IMPORTANCE
+from k2convert.quantize.rules.mse import MAX_IMPORTANCE
 from k2convert.records.ledger import TOTAL
 from k2convert.records.shard_record import ProjectionRecord
 

@@ -23,8 +23,7 @@ from k2convert.choices import BLOCK_SIZE, Rule
 from k2convert.errors import ChangedFileError, InvalidCheckpointError, remedy
 from k2convert.models import expected_family
 from k2convert.models.names import Role, TensorName
-from k2convert.models.projections import SOURCE_REMEDY, projection_of
-from k2convert.models.weights import load_projection
+from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.int4 import SourceWeight

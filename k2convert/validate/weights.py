@@ -22,14 +22,13 @@ from k2convert.checkpoint.layouts import LayoutNames
 from k2convert.checkpoint.reader import Bytes, same_bytes
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, Rule
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits
-from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Int4Weight, SourceWeight
+from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, Bf16Weight, Int4Weight, SourceWeight, bf16_bits
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.native import CPU, create_native_quantizer, has_kernel
+from k2convert.quantize.quantizer import CPU, create_native_quantizer, has_kernel
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.magnitude import Magnitude, measure
+from k2convert.quantize.rules.max import Magnitude, measure
 from k2convert.validate.decode import DecodedError, measure_decoded
 
 SAMPLE_STRIDE: Final = 61

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from k2convert.checkpoint.page_cache import PageCache
+from k2convert.checkpoint.reader import PageCache
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.models import detect_family
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
 from k2convert.records.events import SILENT
 

@@ -29,10 +29,9 @@ from k2convert.forward.activations import quantize_activations
 from k2convert.forward.decoder import DecoderLayer
 from k2convert.forward.hidden_states import draw_hidden_states
 from k2convert.forward.weights import WeightReader
-from k2convert.models.weights import load_projection
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits
+from k2convert.models.projections import load_projection
 from k2convert.quantize.formats.channels import divide_columns, scale_bits, scale_fp32
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight, bf16_bits
 from k2convert.quantize.rules.imatrix import block_importance
 
 LAYER = 1

@@ -11,8 +11,7 @@ import pytest
 
 from k2convert.buffers import PAGE_BYTES
 from k2convert.checkpoint.header import TensorInfo
-from k2convert.checkpoint.page_cache import PageCache
-from k2convert.checkpoint.reader import ShardReader, same_bytes
+from k2convert.checkpoint.reader import PageCache, ShardReader, same_bytes
 from k2convert.errors import SourceReadError
 
 NUM_BYTES = 3_000_017

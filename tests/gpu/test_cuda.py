@@ -16,7 +16,7 @@ from k2convert.quantize.kernels import cpu, cuda
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import create_quantizer
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.rules.max import measure
 
 
 def assert_same_figures(one: WeightMetrics, other: WeightMetrics) -> None:

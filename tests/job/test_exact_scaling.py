@@ -22,7 +22,7 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.job.prepare import choose_recipe
 from k2convert.job.scaling import divided_weight, projection_exponents, scaled_copy
-from k2convert.models.weights import load_projection
+from k2convert.models.projections import load_projection
 from k2convert.plan.plan import CopyStep, Plan, plan_conversion
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from scripts.evaluation.measure import encode

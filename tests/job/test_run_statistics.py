@@ -28,12 +28,11 @@ from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.choices import Rule
 from k2convert.job import shard
-from k2convert.quantize.formats.bf16 import Bf16Weight
 from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.rules.max import measure
 from k2convert.records.command import read_command
 from k2convert.records.ledger import read_ledger
 from scripts.fixture_maker import make_k25

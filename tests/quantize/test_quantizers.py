@@ -23,7 +23,7 @@ from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.rules.max import measure
 
 ONE_BITS, NAN_BITS = 0x3F80, 0x7FC0
 Converted = dict[str, tuple[Nvfp4Weight, WeightMetrics]]
@@ -185,7 +185,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
 
 
 def test_a_cuda_device_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("k2convert.quantize.native.find_spec", lambda name: None)
+    monkeypatch.setattr("k2convert.quantize.quantizer.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="cuda:0 needs triton"):
         create_quantizer("native", rule="max", device="cuda:0")
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import Rule
-from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight, dequantize_int4
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.quantizer import create_quantizer
 from k2convert.validate.decode import differing_totals, is_same_error

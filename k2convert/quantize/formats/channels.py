@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 
 from k2convert.choices import GROUP_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
-from k2convert.quantize.formats.blocks import row_chunks
 from k2convert.quantize.formats.int4 import (
     FIRST_UNUSABLE_BITS,
     MINUS_ZERO_BITS,
+    Bf16Weight,
     Int4Weight,
     SourceWeight,
+    bf16_values,
     check_channel_exponents,
     check_int4_scales,
 )
+from k2convert.quantize.formats.nvfp4 import row_chunks
 
 
 def divide_columns(weight: SourceWeight, exponents: NDArray[np.int8], *, name: str) -> SourceWeight:

@@ -1,4 +1,4 @@
-"""INT4 weights as compressed-tensors' pack-quantized format stores them (group 32, symmetric).
+"""Weights of a source: INT4 as compressed-tensors' pack-quantized format stores it (group 32, symmetric), and BF16.
 
     weight_packed  int32 [N, K/8]    element j of a word in bits 4j..4j+3, code = q + 8
     weight_scale   bf16  [N, K/32]   s; the weight is q * s
@@ -8,21 +8,66 @@ q * s * 2**-a_j, with a_j in -4..4. Nothing is repacked: the exponents are kept 
 
 Read as little-endian bytes, byte k of a row holds column 2k in its low nibble and 2k + 1 in its high one. Authority:
 compressed_tensors.compressors.pack_quantized.helpers.pack_to_int32 with num_bits=4 (0.19.0).
+
+BF16 numbers are their 16 bits, the upper half of an FP32 number: bit 15 is the sign, 14..7 the exponent, 6..0 the
+mantissa. NumPy has no such type, so weights are held as uint16 and computed in float32, where each is exact.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import GROUP_SIZE, MAX_COLUMN_EXPONENT
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE, MAX_COLUMN_EXPONENT
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_bits, bf16_values, describe
-from k2convert.quantize.formats.blocks import row_chunks
-from k2convert.quantize.formats.e2m1 import unpack_nibbles
+from k2convert.quantize.formats.nvfp4 import row_chunks, unpack_nibbles
+
+_NAN_BITS: Final = 0x7FC0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bf16Weight:
+    """A BF16 weight: `bits` uint16 [N, K], K a multiple of 16; FormatError otherwise."""
+
+    bits: NDArray[np.uint16]
+
+    def __post_init__(self) -> None:
+        if self.bits.dtype != np.uint16 or self.bits.ndim != 2 or self.bits.shape[1] % BLOCK_SIZE:
+            raise FormatError(
+                f"BF16 weights must be the bits uint16 [N, K] with K a multiple of {BLOCK_SIZE}, "
+                f"not {describe(self.bits)}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of the weight."""
+        return self.bits.shape[0], self.bits.shape[1]
+
+
+def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Return the float32 values of BF16 bits, of the same shape."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Round float32 values to BF16, ties to even, and return the bits; overflow gives infinity, NaN stays NaN."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint16(_NAN_BITS), rounded.astype(np.uint16))
+
+
+def round_to_bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Round float32 values to the nearest BF16 numbers, ties to even; float32 of the same shape."""
+    return bf16_values(bf16_bits(values))
+
+
+def describe(array: NDArray[Any]) -> str:
+    """Return an array's dtype and shape, for messages."""
+    return f"{array.dtype} {list(array.shape)}"
+
 
 MAX_MAGNITUDE: Final = 8
 NUM_MAGNITUDES: Final = MAX_MAGNITUDE + 1

@@ -1,24 +1,152 @@
 """NVFP4 weights: E2M1 elements, an E4M3 scale for every 16 input columns, one FP32 scale for the tensor.
 
-    packed        uint8 [N, K/2]    two E2M1 nibbles a byte, the even column low
+    packed        uint8 [N, K/2]    two E2M1 nibbles per byte, the even column low
     block_scales  uint8 [N, K/16]   b, E4M3 bytes, row-major (not swizzled)
     global_scale  FP32              g; the weight is v * b * g
 
-Authority: ModelOpt's NVFP4QTensor (0.47.0) and compressed-tensors' nvfp4-pack-quantized (0.19.0), which stores 1/g.
+    E2M1   bit 3: sign, 2..1: exponent, 0: mantissa; the code is the low three bits. No infinity, no NaN; 0x8 is -0.
+
+        code   0    1    2    3    4    5    6    7
+        value  0   0.5   1   1.5   2    3    4    6
+
+    E4M3   bit 7: sign, 6..3: exponent, 2..0: mantissa; normal: (8 + mantissa) * 2**(exponent - 10), exponent 1..15.
+           The "fn" kind, without infinity. Block scales are positive. Bytes 0x01-0x07 are subnormal (below 2**-6;
+           Hopper's Marlin path flushes them to zero) and 0x7F is NaN, so the safe bytes are 0x08 (2**-6) to 0x7E (448).
+
+Authority: OCP Microscaling Formats v1.0, section 5.3.3, and OCP 8-bit Floating Point v1.0 for the elements; ModelOpt's
+NVFP4QTensor (0.47.0) and compressed-tensors' nvfp4-pack-quantized (0.19.0), which stores 1/g, for the weights.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import BLOCK_SIZE
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.e2m1 import decode_e2m1, unpack_nibbles
-from k2convert.quantize.formats.e4m3 import decode_e4m3
+
+E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX: Final = 6.0
+SIGN_BIT: Final = 0x8
+
+DOUBLED_VALUES: Final = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the values. These are integers, so the exact search computes with them."""
+
+QUADRUPLED_MIDPOINTS: Final = (1, 3, 5, 7, 10, 14, 20)
+"""Four times the midpoints .25, .75, 1.25, 1.75, 2.5, 3.5, 5 between neighboring values."""
+
+_SIGNED_VALUES: Final = np.array([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
+
+
+def nearest_code(numerator: NDArray[Any], denominator: Any) -> NDArray[np.uint8]:
+    """Return the uint8 code 0..7 nearest to numerator / denominator, ties to the even code, saturating at 7.
+
+    Both are non-negative (denominator positive) and broadcast; integers or floats. The function never divides, so the
+    answer is exact if 4 * numerator and 20 * denominator are.
+    """
+    quadrupled = 4 * numerator
+    code = np.asarray(quadrupled > denominator).astype(np.uint8)
+    for index, midpoint in enumerate(QUADRUPLED_MIDPOINTS[1:], start=1):
+        # This midpoint is between code `index` and `index + 1`; a tie goes to the even one.
+        rises = quadrupled >= midpoint * denominator if index % 2 else quadrupled > midpoint * denominator
+        code += rises
+    return code
+
+
+def decode_e2m1(nibbles: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return the float64 values of uint8 nibbles 0..15, of the same shape; 0x8 gives -0.0."""
+    return _SIGNED_VALUES[nibbles]
+
+
+def pack_nibbles(nibbles_NK: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Pack uint8 nibbles [.., K] into bytes [.., K/2], the even column in the low nibble."""
+    return nibbles_NK[..., 0::2] | (nibbles_NK[..., 1::2] << np.uint8(4))
+
+
+def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Unpack bytes [.., K/2] into uint8 nibbles [.., K]; the inverse of `pack_nibbles`."""
+    nibbles = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=np.uint8)
+    nibbles[..., 0::2] = packed & np.uint8(0xF)
+    nibbles[..., 1::2] = packed >> np.uint8(4)
+    return nibbles
+
+
+E4M3_MAX: Final = 448.0
+E4M3_SMALLEST: Final = 2.0**-9
+SMALLEST_NORMAL: Final = 2.0**-6
+
+MIN_NORMAL_BYTE: Final = 0x08
+MAX_BYTE: Final = 0x7E
+ONE_BYTE: Final = 0x38
+"""The byte of 1.0, which blocks of zeros get."""
+
+MIN_EXPONENT: Final = -9
+MAX_EXPONENT: Final = 5
+"""A normal scale is mantissa * 2**exponent with an integer mantissa 8..15 and an exponent in this range."""
+
+_DROPPED_BITS: Final = 20
+"""FP32 has 23 mantissa bits, E4M3 has 3."""
+_BIAS_BITS: Final = (127 - 7) << 3
+"""The difference of the two exponent biases, at the place of E4M3's exponent."""
+
+
+def encode_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Round float32 values, already within 0..448, to E4M3 bytes (uint8), ties to even."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    half = np.uint32((1 << (_DROPPED_BITS - 1)) - 1)
+    rounded = (bits + half + ((bits >> np.uint32(_DROPPED_BITS)) & np.uint32(1))) >> np.uint32(_DROPPED_BITS)
+    # Below 2**-6 the format is a grid with steps of 2**-9; 2**-6 itself is the byte 8.
+    subnormal = np.rint(values * np.float32(2**9))
+    return np.where(values < SMALLEST_NORMAL, subnormal, rounded.astype(np.int64) - _BIAS_BITS).astype(np.uint8)
+
+
+def decode_e4m3(scale_bytes: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return the float64 values of E4M3 bytes (uint8), of the same shape."""
+    return _VALUES[scale_bytes]
+
+
+def _all_values() -> NDArray[np.float64]:
+    exponents, mantissas = np.arange(128) >> 3, np.arange(128) & 7
+    positive = np.where(exponents == 0, mantissas * 2.0**-9, (8 + mantissas) * 2.0 ** (exponents - 10.0))
+    positive[0x7F] = np.nan
+    return np.concatenate([positive, -positive])
+
+
+_VALUES: Final = _all_values()
+
+
+CHUNK_ELEMENTS: Final = 1 << 20
+"""Weights handled at once. Working memory is a small multiple of it, for a tensor of any size."""
+
+SAMPLE_STRIDE: Final = 64
+MIN_SAMPLED_BLOCKS: Final = 4096
+
+BLOCKS_PER_GROUP: Final = GROUP_SIZE // BLOCK_SIZE
+
+
+def row_chunks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) over the rows, about CHUNK_ELEMENTS weights at a time."""
+    step = max(1, CHUNK_ELEMENTS // max(1, columns))
+    for start in range(0, rows, step):
+        yield start, min(rows, start + step)
+
+
+def sampled_range(num_blocks: int, *, sample_seed: int) -> range:
+    """Return the row-major indices of the sampled blocks: one in 64, or about 4,096 of a smaller tensor."""
+    stride = min(SAMPLE_STRIDE, max(1, num_blocks // MIN_SAMPLED_BLOCKS))
+    return range(sample_seed % stride, num_blocks, stride)
+
+
+def run_starts(sorted_M: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the index at which each run of equal values starts, int64, for a sorted array [M]."""
+    begins = np.ones(sorted_M.size, dtype=np.bool_)
+    begins[1:] = sorted_M[1:] != sorted_M[:-1]
+    return np.flatnonzero(begins)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,8 +2,7 @@
 
     moments     sums over tokens of one input, and the correction of a weight for what its input lacks
     factor      the curvature of the loss, and its Cholesky factor
-    rounding    codes that follow a target under a curvature; which kernel makes them
-    shrinkage   how far the curvature is trusted, by what is lost on tokens that it has not seen
+    rounding    codes that follow a target under a curvature, and how far that is trusted; the kernels
 
 The loss of a row w that becomes q is (w - q) H (w - q)^T, where H is the mean of x x^T over weighted tokens.
 """

@@ -1,13 +1,8 @@
 """Fast versions of formats/, rules/ and metrics/: one pass over the bytes of a checkpoint, equal to them byte for byte.
 
-    cpu            INT4 weights on the CPU: measure, convert, sample; one thread a call, any number of callers
-    columns        INT4 weights whose columns have an importance or exponents, on the CPU
-    bf16           BF16 weights on the CPU
+    cpu            weights on the CPU: measure, convert; one thread a call, any number of callers
     _cpu           the extension module behind them, built from cpp/; uses AVX2 if the CPU has it
-    search_tables  which scales can be best for a block: rules/scale_tables.py, cut to 16 candidates
-    codes          any codes measured against an INT4 or BF16 weight, on the CPU
-    gptq       rounding with error feedback on the CPU
-    gptq_torch the same in torch, on any device
+    search_tables  which scales can be best for a block, cut to 16 candidates
     cuda           INT4 weights on a CUDA device; it launches the triton kernels in cuda_kernel
 
 The tables `cpu.KERNELS` and `cuda.KERNELS` say which rules have a kernel. INT4 weights go from packed bytes and BF16

@@ -18,16 +18,14 @@ from numpy.typing import NDArray
 
 from k2convert.buffers import BUFFERS
 from k2convert.choices import BLOCK_SIZE, Rule
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
-from k2convert.quantize.formats.int4 import SourceWeight, check_int4_scales
+from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, bf16_values, check_int4_scales
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.search_tables import search_tables
 from k2convert.quantize.rules import RULES, check_rule_scale
-from k2convert.quantize.rules.channel_search import check_importance
-from k2convert.quantize.rules.imatrix_bf16 import importance_factors
-from k2convert.quantize.rules.magnitude import Magnitude, measure
-from k2convert.quantize.rules.mse import global_exponent
+from k2convert.quantize.rules.max import Magnitude, measure
+from k2convert.quantize.rules.mse import check_importance, global_exponent
+from k2convert.quantize.rules.mse_bf16 import importance_factors
 
 RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"max", "mse", "imatrix", "gptq"})
 
@@ -36,7 +34,7 @@ LARGEST_BF16_SCALE: Final = 2.0**118
 
 
 def measure_magnitude(weight: SourceWeight, *, name: str) -> Magnitude:
-    """Measure a weight as `magnitude.measure` does; FormatError, naming it, if a value is not usable."""
+    """Measure a weight as `rules.max.measure` does; FormatError, naming it, if a value is not usable."""
     if isinstance(weight, Bf16Weight):
         return measure(weight, name=name)
     codes = flat(weight.packed), flat(weight.scale_bits)

@@ -18,31 +18,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.choices import BLOCK_SIZE, MAX_COLUMN_EXPONENT, Rule
-from k2convert.quantize.formats.bf16 import bf16_values, round_to_bf16
-from k2convert.quantize.formats.e2m1 import DOUBLED_VALUES, SIGN_BIT, nearest_code
-from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight, bf16_values, round_to_bf16
+from k2convert.quantize.formats.nvfp4 import DOUBLED_VALUES, SIGN_BIT, Nvfp4Weight, nearest_code
 from k2convert.quantize.kernels import cpu, cuda_kernel
 from k2convert.quantize.kernels.search_tables import (
+    HIGHEST_OFFSET,
     LAST_GRID_RANK,
+    LOWEST_OFFSET,
+    MIN_MANTISSA,
+    NUM_MANTISSAS,
     WINDOW_STARTS,
+    candidate_tables,
     lowest_rank,
     set_windows,
     window_errors,
 )
 from k2convert.quantize.rules import RULES, check_rule_scale
-from k2convert.quantize.rules.channel_search import HIGHEST_OFFSET as HIGHEST_COLUMN_OFFSET
-from k2convert.quantize.rules.channel_search import LOWEST_OFFSET as LOWEST_COLUMN_OFFSET
-from k2convert.quantize.rules.channel_search import check_importance, column_candidates
 from k2convert.quantize.rules.max import max_block_scales, max_steps, plain_nibbles
-from k2convert.quantize.rules.mse import global_exponent
-from k2convert.quantize.rules.scale_tables import (
-    HIGHEST_OFFSET,
-    LOWEST_OFFSET,
-    MIN_MANTISSA,
-    NUM_MANTISSAS,
-    candidate_tables,
-)
+from k2convert.quantize.rules.mse import HIGHEST_OFFSET as HIGHEST_COLUMN_OFFSET
+from k2convert.quantize.rules.mse import LOWEST_OFFSET as LOWEST_COLUMN_OFFSET
+from k2convert.quantize.rules.mse import check_importance, column_candidates, global_exponent
 
 TILE: Final = 128
 RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"max", "mse", "imatrix"})
@@ -170,7 +165,7 @@ def _mse_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDA
     fractions, exponents = np.frexp(bf16_values(slot_bits & np.uint16(MAGNITUDE_BITS)))
     mantissas_S = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
     first_ranks = lowest_rank(mantissas_S)
-    # As in split_scales: es = e - 8, and byte = 8 * (10 - (kg - es)) + the candidate's grid index.
+    # As in rules/mse.py: es = e - 8, and byte = 8 * (10 - (kg - es)) + the candidate's grid index.
     offsets = global_exponent(global_scale) + 8 - exponents.astype(np.int64)
     firsts = 8 * (10 - offsets) + LAST_GRID_RANK - first_ranks
     clamped = offsets.clip(LOWEST_OFFSET, HIGHEST_OFFSET) - LOWEST_OFFSET
@@ -260,7 +255,7 @@ def _column_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[
     """Return ms - 128, the byte of grid index 0, the grid index of the first candidate, clamped kg - es; [slots]."""
     fractions, exponents = np.frexp(bf16_values(slot_bits))
     mantissas_S = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
-    # As in channel_search: es = e - 8.
+    # As in rules/mse.py: es = e - 8.
     offsets = global_exponent(global_scale) + 8 - exponents.astype(np.int64)
     starts = 16 + (mantissas_S + 15) // 16
     clamped = offsets.clip(LOWEST_COLUMN_OFFSET, HIGHEST_COLUMN_OFFSET) - LOWEST_COLUMN_OFFSET

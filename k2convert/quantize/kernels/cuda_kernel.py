@@ -39,7 +39,7 @@ TABLE_BELOW = tl.constexpr(64)
 TABLE_SIZE = tl.constexpr(224)
 MAGNITUDES = tl.constexpr(9)
 CANDIDATES = tl.constexpr(146)
-"""All candidates of rules/channel_search.py: rank r has the grid index RANK_ZERO_INDEX - r, but for the first and last,
+"""All candidates of rules/mse.py: rank r has the grid index RANK_ZERO_INDEX - r, but for the first and last,
 under which every code is zero or saturated; both count as zero codes."""
 RANK_ZERO_INDEX = tl.constexpr(112)
 GRID_CHUNKS = tl.constexpr(9)

@@ -19,17 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.blocks import sampled_range
-from k2convert.quantize.formats.e4m3 import MAX_BYTE, decode_e4m3
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.nvfp4 import MAX_BYTE, Nvfp4Weight, decode_e4m3, sampled_range
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import Converted, Sums, flat
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.rules.channel_search import MAX_IMPORTANCE, check_importance
-from k2convert.quantize.rules.magnitude import Magnitude
-from k2convert.quantize.rules.max import max_global_scale
+from k2convert.quantize.rules.max import Magnitude, max_global_scale
+from k2convert.quantize.rules.mse import MAX_IMPORTANCE, check_importance
 
 MAX_SCALE_SPREAD: Final = 2.0**13
 

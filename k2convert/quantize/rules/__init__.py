@@ -12,12 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
 from k2convert.quantize.rules.imatrix import quantize_imatrix
-from k2convert.quantize.rules.magnitude import Magnitude
-from k2convert.quantize.rules.max import max_global_scale, quantize_max
+from k2convert.quantize.rules.max import Magnitude, max_global_scale, quantize_max
 from k2convert.quantize.rules.mse import (
     global_exponent,
     mse_global_scale,

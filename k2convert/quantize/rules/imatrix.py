@@ -8,8 +8,8 @@ and equal on every device, the mean squares of a block become integers, its impo
     w_j = max(1, round(255 * m_j / max of the block's m))        round half to even, in float64
 
 A block whose mean squares are all zero has 255 everywhere, and so has a weight without an importance: both are the
-`mse` rule. INT4 weights are searched by rules/channel_search.py, BF16 weights by rules/imatrix_bf16.py. The global
-scale is that of `mse`.
+`mse` rule. INT4 weights are searched by mse.py, BF16 weights by mse_bf16.py. The global scale is that of
+`mse`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight, describe
-from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, describe
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.rules.channel_search import MAX_IMPORTANCE, check_importance, quantize_columns
-from k2convert.quantize.rules.imatrix_bf16 import quantize_imatrix_bf16
-from k2convert.quantize.rules.mse import global_exponent
+from k2convert.quantize.rules.mse import MAX_IMPORTANCE, check_importance, global_exponent, quantize_columns
+from k2convert.quantize.rules.mse_bf16 import quantize_imatrix_bf16
 
 
 def block_importance(mean_square: NDArray[np.float32]) -> NDArray[np.uint8]:

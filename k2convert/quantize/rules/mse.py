@@ -1,15 +1,25 @@
 """The `mse` rule for INT4 sources: the best normal E4M3 scale of every block, in exact arithmetic.
 
-For a global scale g = 2**k, each block gets the E4M3 scale b in 2**-6 .. 448 that minimizes
+Column j holds q * s * 2**-a_j, with an exponent a_j in -4..4 of smoothing (0 without), and has an importance w_j, an
+integer 1..255, in rule imatrix (255 for all without). For a global scale g = 2**k, each block gets the E4M3 scale b in
+2**-6 .. 448 that minimizes
 
-    sum over the block of (q * s - v * b * g)**2        v the nearest E2M1 value
+    sum over the block of w_j * (q_j * s * 2**-a_j - v_j * b * g)**2        v_j the nearest E2M1 value
 
 Ties go to the larger scale; a block of zeros gets b = 1.0 and codes 0; codes are rounded to nearest, ties to the even
-code, and never -0. Because s, b and g are an integer times a power of two, the error is an integer (scale_tables.py)
-and the result does not depend on order, device or thread count. It is a product of the block's histogram of |q| with
-a table: sums below 2**53 in float64, hence exact.
+code, and never -0. Because s, b and g are an integer times a power of two, the error is an integer, and the result
+does not depend on order, device or thread count.
 
-Weights with channel exponents go through rules/channel_search.py.
+With s = ms * 2**es, b = mb * 2**eb and g = 2**kg, ms in 128..255 and mb in 8..15, a weight is 2k * ms * 2**(4 - a) and
+a value 2v * mb * 2**(j + 4), in units of s / (32 ms), where j = eb + (kg - es). A column with the exponent a sees the
+shift j + a. kernels/search_tables.py proves that ten shifts are enough for a = 0. So, whatever the importance, the
+shifts -4 .. 13 are enough here:
+
+    j >= 14    every column sees 10 or more, so every code is zero: one candidate, first in rank
+    j < -4     every column sees less than 0, so every non-zero code saturates: one candidate, last in rank
+
+An error is below 2**40, and the importances of a block add up to at most 4080. So sums are integers below 2**53, exact
+in float64 in any order.
 """
 
 from __future__ import annotations
@@ -18,39 +28,41 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import BLOCK_SIZE
+from k2convert.choices import BLOCK_SIZE, MAX_COLUMN_EXPONENT
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.blocks import BLOCKS_PER_GROUP, row_chunks, run_starts
-from k2convert.quantize.formats.e2m1 import pack_nibbles, unpack_nibbles
-from k2convert.quantize.formats.e4m3 import ONE_BYTE
-from k2convert.quantize.formats.histograms import block_histograms, unpack_histograms
-from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
-from k2convert.quantize.rules.channel_search import quantize_columns
-from k2convert.quantize.rules.magnitude import Magnitude
-from k2convert.quantize.rules.scale_tables import (
-    HIGHEST_OFFSET,
-    LOWEST_OFFSET,
-    MIN_MANTISSA,
-    candidate_tables,
+from k2convert.quantize.formats.int4 import NUM_MAGNITUDES, Int4Weight, describe, unpack_int4
+from k2convert.quantize.formats.nvfp4 import (
+    BLOCKS_PER_GROUP,
+    DOUBLED_VALUES,
+    MAX_BYTE,
+    MAX_EXPONENT,
+    MIN_EXPONENT,
+    ONE_BYTE,
+    SIGN_BIT,
+    Nvfp4Weight,
+    check_global_scale,
+    nearest_code,
+    pack_nibbles,
+    row_chunks,
+    run_starts,
 )
+from k2convert.quantize.rules.max import Magnitude
+
+MIN_MANTISSA: Final = 128
+NUM_SHIFTS: Final = 10
 
 LARGEST_STEP: Final = Fraction(13, 5)
 """The largest scale of a tensor must be able to reach t = 2.6: no block gains by a step beyond 16/7."""
 
 MIN_GLOBAL_EXPONENT: Final = -126
 """Keeps g and 1/g normal FP32 numbers, so both layouts hold the same number."""
-
-SEARCH_BLOCKS: Final = 1 << 14
-"""Blocks multiplied with the table at once (11 MB of float64)."""
-
-ALL_ZERO_HISTOGRAM: Final = BLOCK_SIZE
-"""The histogram word of sixteen zero codes."""
 
 
 def mse_global_scale(magnitude: Magnitude, *, is_int4: bool) -> float:
@@ -79,56 +91,109 @@ def global_exponent(global_scale: float) -> int:
 
 def quantize_mse(weight: Int4Weight, global_scale: float) -> Nvfp4Weight:
     """Quantize an INT4 weight to the nearest NVFP4 weight that g = 2**k allows, in bounded memory."""
-    exponent = global_exponent(global_scale)
-    if weight.channel_exponents is not None:
-        return quantize_columns(weight, exponent, None)
+    return quantize_columns(weight, global_exponent(global_scale), None)
+
+
+MAX_IMPORTANCE: Final = 255
+
+LOWEST_SHIFT: Final = -MAX_COLUMN_EXPONENT
+PAST_SHIFT: Final = NUM_SHIFTS + MAX_COLUMN_EXPONENT
+"""From this shift on every code is zero."""
+LOWEST_OFFSET: Final = LOWEST_SHIFT - MAX_EXPONENT - 1
+HIGHEST_OFFSET: Final = PAST_SHIFT - MIN_EXPONENT
+"""kg - es is clamped to this range. Outside it only one candidate exists, the saturated or the zero one."""
+
+NUM_EXPONENTS: Final = 2 * MAX_COLUMN_EXPONENT + 1
+NUM_FIELDS: Final = NUM_EXPONENTS * NUM_MAGNITUDES
+"""A block's elements fall into fields by exponent and |q|: field 9 * (a + 4) + |q|."""
+
+_ALL_ZERO_STEP: Final = 2.0**60
+_SATURATED_STEP: Final = 2.0**-60
+"""Steps that give the two candidates that are not on the grid their codes."""
+
+
+def check_importance(importance: NDArray[np.uint8], columns: int) -> None:
+    """Refuse an importance that is not uint8 [K] of positive numbers (FormatError)."""
+    if importance.dtype != np.uint8 or importance.shape != (columns,):
+        raise FormatError(f"importance must be uint8 [{columns}], not {describe(importance)}")
+    if columns and not importance.min():
+        raise FormatError("importance must be 1 to 255 for every column, but a column has 0")
+
+
+def quantize_columns(weight: Int4Weight, exponent: int, importance: NDArray[np.uint8] | None) -> Nvfp4Weight:
+    """Quantize an INT4 weight with g = 2**exponent and the importance uint8 [K] of its columns, in bounded memory."""
     rows, columns = weight.shape
-    tables = candidate_tables()
-    words_M = block_histograms(weight.packed)
-    mantissas_M, offsets_M = split_scales(weight.scales, exponent)
-    candidates_M = best_candidates(words_M, mantissas_M, offsets_M)
-    empty_M = (words_M == ALL_ZERO_HISTOGRAM) | (mantissas_M == 0)
-    scales_M = np.where(empty_M, np.uint8(ONE_BYTE), tables.scale_bytes[offsets_M - LOWEST_OFFSET, candidates_M])
-    maps_M = tables.nibble_maps[(mantissas_M - MIN_MANTISSA).clip(min=0), candidates_M]
-    maps_NB = np.where(empty_M, 0, maps_M).reshape(rows, columns // BLOCK_SIZE)
     packed = np.empty_like(weight.packed)
+    block_scales = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
     for start, stop in row_chunks(rows, columns):
-        packed[start:stop] = _apply_maps(weight.packed[start:stop], maps_NB[start:stop])
-    scales_NB = scales_M.reshape(rows, columns // BLOCK_SIZE)
-    return Nvfp4Weight(packed=packed, block_scales=scales_NB, global_scale=global_scale)
+        nibbles, scale_bytes = _quantize_chunk(_blocks_of(weight.rows(start, stop), exponent, importance))
+        packed[start:stop] = pack_nibbles(nibbles.reshape(stop - start, columns))
+        block_scales[start:stop] = scale_bytes.reshape(stop - start, -1)
+    return Nvfp4Weight(packed=packed, block_scales=block_scales, global_scale=2.0**exponent)
 
 
-def split_scales(scales_NG: NDArray[np.float32], exponent: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split BF16 scales (as float32) into one (ms, kg - es) per block, both int64 [N * K/16].
+@dataclass(frozen=True, slots=True, eq=False)
+class _Blocks:
+    """Blocks of a chunk of rows.
 
-    ms is 128..255 (subnormal scales are normalized), 0 if the scale is zero; kg - es is clamped to the range in which
-    it makes a difference.
+    codes      int8 [M, 16]     q
+    exponents  int8 [M, 16]     a
+    weights    float64 [M, 16]  importance
+    mantissas  int64 [M]        ms 128..255; 128 if the scale is zero
+    offsets    int64 [M]        kg - es, clamped to the range in which it makes a difference
+    empty      bool [M]         whether every weight is zero
     """
-    fractions, exponents = np.frexp(scales_NG.reshape(-1))
-    mantissas = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
+
+    codes: NDArray[np.int8]
+    exponents: NDArray[np.int8]
+    weights: NDArray[np.float64]
+    mantissas: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    empty: NDArray[np.bool_]
+
+
+def _blocks_of(weight: Int4Weight, exponent: int, importance: NDArray[np.uint8] | None) -> _Blocks:
+    rows, columns = weight.shape
+    zeros = np.zeros(columns, dtype=np.int8)
+    exponents_K = zeros if weight.channel_exponents is None else weight.channel_exponents
+    weights_K = np.full(columns, MAX_IMPORTANCE) if importance is None else importance
+    codes = unpack_int4(weight.packed).reshape(-1, BLOCK_SIZE)
+    fractions, steps = np.frexp(weight.scales.reshape(-1).repeat(BLOCKS_PER_GROUP))
     # frexp gives s = fraction * 2**e with the fraction in [1/2, 1); ms = 256 * fraction, hence es = e - 8.
-    offsets = (exponent + 8 - exponents.astype(np.int64)).clip(LOWEST_OFFSET, HIGHEST_OFFSET)
-    return mantissas.repeat(BLOCKS_PER_GROUP), offsets.repeat(BLOCKS_PER_GROUP)
+    mantissas = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
+    return _Blocks(
+        codes=codes,
+        exponents=np.tile(exponents_K, rows).reshape(-1, BLOCK_SIZE),
+        weights=np.tile(weights_K.astype(np.float64), rows).reshape(-1, BLOCK_SIZE),
+        mantissas=mantissas.clip(min=MIN_MANTISSA),
+        offsets=(exponent + 8 - steps.astype(np.int64)).clip(LOWEST_OFFSET, HIGHEST_OFFSET),
+        empty=(mantissas == 0) | ~codes.any(axis=1),
+    )
 
 
-def best_candidates(
-    words_M: NDArray[np.int64], mantissas_M: NDArray[np.int64], offsets_M: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return int64 [M]: the rank of the best candidate of every block, ties to the first (the larger scale)."""
-    best_M = np.zeros_like(words_M)
-    for batch in _batches(words_M, mantissas_M, offsets_M):
+def _quantize_chunk(blocks: _Blocks) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return nibbles uint8 [M, 16] and E4M3 bytes uint8 [M]."""
+    best_M = np.zeros_like(blocks.mantissas)
+    for batch in _batches(blocks, np.flatnonzero(~blocks.empty)):
         # argmin returns the first of equal errors.
         best_M[batch.members] = np.where(batch.exists, batch.errors, np.inf).argmin(axis=1)
-    return best_M
+    steps_C, bytes_OC = column_candidates()
+    shifts_ME = MAX_COLUMN_EXPONENT - blocks.exponents.astype(np.int32)
+    wanted_ME = np.ldexp(np.abs(blocks.codes.astype(np.float64)) * blocks.mantissas[:, None], shifts_ME)
+    codes_ME = nearest_code(wanted_ME, steps_C[best_M][:, None])
+    nibbles_ME = codes_ME | np.uint8(SIGN_BIT) * ((codes_ME > 0) & (blocks.codes < 0))
+    scale_bytes_M = bytes_OC[blocks.offsets - LOWEST_OFFSET, best_M]
+    empty = blocks.empty
+    return np.where(empty[:, None], np.uint8(0), nibbles_ME), np.where(empty, np.uint8(ONE_BYTE), scale_bytes_M)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
     """Errors of some blocks under every candidate.
 
-    members  int64 [m]        the blocks
-    errors   float64 [m, 82]  integers, in units of (s / 2ms)**2
-    exists   bool [m, 82]     whether the candidate is a normal E4M3 scale for the block's exponent
+    members  int64 [m]      the blocks
+    errors   float64 [m, C]  integers, in units of (s / 32 ms)**2, times the importance
+    exists   bool [m, C]     whether the candidate is a normal E4M3 scale for the block's exponent
     """
 
     members: NDArray[np.int64]
@@ -136,28 +201,52 @@ class _Batch:
     exists: NDArray[np.bool_]
 
 
-def _batches(
-    words_M: NDArray[np.int64], mantissas_M: NDArray[np.int64], offsets_M: NDArray[np.int64]
-) -> Iterator[_Batch]:
-    """Yield the errors of all blocks with a non-zero scale, at most SEARCH_BLOCKS at a time.
+def _batches(blocks: _Blocks, members: NDArray[np.int64]) -> Iterator[_Batch]:
+    """Yield the errors of the given blocks. Blocks with equal ms share a table, so a batch is one matrix product."""
+    exists_OC = column_candidates()[1] > 0
+    fields_ME = NUM_MAGNITUDES * (blocks.exponents + MAX_COLUMN_EXPONENT).astype(np.int64) + np.abs(blocks.codes)
+    members = members[np.argsort(blocks.mantissas[members], kind="stable")]
+    mantissas = blocks.mantissas[members]
+    cuts = [*run_starts(mantissas).tolist(), members.size]
+    for start, stop in pairwise(cuts):
+        batch = members[start:stop]
+        places = np.arange(batch.size)[:, None] * NUM_FIELDS + fields_ME[batch]
+        sums = np.bincount(places.reshape(-1), blocks.weights[batch].reshape(-1), batch.size * NUM_FIELDS)
+        errors = sums.reshape(-1, NUM_FIELDS) @ _field_errors(int(mantissas[start]))
+        yield _Batch(batch, errors, exists_OC[blocks.offsets[batch] - LOWEST_OFFSET])
 
-    Blocks with equal ms share a table: a batch is one product of histograms [m, 9] with a table [9, 82].
+
+@lru_cache(maxsize=1)
+def column_candidates() -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
+    """Return the steps mb * 2**(j + 4) float64 [C], from large to small, and their E4M3 bytes uint8 [O, C].
+
+    C = 146 candidates by rank, O = 34 offsets kg - es. A byte is 0 if the candidate does not exist at this offset.
     """
-    tables = candidate_tables()
-    exists_by_offset = tables.scale_bytes > 0
-    order = np.argsort(mantissas_M.astype(np.uint8), kind="stable")[np.count_nonzero(mantissas_M == 0) :]
-    for first in range(0, order.size, SEARCH_BLOCKS):
-        batch = order[first : first + SEARCH_BLOCKS]
-        histograms = unpack_histograms(words_M[batch]).astype(np.float64)
-        exists, mantissas = exists_by_offset[offsets_M[batch] - LOWEST_OFFSET], mantissas_M[batch]
-        starts = run_starts(mantissas).tolist()
-        for start, stop in zip(starts, [*starts[1:], batch.size], strict=True):
-            table = tables.errors[int(mantissas[start]) - MIN_MANTISSA]
-            yield _Batch(batch[start:stop], histograms[start:stop] @ table, exists[start:stop])
+    grid = [(j, mantissa) for j in reversed(range(LOWEST_SHIFT, PAST_SHIFT)) for mantissa in reversed(range(8, 16))]
+    steps = [float(mantissa << (j - LOWEST_SHIFT)) for j, mantissa in grid]
+    rows: list[list[int]] = []
+    for offset in range(LOWEST_OFFSET, HIGHEST_OFFSET + 1):
+        exponents = [(j - offset, mantissa) for j, mantissa in grid]
+        found = [e + 10 << 3 | mantissa - 8 if MIN_EXPONENT <= e <= MAX_EXPONENT else 0 for e, mantissa in exponents]
+        largest = offset + MAX_EXPONENT
+        rows.append(
+            [
+                MAX_BYTE if largest >= PAST_SHIFT else 0,
+                *(byte if byte <= MAX_BYTE else 0 for byte in found),
+                MAX_BYTE if largest < LOWEST_SHIFT else 0,
+            ]
+        )
+    return np.array([_ALL_ZERO_STEP, *steps, _SATURATED_STEP]), np.array(rows, dtype=np.uint8)
 
 
-def _apply_maps(packed: NDArray[np.uint8], maps_NB: NDArray[np.int64]) -> NDArray[np.uint8]:
-    rows, row_bytes = packed.shape
-    nibbles_NBE = unpack_nibbles(packed).reshape(rows, -1, BLOCK_SIZE)
-    mapped = ((maps_NB[:, :, None] >> (4 * nibbles_NBE.astype(np.int64))) & 0xF).astype(np.uint8)
-    return pack_nibbles(mapped.reshape(rows, 2 * row_bytes))
+@cache
+def _field_errors(mantissa: int) -> NDArray[np.float64]:
+    """Return the error of an element of each field under each candidate, float64 [81, 146], for one ms."""
+    steps_C = column_candidates()[0]
+    exponents = np.arange(-MAX_COLUMN_EXPONENT, MAX_COLUMN_EXPONENT + 1)
+    wanted_F = np.ldexp(np.arange(NUM_MAGNITUDES) * float(mantissa), (MAX_COLUMN_EXPONENT - exponents)[:, None])
+    wanted_FC = wanted_F.reshape(-1)[:, None]
+    # The two candidates off the grid count as zero codes.
+    reached_FC = np.array(DOUBLED_VALUES)[nearest_code(wanted_FC, steps_C)] * steps_C
+    reached_FC[:, [0, -1]] = 0
+    return (2 * wanted_FC - reached_FC) ** 2

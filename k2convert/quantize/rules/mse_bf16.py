@@ -1,10 +1,10 @@
-"""The `mse` rule for BF16 sources: the normal E4M3 scale with the least squared error, for every block.
+"""The rules `mse` and `imatrix` for BF16 sources: the normal E4M3 scale with the least squared error, for every block.
 
     E(c) = sum over e = 0..15 of (|w_e| - v_e * c)**2       c = b * g, v_e the nearest E2M1 value, ties to the even code
 
 computed in float64, the sixteen terms added in this order, so that any backend arrives at the same sums and bytes.
 Ties go to the larger scale; a block of zeros gets b = 1.0 and codes 0; never -0. The definition ranges over all 119
-normal scales. It is enough to try the 25 from amax/14 to amax/1.75:
+normal scales. For `mse` it is enough to try the 25 from amax/14 to amax/1.75:
 
   * c < amax/14 leaves an error of more than (amax - 6c)**2 > .32 amax**2 on the largest element, and the scale next
     above amax/4 has less: c * v leaves at most c/4 .. c/2 <= .141 amax on each of sixteen elements.
@@ -13,6 +13,10 @@ normal scales. It is enough to try the 25 from amax/14 to amax/1.75:
     amax/3.5 .. amax/1.75, and only if that one is a winner itself.
 
 Blocks whose winner is in that last octave, or for which no scale next above amax/4 exists, are searched in full.
+
+For `imatrix` each term is multiplied by f_e, the importance of the column over the largest of its block, after
+squaring. With equal importance it is `mse`. The largest weight of a block can be its least important one, so all
+normal scales are tried.
 """
 
 from __future__ import annotations
@@ -24,18 +28,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
-from k2convert.quantize.formats.blocks import row_chunks
-from k2convert.quantize.formats.e2m1 import E2M1_MAX, SIGN_BIT, nearest_code, pack_nibbles
-from k2convert.quantize.formats.e4m3 import (
+from k2convert.quantize.formats.int4 import Bf16Weight, bf16_values
+from k2convert.quantize.formats.nvfp4 import (
+    E2M1_MAX,
     E4M3_MAX,
     MAX_BYTE,
     MIN_NORMAL_BYTE,
     ONE_BYTE,
+    SIGN_BIT,
     SMALLEST_NORMAL,
+    Nvfp4Weight,
     decode_e4m3,
+    nearest_code,
+    pack_nibbles,
+    row_chunks,
 )
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules.mse import global_exponent
 
 NUM_WINDOW_SCALES: Final = 25
@@ -122,3 +129,25 @@ def _nearest_value(weights_EM: NDArray[np.float64], step_M: NDArray[np.float64])
     ratio = weights_EM / step_M
     unit = np.where(ratio < 2, 0.5, np.where(ratio < 4, 1.0, 2.0))
     return np.minimum(np.rint(ratio / unit) * unit, E2M1_MAX)
+
+
+def quantize_imatrix_bf16(weight: Bf16Weight, global_scale: float, importance: NDArray[np.uint8]) -> Nvfp4Weight:
+    """Quantize a BF16 weight for g = 2**k with the importance uint8 [K] of its columns, in bounded memory."""
+    factors_BE = importance_factors(importance).reshape(-1, BLOCK_SIZE)
+    all_bytes = np.arange(MIN_NORMAL_BYTE, MAX_BYTE + 1, dtype=np.uint8)
+    steps = decode_e4m3(all_bytes) * global_scale
+
+    def best_scale_bytes(blocks_ME: NDArray[np.float64]) -> NDArray[np.uint8]:
+        weights_EM = np.ascontiguousarray(np.abs(blocks_ME).T)
+        factors_EM = np.tile(factors_BE.T, blocks_ME.shape[0] // factors_BE.shape[0])
+        first_M = np.zeros(weights_EM.shape[1], dtype=np.int64)
+        best_M = search_scales(weights_EM, steps, first_M, steps.size, factors_EM)
+        return np.where(weights_EM.max(axis=0) == 0, np.uint8(ONE_BYTE), all_bytes[best_M])
+
+    return quantize_bf16_blocks(weight, global_scale, best_scale_bytes)
+
+
+def importance_factors(importance: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return w_e / (the block's largest w), float64 [K]."""
+    blocks_BE = importance.reshape(-1, BLOCK_SIZE).astype(np.float64)
+    return (blocks_BE / blocks_BE.max(axis=1, keepdims=True)).reshape(-1)

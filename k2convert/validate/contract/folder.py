@@ -12,6 +12,7 @@ from k2convert.checkpoint.files import (
     read_json_file,
     walk_folder,
 )
+from k2convert.checkpoint.index import list_sidecars
 from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYPE, quant_algo
 from k2convert.checkpoint.names import (
     CONFIG_NAME,
@@ -20,7 +21,6 @@ from k2convert.checkpoint.names import (
     SHARD_SUFFIX,
     SINGLE_SHARD_NAME,
 )
-from k2convert.checkpoint.sidecars import list_sidecars
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.config import EXPERTS_KEY

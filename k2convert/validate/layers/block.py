@@ -20,10 +20,9 @@ from k2convert.forward.mlp import read_mlp as read_source_mlp
 from k2convert.forward.router import Routing
 from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.forward.workers import run_in_order
-from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.metrics.weight_metrics import decibels
-from k2convert.quantize.native import NativeQuantizer
+from k2convert.quantize.quantizer import NativeQuantizer
 from k2convert.validate.layers.result import AGAINST_WHOLE, W4A4_VARIANTS, Variant, VariantError
 
 PROBE_TOKENS = 2

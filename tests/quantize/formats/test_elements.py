@@ -11,16 +11,17 @@ from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpa
 from exact_search import E2M1, e4m3_value, nearest
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
-from k2convert.quantize.formats.bf16 import bf16_bits, bf16_values, round_to_bf16
-from k2convert.quantize.formats.e2m1 import (
+from k2convert.quantize.formats.int4 import bf16_bits, bf16_values, round_to_bf16
+from k2convert.quantize.formats.nvfp4 import (
     DOUBLED_VALUES,
     QUADRUPLED_MIDPOINTS,
     decode_e2m1,
+    decode_e4m3,
+    encode_e4m3,
     nearest_code,
     pack_nibbles,
     unpack_nibbles,
 )
-from k2convert.quantize.formats.e4m3 import decode_e4m3, encode_e4m3
 
 ALL_BYTES = np.arange(256, dtype=np.uint8)
 ONE = np.float32(1)

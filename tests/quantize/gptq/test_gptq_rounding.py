@@ -10,14 +10,12 @@ import pytest
 import torch
 from gptq_direct import NORMAL, compensated, correlated, losses, round_block, weights
 
-from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.e2m1 import unpack_nibbles
-from k2convert.quantize.formats.e4m3 import decode_e4m3
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantize.formats.int4 import Bf16Weight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4, unpack_nibbles
 from k2convert.quantize.gptq.factor import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.rounding import RoundingKernel, kernel_for, round_gptq
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale
 from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
 

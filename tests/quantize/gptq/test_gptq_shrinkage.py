@@ -9,8 +9,7 @@ from gptq_direct import correlated, losses, weights
 
 from k2convert.quantize.gptq.factor import even_curvature, make_curvature
 from k2convert.quantize.gptq.moments import Moments
-from k2convert.quantize.gptq.rounding import kernel_for, round_gptq
-from k2convert.quantize.gptq.shrinkage import SHRINKAGES, choose_shrinkage
+from k2convert.quantize.gptq.rounding import SHRINKAGES, choose_shrinkage, kernel_for, round_gptq
 
 UNIT, COLUMNS = 2.0**-13, 64
 

@@ -26,7 +26,7 @@ from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cpu, cuda
 from k2convert.quantize.rules import RULES, quantize_by_definition
 from k2convert.quantize.rules.imatrix import block_importance
-from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.rules.max import measure
 from scripts.fixture_maker import TINY
 
 KERNEL_RULES: tuple[Rule, ...] = ("mse", "max")

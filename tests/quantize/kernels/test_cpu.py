@@ -20,11 +20,10 @@ from torch import Tensor
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.kernels.cpu import RULES_WITH_KERNEL, convert, measure_magnitude
 from k2convert.quantize.rules import RULES, quantize_by_definition
-from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.rules.max import measure
 
 pytestmark = pytest.mark.usefixtures("instructions")
 

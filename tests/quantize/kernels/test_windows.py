@@ -1,7 +1,8 @@
 """Looking at 16 candidates instead of 82, and at 6 assignments instead of 40, loses nothing; proven by exhaustion.
 
 A block is a histogram of |q| = 1..8 with at most 16 entries: 735,471 of them, and 128 mantissas of s. The full search
-here ranges over every shift from 0 to 11, so it also covers candidates beyond those that rules/scale_tables.py lists.
+here ranges over every shift from 0 to 11, so it also covers candidates beyond those that search_tables.py
+lists.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import pytest
 from exact_search import int4_block_bounds
 from numpy.typing import NDArray
 
-from k2convert.quantize.formats.e2m1 import DOUBLED_VALUES
 from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.nvfp4 import DOUBLED_VALUES
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.cpu import convert
 

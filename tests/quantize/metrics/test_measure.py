@@ -15,16 +15,14 @@ from numpy.typing import NDArray
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
 from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.e4m3 import decode_e4m3
-from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4, unpack_int4
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, bf16_values, dequantize_int4, unpack_int4
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.metrics.measure import add_up, measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import create_quantizer
-from k2convert.quantize.rules.magnitude import Magnitude, measure
+from k2convert.quantize.rules.max import Magnitude, measure
 
 pytestmark = pytest.mark.usefixtures("instructions")
 

@@ -11,14 +11,13 @@ from imatrix_search import assert_is_best, blocks_of, error
 from int4_makers import MAKERS, int4_weight, trained_like
 
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight, bf16_values
 from k2convert.quantize.formats.channels import divide_columns, scale_bits, scale_fp32
-from k2convert.quantize.formats.e2m1 import unpack_nibbles
-from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4, unpack_int4
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, bf16_values, dequantize_int4, unpack_int4
+from k2convert.quantize.formats.nvfp4 import unpack_nibbles
 from k2convert.quantize.kernels.cpu import convert
 from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.imatrix import block_importance, quantize_imatrix
-from k2convert.quantize.rules.magnitude import measure
+from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
 from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
 

@@ -9,11 +9,9 @@ from block_makers import any_codes, bf16_from_bits, bf16_tensor, bf16_weight, in
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.bf16 import Bf16Weight
-from k2convert.quantize.formats.e2m1 import unpack_nibbles
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, dequantize_int4
-from k2convert.quantize.rules.magnitude import Magnitude, measure
-from k2convert.quantize.rules.max import max_global_scale, quantize_max
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight, dequantize_int4
+from k2convert.quantize.formats.nvfp4 import unpack_nibbles
+from k2convert.quantize.rules.max import Magnitude, max_global_scale, measure, quantize_max
 
 
 def assert_equals_modelopt(weight: SourceWeight, magnitude: Magnitude) -> None:

@@ -15,12 +15,10 @@ from exact_search import e4m3_value, exact_search
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.e2m1 import unpack_nibbles
 from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4, unpack_nibbles
 from k2convert.quantize.kernels.cpu import convert
-from k2convert.quantize.rules.magnitude import Magnitude, measure
-from k2convert.quantize.rules.max import max_block_scales, max_steps, plain_nibbles
+from k2convert.quantize.rules.max import Magnitude, max_block_scales, max_steps, measure, plain_nibbles
 from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
 
 

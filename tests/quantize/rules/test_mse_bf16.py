@@ -8,10 +8,8 @@ import torch
 from block_makers import bf16_weight, blocks_of
 from exact_search import NORMAL_BYTES, e4m3_value
 
-from k2convert.quantize.formats.e2m1 import unpack_nibbles
-from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
-from k2convert.quantize.rules.magnitude import Magnitude, measure
-from k2convert.quantize.rules.max import quantize_max
+from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4, unpack_nibbles
+from k2convert.quantize.rules.max import Magnitude, measure, quantize_max
 from k2convert.quantize.rules.mse import mse_global_scale
 from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
 

@@ -18,11 +18,11 @@ from k2convert.plan.recipe import recipes_folder
 from k2convert.quantize.kernels import _cpu
 
 TOY = """
-from k2convert.quantize.formats.bf16 import bf16_values
-from k2convert.quantize.formats.e2m1 import pack_nibbles
+from k2convert.quantize.formats.int4 import bf16_values
+from k2convert.quantize.formats.nvfp4 import pack_nibbles
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.rules.magnitude import Magnitude
+from k2convert.quantize.rules.max import Magnitude
 from k2convert.quantize.rules.max import max_block_scales, max_global_scale, plain_nibbles, max_steps
 
 
@@ -58,7 +58,7 @@ PROGRAM = '''
 import json
 import numpy as np
 import k2convert
-from k2convert.quantize.formats.bf16 import Bf16Weight
+from k2convert.quantize.formats.int4 import Bf16Weight
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.quantizer import create_quantizer
 

@@ -26,10 +26,9 @@ from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
 from k2convert.models import locate_module, parse_tensor_name
 from k2convert.models.kimi import K2_THINKING
-from k2convert.models.projections import projection_of
-from k2convert.models.weights import load_projection
+from k2convert.models.projections import load_projection, projection_of
 from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.native import create_native_quantizer
+from k2convert.quantize.quantizer import create_native_quantizer
 from k2convert.records.calibration import GptqLayer, OutputErrors
 from k2convert.validate.contract.findings import Verdict
 from k2convert.validate.results import ValidationReport, validation_document

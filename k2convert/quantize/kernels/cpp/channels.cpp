@@ -117,7 +117,7 @@ struct Chosen {
     int grid_index, scale_byte;
 };
 
-// All candidates of rules/channel_search.py, in its unit of s / 32 ms.
+// All candidates of rules/mse.py, in its unit of s / 32 ms.
 Chosen search_all(const Fields& fields, const Plan& plan, const SplitScale& scale, int exponent, int64_t& outside_normal) {
     constexpr int lowest_shift = -kMaxExponent, past_shift = 10 + kMaxExponent;
     const int offset = std::min(std::max(exponent - scale.exponent, lowest_shift - 6), past_shift + 9);
