@@ -55,11 +55,14 @@ def run(*args: object) -> int:
     from k2convert.cli.app import main
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    words, before = [str(argument) for argument in args], sys.argv
+    sys.argv = ["k2convert", *words]
     try:
-        main([str(argument) for argument in args])
+        main(words)
     except SystemExit as stopped:
         return int(stopped.code or 0)
     finally:
+        sys.argv = before
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

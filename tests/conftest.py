@@ -11,13 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import RunCli, run_cli
+from command import RunCli, run_here
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from scripts import fixture_maker as fixtures  # noqa: E402  (after the path is set)
+from k2convert.job import estimate  # noqa: E402  (after the path is set)
+from scripts import fixture_maker as fixtures  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_dry_runs() -> Iterator[None]:
+    """A dry run measures disk and kernels for a moment only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "MEASURE_SECONDS", 0.01)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -115,8 +124,8 @@ def k2_headers(checkpoints: Path) -> Path:
 
 @pytest.fixture(scope="session", name="run_cli")
 def _run_cli() -> RunCli:
-    """Run the real `k2convert` command in a process of its own."""
-    return run_cli
+    """Run the real `k2convert` command, in this process."""
+    return run_here
 
 
 @pytest.fixture(params=["avx2", "portable"])

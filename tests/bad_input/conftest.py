@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from command import RunCli
 from safetensors import safe_open
 from said import said
-
-from k2convert.cli.app import main
 
 REMEDY = re.compile(
     r"\b([Dd]ownload|[Cc]hoose|Pass|[Nn]ame|[Ss]tart|Use|[Aa]dd|Free|[Rr]emove|[Dd]elete|[Nn]othing to do|[Kk]nown"
@@ -36,13 +34,18 @@ def dest(tmp_path: Path) -> Path:
     return tmp_path / "dest"
 
 
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """The command installs signal handlers; give pytest its own back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+@pytest.fixture(scope="session")
+def result(k2_shaped: Path, run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The converted K2-shaped checkpoint. Read it only; `converted` is a copy."""
+    folder = tmp_path_factory.mktemp("result") / "nvfp4"
+    assert run_cli("run", k2_shaped, folder, "--device", "cpu", "--json").returncode == 0
+    return folder
+
+
+@pytest.fixture
+def converted(result: Path, tmp_path: Path) -> Path:
+    """A copy of the small result, free to be damaged."""
+    return Path(shutil.copytree(result, tmp_path / "converted"))
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -71,22 +74,19 @@ def assert_nothing_half_made(dest: Path, existed: dict[str, str]) -> None:
 
 
 @pytest.fixture
-def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refuse(run_cli: RunCli) -> Callable[..., str]:
     """`refuse(*options, source=, dest=)` runs the conversion, checks that it is refused well, returns the message."""
 
     def run(*options: str | Path, source: Path, dest: Path) -> str:
         before, existed = contents(source), contents(dest)
-        with pytest.raises(SystemExit) as stopped:
-            main(["run", str(source), str(dest), "--device", "cpu", *map(str, options)])
-        printed = capsys.readouterr()
-        assert stopped.value.code == 1, printed.err
-        assert printed.out == ""
-        assert said(printed.err).startswith("error: ")
-        assert "Traceback" not in printed.err
-        assert said(printed.err).count("\n") == 1, "one message, one line"
-        assert REMEDY.search(printed.err), f"no remedy: {printed.err}"
+        done = run_cli("run", source, dest, "--device", "cpu", *options)
+        assert (done.returncode, done.stdout) == (1, ""), done.stderr
+        assert said(done.stderr).startswith("error: ")
+        assert "Traceback" not in done.stderr
+        assert said(done.stderr).count("\n") == 1, "one message, one line"
+        assert REMEDY.search(done.stderr), f"no remedy: {done.stderr}"
         assert contents(source) == before, "the source was touched"
         assert_nothing_half_made(dest, existed)
-        return printed.err
+        return done.stderr
 
     return run

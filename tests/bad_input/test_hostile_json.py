@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import run_here
 from said import said
 
 from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES
-from k2convert.cli.app import main
 from scripts.fixture_maker.damage import edit_header, edit_json
 
 CONFIG, INDEX, LEDGER = "config.json", "model.safetensors.index.json", "k2convert.json"
@@ -28,26 +28,10 @@ VALUES = [
 Words = list[str | Path]
 
 
-@pytest.fixture(scope="module")
-def result(k2_shaped: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The converted small checkpoint."""
-    folder = tmp_path_factory.mktemp("result") / "nvfp4"
-    with pytest.raises(SystemExit) as done:
-        main(["run", str(k2_shaped), str(folder), "--device", "cpu", "--json"])
-    assert done.value.code == 0
-    return folder
-
-
 @pytest.fixture
 def small(k2_shaped: Path, tmp_path: Path) -> Path:
     """A copy of the small source."""
     return Path(shutil.copytree(k2_shaped, tmp_path / "small"))
-
-
-@pytest.fixture
-def converted(result: Path, tmp_path: Path) -> Path:
-    """A copy of the small result."""
-    return Path(shutil.copytree(result, tmp_path / "converted"))
 
 
 def places(node: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -69,17 +53,15 @@ def replaced(text: str, way: tuple[Any, ...], value: str) -> str:
     return json.dumps(document).replace('"@value@"', value)
 
 
-def run(words: Words, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def run(*words: str | Path) -> tuple[int, str]:
     """Run the command; return its exit code and its error line."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        main(list(map(str, words)))
-    lines = said(capsys.readouterr().err).splitlines()
+    done = run_here(*words)
+    lines = said(done.stderr).splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
-    assert stopped.value.code in (0, 1, 3)
-    assert len(errors) == (stopped.value.code != 0), lines
+    assert done.returncode in (0, 1, 3)
+    assert len(errors) == (done.returncode != 0), lines
     assert max(map(len, lines), default=0) < LONGEST_LINE, lines
-    return int(stopped.value.code or 0), "".join(errors)
+    return done.returncode, "".join(errors)
 
 
 FUZZED: dict[str, tuple[str, bool, Callable[[Path, Path], list[Words]]]] = {
@@ -95,9 +77,7 @@ FUZZED: dict[str, tuple[str, bool, Callable[[Path, Path], list[Words]]]] = {
 
 
 @pytest.mark.parametrize("name", FUZZED)
-def test_any_json_at_any_place_ends_in_at_most_one_line(
-    name: str, small: Path, converted: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_json_at_any_place_ends_in_at_most_one_line(name: str, small: Path, converted: Path) -> None:
     file, is_source, commands = FUZZED[name]
     path = (small if is_source else converted) / file
     text = path.read_text()
@@ -105,7 +85,7 @@ def test_any_json_at_any_place_ends_in_at_most_one_line(
     for way, value in random.Random(name).sample(cases, 12):
         path.write_text(replaced(text, way, value))
         for words in commands(small, converted):
-            run(words, capsys)
+            run(*words)
 
 
 def rename(old: str, new: str) -> Callable[[Path], None]:
@@ -161,16 +141,14 @@ SOURCES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_hostile_source_is_refused_in_one_line(
-    name: str, small: Path, result: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_source_is_refused_in_one_line(name: str, small: Path, result: Path) -> None:
     damage, words = SOURCES[name]
     damage(small)
-    code, line = run(["run", small, small.parent / "new"], capsys)
+    code, line = run("run", small, small.parent / "new")
     assert code == 1
     assert all(word in line for word in words), line
     assert not (small.parent / "new").exists()
-    assert run(["validate", result, "--source", small], capsys)[0] in (1, 3)
+    assert run("validate", result, "--source", small)[0] in (1, 3)
 
 
 RESULTS: dict[str, tuple[str, Callable[[Any], object], int]] = {
@@ -184,24 +162,20 @@ RESULTS: dict[str, tuple[str, Callable[[Any], object], int]] = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_hostile_result_fails_its_validation(
-    name: str, converted: Path, k2_shaped: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_result_fails_its_validation(name: str, converted: Path, k2_shaped: Path) -> None:
     file, change, code = RESULTS[name]
     edit_json(converted / file, change)
-    assert run(["validate", converted], capsys)[0] == code
-    assert run(["validate", converted, "--source", k2_shaped], capsys)[0] == code
-    run(["report", converted], capsys)
-    run(["run", k2_shaped, converted], capsys)
+    assert run("validate", converted)[0] == code
+    assert run("validate", converted, "--source", k2_shaped)[0] == code
+    run("report", converted)
+    run("run", k2_shaped, converted)
 
 
-def test_a_recipe_of_aliases_or_without_end_is_refused(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_of_aliases_or_without_end_is_refused(small: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     bomb = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 40))
     number, keys = "name: a\nrule: " + "9" * 5000, "? [1, 2]\n: 3\n"
     for text in (bomb, number, keys, "name: 2001-99-99", 'name: "\\ud800"', "#" * (2 << 20)):
         recipe.write_text(text)
-        code, line = run(["run", small, tmp_path / "new", "--recipe", recipe], capsys)
+        code, line = run("run", small, tmp_path / "new", "--recipe", recipe)
         assert (code, "recipe.yaml" in line) == (1, True), line

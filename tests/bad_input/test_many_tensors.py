@@ -11,7 +11,7 @@ from typing import Any
 
 from scripts.fixture_maker.damage import edit_header, edit_json
 
-INDEX, NUM_TENSORS = "model.safetensors.index.json", 40_000
+INDEX, NUM_TENSORS = "model.safetensors.index.json", 16_000
 
 
 def peak_megabytes(*words: str | Path) -> float:
