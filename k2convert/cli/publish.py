@@ -25,8 +25,7 @@ from k2convert.job.publish import (
 )
 from k2convert.records.events import Extent
 from k2convert.records.publication import Published, check_shards_are_here, find_published, has_left, record_published
-from k2convert.validate.remote import Shards
-from k2convert.validate.results import folder_bytes
+from k2convert.validate.remote import Shards, folder_bytes
 
 
 def publish(options: PublishOptions) -> None:

@@ -298,7 +298,9 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
                 "commit": outcome.commit,
             }
             if outcome.validation is not None:
-                document["contract"] = outcome.validation.contract.counts
+                contract = outcome.validation.contract
+                counts = {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
+                document["contract"] = counts
         console.print_json(document)
         _refuse_below_budget(job, missed)
         return

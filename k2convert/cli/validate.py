@@ -27,9 +27,9 @@ from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.records.events import Extent
 from k2convert.records.ledger import find_ledger
 from k2convert.records.publication import check_shards_are_here
-from k2convert.validate.contract.source_view import view_source
-from k2convert.validate.remote import Shards, layer_bytes
-from k2convert.validate.results import ValidationReport, folder_bytes, validation_document
+from k2convert.validate.contract.result import view_source
+from k2convert.validate.remote import Shards, folder_bytes, layer_bytes
+from k2convert.validate.results import ValidationReport, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Opened:
     def seen(self) -> Checkpoint | None:
         """The source with the experts that the result keeps, as far as its ledger can be read."""
         try:
-            return view_source(self.source, find_ledger(self.folder)).checkpoint or self.source
+            return view_source(self.source, find_ledger(self.folder))[0] or self.source
         except K2ConvertError:  # the validation names the problem
             return self.source
 

@@ -10,10 +10,9 @@ from k2convert.cli.console import print_line, print_next, print_table, print_ver
 from k2convert.models import find_family
 from k2convert.records.ledger import read_ledger
 from k2convert.records.pruning import share_words
-from k2convert.validate.contract.findings import MAX_OFFENDERS, ContractReport
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.layers.result import LayersReport, Variant, labels, reference_name
-from k2convert.validate.results import Comparison, ValidationReport, WeightsReport
+from k2convert.validate.results import MAX_OFFENDERS, Comparison, ContractReport, ValidationReport, WeightsReport
 
 
 def show_validation(report: ValidationReport) -> None:

@@ -99,7 +99,7 @@ def convert_shard(
 
 def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
     """Validate the written shard with its source shards."""
-    from k2convert.validate.shards import check_finished_shard
+    from k2convert.validate.finished_shard import check_finished_shard
 
     path = task.destination / record.shard
     try:

@@ -16,6 +16,7 @@ from typing import Final
 
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.names import SHARD_SUFFIX
 from k2convert.errors import DiskFullError
 from k2convert.hub.ranges import Ranges, RemoteShards
 from k2convert.models import detect_family
@@ -160,6 +161,24 @@ def _source_needs(subject: Subject) -> dict[str, Ranges]:
 def _add(ranges: Ranges, tensors: Iterable[TensorInfo]) -> None:
     for tensor in tensors:
         ranges.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the tensor bytes of the shards in a folder; 0 if there is no such folder."""
+    return sum(map(_data_bytes, folder.glob(f"*{SHARD_SUFFIX}"))) if folder.is_dir() else 0
+
+
+def _data_bytes(shard: Path) -> int:
+    """Return a file's size without the header that its first 8 bytes announce; a damaged file counts as a whole."""
+    if not shard.is_file():
+        return 0
+    size = shard.stat().st_size
+    try:
+        with shard.open("rb") as file:
+            data = size - 8 - int.from_bytes(file.read(8), "little")
+    except OSError:
+        return size
+    return data if data >= 0 else size
 
 
 LOCAL: Final = Shards()

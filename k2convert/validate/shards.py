@@ -8,38 +8,29 @@ checked here, set by set, in a pool of threads, against what the recipe's rule m
 
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Final
 
-from k2convert.calibrate.channels import Calibration
-from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.choices import BLOCK_SIZE, Rule
-from k2convert.errors import ChangedFileError, InvalidCheckpointError, remedy
-from k2convert.models import expected_family
+from k2convert.errors import remedy
 from k2convert.models.names import Role, TensorName
 from k2convert.models.projections import SOURCE_REMEDY, load_projection, projection_of
-from k2convert.plan.pruning import KeptExperts
-from k2convert.plan.recipe import Recipe
 from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
-from k2convert.records.ledger import summarize
-from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord
-from k2convert.validate.contract.result import Subject, open_shard
+from k2convert.records.shard_record import ProjectionRecord
+from k2convert.validate.contract.result import Subject
 from k2convert.validate.contract.scan import ScanResult, ShardVisitor, scan_shards
-from k2convert.validate.contract.source_view import read_source_shards
 from k2convert.validate.contract.tensors import shape_problems
-from k2convert.validate.decode import DecodedError, Figures, Totals, differing_totals, total_errors
+from k2convert.validate.decode import DecodedError, Figures, Totals, total_errors
 from k2convert.validate.remote import LOCAL, Shards
-from k2convert.validate.scaling import Scaling, over_powers
+from k2convert.validate.scaling import over_powers
 from k2convert.validate.weights import CheckedWeight, WrittenWeight, check_weights
 
 if TYPE_CHECKING:
@@ -47,10 +38,6 @@ if TYPE_CHECKING:
 
 MAX_PENDING: Final = 3  # sets of tensors checked at once; the pass over the shards waits for the slowest
 MAX_HELD: Final = 4  # sets that wait for a tensor
-_REMEDY: Final = (
-    "The shard was not uploaded. Run the same command again: the shard is converted again. If this happens twice, "
-    "check the memory, or choose a different --device."
-)
 
 
 @dataclass(slots=True)
@@ -117,102 +104,6 @@ def validate_shards(
         scan = scan_shards(subject, shard_visitor=visitor, tensor_visitor=measurer, events=events, around=around)
         checked = measurer.results()
     return ShardsFound(scan, checked, measurer.totals, recorded, measurer.decoder_mismatches, with_library)
-
-
-def check_finished_shard(
-    path: Path,
-    record: ShardRecord,
-    *,
-    source_folder: Path,
-    recipe: Recipe,
-    calibration: Calibration | None,
-    kept: KeptExperts | None,
-) -> ShardFindings:
-    """Validate a shard that was just written, while its source shards are in `source_folder`; return the findings.
-
-    `calibration` and `kept` are those of the conversion. Raises InvalidCheckpointError if a byte or a figure of the
-    record is not what the source gives, ChangedFileError if the file is not the recorded one, CheckpointError if the
-    source changed.
-    """
-    family = expected_family(None, read_header(path).tensors)
-    source = read_source_shards(source_folder, record.source_headers, family=family, kept=kept)
-    subject = open_shard(path, family=family, source=source, recipe=recipe)
-    if calibration is not None:
-        layers = {parts.layer for parts in subject.source_names.values()} & set(calibration.statistics.layers)
-        exponents = {layer: calibration.exponents(layer) for layer in layers if layer is not None}
-        scaling = Scaling({n: found for n, found in exponents.items() if found is not None})
-        subject = replace(subject, calibration=calibration, scaling=scaling)
-    recorded = {projection.module: projection for projection in record.projections}
-    rule = recipe.rule if recipe.quantizer == "native" else None
-    found = validate_shards(subject, rule=rule, recorded=recorded)
-    scan = found.scan
-    if scan.digests[path.name] != record.blake3:
-        raise ChangedFileError(path)
-    problems = list(_problems(subject, found, record))
-    if problems:
-        (where, problem), more = problems[0], f" ({len(problems) - 1} more like it)" if len(problems) > 1 else ""
-        raise InvalidCheckpointError(f"{path.name}: {where}: {problem}{more}. {_REMEDY}")
-    return ShardFindings(
-        blake3=record.blake3,
-        copied=tuple(sorted(scan.compared)),
-        scaled=tuple(sorted(scan.scaled)),
-        decoded={m: c.error.to_dict() | {"sampled_blocks": c.sampled_blocks} for m, c in found.checked.items()},
-        invalid_scales=scan.invalid_scales,
-        subnormal_scales=scan.subnormal_scales,
-        zero_blocks_with_codes=scan.zero_blocks_with_codes,
-        scalars={name: data.hex() for name, data in scan.scalars.items()},
-    )
-
-
-def _problems(subject: Subject, found: ShardsFound, record: ShardRecord) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a shard, and where."""
-    for module, checked in found.checked.items():
-        if checked.problems:
-            yield module, "; ".join(checked.problems)
-    for name, count in found.scan.different.items():
-        yield name, f"{count:,} bytes are not the source's"
-    yield from found.scan.misscaled.items()
-    for name in subject.tensors:
-        module, _, parameter = name.rpartition(".")
-        is_measured = module in found.checked and parameter in subject.expected_parameters
-        if name not in found.scan.compared and not is_measured:
-            yield name, "could not be compared with the source"
-    if all(projection.metrics is not None for projection in record.projections):
-        yield from differing_totals(summarize([record]), found.figures(subject) if found.checked else {})
-
-
-def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
-    """Return what the passes over single shards found, as one pass over all of them would; see `check_finished_shard`.
-
-    The figures that a record states were those of its bytes.
-    """
-    recorded: dict[str, ProjectionRecord] = {}
-    joined = ShardsFound(recorded=recorded)
-    for record in records:
-        recorded.update((projection.module, projection) for projection in record.projections)
-        checked, scan = record.checked, joined.scan
-        if checked is None or checked.blake3 != record.blake3:
-            continue
-        scan.digests[record.shard] = record.blake3
-        scan.compared.update(checked.copied)
-        scan.scaled.update(checked.scaled)
-        scan.invalid_scales.update(checked.invalid_scales)
-        scan.subnormal_scales.update(checked.subnormal_scales)
-        scan.zero_blocks_with_codes.update(checked.zero_blocks_with_codes)
-        scan.scalars.update({name: bytes.fromhex(data) for name, data in checked.scalars.items()})
-        for projection in record.projections:
-            figures = dict(checked.decoded[projection.module])
-            sampled_blocks, error = figures.pop("sampled_blocks"), DecodedError(**figures)
-            found = CheckedWeight(
-                projection.module,
-                error,
-                num_blocks=error.num_weights // BLOCK_SIZE if sampled_blocks else 0,
-                sampled_blocks=sampled_blocks,
-                metrics=None if projection.metrics is None else WeightMetrics.from_dict(projection.metrics),
-            )
-            joined.totals.add(projection.role, found.metrics, has_exact_scale=True)
-            joined.checked[projection.module] = replace(found, metrics=None)
-    return joined
 
 
 @dataclass(slots=True)

@@ -26,19 +26,20 @@ from k2convert.records.fingerprint import ARITHMETIC_VERSION
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ProjectionRecord, ShardRecord
 from k2convert.validate.contract import check_subject
-from k2convert.validate.contract.findings import ContractReport
 from k2convert.validate.contract.result import Subject, open_subject
 from k2convert.validate.contract.scan import ShardVisitor
 from k2convert.validate.decode import compare_journal
+from k2convert.validate.finished_shard import join_findings
 from k2convert.validate.layers.result import LayerBudget, LayersReport
 from k2convert.validate.remote import LOCAL, Shards
 from k2convert.validate.results import (
+    ContractReport,
     ValidationReport,
     WeightsReport,
     compare,
     rule_report,
 )
-from k2convert.validate.shards import ShardsFound, join_findings, validate_shards
+from k2convert.validate.shards import ShardsFound, validate_shards
 from k2convert.validate.smoothing import calibration_of, read_scaling
 
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."

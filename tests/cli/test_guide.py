@@ -9,7 +9,7 @@ import pytest
 from screen import ROOT, in_terminal
 
 from k2convert.cli.guide import read_pages, summary
-from k2convert.validate.contract.findings import RULES
+from k2convert.validate.results import CONTRACT
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 FOLDER = ROOT / "k2convert" / "guide"
@@ -57,5 +57,5 @@ def test_the_readme_links_every_page_and_stays_short() -> None:
 
 def test_the_page_validate_has_the_rules_of_the_code() -> None:
     rows = re.findall(r"^\| (\d+) \| (\w+) \| (.*) \|$", PAGES["validate"], flags=re.MULTILINE)
-    rules = [(str(number), str(severity), title) for number, (severity, title) in RULES.items()]
+    rules = [(str(number), str(severity), title) for number, (severity, title) in CONTRACT.items()]
     assert [row for row in rows if row[1] in ("error", "warning")] == rules

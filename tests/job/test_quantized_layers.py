@@ -29,8 +29,7 @@ from k2convert.models.names import Role
 from k2convert.plan.recipe import build_recipe, settle_recipe
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.shard_record import ShardRecord
-from k2convert.validate.contract.findings import Verdict
-from k2convert.validate.results import validation_document
+from k2convert.validate.results import Verdict, validation_document
 from k2convert.validate.validation import validate_checkpoint
 
 ROLES = ("experts", "shared_experts", "dense_mlp")

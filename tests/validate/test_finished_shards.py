@@ -24,8 +24,8 @@ from k2convert.plan.plan import CopyStep, plan_conversion
 from k2convert.plan.pruning import KeptExperts, keep_experts
 from k2convert.plan.recipe import load_recipe
 from k2convert.records.shard_record import ShardFindings, ShardRecord
+from k2convert.validate.finished_shard import check_finished_shard
 from k2convert.validate.results import ValidationReport
-from k2convert.validate.shards import check_finished_shard
 from k2convert.validate.validation import validate_checkpoint, validate_sent
 
 SHARD = "model-00003-of-000005.safetensors"

@@ -18,7 +18,6 @@ from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import quoted, shortened
 from k2convert.models.names import Role
 from k2convert.records.ledger import Ledger
-from k2convert.validate.contract.findings import ContractReport, Findings
 from k2convert.validate.contract.folder import (
     check_config_unchanged,
     check_hf_quant_config,
@@ -28,9 +27,8 @@ from k2convert.validate.contract.folder import (
     check_sidecars,
 )
 from k2convert.validate.contract.modules import check_exclude_list
-from k2convert.validate.contract.result import Module, Subject
+from k2convert.validate.contract.result import NO_SOURCE, PRUNING_PLACE, Module, Subject
 from k2convert.validate.contract.scan import ScanResult
-from k2convert.validate.contract.source_view import NO_SOURCE, PRUNING_PLACE
 from k2convert.validate.contract.tensors import (
     check_alignment,
     check_expert_counts,
@@ -40,6 +38,7 @@ from k2convert.validate.contract.tensors import (
     check_totals,
 )
 from k2convert.validate.decode import DecodedError, Figures, differing_totals
+from k2convert.validate.results import ContractReport, Findings
 
 # These rules need every header. They are skipped if a shard cannot be read.
 _NEED_ALL_SHARDS: tuple[tuple[int, Callable[[Subject], Findings]], ...] = (

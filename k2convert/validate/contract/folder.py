@@ -24,8 +24,8 @@ from k2convert.checkpoint.names import (
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.config import EXPERTS_KEY
-from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.result import Subject
+from k2convert.validate.results import Findings
 
 
 def exclude_entries(subject: Subject) -> list[str]:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, Role
 from k2convert.validate.contract import matchers
-from k2convert.validate.contract.findings import Findings
 from k2convert.validate.contract.folder import exclude_entries
 from k2convert.validate.contract.matchers import EngineRefusalError
 from k2convert.validate.contract.result import Module, Subject
+from k2convert.validate.results import Findings
 
 _LINEAR_ROLES = (
     Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION,

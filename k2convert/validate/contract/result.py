@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from k2convert.calibrate.channels import Calibration
 from k2convert.checkpoint.files import list_folder, read_json_file
@@ -21,9 +21,11 @@ from k2convert.errors import CheckpointError, PlanError
 from k2convert.models import detect_family, expected_family, parse_tensor_name
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
 from k2convert.plan.recipe import Budget, Recipe
-from k2convert.records.ledger import Ledger, find_ledger
-from k2convert.validate.contract.source_view import view_source
+from k2convert.records.ledger import Ledger, find_ledger, pruned_source
+from k2convert.validate.results import NO_SOURCE
 from k2convert.validate.scaling import NO_SCALING, Exponents, Scaling
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Subject:
     calibration                of the conversion, if its statistics are given
     scaling                    exact smoothing, if the ledger states it
     whole                      the subject that this is a part of; None if this is the whole result
-    limits                     which part is read
+    limits                     which part is read, in words
     """
 
     folder: Path
@@ -67,9 +69,9 @@ class Subject:
     source_names: Mapping[str, TensorName]
     int4_modules: frozenset[str]
     recipe: Recipe | None
-    config: dict[str, Any] | None = None
+    config: Mapping[str, Any] | None = None
     config_problem: str = ""
-    index: dict[str, Any] | None = None
+    index: Mapping[str, Any] | None = None
     index_problem: str = ""
     unreadable: Mapping[str, str] = field(default_factory=dict[str, str])
     ledger: Ledger | None = None
@@ -172,15 +174,15 @@ def open_subject(
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Pass the folder of a finished conversion.")
-    config, config_problem = _read_json(folder / CONFIG_NAME)
-    index, index_problem = _read_json(folder / INDEX_NAME)
+    config, config_problem = _read(folder / CONFIG_NAME, read_json_file)
+    index, index_problem = _read(folder / INDEX_NAME, read_json_file)
     headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
-    ledger, ledger_problem = _find_ledger(folder)
+    ledger, ledger_problem = _read(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
     recipe = None if ledger is None else ledger.checked_recipe()
-    view = view_source(source, ledger)
+    view, no_source, list_problem = view_source(source, ledger)
     found = [name for header in headers.values() for name in header.tensors]
-    family = detect_family(view.checkpoint) if view.checkpoint is not None else expected_family(config, found)
-    subject = _from_headers(folder, headers, family=family, source=view.checkpoint, recipe=recipe)
+    family = detect_family(view) if view is not None else expected_family(config, found)
+    subject = _from_headers(folder, headers, family=family, source=view, recipe=recipe)
     if states_int4(ledger):
         modules = {name: replace(module, is_converted=False) for name, module in subject.modules.items()}
         subject = replace(subject, int4_modules=frozenset[str](), modules=modules)
@@ -193,8 +195,8 @@ def open_subject(
         unreadable=unreadable,
         ledger=ledger,
         ledger_problem=ledger_problem,
-        no_source=view.missing,
-        list_problem=view.problem.removesuffix("."),
+        no_source=no_source,
+        list_problem=list_problem,
     )
 
 
@@ -234,27 +236,17 @@ def states_int4(ledger: Ledger | None) -> bool:
     return ledger is not None and ledger.recipe.get("target") == "int4"
 
 
-def _read_json(path: Path) -> tuple[dict[str, Any] | None, str]:
+def _read(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:
+    """Return what a file holds, or None and what is wrong with it."""
     try:
-        return read_json_file(path), ""
+        found = read(path)
     except CheckpointError as error:
-        return None, _problem(error, path)
-
-
-def _problem(error: CheckpointError, path: Path) -> str:
-    return str(error).removeprefix(f"{path}: ").removesuffix(".")
-
-
-def _find_ledger(folder: Path) -> tuple[Ledger | None, str]:
-    try:
-        ledger = find_ledger(folder)
-    except CheckpointError as error:
-        return None, _problem(error, folder / LEDGER_NAME)
-    return ledger, "missing" if ledger is None else ""
+        return None, str(error).removeprefix(f"{path}: ").removesuffix(".")
+    return found, "missing" if found is None else ""
 
 
 def _read_headers(
-    folder: Path, index: dict[str, Any] | None, read: Callable[[Path], ShardHeader]
+    folder: Path, index: Mapping[str, Any] | None, read: Callable[[Path], ShardHeader]
 ) -> tuple[dict[str, ShardHeader], dict[str, str]]:
     """Read the headers of the shards that the index names, or of all shards; return why others cannot be read."""
     weight_map: Any = index.get("weight_map") if index else None
@@ -268,10 +260,11 @@ def _read_headers(
         if Path(shard).name != shard:
             unreadable[shard] = "a path, not a file name"
             continue
-        try:
-            headers[shard] = read(folder / shard)
-        except CheckpointError as error:
-            unreadable[shard] = _problem(error, folder / shard)
+        header, problem = _read(folder / shard, read)
+        if header is None:
+            unreadable[shard] = problem
+        else:
+            headers[shard] = header
     return headers, unreadable
 
 
@@ -333,3 +326,22 @@ def _has_input_scale(modules: Mapping[str, Module], names: LayoutNames, recipe: 
         return recipe.activations == "w4a4"
     converted = [m for m in modules.values() if m.is_converted and m.parts.role in CONVERTIBLE_ROLES]
     return sum(names.input_scale in m.parameters for m in converted) * 2 > len(converted)
+
+
+PRUNING_PLACE = f"{LEDGER_NAME}: pruning"
+
+
+def view_source(source: Checkpoint | None, ledger: Ledger | None) -> tuple[Checkpoint | None, str, str]:
+    """Return the source through the ledger's list of kept experts; if there is none, why, and the list's problem.
+
+    Raises PlanError for a source of unknown family.
+    """
+    if source is None:
+        return None, NO_SOURCE, ""
+    if ledger is not None and any(problem.startswith("pruning:") for problem in ledger.problems):
+        return None, "the ledger's list of kept experts is damaged, see rule 19", ""
+    detect_family(source)
+    try:
+        return pruned_source(source, ledger), "", ""
+    except PlanError as error:
+        return None, "the ledger's list of kept experts is not of this source, see rule 9", str(error).removesuffix(".")

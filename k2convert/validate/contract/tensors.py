@@ -16,9 +16,8 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
 from k2convert.models.config import text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Family, Role
-from k2convert.validate.contract.findings import Findings
-from k2convert.validate.contract.result import Module, Subject
-from k2convert.validate.contract.source_view import PRUNING_PLACE
+from k2convert.validate.contract.result import PRUNING_PLACE, Module, Subject
+from k2convert.validate.results import Findings
 
 HIDDEN_ALIGNMENT = 256
 WIDTH_ALIGNMENT = 16

@@ -15,10 +15,10 @@ from blake3 import blake3
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
 from k2convert.validate.contract import check_subject
-from k2convert.validate.contract.findings import ContractReport, RuleResult, Verdict
 from k2convert.validate.contract.result import open_subject
 from k2convert.validate.contract.scan import scan_shards
 from k2convert.validate.decode import DecodedError
+from k2convert.validate.results import ContractReport, RuleResult, Verdict
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint
 

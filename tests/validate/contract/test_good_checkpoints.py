@@ -11,9 +11,9 @@ from converted import GOOD, Converted, Kind, check, copy_of, verdicts
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import Bytes
 from k2convert.records.events import Events
-from k2convert.validate.contract.findings import Severity, Verdict
 from k2convert.validate.contract.result import open_subject
 from k2convert.validate.contract.scan import scan_shards
+from k2convert.validate.results import Severity, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def test_report_as_json_has_number_verdict_count_and_offenders(modelopt: Convert
         "verdict": "fail",
         "count": 1,
     }
-    assert rule["offenders"] == [{"name": "tokenizer.json", "problem": "differs from the source's"}]
+    assert list(rule["offenders"]) == [{"name": "tokenizer.json", "problem": "differs from the source's"}]
 
 
 def test_many_offenders_are_counted_and_the_first_few_named(modelopt: Converted, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from converted import Converted, Kind, check
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.validate.contract.findings import Verdict
+from k2convert.validate.results import Verdict
 from k2convert.validate.validation import validate_checkpoint
 
 llmcompressor = pytest.importorskip("llmcompressor")

@@ -14,7 +14,7 @@ from test_matchers import ENGINES, Matcher, tensorrt_llm_subtree
 
 from k2convert.models import FAMILIES
 from k2convert.models.kimi import K2_5, K2_THINKING
-from k2convert.validate.contract.findings import Verdict
+from k2convert.validate.results import Verdict
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint
 

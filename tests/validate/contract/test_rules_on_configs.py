@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from converted import Converted, check, only
 
-from k2convert.validate.contract.findings import Verdict
+from k2convert.validate.results import Verdict
 from scripts.fixture_maker import damage
 
 Change = Callable[[dict[str, Any]], object]

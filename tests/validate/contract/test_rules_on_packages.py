@@ -12,7 +12,7 @@ import torch
 from converted import Converted, check, only, seal
 from safetensors.torch import save_file
 
-from k2convert.validate.contract.findings import Verdict
+from k2convert.validate.results import Verdict
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.shards import INDEX_NAME
 

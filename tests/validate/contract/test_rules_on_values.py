@@ -9,7 +9,7 @@ import pytest
 import torch
 from converted import Converted, change, change_tensor, check, only, set_byte, verdicts
 
-from k2convert.validate.contract.findings import ContractReport, Verdict
+from k2convert.validate.results import ContractReport, Verdict
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint
 

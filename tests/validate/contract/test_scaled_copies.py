@@ -30,8 +30,7 @@ from k2convert.models.projections import load_projection, projection_of
 from k2convert.quantize.formats.channels import divide_columns
 from k2convert.quantize.quantizer import create_native_quantizer
 from k2convert.records.calibration import GptqLayer, OutputErrors
-from k2convert.validate.contract.findings import Verdict
-from k2convert.validate.results import ValidationReport, validation_document
+from k2convert.validate.results import ValidationReport, Verdict, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
 from scripts.fixture_maker import make_k25
 from scripts.fixture_maker.damage import edit_json, edit_tensor

@@ -17,8 +17,7 @@ from k2convert.errors import CheckpointError
 from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
-from k2convert.validate.contract.findings import Verdict
-from k2convert.validate.results import ValidationReport, validation_document
+from k2convert.validate.results import ValidationReport, Verdict, validation_document
 from k2convert.validate.validation import validate_checkpoint
 from scripts import fixture_maker as fixtures
 from scripts.fixture_maker import damage
