@@ -6,6 +6,5 @@ run, calibrate, validate, report, inspect, status, publish, fit, recipes
 machines         parts and clusters; forecast, gptq: what a calibration needs and found
 views            plans and runs; validation_view: validations; fit_view: which GPUs hold a checkpoint
 console          stdout and stderr; progress: bars and progress lines
-address          addresses of the Hub that are misspelled
 interrupts       Ctrl-C and SIGTERM; failures: what the machine refuses, in one line
 """

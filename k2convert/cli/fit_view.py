@@ -6,11 +6,10 @@ from typing import Any
 
 from k2convert.choices import counted
 from k2convert.cli.console import format_bytes, print_line, print_note, print_table
-from k2convert.fit.gpus import NVFP4_NOTES
 from k2convert.fit.memory import KV_BYTES, Fit, Settings
 from k2convert.fit.needs import gigabytes
 from k2convert.fit.search import Holder, WaysOut, fp8_and_bf16_tokens
-from k2convert.fit.serving import FP8_NOTE
+from k2convert.fit.serving import FP8_NOTE, NVFP4_NOTES
 from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, published_speeds, speed_ceiling
 from k2convert.fit.subject import Subject
 

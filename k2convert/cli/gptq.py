@@ -111,10 +111,8 @@ def job_document(job: Job, plan: "CalibrationPlan") -> dict[str, Any]:
     return plan_document(plan, finished_layers=done) | {"smoothing": bool(job.plan.recipe.smoothing)}
 
 
-def show_outputs(found: CalibrationRecord | None) -> None:
+def show_outputs(found: CalibrationRecord) -> None:
     """Print what a calibrated conversion made small: the error of outputs, or that of weights by their inputs."""
-    if found is None:
-        return
     if not found.gptq:
         if found.weighted:
             console.print_line(IMATRIX_NOTE)

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_cluster(options: "RunOptions") -> "Generator[Cluster | None]":
-    """Connect to the cluster of --ray, if it was given; raises PlanError without one."""
-    if options.ray is None:
-        yield None
-        return
+def open_cluster(options: "RunOptions") -> "Generator[Cluster]":
+    """Connect to the cluster of --ray; raises PlanError without one."""
+    assert options.ray is not None
     from k2convert.cli.options import parse_size
     from k2convert.job.ray import connect
 

@@ -1,6 +1,11 @@
-"""What the options of several verbs share: definitions, checks of addresses and sizes, and how a verb gets them."""
+"""What the options of several verbs share: definitions, checks of addresses and sizes, and how a verb gets them.
+
+A place that was probably meant as a repository of the Hub is refused before anything is made or asked for. Without
+this, `hf:/me/out` and `me/out` would become folders, and a mistyped `owner/name` would wait for the network.
+"""
 
 import inspect
+import os
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -11,7 +16,8 @@ import typer
 
 from k2convert.checkpoint.names import WORK_SUFFIX
 from k2convert.choices import Device
-from k2convert.errors import PlanError
+from k2convert.errors import HubError, PlanError, shortened
+from k2convert.hub.client import SCHEME, parse_repo
 
 T = TypeVar("T")
 
@@ -21,17 +27,84 @@ STATISTICS: Final = "a file, or hf://[datasets/]owner/name[@revision][/FILE]"
 RESULT, CALIBRATION, MACHINE, HUB = "Source and result", "Calibration", "Machine", "Hub"
 """The panels of `run --help`."""
 
+_MISSPELLED: Final = re.compile(r"hf(?::/*|/{2,})(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
+_PAGE: Final = re.compile(
+    r"(?:https?:/+[^/]+|(?:www\.)?(?:huggingface\.co|hf\.co))/+(?:models/)?(?P<repo>[^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve|commit)/(?P<revision>[^/?#]+))?.*",
+    re.IGNORECASE | re.DOTALL,
+)
+_OTHER_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/.*", re.DOTALL)
 
-def existing_place(value: Any) -> Any:
-    """Callback of an argument that names a folder, a file or a repository to read: check its spelling."""
-    from k2convert.cli.address import check_source
 
-    return _checked(value, check_source)
+def check_source(text: str) -> None:
+    """Accept hf://owner/name, an existing path, and a path that cannot be a repository's name; else raise HubError."""
+    check_not_address(text)
+    if not text.startswith(SCHEME) and not os.path.lexists(text) and parse_repo(text) is not None:
+        raise HubError(f"{text}: no such folder. If it is a repository of the Hub, write {SCHEME}{text}.")
+
+
+def check_new_place(text: str) -> None:
+    """The same for a place to write to. `a/b` is a folder only if `a` exists."""
+    check_not_address(text)
+    first = text.partition("/")[0]
+    ref = None if not first or text.startswith(SCHEME) or os.path.lexists(first) else parse_repo(text)
+    if ref is not None:
+        raise HubError(
+            f"{text}: a folder or a repository of the Hub? Write ./{text} for a folder, "
+            f"or {SCHEME}{ref.repo} for a repository."
+        )
+
+
+def check_folder(text: str) -> None:
+    """Refuse an address where only a folder of this machine can be used; raises HubError."""
+    if not os.path.lexists(text) and (_MISSPELLED.fullmatch(text) or _PAGE.fullmatch(text)):
+        raise HubError(f"{shortened(text)}: not a folder of this machine. Pass a folder.")
+
+
+def check_not_address(text: str) -> None:
+    """Refuse what looks like an address but is not hf://owner/name[@revision]; raises HubError."""
+    if text.startswith(SCHEME):
+        parse_repo(text)
+        return
+    if os.path.lexists(text):
+        return
+    suggested = f"{SCHEME}owner/name"
+    if page := _PAGE.fullmatch(text):
+        suggested = _if_repo(page["repo"] + (f"@{page['revision']}" if page["revision"] else ""))
+    elif misspelled := _MISSPELLED.fullmatch(text):
+        suggested = _if_repo(misspelled["rest"].lstrip("/"))
+    elif not _OTHER_SCHEME.fullmatch(text):
+        return
+    raise HubError(f"{shortened(text)}: neither a folder nor a repository of the Hub. Write {suggested}.")
+
+
+def _if_repo(name: str) -> str:
+    try:
+        return str(parse_repo(f"{SCHEME}{name}"))
+    except HubError:
+        return f"{SCHEME}owner/name"
+
+
+def _callback(check: Callable[[str], None]) -> Callable[[Any], Any]:
+    """Return the callback of an argument that checks how a place is spelled, if it is given."""
+
+    def checked(value: Any) -> Any:
+        if value is not None:
+            check(str(value))
+        return value
+
+    return checked
+
+
+existing_place = _callback(check_source)
+new_place = _callback(check_new_place)
+not_address = _callback(check_not_address)
+local_folder = _callback(check_folder)
 
 
 def statistics_place(value: Any) -> Any:
     """Callback of --statistics: check the spelling of an address."""
-    if value is not None and str(value).startswith("hf://"):
+    if value is not None and str(value).startswith(SCHEME):
         from k2convert.hub.named_file import parse_file_address
 
         parse_file_address(value)
@@ -41,33 +114,6 @@ def statistics_place(value: Any) -> Any:
 def status_place(value: Any) -> Any:
     """Callback of `status`: the statistics file of an unfinished calibration is not there yet, but its folder is."""
     return value if Path(f"{value}{WORK_SUFFIX}").is_dir() else existing_place(value)
-
-
-def new_place(value: Any) -> Any:
-    """Callback of an argument that names a place to write to."""
-    from k2convert.cli.address import check_new_place
-
-    return _checked(value, check_new_place)
-
-
-def not_address(value: Any) -> Any:
-    """Callback of an argument that names a repository, with or without hf://."""
-    from k2convert.cli.address import check_not_address
-
-    return _checked(value, check_not_address)
-
-
-def local_folder(value: Any) -> Any:
-    """Callback of an argument that can only name a folder."""
-    from k2convert.cli.address import check_folder
-
-    return _checked(value, check_folder)
-
-
-def _checked(value: Any, check: Callable[[str], None]) -> Any:
-    if value is not None:
-        check(str(value))
-    return value
 
 
 def size_option(text: str | None) -> str | None:

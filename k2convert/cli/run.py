@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,14 +206,13 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
 
 def _show_cluster_plan(job: Job, options: RunOptions) -> None:
     with Waiting("looks at the cluster", quiet=options.quiet), open_cluster(options) as cluster:
-        capacity = cluster and cluster.capacity
+        capacity = cluster.capacity
     if options.as_json:
         document = plan_document(job, source=options.source)
-        console.print_json(document | ({} if capacity is None else {"cluster": asdict(capacity)}))
+        console.print_json(document | {"cluster": asdict(capacity)})
     else:
         show_plan(job, source=options.source)
-        if capacity is not None:
-            console.print_line(capacity_line(capacity))
+        console.print_line(capacity_line(capacity))
     check_room(job)
     if not options.as_json:
         console.print_next(console.own_command(without="--dry-run"))
@@ -239,7 +239,7 @@ def _do(job: Job, options: RunOptions) -> None:
         display.tally.expected_seconds["calibrate"] = _start_walk(job, job.gptq, options)
     start = time.monotonic()
     try:
-        with open_cluster(options) as cluster, display as events:
+        with nullcontext() if options.ray is None else open_cluster(options) as cluster, display as events:
             outcome = execute(job, events=events, cluster=cluster, verify=options.verify)
     except UnservableError as error:
         _show_unservable(error, options)
@@ -304,7 +304,8 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
         console.print_json(document)
         _refuse_below_budget(job, missed)
         return
-    show_outputs(outcome.calibrated)
+    if outcome.calibrated is not None:
+        show_outputs(outcome.calibrated)
     show_run(job, totals, seconds)
     if outcome.commit is not None:
         if outcome.validation is not None:

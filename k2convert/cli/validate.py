@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from k2convert.calibrate.statistics import Statistics
-from k2convert.calibrate.text import Windows, read_windows
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli import console
@@ -33,6 +31,8 @@ from k2convert.validate.results import ValidationReport, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
 
 if TYPE_CHECKING:
+    from k2convert.calibrate.statistics import Statistics
+    from k2convert.calibrate.text import Windows
     from k2convert.validate.layers.cost import LayersCost
 
 _MAX_NUMBERS: Final = 8  # layers that are listed one by one
@@ -46,7 +46,7 @@ class Opened:
     folder: Path
     source: Checkpoint | None
     shards: Shards
-    statistics: Statistics | None
+    statistics: "Statistics | None"
 
     @property
     def seen(self) -> Checkpoint | None:
@@ -122,8 +122,10 @@ def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
     return None if layers is None else numbers
 
 
-def _read_text(files: Sequence[Path], source: Checkpoint, *, tokens: int) -> Windows:
+def _read_text(files: Sequence[Path], source: Checkpoint, *, tokens: int) -> "Windows":
     """Read the text for --layers with the source's tokenizer, and say what it has less than asked for."""
+    from k2convert.calibrate.text import read_windows
+
     found = read_windows(
         files,
         tokenizer=source.folder,
@@ -210,7 +212,7 @@ def _say_layers_cost(opened: Opened, request: LayersRequest, *, quiet: bool) -> 
     try:
         with Waiting("measures one expert", quiet=quiet):
             converted = None if opened.shards.is_remote else open_checkpoint(opened.folder)
-            is_text = isinstance(request.hidden_states, Windows)
+            is_text = request.hidden_states is not None and not isinstance(request.hidden_states, Path)
             cost = layers_cost(
                 source=source, whole=opened.source, converted=converted, layers=request.layers, is_text=is_text
             )

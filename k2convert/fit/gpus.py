@@ -17,15 +17,6 @@ from k2convert.errors import FitError, quoted
 Nvfp4Kind = Literal["native", "slow", "marlin", "unknown"]
 """How a GPU computes with NVFP4: in hardware; in hardware, but with kernels that are slow today; as weight-only."""
 
-NVFP4_NOTES: Final[dict[Nvfp4Kind, str]] = {
-    "native": "NVFP4 runs in hardware. Weight-only checkpoints keep 16-bit activations.",
-    "slow": (
-        "NVFP4 runs in hardware, but its kernels are slow today: on 8 RTX PRO 6000, INT4 by Marlin has 90 tok/s "
-        "against 53-55."
-    ),
-    "marlin": "NVFP4 runs as weight-only, by Marlin kernels. The INT4 source serves as well here.",
-    "unknown": "NVFP4 runs in hardware on Blackwell, and as weight-only by Marlin kernels before it.",
-}
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 

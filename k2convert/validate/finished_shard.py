@@ -7,9 +7,8 @@ the view that the conversion reads (plan/pruning), so a plan or a view that is w
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from k2convert.calibrate.channels import Calibration
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import BLOCK_SIZE
@@ -27,6 +26,9 @@ from k2convert.validate.scaling import Scaling
 from k2convert.validate.shards import ShardsFound, validate_shards
 from k2convert.validate.weights import CheckedWeight
 
+if TYPE_CHECKING:
+    from k2convert.calibrate.channels import Calibration
+
 _REMEDY: Final = (
     "The shard was not uploaded. Run the same command again: the shard is converted again. If this happens twice, "
     "check the memory, or choose a different --device."
@@ -39,7 +41,7 @@ def check_finished_shard(
     *,
     source_folder: Path,
     recipe: Recipe,
-    calibration: Calibration | None,
+    calibration: "Calibration | None",
     kept: KeptExperts | None,
 ) -> ShardFindings:
     """Validate a shard that was just written, while its source shards are in `source_folder`; return the findings.

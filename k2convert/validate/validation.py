@@ -9,10 +9,8 @@ number is taken from the journal: if no rule is known, which global scale a roun
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from k2convert.calibrate.statistics import Statistics
-from k2convert.calibrate.text import Windows
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
@@ -20,6 +18,7 @@ from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.choices import Rule
 from k2convert.errors import CheckpointError, remedy
 from k2convert.models.names import WEIGHT_PACKED
+from k2convert.plan.recipe import Budget
 from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
@@ -40,7 +39,10 @@ from k2convert.validate.results import (
     rule_report,
 )
 from k2convert.validate.shards import ShardsFound, validate_shards
-from k2convert.validate.smoothing import calibration_of, read_scaling
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.statistics import Statistics
+    from k2convert.calibrate.text import Windows
 
 RESULT_REMEDY: Final = "Run the conversion again: it replaces what is damaged."
 
@@ -55,7 +57,7 @@ class LayersRequest:
     """Which reference layers to compute (empty: all), on captured hidden states, those of a text, or synthetic ones."""
 
     layers: tuple[int, ...]
-    hidden_states: Path | Windows | None
+    hidden_states: "Path | Windows | None"
     tokens: int
 
 
@@ -69,7 +71,7 @@ def validate_checkpoint(
     events: Events = SILENT,
     visitor: ShardVisitor | None = None,
     shards: Shards = LOCAL,
-    statistics: Statistics | None = None,
+    statistics: "Statistics | None" = None,
 ) -> ValidationReport:
     """Validate `folder`; raises CheckpointError if a checkpoint cannot be read.
 
@@ -87,8 +89,7 @@ def validate_checkpoint(
             f"{folder}: has the source's own weights (--to int4), so there is no error to compute. Leave out --layers "
             "and --against."
         )
-    subject = replace(subject, calibration=None if statistics is None else calibration_of(subject, statistics))
-    subject = replace(subject, scaling=read_scaling(subject, shards=shards))
+    subject = _with_smoothing(subject, shards, statistics)
     source = subject.source
     if layers is not None and source is not None and whole is not None and shards.is_remote:
         return _validate_layers(subject, source, whole, layers, reference=reference, events=events, shards=shards)
@@ -104,13 +105,23 @@ def validate_checkpoint(
     comparison = None
     if against is not None and source is not None and weights is not None:
         other, theirs = _open_other(against, subject, whole), replace(shards, result=None)
-        other = replace(other, scaling=read_scaling(other, shards=theirs))
+        other = _with_smoothing(other, theirs)
         their_contract, their_weights = _report(other, _scan(other, _recorded(other), events=events, shards=theirs))
         assert their_weights is not None
         comparison = compare(str(against), weights, their_contract, their_weights)
         if any(found.ledger is not None and found.ledger.calibration is not None for found in (subject, other)):
             comparison = replace(comparison, note=CALIBRATED_NOTE)
     return ValidationReport(str(folder), contract, weights, layers_report, comparison, skipped)
+
+
+def _with_smoothing(subject: Subject, shards: Shards, statistics: "Statistics | None" = None) -> Subject:
+    """Return the subject with its calibration, if its statistics are given, and with its smoothing."""
+    if statistics is None and not subject.is_smoothed:
+        return subject
+    from k2convert.validate.smoothing import calibration_of, read_scaling
+
+    subject = replace(subject, calibration=None if statistics is None else calibration_of(subject, statistics))
+    return replace(subject, scaling=read_scaling(subject, shards=shards))
 
 
 def _check_operands(subject: Subject) -> None:
@@ -305,7 +316,7 @@ def _compute_layers(
 
     with remedy(RESULT_REMEDY):
         converted = open_checkpoint(subject.folder, read=shards.header_reader)
-    budget = subject.budget
+    budget = Budget() if subject.recipe is None else subject.recipe.budget
     return check_layers(
         source=source,
         converted=converted,

@@ -11,7 +11,7 @@ import pytest
 from command import run
 from said import said
 
-from k2convert.cli.address import check_new_place, check_source
+from k2convert.cli.options import check_new_place, check_source
 from k2convert.errors import HubError
 
 ADDRESSES = {

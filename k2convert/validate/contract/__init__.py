@@ -17,6 +17,7 @@ from typing import Final
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import quoted, shortened
 from k2convert.models.names import Role
+from k2convert.plan.recipe import Budget
 from k2convert.records.ledger import Ledger
 from k2convert.validate.contract.folder import (
     check_config_unchanged,
@@ -178,8 +179,7 @@ def check_copies(subject: Subject, scan: ScanResult) -> Findings:
     if subject.is_pruned:
         every = "every tensor" if subject.is_int4 else "every other tensor"
         found.title = f"{every} is byte-identical to the source, routers to its rows of the kept experts"
-    calibration = None if subject.ledger is None else subject.ledger.calibration
-    if calibration is not None and calibration.exponents_digest is not None:
+    if subject.is_smoothed:
         found.title = "every other tensor is the source's, byte for byte or scaled exactly by the norm's powers of two"
     if subject.source is None:
         return found.skip(subject.no_source)
@@ -216,7 +216,7 @@ def check_errors(subject: Subject, errors: Mapping[str, DecodedError] | None) ->
         return found.skip(subject.no_source or NO_SOURCE)
     if not errors and not subject.converted:
         return found.skip("no weight is converted")
-    budget = subject.budget.tensor_sqnr_db
+    budget = (Budget() if subject.recipe is None else subject.recipe.budget).tensor_sqnr_db
     worst = math.inf
     for module in subject.converted:
         measured = errors.get(module.name)

@@ -9,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from k2convert.calibrate.channels import Calibration
 from k2convert.checkpoint.files import list_folder, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.index import Checkpoint
@@ -20,10 +19,13 @@ from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME, SHA
 from k2convert.errors import CheckpointError, PlanError
 from k2convert.models import detect_family, expected_family, parse_tensor_name
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
-from k2convert.plan.recipe import Budget, Recipe
+from k2convert.plan.recipe import Recipe
 from k2convert.records.ledger import Ledger, find_ledger, pruned_source
 from k2convert.validate.results import NO_SOURCE
 from k2convert.validate.scaling import NO_SCALING, Exponents, Scaling
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.channels import Calibration
 
 T = TypeVar("T")
 
@@ -78,7 +80,7 @@ class Subject:
     ledger_problem: str = ""
     no_source: str = ""
     list_problem: str = ""
-    calibration: Calibration | None = None
+    calibration: "Calibration | None" = None
     scaling: Scaling = NO_SCALING
     whole: "Subject | None" = None
     limits: str = ""
@@ -108,11 +110,6 @@ class Subject:
         return LAYOUTS[self.layout]
 
     @property
-    def budget(self) -> Budget:
-        """The budget of the ledger's recipe, or the default one."""
-        return Budget() if self.recipe is None else self.recipe.budget
-
-    @property
     def expected_parameters(self) -> tuple[str, ...]:
         """The parameters of a converted projection."""
         names = self.names
@@ -123,6 +120,12 @@ class Subject:
     def is_int4(self) -> bool:
         """Whether the ledger says that the weights are the source's own (--to int4), so that every tensor is a copy."""
         return states_int4(self.ledger)
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Whether the ledger states smoothing."""
+        record = None if self.ledger is None else self.ledger.calibration
+        return record is not None and record.exponents_digest is not None
 
     @property
     def is_pruned(self) -> bool:
