@@ -1,69 +1,93 @@
-"""Crashes a command at every system call that changes a file, or at some of them, and resumes: run by crash_runs.py.
+"""Crashes commands at system calls that change a file, and resumes them: run by crash_runs.py.
 
-    LD_PRELOAD=shim.so python crash_driver.py FOLDER MOST WORD...
+    LD_PRELOAD=shim.so python crash_driver.py FOLDER POINTS COMMANDS
 
-OUT in the words is the destination, and OUT/NAME a file in a folder that is there. MOST is how many calls are tried at
-most. One process imports everything, then forks a child for each run, which takes a fraction of the time of a new
-process. A calibration also meets a full disk from each write on. Prints one JSON document: the calls and files of a
-whole run, how many points were tried, and what went wrong.
+COMMANDS are lists of words as JSON, in which OUT is the destination, and OUT/NAME a file in a folder that is there.
+POINTS is `every` for every call, or `spread` for one call of each kind in each part of the job. One process imports
+everything, then forks a child for each run, which takes a fraction of the time of a new process. Runs are also
+interrupted, as by Ctrl-C, and a calibration meets a full disk. Prints one JSON document for each command: the calls and
+files of a whole run, how many points were tried, what went wrong, and what an interrupted run said.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
+import random
+import re
 import shutil
 import signal
 import sys
+import time
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
+import k2convert
 from k2convert.checkpoint.names import COMMAND_NAME, CONFIG_NAME, WORK_FOLDER
 from k2convert.cli.app import main
 
 SHIM = ctypes.CDLL(os.environ["LD_PRELOAD"])
+KILL, FILL, INTERRUPT = range(3)
 NEVER = 0
+KINDS = ("mkdir", "open", "allocate", "truncate", "write", "utime", "sync", "rename", "unlink", "link")
 
 
-WORDS = sys.argv[3:]
-CALIBRATES = any("calibrate" in word for word in WORDS)
+@dataclass(frozen=True)
+class Command:
+    """A command that works in a folder of its own."""
 
+    words: list[str]
+    folder: Path
 
-def call(destination: Path) -> int:
-    """One run in this process; returns its exit code."""
-    try:
-        main([word.replace("OUT", str(destination)) for word in WORDS])
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    @property
+    def calibrates(self) -> bool:
+        return any("calibrate" in word for word in self.words)
 
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
 
-def run(destination: Path, *, crash_at: int = NEVER, full_at: int = NEVER, log: int = -1) -> int:
-    """One run in a child; returns its exit code, or -9 if it was killed. What it says goes to the file `said`."""
-    if any(word.startswith("OUT/") for word in WORDS):
-        destination.mkdir(exist_ok=True)
-    child = os.fork()
-    if child == 0:
-        sys.argv = ["k2convert", *WORDS]
-        os.dup2(os.open(destination.parent / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-        if full_at != NEVER:
-            SHIM.crash_fill(ctypes.c_long(full_at))
-        else:
-            SHIM.crash_arm(ctypes.c_long(crash_at), log)
+    def start(self, fault: int = KILL, at: int = NEVER, *, out: Path | None = None, log: int = -1) -> int:
+        """Start a run in a child; returns its number. What it says goes to the file `said`."""
+        out = out or self.out
+        if any(word.startswith("OUT/") for word in self.words):
+            out.mkdir(exist_ok=True)
+        child = os.fork()
+        if child:
+            return child
+        sys.argv = ["k2convert", *(word.replace("OUT", str(out)) for word in self.words)]
+        os.dup2(os.open(self.folder / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        SHIM.crash_arm(fault, ctypes.c_long(at), log)
         code = 99
         try:
-            code = call(destination)
+            main(sys.argv[1:])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
         finally:
             os._exit(code)
+
+    def run(self, fault: int = KILL, at: int = NEVER) -> int:
+        """One run to its end; returns its exit code."""
+        return wait(self.start(fault, at))
+
+    def said(self) -> list[str]:
+        return (self.folder / "said").read_text().splitlines()
+
+    def logged(self) -> list[str]:
+        """The calls of a whole run, in order."""
+        with (self.folder / "calls").open("w+") as log:
+            assert wait(self.start(out=self.folder / "whole", log=log.fileno())) == 0, self.said()
+            log.seek(0)
+            return log.read().splitlines()
+
+
+def wait(child: int) -> int:
+    """The exit code of a run, or -9 if it was killed."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def logged(destination: Path) -> list[str]:
-    """The calls of a whole run, in order."""
-    with (destination.parent / "calls").open("w+") as log:
-        assert run(destination, log=log.fileno()) == 0, (destination.parent / "said").read_text()
-        log.seek(0)
-        return log.read().splitlines()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -72,8 +96,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def finished(folder: Path) -> dict[str, bytes]:
-    """The files of a finished job but the command, which names the folder."""
-    found = contents(folder)
+    """The files and folders of a finished job but the command, which names the folder."""
+    found = contents(folder) | {f"{path.relative_to(folder)}/": b"" for path in folder.rglob("*") if path.is_dir()}
     found.pop(f"{WORK_FOLDER}/{COMMAND_NAME}", None)
     return found
 
@@ -97,78 +121,132 @@ def record_of(shard: str) -> str:
     return f".k2convert/shards/{shard}.json"
 
 
-def try_point(destination: Path, whole: dict[str, bytes], crashes: list[int], *, full_at: int = NEVER) -> list[str]:
-    """Crash a run at each point in turn, or let the disk be full, then let it finish; returns what went wrong."""
+def problems_of(fault: int, code: int, lines: list[str]) -> list[str]:
+    """A killed run says nothing. A full disk is one line; it is none if only the lock was left to be written."""
+    errors = [line for line in lines if line.startswith(("error: ", "Traceback"))]
+    is_full = (
+        code == 1 and len(errors) == 1 and "the disk is full" in errors[0] and "Finished work is kept" in errors[0]
+    )
+    allowed = {KILL: code == -signal.SIGKILL, FILL: is_full, INTERRUPT: code == 130 and not errors}
+    return [] if code == 0 or allowed[fault] else [f"exit code {code}: {lines[-3:]}"]
+
+
+def try_points(command: Command, whole: dict[str, bytes], points: list[tuple[int, int]]) -> list[str]:
+    """Disturb a run by each fault in turn, then let it finish; returns what went wrong."""
     wrong: list[str] = []
-    for crash_at in crashes:
-        code = run(destination, crash_at=crash_at)
-        if code not in (-signal.SIGKILL, 0):
-            wrong.append(f"exit code {code}")
-        wrong += problems_after_crash(destination, whole)
-    if full_at != NEVER:
-        wrong += [*problems_of_full_disk(destination, full_at), *problems_after_crash(destination, whole)]
-    if (code := run(destination)) != 0:
-        wrong.append(f"resume: exit code {code}: {said(destination)[-1:]}")
-    elif (found := finished(destination)) != whole:
+    for fault, at in points:
+        wrong += problems_of(fault, command.run(fault, at), command.said())
+        wrong += problems_after_crash(command.out, whole)
+    return [f"(fault, call) {points}: {problem}" for problem in wrong + problems_of_resume(command, whole)]
+
+
+def problems_of_resume(command: Command, whole: dict[str, bytes]) -> list[str]:
+    """Let a run finish, compare its files, and remove them."""
+    wrong: list[str] = []
+    if (code := command.run()) != 0:
+        wrong.append(f"resume: exit code {code}: {command.said()[-1:]}")
+    elif (found := finished(command.out)) != whole:
         names = sorted(name for name in found.keys() | whole.keys() if found.get(name) != whole.get(name))
         wrong.append(f"resume: other bytes: {names[:5]}")
     with suppress(FileNotFoundError):
-        shutil.rmtree(destination)
-    return [f"crash at {crashes}, full at {full_at}: {problem}" for problem in wrong]
+        shutil.rmtree(command.out)
+    return wrong
 
 
-def said(destination: Path) -> list[str]:
-    return (destination.parent / "said").read_text().splitlines()
-
-
-def problems_of_full_disk(destination: Path, full_at: int) -> list[str]:
-    """A full disk is one line; it is none if only the lock was left to be written."""
-    code = run(destination, full_at=full_at)
-    errors = [line for line in said(destination) if line.startswith(("error: ", "Traceback"))]
-    if code == 0 or (code == 1 and len(errors) == 1 and "the disk is full" in errors[0]):
-        return []
-    return [f"exit code {code}: {said(destination)[-3:]}"]
-
-
-def import_everything(folder: Path) -> None:
-    """Before the forks. A calibration leaves threads, so it is not done in this process."""
-    if CALIBRATES:
+def warm_up(command: Command) -> None:
+    """Before the forks: import everything, fill tables by a run, and leave both out of every collection of garbage."""
+    wings = ["cli", "job", "plan", "records", "validate", "quantize"]
+    for wing in wings + (["calibrate", "forward"] if command.calibrates else []):
+        for path in (Path(k2convert.__file__).parent / wing).glob("*.py"):
+            import_module(f"k2convert.{wing}.{path.stem}".removesuffix(".__init__"))
+    if command.calibrates:
         import torch
         import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401
 
-        import k2convert.calibrate.gptq_walk  # noqa: F401
-
         torch.set_num_threads(1)
-    else:
-        call(folder / "warm-up")
+    with suppress(SystemExit):
+        main(["run", command.words[1], str(command.folder / "warm-up"), "--device", "cpu", "--quiet"])
+    gc.collect()
+    gc.freeze()
 
 
-def crash_everywhere(folder: Path, most: int) -> dict[str, object]:
-    """Crash at every call; for some of them crash during the resume too."""
-    import_everything(folder)
-    calls = logged(folder / "whole")
-    whole = finished(folder / "whole")
-    points = range(1, len(calls) + 1, -(-len(calls) // most))
-    wrong: list[str] = []
-    tried = 0
-    for point in points:
-        tried += 1
-        wrong += try_point(folder / "out", whole, [point])
-    for point in points[:: max(1, len(points) // 8)] if len(points) == len(calls) else ():
-        for later in (9, len(calls) // 3, 2 * len(calls) // 3):
-            tried += 1
-            wrong += try_point(folder / "out", whole, [point, later])
-    writes = [point for point, line in enumerate(calls, 1) if line.startswith(("write", "allocate"))]
-    for point in writes[:: -(-len(writes) // most)] if CALIBRATES else ():
-        tried += 1
-        wrong += try_point(folder / "out", whole, [], full_at=point)
-    return {"calls": calls, "files": sorted(whole), "tried": tried, "wrong": wrong}
+def spread(calls: list[str], kinds: tuple[str, ...]) -> list[int]:
+    """One call of each kind for each part of the job: the work of a calibration, shards with records, other files."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for number, line in enumerate(calls, 1):
+        kind, path = line.split()
+        part = re.search(r"\.work|\.safetensors", path)
+        if kind in kinds:
+            found.setdefault((kind, part[0] if part else ""), []).append(number)
+    return sorted(numbers[len(numbers) // 2] for numbers in found.values())
+
+
+def crash(command: Command, *, every: bool) -> dict[str, object]:
+    """Crash at the calls; crash during some of the resumes too."""
+    begin = time.monotonic()
+    calls = command.logged()
+    seconds = time.monotonic() - begin
+    whole, last = finished(command.folder / "whole"), len(calls)
+    kinds = ("write", "rename", "unlink") if command.calibrates else KINDS
+    points = list(range(1, last + 1)) if every else spread(calls, kinds)
+    tried = [[(KILL, point)] for point in points]
+    tried += [[(INTERRUPT, point)] for point in points[:: -(-len(points) // 2)]]
+    for point in points[:: -(-len(points) // 8)] if every else points[len(points) // 3 :][:1]:
+        tried += [[(KILL, point), (KILL, 9), (KILL, last // 3), (KILL, 2 * last // 3)]]
+    if command.calibrates:
+        writes = [point for point in points if calls[point - 1].startswith(("write", "allocate"))]
+        tried += [[(FILL, point)] for point in writes]
+    wrong = [problem for faults in tried for problem in try_points(command, whole, faults)]
+    return {
+        "calls": calls,
+        "files": sorted(name for name in whole if not name.endswith("/")),
+        "tried": len(tried),
+        "interrupted": interrupt(command, whole, last, wrong),
+        "killed": kill_at_random(command, whole, seconds, wrong) if every else 0,
+        "wrong": wrong,
+    }
+
+
+def interrupt(command: Command, whole: dict[str, bytes], last: int, wrong: list[str]) -> dict[str, object]:
+    """What an interrupted run said, and what the resumed one says if a shard with experts of layer 1 was lost."""
+    code, lines = command.run(INTERRUPT, 2 * last // 3), command.said()
+    command.run(INTERRUPT, last // 4)
+    for shard in command.out.glob("model-00002-of-*.safetensors"):
+        shard.unlink()
+    assert command.run() == 0
+    again = command.said()
+    wrong += [f"interrupted: {problem}" for problem in problems_of_resume(command, whole)]
+    return {"code": code, "lines": lines, "again": again}
+
+
+def kill_at_random(command: Command, whole: dict[str, bytes], seconds: float, wrong: list[str]) -> int:
+    """Kill twenty runs at random moments; returns how many were still running."""
+    draw, kills = random.Random(0), 0
+    for moment in [draw.uniform(0, seconds) for _ in range(20)]:
+        child = command.start()
+        time.sleep(moment)
+        os.kill(child, signal.SIGKILL)
+        kills += wait(child) == -signal.SIGKILL
+        problems = [*problems_after_crash(command.out, whole), *problems_of_resume(command, whole)]
+        wrong += [f"killed after {moment:.3f} s: {problem}" for problem in problems]
+    return kills
+
+
+def crash_each(folder: Path, commands: list[list[str]], *, every: bool) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    for number, words in enumerate(commands):
+        command = Command(words, folder / str(number))
+        command.folder.mkdir()
+        if number == 0:
+            warm_up(command)
+        found.append(crash(command, every=every))
+    return found
 
 
 if __name__ == "__main__":
     result = os.dup(1)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    document = crash_everywhere(Path(sys.argv[1]), int(sys.argv[2]))
+    document = crash_each(Path(sys.argv[1]), json.loads(sys.argv[3]), every=sys.argv[2] == "every")
     with os.fdopen(result, "w") as out:
         json.dump(document, out)

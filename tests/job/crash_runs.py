@@ -12,22 +12,28 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-ALL = 1_000_000
 
 
-def crash(folder: Path, *words: object, most: int = ALL) -> dict[str, Any]:
-    """What the driver found: `calls` of a whole run in order, points `tried`, and what went `wrong`."""
+def crash(folder: Path, *commands: list[object], points: str) -> list[dict[str, Any]]:
+    """For each command: the `calls` of a whole run in order, the number of points `tried`, and what went `wrong`."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
     shim = folder / "shim.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", shim, HERE / "crash_shim.c", "-ldl"], check=True)
     environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, HERE / "crash_driver.py", folder, most, *words]
+    words = json.dumps([list(map(str, command)) for command in commands])
     done = subprocess.run(
-        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=7200, check=False
+        [sys.executable, HERE / "crash_driver.py", folder, points, words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=7200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    found["calls"] = [line.replace(f"{folder}/whole", "DEST").replace(str(folder), "PARENT") for line in found["calls"]]
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    for number, each in enumerate(found):
+        own = folder / str(number)
+        each["calls"] = [line.replace(f"{own}/whole", "DEST").replace(str(own), "PARENT") for line in each["calls"]]
     return found

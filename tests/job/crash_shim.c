@@ -1,9 +1,10 @@
-/* Counts the system calls that change files, and kills the process at one of them, or lets the disk be full from one on.
+/* Counts the system calls that change files, and at one of them kills or interrupts the process, or fills the disk.
 
-   Loaded with LD_PRELOAD. crash_arm(N, log) starts counting from 1. The N-th call is not done: the process gets SIGKILL
-   instead, except that the N-th write first writes half of its bytes. N = 0 only counts. If `log` is a descriptor, each
-   call is written to it as a line. After crash_fill(N) nothing is killed: from the N-th call on, writing and allocating
-   fail for lack of room. fsync is counted but not done: a killed process loses nothing that it wrote. */
+   Loaded with LD_PRELOAD. crash_arm(KILL, N, log) starts counting from 1. The N-th call is not done: the process gets
+   SIGKILL instead, except that the N-th write first writes half of its bytes. N = 0 only counts. If `log` is a
+   descriptor, each call is written to it as a line. With FILL, writing and allocating fail for lack of room from the N-th
+   call on; with INTERRUPT, the process gets SIGINT before the N-th call. fsync is counted but not done: a killed process
+   loses nothing that it wrote. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -21,22 +22,16 @@
 static atomic_long count;
 static long target = -1; /* -1: off */
 static int log_to = -1;
-static int fills;
+static enum { KILL = 0, FILL, INTERRUPT } fault;
 
 enum { DO = 0, TEAR, FULL };
 
-void crash_arm(long n, int log) {
+void crash_arm(int what, long n, int log) {
   atomic_store(&count, 0);
+  fault = what;
   log_to = log;
   target = n;
 }
-
-void crash_fill(long n) {
-  crash_arm(n, -1);
-  fills = 1;
-}
-
-long crash_count(void) { return atomic_load(&count); }
 
 static void die(void) {
   kill(getpid(), SIGKILL);
@@ -61,8 +56,12 @@ static int step(const char *call, int folder, const char *path, int is_write) {
     int length = snprintf(line, sizeof line, "%s %s%s%s\n", call, base, base[0] && path[0] ? "/" : "", path);
     syscall(SYS_write, log_to, line, (size_t)length);
   }
-  if (fills) return n >= target && (is_write || strcmp(call, "allocate") == 0) ? FULL : DO;
+  if (fault == FILL) return n >= target && (is_write || strcmp(call, "allocate") == 0) ? FULL : DO;
   if (n != target) return DO;
+  if (fault == INTERRUPT) {
+    kill(getpid(), SIGINT);
+    return DO;
+  }
   if (!is_write) die();
   return TEAR;
 }

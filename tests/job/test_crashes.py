@@ -9,18 +9,28 @@ from typing import Any
 import pytest
 from crash_runs import crash
 
+OPTIONS = ("--workers", "1", "--device", "cpu", "--quiet")
+
 
 @pytest.fixture(scope="module")
 def crashes(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the driver found: `calls` of a whole run in order, crash points `tried`, and what went `wrong`."""
-    folder = tmp_path_factory.mktemp("crashes")
-    return crash(folder, "run", small, "OUT", "--workers", "1", "--device", "cpu")
+    """What the driver found at a call of each kind."""
+    [found] = crash(tmp_path_factory.mktemp("crashes"), ["run", small, "OUT", *OPTIONS], points="spread")
+    return found
 
 
-def test_crash_at_every_call_resumes_to_identical_bytes(crashes: dict[str, Any]) -> None:
+def test_crashes_resume_to_identical_bytes(crashes: dict[str, Any]) -> None:
     assert crashes["wrong"] == []
     assert len(crashes["calls"]) > 90
-    assert crashes["tried"] > len(crashes["calls"]), "every call, and some of the resumes"
+    assert crashes["tried"] > 15
+
+
+@pytest.mark.slow
+def test_a_crash_at_every_call_and_twenty_random_moments(small: Path, tmp_path: Path) -> None:
+    [found] = crash(tmp_path, ["run", small, "OUT", *OPTIONS], points="every")
+    assert found["wrong"] == []
+    assert found["tried"] > len(found["calls"]), "every call, and some of the resumes"
+    assert found["killed"] >= 10
 
 
 def test_no_change_of_a_file_escapes_the_count(crashes: dict[str, Any]) -> None:
