@@ -40,7 +40,7 @@ OWNERS = {
         "quantize/quantizer.py",
         "forward",
         "validate",
-        "job/machine.py",
+        "job/resources.py",
         "calibrate/accumulate.py",
         "calibrate/cost.py",
         "calibrate/gptq_layer.py",

@@ -1,6 +1,7 @@
-"""What a conversion takes from statistics: the importance and the smoothing exponents of a weight's input columns.
+"""What a conversion uses of statistics: the importance and the smoothing exponents of a weight's input columns.
 
-Smoothing multiplies channel j of the input of gate and up by 2^a_j, so its mean square is multiplied by 4^a_j.
+Smoothing multiplies channel j of the input of gate and up by 2^a_j, so its mean square is multiplied by 4^a_j. It is
+exact, or an error that names the tensor.
 
 The mean square m of few tokens n says little. It counts as n tokens next to PRIOR_TOKENS tokens that have, in each
 column of a block of 16, the block's mean:
@@ -14,7 +15,8 @@ of the divergence of `mse` in a prototype; this rule brings it to 0.83 (scripts/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -24,10 +26,15 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from k2convert.calibrate.layer_statistics import LayerStatistics
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.reader import Bytes
 from k2convert.choices import BLOCK_SIZE
-from k2convert.errors import CalibrationError
+from k2convert.errors import CalibrationError, FormatError
 from k2convert.models import locate_module
-from k2convert.models.names import ModulePlace, Role, TensorName
+from k2convert.models.names import ColumnScaling, ModulePlace, Role, TensorName, reads_norm
+from k2convert.models.projections import Projection
+from k2convert.quantize.formats.channels import divide_columns, scale_bits, scale_fp32
+from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules.imatrix import block_importance
 
@@ -38,6 +45,8 @@ MIN_LAYER_TOKENS: Final = 1024
 """The same for a layer, whose tokens all go through the input of gate and up and through the shared experts."""
 
 PRIOR_TOKENS: Final = 8
+
+_REMEDY: Final = "Make the statistics again with `k2convert calibrate`, or convert with --set smoothing=false."
 
 
 class CollectedLayers(Protocol):
@@ -130,6 +139,47 @@ class Calibration:
         found = self.statistics.layer(layer).smoothing_exponents
         return found if found.any() else None
 
+    def of_projection(self, projection: Projection) -> NDArray[np.uint8] | None:
+        """Return the importance uint8 [K] of a projection's columns, None if errors are not weighted."""
+        return self.importance(_place(projection))
+
+    def codes_of(self, projection: Projection, *, shape: tuple[int, int], global_scale: float) -> Nvfp4Weight | None:
+        """Return what the walk through the layers made of a projection [N, K], None for those that no walk converts.
+
+        Raises CalibrationError if it is not of this weight: `global_scale` is what the rule gives.
+        """
+        codes = self.converted(projection.module)
+        if codes is not None and (codes.shape, codes.global_scale) != (shape, global_scale):
+            raise CalibrationError(
+                f"{projection.where}: the walk's codes are {list(codes.shape)} with global scale "
+                f"{codes.global_scale!r}, but the source needs {list(shape)} with {global_scale!r}. The source "
+                "changed: start again in a different folder."
+            )
+        return codes
+
+    def scaled_weight(self, weight: SourceWeight, projection: Projection) -> SourceWeight:
+        """Return a projection's weight [N, K] with the columns that smoothing divides; raises CalibrationError."""
+        place = _place(projection)
+        assert place.layer is not None
+        exponents = self.exponents(place.layer) if reads_norm(place) else None
+        if exponents is None:
+            return weight
+        with _exactly():
+            return divide_columns(weight, exponents, name=projection.where)
+
+    def scaled_copy(self, data: Bytes, tensor: TensorInfo, scaling: ColumnScaling) -> Bytes:
+        """Return whole rows of a BF16 or FP32 tensor [.., K] with scaled columns; raises CalibrationError."""
+        exponents = self.exponents(scaling.layer)
+        if exponents is None:
+            return data
+        steps, name = -exponents if scaling.is_divided else exponents, f"{tensor.shard}: {tensor.name}"
+        with _exactly():
+            if tensor.dtype == "BF16":
+                bits = data.view(np.uint16).reshape(-1, exponents.size)
+                return scale_bits(bits, steps, name=name).reshape(-1).view(np.uint8)
+            values = data.view(np.float32).reshape(-1, exponents.size)
+            return scale_fp32(values, steps, name=name).reshape(-1).view(np.uint8)
+
     def fallback_experts(self, layer: int) -> tuple[int, ...]:
         """Return the experts of a layer that have too few tokens for their down projection; none without weights."""
         return tuple(sorted(_fallback(self.statistics.layer(layer)))) if self.weighted else ()
@@ -166,3 +216,17 @@ def _fallback(layer: LayerStatistics) -> frozenset[int]:
     if layer.is_dense:
         return frozenset()
     return frozenset(np.flatnonzero(layer.tokens < MIN_TOKENS).tolist())
+
+
+def _place(projection: Projection) -> ModulePlace:
+    place = locate_module(projection.module)
+    assert place is not None
+    return place
+
+
+@contextmanager
+def _exactly() -> Generator[None]:
+    try:
+        yield
+    except FormatError as error:
+        raise CalibrationError(f"{error} {_REMEDY}") from None

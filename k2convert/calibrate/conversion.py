@@ -81,6 +81,28 @@ class OpenWalk:
         layers = {n: replace(layer, gptq=read_gptq(work, n)) for n, layer in record.layers.items()}
         return replace(record, gptq=True, held_out_windows=plan.held_out_windows, layers=layers)
 
+    @contextmanager
+    def running(self, *, room: int, stop: Event, events: Events) -> "Generator[ShardWalk]":
+        """Walk while the block runs, which converts shards and returns when `stop` is set; then wait for the walk.
+
+        `room` is what fetched layers may use. Raises what failed first, in the block or in the walk.
+        """
+        with QuantizedLayers(self.plan.work) as codes:
+            walk = ShardWalk(self, codes, room=room, stop=stop, events=events)
+            walk.start()
+            try:
+                yield walk
+                walk.join()
+            except InterruptedRun:  # the walk may have stopped the block
+                walk.join(seconds=_LEAVE_SECONDS)
+                if walk.failure is None:
+                    raise
+            finally:
+                stop.set()
+                walk.join(seconds=_LEAVE_SECONDS)
+        if walk.failure is not None:
+            raise walk.failure
+
 
 def open_walk(
     plan: CalibrationPlan,
@@ -219,26 +241,3 @@ class ShardWalk:
             self._changed.notify_all()
         if not is_needed:
             self._codes.drop(layer.layer)
-
-
-@contextmanager
-def walking(opened: OpenWalk, *, room: int, stop: Event, events: Events) -> Generator[ShardWalk]:
-    """Walk while the block runs, which converts shards and returns when `stop` is set; then wait for the walk's end.
-
-    `room` is what fetched layers may use. Raises what failed first, in the block or in the walk.
-    """
-    with QuantizedLayers(opened.plan.work) as codes:
-        walk = ShardWalk(opened, codes, room=room, stop=stop, events=events)
-        walk.start()
-        try:
-            yield walk
-            walk.join()
-        except InterruptedRun:  # the walk may have stopped the block
-            walk.join(seconds=_LEAVE_SECONDS)
-            if walk.failure is None:
-                raise
-        finally:
-            stop.set()
-            walk.join(seconds=_LEAVE_SECONDS)
-    if walk.failure is not None:
-        raise walk.failure

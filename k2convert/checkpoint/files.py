@@ -30,7 +30,7 @@ from k2convert.errors import (
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 _OWN_SUFFIX: Final = re.compile(r"\.[0-9a-f]{16}\.tmp")
-PIECE_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = 8 << 20
 MAX_SMALL_FILE_BYTES: Final = 64 << 20  # the largest of a Kimi checkpoint, the index of its NVFP4 form, has about 33 MB
 MAX_NESTING: Final = 100  # a deeper document would exhaust the stack of whoever walks it; real ones have ten levels
 
@@ -299,3 +299,9 @@ def config_differences(
             yield from config_differences(cast(object, one), cast(object, other), place, unread=unread)
         elif one is ABSENT or other is ABSENT or not is_same_json(one, other):
             yield place, one, other
+
+
+def discard_file(path: Path) -> None:
+    """Remove a file if it exists; raises DestinationWriteError."""
+    with writing(path):
+        path.unlink(missing_ok=True)

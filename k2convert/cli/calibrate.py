@@ -14,8 +14,8 @@ from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CalibrateOptions
 from k2convert.errors import require_extra
 from k2convert.hub.client import Hub
-from k2convert.job.calibration import plan_statistics
 from k2convert.job.locations import check_statistics_path, open_source
+from k2convert.job.prepare import plan_statistics
 from k2convert.models import read_architecture
 from k2convert.plan.recipe import TextUse
 from k2convert.records.command import JobCommand

@@ -14,7 +14,7 @@ from k2convert.cli import console
 from k2convert.cli.options import parse_device
 from k2convert.errors import CalibrationError, PlanError
 from k2convert.job.locations import Source
-from k2convert.job.machine import (
+from k2convert.job.resources import (
     THREADS_PER_GPU,
     available_memory,
     check_memory,

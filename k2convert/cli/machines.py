@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from k2convert.job.parts import Part
-
 if TYPE_CHECKING:
     from k2convert.cli.verbs import RunOptions
+    from k2convert.job.parts import Part
     from k2convert.job.prepare import Job
     from k2convert.job.ray import Capacity, Cluster
 
@@ -36,7 +35,7 @@ def capacity_line(found: "Capacity") -> str:
     return f"cluster: {has}; {found.shards_at_a_time:,} shards at a time; the time is not estimated"
 
 
-def run_part(job: "Job", part: Part, options: "RunOptions") -> None:
+def run_part(job: "Job", part: "Part", options: "RunOptions") -> None:
     """Do one part, and say which command ends the job."""
     from k2convert.cli import console
     from k2convert.cli.options import command_words

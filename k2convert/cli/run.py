@@ -39,14 +39,11 @@ from k2convert.cli.views import (
 )
 from k2convert.errors import HubError, InvalidCheckpointError, UnservableError, missing_module, require_extra
 from k2convert.hub.client import SCHEME, Hub
-from k2convert.hub.preflight import Target
 from k2convert.hub.xet import bound_memory
 from k2convert.job.estimate import estimate, memory_bytes
-from k2convert.job.kept_experts import prune_source
 from k2convert.job.locations import Source, open_named_statistics, open_source, read_destination
-from k2convert.job.machine import has_driver
-from k2convert.job.parts import read_part
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
+from k2convert.job.resources import has_driver
 from k2convert.job.run import Outcome, execute
 from k2convert.plan.recipe import TextUse, parse_settings, settle_recipe
 from k2convert.records.command import JobCommand
@@ -57,6 +54,8 @@ from k2convert.records.publication import Published, record_published
 
 if TYPE_CHECKING:
     from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
+    from k2convert.hub.preflight import Target
+    from k2convert.job.parts import Part
 
 
 def run(options: RunOptions) -> None:
@@ -64,7 +63,7 @@ def run(options: RunOptions) -> None:
     for is_wrong, problem in _contradictions(options):
         if is_wrong:
             raise typer.BadParameter(problem)
-    part = None if options.part is None else read_part(options.part, os.environ)
+    part = _read_part(options.part)
     computer = choose_computer(options.device, dry_run=options.dry_run) if options.calibrate else None
     overrides = _recipe_overrides(options)
     destination = read_destination(options.destination, work_folder=options.work_dir)
@@ -86,7 +85,10 @@ def run(options: RunOptions) -> None:
         recipe = choose_recipe(source.checkpoint, options.recipe, overrides)
         has_statistics, has_text, to_hub = (it is not None for it in (statistics, computer, destination.repo))
         recipe = settle_recipe(recipe, has_statistics=has_statistics, has_text=has_text, to_hub=to_hub)
-        source = prune_source(source, recipe, hub=hub)
+        if recipe.keep_experts is not None:
+            from k2convert.job.kept_experts import prune_source
+
+            source = prune_source(source, recipe, hub=hub)
         job = prepare(
             source=source,
             destination=destination,
@@ -116,6 +118,14 @@ def run(options: RunOptions) -> None:
             _show_published(job, job.target, as_json=options.as_json)
         else:
             _do(job, options)
+
+
+def _read_part(text: str | None) -> "Part | None":
+    if text is None:
+        return None
+    from k2convert.job.parts import read_part
+
+    return read_part(text, os.environ)
 
 
 def _read_text(
@@ -218,7 +228,7 @@ def _show_cluster_plan(job: Job, options: RunOptions) -> None:
         console.print_next(console.own_command(without="--dry-run"))
 
 
-def _show_published(job: Job, target: Target, *, as_json: bool) -> None:
+def _show_published(job: Job, target: "Target", *, as_json: bool) -> None:
     from k2convert.hub.branch import Branch, branch_name
 
     Branch(job.hub, target, branch_name(job.digest)).delete()  # a run killed after its last commit leaves it
@@ -330,7 +340,7 @@ def _refuse_below_budget(job: Job, missed: Mapping[str, float]) -> None:
         )
 
 
-def confirm(target: Target, *, total_bytes: int, yes: bool, ask: Callable[[str], bool]) -> None:
+def confirm(target: "Target", *, total_bytes: int, yes: bool, ask: Callable[[str], bool]) -> None:
     """Ask before publishing, unless `yes`; raises HubError without a terminal or without consent."""
     if yes:
         return

@@ -18,9 +18,8 @@ import numpy as np
 
 from k2convert.buffers import PAGE_BYTES
 from k2convert.choices import GROUP_SIZE
-from k2convert.job.machine import available_memory, inflight_bytes, peak_bytes
 from k2convert.job.prepare import Job
-from k2convert.job.room import existing_parent
+from k2convert.job.resources import available_memory, existing_parent, inflight_bytes, peak_bytes
 from k2convert.plan.plan import ConvertStep, ShardJob
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.quantizer import create_quantizer

@@ -45,12 +45,11 @@ _OF_THIS_MODEL: Final = "Use a file made for this model."
 
 
 def prune_source(source: Source, recipe: Recipe, *, hub: Hub) -> Source:
-    """Return the source with the experts that the recipe keeps; as it is, if the recipe keeps all.
+    """Return the source with only the experts that the recipe's `keep_experts` keeps.
 
     Raises PlanError or CalibrationError naming file, layer and remedy if the file cannot be used for this model.
     """
-    if recipe.keep_experts is None:
-        return source
+    assert recipe.keep_experts is not None
     return source.pruned(_read(Path(recipe.keep_experts), recipe.experts, source, hub))
 
 

@@ -30,15 +30,14 @@ from k2convert.checkpoint.names import (
 )
 from k2convert.errors import DestinationError, DestinationWriteError, HubError, K2ConvertError, remedy
 from k2convert.hub.client import MAIN, SCHEME, Hub, RepoRef, parse_repo, target_revision
-from k2convert.hub.request_errors import HubRequestError
-from k2convert.hub.source import RemoteRepo, fetch_small_files, mark_other_files, open_remote, resolve_source
-from k2convert.hub.source_card import SourceCard, read_source_card_file
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.records.fingerprint import local_identity
 from k2convert.records.pruning import PruningRecord
 
 if TYPE_CHECKING:
     from k2convert.calibrate.statistics import Statistics
+    from k2convert.hub.source import RemoteRepo
+    from k2convert.hub.source_card import SourceCard
 
 WORK_ROOT: Final = Path("k2convert-work")
 _STATISTICS_SUFFIX: Final = ".stats"
@@ -53,7 +52,7 @@ class Source:
     """
 
     checkpoint: Checkpoint
-    remote: RemoteRepo | None = None
+    remote: "RemoteRepo | None" = None
     pruning: PruningRecord | None = None
     whole: Checkpoint | None = None
 
@@ -62,8 +61,10 @@ class Source:
         return replace(self, checkpoint=pruning.view(self.checkpoint), pruning=pruning, whole=self.checkpoint)
 
     @property
-    def card(self) -> SourceCard:
+    def card(self) -> "SourceCard":
         """What the source's model card states. Read it while the source is open."""
+        from k2convert.hub.source_card import read_source_card_file
+
         return read_source_card_file(self.checkpoint.folder / CARD_NAME)
 
     def identities(self) -> dict[str, str]:
@@ -87,7 +88,7 @@ class Result:
     """An opened result. If `remote` is set, the folder has its small files, and an empty file for every shard."""
 
     folder: Path
-    remote: RemoteRepo | None = None
+    remote: "RemoteRepo | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ def open_source(text: str, *, hub: Hub, pinned: str | None = None) -> Generator[
             checkpoint = open_checkpoint(Path(text))
         yield Source(checkpoint)
         return
+    from k2convert.hub.source import open_remote
+
     with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
         folder = Path(temporary) / ref.repo
         folder.mkdir(parents=True)
@@ -146,6 +149,8 @@ def open_result(text: str, *, hub: Hub) -> Generator[Result]:
     if ref is None:
         yield Result(Path(text))
         return
+    from k2convert.hub.source import fetch_small_files, mark_other_files, resolve_source
+
     remote = resolve_source(hub, ref)
     if not any(path.endswith(SHARD_SUFFIX) for path in remote.files):
         raise HubError(f"{text}: has no shards, so it holds no result. Check the name and the revision.")
@@ -158,7 +163,10 @@ def open_result(text: str, *, hub: Hub) -> Generator[Result]:
             yield Result(folder, remote)
 
 
-def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> RemoteRepo:
+def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> "RemoteRepo":
+    from k2convert.hub.request_errors import HubRequestError
+    from k2convert.hub.source import resolve_source
+
     if ref.revision is not None or pinned is None:
         return resolve_source(hub, ref)
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from k2convert.errors import PlanError, quoted
-from k2convert.job.room import Item
+from k2convert.job.resources import Item
 
 FROM_SCHEDULER: Final = "auto"
 """The value of --part that reads the variables of a Slurm array."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from k2convert.job.room import Item, Room
+from k2convert.job.resources import Item, Room
 
 _POLL_SECONDS: Final = 0.2
 _LEAVE_SECONDS: Final = 10.0

@@ -9,17 +9,21 @@ from k2convert.checkpoint.files import parse_json_object
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
 from k2convert.choices import Device
-from k2convert.errors import CheckpointError, DiskFullError, require_extra
+from k2convert.errors import CheckpointError, DestinationError, DiskFullError, require_extra
 from k2convert.hub.client import Hub, check_endpoint
-from k2convert.hub.preflight import Target, check_target, other_weights_error, read_published
-from k2convert.hub.source_card import SourceCard, accepted_card
-from k2convert.job.calibration import plan_walk
-from k2convert.job.limits import Limits, output_items, plan_limits
-from k2convert.job.locations import Destination, Source, check_destination, refuse_symlinks
-from k2convert.job.machine import choose_devices, choose_workers, device_name
-from k2convert.job.room import Item
+from k2convert.job.locations import Destination, Source, check_destination, check_statistics_path, refuse_symlinks
+from k2convert.job.resources import (
+    Item,
+    Limits,
+    allowed_disk,
+    choose_devices,
+    choose_workers,
+    device_name,
+    output_items,
+    plan_limits,
+)
 from k2convert.models import detect_family, read_architecture
-from k2convert.plan.plan import Plan, plan_conversion
+from k2convert.plan.plan import Plan, ShardJob, claim_projections, plan_conversion
 from k2convert.plan.recipe import Recipe, load_recipe, settle_recipe
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import JobCommand
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
     from k2convert.calibrate.channels import Calibration
     from k2convert.calibrate.statistics import Statistics
+    from k2convert.hub.preflight import Target
+    from k2convert.hub.source_card import SourceCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +54,8 @@ class Job:
     source: Source
     destination: Destination
     hub: Hub
-    target: Target | None
-    card: SourceCard
+    target: "Target | None"
+    card: "SourceCard | None"
     is_published: bool
     plan: Plan
     items: tuple[Item, ...]
@@ -137,7 +143,7 @@ def prepare(
         destination=destination,
         hub=hub,
         target=target,
-        card=SourceCard() if target is None else accepted_card(hub, source.card),
+        card=None if target is None else _accepted_card(hub, source),
         is_published=target is not None and is_published(hub, target, description.fingerprint),
         plan=plan,
         items=items,
@@ -229,10 +235,12 @@ def _check_target(
     *,
     private: bool,
     hub: Hub,
-) -> Target | None:
+) -> "Target | None":
     """Check the repository that the result goes to, if it goes to one; raises HubError."""
     if destination.repo is None:
         return None
+    from k2convert.hub.preflight import check_target
+
     check_endpoint()
     file_bytes = {item.name: item.output_bytes for item in items}
     return check_target(
@@ -246,8 +254,16 @@ def _check_target(
     )
 
 
-def is_published(hub: Hub, target: Target, fingerprint: Mapping[str, Any]) -> bool:
+def _accepted_card(hub: Hub, source: Source) -> "SourceCard":
+    from k2convert.hub.source_card import accepted_card
+
+    return accepted_card(hub, source.card)
+
+
+def is_published(hub: Hub, target: "Target", fingerprint: Mapping[str, Any]) -> bool:
     """Return whether the target's branch has this job's result; raises HubError if it has any other weights."""
+    from k2convert.hub.preflight import other_weights_error, read_published
+
     data = read_published(hub, target, LEDGER_NAME)
     if data is None:
         return False
@@ -274,4 +290,65 @@ def check_room(job: Job) -> None:
     raise DiskFullError(
         f"{job.destination.folder}: the job needs at least {limits.disk_needed:,} bytes of disk at once, but "
         f"may use {limits.disk_allowed:,}. {advice}"
+    )
+
+
+def plan_walk(
+    text: "CalibrationText",
+    source: Source,
+    folder: Path,
+    shards: Sequence[ShardJob],
+    description: JobDescription,
+    *,
+    devices: tuple[str, ...],
+    hub: Hub,
+) -> "CalibrationPlan":
+    """Plan the walk of a conversion; raises DestinationError if its statistics cannot be saved."""
+    from k2convert.calibrate.calibration import WalkSource, plan_calibration
+    from k2convert.calibrate.layer_files import conversion_work
+
+    path = text.saved
+    if path is not None:
+        check_statistics_path(path, source=source.checkpoint.folder if source.remote is None else None)
+        if path.resolve().is_relative_to(folder.resolve()):
+            raise DestinationError(
+                f"{path}: is inside the destination, where only the result goes. Choose a path outside."
+            )
+    walk = plan_calibration(
+        text,
+        WalkSource(source.checkpoint, source.remote, hub, description.source),
+        identity=description.fingerprint,
+        work=conversion_work(folder),
+        devices=devices,
+        shards=shards,
+    )
+    walk.finished_header()  # refuses statistics of anything else in its place
+    return walk
+
+
+def plan_statistics(
+    text: "CalibrationText",
+    source: Source,
+    statistics: Path,
+    *,
+    devices: tuple[str, ...],
+    hub: Hub,
+    max_disk: int | None = None,
+) -> "CalibrationPlan":
+    """Plan the calibration that writes a statistics file; raises PlanError, DiskFullError, DestinationError."""
+    from k2convert.calibrate.calibration import WalkSource, plan_calibration, source_fields
+    from k2convert.calibrate.layer_files import statistics_work
+
+    checkpoint, work = source.checkpoint, statistics_work(statistics)
+    check_statistics_path(statistics, source=checkpoint.folder if source.remote is None else None)
+    recipe = load_recipe(detect_family(checkpoint).recipe, {})
+    claim_projections(source=checkpoint, recipe=recipe)  # refuses a source that cannot be converted
+    fingerprint = job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision)
+    return plan_calibration(
+        text,
+        WalkSource(checkpoint, source.remote, hub, source.identities()),
+        identity=source_fields(fingerprint) | text.identity(device_name(devices)),
+        work=work,
+        devices=devices,
+        disk_allowed=allowed_disk(work.folder, uses_hub=source.remote is not None, max_disk=max_disk),
     )

@@ -21,12 +21,10 @@ from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
 from k2convert.hub.source_card import SourceCard, accepted_card, read_source_card
-from k2convert.job.limits import output_headers
-from k2convert.job.machine import release_buffers
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, is_published
-from k2convert.job.room import Item, Room
-from k2convert.job.uploads import ShardHashes, Uploads
+from k2convert.job.resources import Item, Room, output_headers, release_buffers
+from k2convert.job.transfers import ShardHashes, Uploads
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.validate.remote import LOCAL, Shards
@@ -63,7 +61,7 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         repo=target.repo,
         revision=None if target.revision == MAIN else target.revision,
         base_model=job.source.repo,
-        source=job.card,
+        source=job.card or SourceCard(),
         validation=validation,
         tensors=(output for shard in job.plan.jobs for output in shard.outputs),
     )

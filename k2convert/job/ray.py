@@ -22,15 +22,16 @@ from typing import Any, Final
 from k2convert import __version__
 from k2convert.checkpoint.files import own_suffix
 from k2convert.errors import InterruptedRun, InvalidCheckpointError, K2ConvertError, PlanError, require_extra
-from k2convert.hub.branch import Branch
+from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import Hub
 from k2convert.hub.download import download_shard
 from k2convert.hub.preflight import Target
 from k2convert.hub.source import RemoteRepo
 from k2convert.hub.xet import bound_memory
-from k2convert.job import machine
+from k2convert.job import resources
 from k2convert.job.node_room import new_rooms, open_room
-from k2convert.job.shard import ShardTask, convert_shard
+from k2convert.job.prepare import Job
+from k2convert.job.shard import ShardTask, convert_shard, shard_task
 from k2convert.records.events import Events
 from k2convert.records.shard_record import ShardRecord
 
@@ -70,16 +71,16 @@ class NodeResult:
 def do_on_node(work: NodeTask, *, cpus: int) -> NodeResult:
     """Convert one shard on this machine; raises K2ConvertError."""
     uses_hub = work.remote is not None or work.target is not None
-    machine.settle_runtime(uses_hub=uses_hub)
-    inflight_bytes = machine.inflight_bytes(uses_hub=uses_hub, cores=cpus)
+    resources.settle_runtime(uses_hub=uses_hub)
+    inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus)
     task = replace(work.task, suffix=own_suffix(), inflight_bytes=inflight_bytes)
     if not uses_hub:
-        with machine.open_threads(1, num_converting=cpus) as threads:
+        with resources.open_threads(1, num_converting=cpus) as threads:
             return NodeResult(convert_shard(task, threads=threads))
     bound_memory()
     with (
         open_room(work.rooms, shard_bytes=work.disk_bytes, max_disk=work.max_disk) as folder,
-        machine.open_threads(1, num_converting=cpus) as threads,
+        resources.open_threads(1, num_converting=cpus) as threads,
     ):
         if work.remote is not None:
             for name in task.shard.source_shards:
@@ -228,6 +229,22 @@ class Cluster:
         finally:
             self._load.remove(name)
         return report
+
+
+def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, events: Events) -> ShardRecord:
+    """Have a node convert one shard of a job and, for the Hub, fetch and send it; returns its record."""
+    limits = job.limits
+    task = shard_task(job, name, limits.devices[0])
+    folders = {"source_folder": task.source_folder.absolute(), "destination": task.destination.absolute()}
+    task = replace(task, **folders, calibration=job.calibration)
+    sizes = (sum(limits.source_bytes.get(s, 0) for s in item.sources) + item.output_bytes for item in job.items)
+    branch = "" if job.target is None else branch_name(job.digest)
+    work = NodeTask(task, job.source.remote, job.target, branch, max(sizes))
+    result = cluster.convert(work, stop=stop, events=events)
+    shard = task.shard
+    events.progress(bytes_in=shard.bytes_in, bytes_out=shard.data_bytes, tensors=len(shard.outputs))
+    events.note(f"node {result.node}: {name}")
+    return result.record
 
 
 @contextmanager

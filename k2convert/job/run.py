@@ -10,27 +10,27 @@ the walk through the layers. Everything else is the same code, so the bytes are 
 """
 
 import sys
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, own_suffix
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, discard_file, file_digest, own_suffix
 from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.names import WORK_FOLDER
-from k2convert.job import machine
+from k2convert.checkpoint.reader import leave_cache
+from k2convert.errors import SourceReadError
+from k2convert.job import resources
 from k2convert.job.assemble import assemble, is_complete
-from k2convert.job.downloads import fetch_shard, keep_small_files, remove_file, sweep_downloads
 from k2convert.job.locations import check_work_folder
-from k2convert.job.parts import Part
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, check_room
-from k2convert.job.room import Item, Room
-from k2convert.job.shard import ShardTask, convert_shard
-from k2convert.job.verify import verify_shards
+from k2convert.job.resources import Item, Room
+from k2convert.job.shard import convert_shard, shard_task
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events, Extent, Keep, Phase
@@ -39,9 +39,14 @@ from k2convert.records.shard_record import ShardRecord
 
 if TYPE_CHECKING:
     from k2convert.calibrate.conversion import OpenWalk, ShardWalk
+    from k2convert.hub.source import RemoteRepo
+    from k2convert.job.parts import Part
     from k2convert.job.ray import Cluster
-    from k2convert.job.uploads import Uploads
+    from k2convert.job.transfers import Uploads
     from k2convert.validate.results import ValidationReport
+
+
+_NOT_HASHED: Final = "finished shards have their recorded size and time (--verify hashes them too)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class Outcome:
 def execute(
     job: Job,
     *,
-    part: Part | None = None,
+    part: "Part | None" = None,
     cluster: "Cluster | None" = None,
     verify: bool = False,
     events: Events = SILENT,
@@ -72,12 +77,15 @@ def execute(
     in the destination; UnservableError if the result does not validate, and then main is not changed.
     """
     check_room(job)
-    machine.settle_runtime(uses_hub=job.uses_hub)
+    resources.settle_runtime(uses_hub=job.uses_hub)
     with _opened(job, part, verify, events) as run:
         walk = _open_walk(run)
         events.begun(_extent(run, walk, cluster), keep=run.keep)
         with _stages(run, walk, cluster) as stages:
-            Pipeline(run.items, stages=stages, room=_room(job, cluster), stop=run.stop, to_upload=run.to_upload).run()
+            room = Room(
+                job.limits.room if cluster is None else sys.maxsize, job.limits.source_bytes
+            )  # nodes have theirs
+            Pipeline(run.items, stages=stages, room=room, stop=run.stop, to_upload=run.to_upload).run()
         if part is not None:
             return Outcome(run.records, run.finished)
         if cluster is not None:
@@ -86,28 +94,28 @@ def execute(
         return _ended(run, walk)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Run:
-    """An opened job: the records so far, the items to convert and those only to upload. `mine` are a part's items.
+    """An opened job: the records so far, the items to convert and those only to upload.
 
     `finished` are the records of an earlier run, `keep` stores a line for `status`. A set `stop` ends the loop.
     """
 
     job: Job
     journal: Journal
-    uploads: "Uploads | None"
-    finished: dict[str, ShardRecord]
-    records: dict[str, ShardRecord]
-    mine: list[Item]
-    items: list[Item]
-    to_upload: list[Item]
     events: Events
     keep: Keep | None
-    stop: Event
+    mine: Sequence[Item]
+    uploads: "Uploads | None" = None
+    finished: dict[str, ShardRecord] = field(default_factory=dict[str, ShardRecord])
+    records: dict[str, ShardRecord] = field(default_factory=dict[str, ShardRecord])
+    items: list[Item] = field(default_factory=list[Item])
+    to_upload: list[Item] = field(default_factory=list[Item])
+    stop: Event = field(default_factory=Event)
 
 
 @contextmanager
-def _opened(job: Job, part: Part | None, verify: bool, events: Events) -> Generator[_Run]:
+def _opened(job: Job, part: "Part | None", verify: bool, events: Events) -> Generator[_Run]:
     """Lock the destination, begin or resume the job, and find out what is left of it."""
     folder = job.destination.folder
     make_folder(folder / WORK_FOLDER, root=folder)
@@ -118,58 +126,52 @@ def _opened(job: Job, part: Part | None, verify: bool, events: Events) -> Genera
         (journal.begin if part is None else journal.join)(job.description)
         if job.command is not None:
             keep_command(folder, job.command, suffix=journal.suffix)
-        if part is not None:  # other tasks write at the same time: nothing of theirs is checked or removed
-            found = journal.finished(job.digest)
-            mine = part.items(job.items)
-            items = [item for item in mine if item.name not in found]
-            yield _Run(job, journal, None, dict(found), found, mine, items, [], events, keep, Event())
-            return
-        found = verify_shards(journal, job.digest, everything=verify, events=events)
-        checkpoint = replace(job.source.checkpoint, folder=keep_small_files(job))
-        job = replace(job, source=replace(job.source, checkpoint=checkpoint))
-        uploads = _open_uploads(job, journal, events)
-        records = dict(found) if uploads is None else uploads.records
-        items, to_upload = _remaining(job, journal, uploads, records)
-        run = _Run(job, journal, uploads, found, records, list(job.items), items, to_upload, events, keep, Event())
-        if was_begun or len(items) + len(to_upload) < len(job.items):
-            events.note(_resumed_line(run))
+        run = _Run(job, journal, events, keep, job.items if part is None else part.items(job.items))
+        if part is None:
+            _resume(run, verify=verify)
+            if was_begun or len(run.items) + len(run.to_upload) < len(job.items):
+                events.note(_resumed_line(run))
+        else:  # other tasks write at the same time: nothing of theirs is checked or removed
+            run.finished = journal.finished(job.digest)
+            run.records = dict(run.finished)
+            run.items = [item for item in run.mine if item.name not in run.finished]
         yield run
 
 
-def _open_uploads(job: Job, journal: Journal, events: Events) -> "Uploads | None":
-    if job.target is None:
-        return None
-    from k2convert.hub.branch import Branch, branch_name
-    from k2convert.job.uploads import Uploads
+def _resume(run: _Run, *, verify: bool) -> None:
+    """Check what an earlier run left, open the work branch, and find out what is left."""
+    job = run.job
+    run.finished = verify_shards(run.journal, job.digest, everything=verify, events=run.events)
+    run.records = dict(run.finished)
+    if job.source.remote is not None:
+        from k2convert.job.transfers import keep_small_files
 
-    branch = Branch(job.hub, job.target, branch_name(job.digest))
-    branch.open()
-    uploads = Uploads(branch, journal, {}, events)
-    uploads.restore(job.digest)
-    if num_unchecked := sum(not uploads.is_checked(name) for name in uploads.records):
-        job.hub.notify(
-            f"{num_unchecked} finished shards were not validated by an earlier run: they are converted again"
-        )
-    return uploads
+        checkpoint = replace(job.source.checkpoint, folder=keep_small_files(job))
+        run.job = job = replace(job, source=replace(job.source, checkpoint=checkpoint))
+    if job.target is not None:
+        from k2convert.job.transfers import open_uploads
+
+        run.uploads = open_uploads(job, job.target, run.journal, run.events)
+        run.records = run.uploads.records
+    run.items, run.to_upload = _remaining(run)
 
 
-def _remaining(
-    job: Job, journal: Journal, uploads: "Uploads | None", records: Mapping[str, ShardRecord]
-) -> tuple[list[Item], list[Item]]:
+def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
     """Return the items to convert, and those that only have to be uploaded.
 
     A shard for the Hub is converted again if its record does not say that it was validated.
     """
     items: list[Item] = []
     to_upload: list[Item] = []
-    for item in job.items:
-        record = records.get(item.name)
+    uploads, folder = run.uploads, run.job.destination.folder
+    for item in run.mine:
+        record = run.records.get(item.name)
         if uploads is not None and not uploads.is_checked(item.name):
-            remove_file(job.destination.folder / item.name)
+            discard_file(folder / item.name)
             items.append(item)
         elif uploads is not None and uploads.has_arrived(item.name):
-            remove_file(job.destination.folder / item.name)
-        elif record is None or not journal.has_file(record):
+            discard_file(folder / item.name)
+        elif record is None or not run.journal.has_file(record):
             items.append(item)
         elif uploads is not None:
             to_upload.append(item)
@@ -214,11 +216,6 @@ def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ex
     return Extent(phases, len(run.mine), len(run.mine) - len(run.items), layer_tokens=layer_tokens)
 
 
-def _room(job: Job, cluster: "Cluster | None") -> Room:
-    """Return the room for shards on this machine's disk; the nodes of a cluster look after theirs."""
-    return Room(job.limits.room if cluster is None else sys.maxsize, job.limits.source_bytes)
-
-
 @contextmanager
 def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Generator[Stages]:
     """Start threads, and the walk if there is one; yields what happens to a shard.
@@ -227,25 +224,21 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
     """
     job, limits = run.job, run.job.limits
     remote = job.source.remote if cluster is None else None
-    sweep_downloads(job, run.items, run.to_upload)
-    with machine.open_threads(limits.workers) as threads, _walking(run, walk) as walking:
-        convert = _LocalStage(run, threads, walking).convert if cluster is None else partial(_on_node, run, cluster)
+    if remote is not None:
+        from k2convert.job.transfers import sweep_downloads
+
+        sweep_downloads(job, run.items, run.to_upload)
+    walking = nullcontext() if walk is None else walk.running(room=limits.layer_room, stop=run.stop, events=run.events)
+    with resources.open_threads(limits.workers) as threads, walking as shard_walk:
+        convert = _LocalStage(run, threads, shard_walk).convert if cluster is None else partial(_on_node, run, cluster)
         yield Stages(
-            fetch=None if remote is None else partial(fetch_shard, job, remote, stop=run.stop, events=run.events),
+            fetch=None if remote is None else partial(_fetch, run, remote),
             convert=convert,
-            drop_source=lambda shard: remove_file(job.downloads / shard),
-            drop_output=lambda shard: remove_file(job.destination.folder / shard),
+            drop_source=lambda shard: discard_file(job.downloads / shard),
+            drop_output=lambda shard: discard_file(job.destination.folder / shard),
             uploads=run.uploads,
             num_workers=limits.workers if cluster is None else max(len(run.items), 1),
         )
-
-
-def _walking(run: _Run, walk: "OpenWalk | None") -> "AbstractContextManager[ShardWalk | None]":
-    if walk is None:
-        return nullcontext()
-    from k2convert.calibrate.conversion import walking
-
-    return walking(walk, room=run.job.limits.layer_room, stop=run.stop, events=run.events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +246,7 @@ class _LocalStage:
     """The convert stage of this process."""
 
     run: _Run
-    threads: machine.Threads
+    threads: resources.Threads
     walk: "ShardWalk | None"
     devices: SimpleQueue[str] = field(default_factory=SimpleQueue[str])
 
@@ -272,7 +265,7 @@ class _LocalStage:
                 from k2convert.calibrate.fitting import check_norms
 
                 check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
-            task = replace(_task(job, item.name, device), calibration=calibration, suffix=run.journal.suffix)
+            task = replace(shard_task(job, item.name, device), calibration=calibration, suffix=run.journal.suffix)
             record = convert_shard(task, threads=self.threads, events=run.events, stop=run.stop)
         finally:
             self.devices.put(device)
@@ -283,49 +276,23 @@ class _LocalStage:
         run.events.shard_finished(item.name)
 
 
+def _fetch(run: _Run, remote: "RemoteRepo", shard: str) -> None:
+    from k2convert.job.transfers import fetch_shard
+
+    fetch_shard(run.job, remote, shard, stop=run.stop, events=run.events)
+
+
 def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
     """Have a node convert a shard and, for the Hub, fetch and send it; record it here."""
-    from k2convert.hub.branch import branch_name
-    from k2convert.job.ray import NodeTask
+    from k2convert.job.ray import convert_on_node
 
-    job, limits = run.job, run.job.limits
-    task = _task(job, item.name, limits.devices[0])
-    task = replace(
-        task,
-        source_folder=task.source_folder.absolute(),
-        destination=task.destination.absolute(),
-        calibration=job.calibration,
-    )
-    sizes = (sum(limits.source_bytes.get(s, 0) for s in i.sources) + i.output_bytes for i in job.items)
-    branch = "" if job.target is None else branch_name(job.digest)
-    work = NodeTask(task, job.source.remote, job.target, branch, max(sizes))
-    result = cluster.convert(work, stop=run.stop, events=run.events)
-    run.records[item.name] = result.record
+    record = convert_on_node(cluster, run.job, item.name, stop=run.stop, events=run.events)
+    run.records[item.name] = record
     if run.uploads is None:
-        run.journal.record(result.record)
+        run.journal.record(record)
     else:
-        run.uploads.adopt(result.record)
-    outputs = task.shard.outputs
-    run.events.progress(bytes_in=task.shard.bytes_in, bytes_out=task.shard.data_bytes, tensors=len(outputs))
-    run.events.note(f"node {result.node}: {item.name}")
+        run.uploads.adopt(record)
     run.events.shard_finished(item.name)
-
-
-def _task(job: Job, name: str, device: str) -> ShardTask:
-    shard = next(shard for shard in job.plan.jobs if shard.name == name)
-    headers = job.source.checkpoint.headers
-    return ShardTask(
-        shard=shard,
-        recipe=job.plan.recipe,
-        source_folder=job.source.checkpoint.folder if job.source.remote is None else job.downloads,
-        destination=job.destination.folder,
-        device=device,
-        fingerprint=job.digest,
-        header_digests={source: headers[source].digest for source in shard.source_shards},
-        inflight_bytes=machine.inflight_bytes(uses_hub=job.uses_hub) // job.limits.workers,
-        for_upload=job.target is not None,
-        kept=None if job.source.pruning is None else job.source.pruning.kept,
-    )
 
 
 def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
@@ -341,6 +308,43 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
         return outcome
     from k2convert.job.publish import publish_result
 
-    machine.release_buffers()
+    resources.release_buffers()
     commit, validation = publish_result(job, job.target, run.uploads, names)
     return replace(outcome, commit=commit, validation=validation)
+
+
+def verify_shards(journal: Journal, digest: str, *, everything: bool, events: Events) -> dict[str, ShardRecord]:
+    """Return the records of the job's shards that are sound; forget those of wrong shards and damaged ones.
+
+    Size and time of modification are always compared with the record. A shard is hashed if its time differs (it was
+    copied, or changed), or with `everything`. Hold the lock for this.
+    """
+    found = journal.find_records(digest)
+    here = {name: record for name, record in found.records.items() if journal.has_file(record)}
+    doubtful = {n: record for n, record in here.items() if everything or not journal.has_recorded_time(record)}
+    again = [path.name.removesuffix(".json") for path in found.damaged]
+    num_bytes = sum(record.file_bytes for record in doubtful.values())
+    if doubtful:
+        events.begun(Extent({"check": (num_bytes, 0)}))
+    for name, record in doubtful.items():
+        if _has_hash(journal.destination / name, record.blake3):
+            journal.record(record)
+        else:
+            again.append(name)
+        events.progress(bytes_in=record.file_bytes)
+    for name in again:
+        journal.forget(name)
+    if here or again:
+        looked = f"finished shards hashed: {len(doubtful)} ({num_bytes:,} bytes)" if doubtful else _NOT_HASHED
+        damaged = f"; damaged, to be converted again: {', '.join(sorted(again))}" if again else ""
+        events.note(f"verified: {looked}{damaged}")
+    return {name: record for name, record in here.items() if name not in again}
+
+
+def _has_hash(path: Path, blake3: str) -> bool:
+    try:
+        is_sound = file_digest(path) == blake3
+        leave_cache(path)
+    except (OSError, SourceReadError):
+        return False
+    return is_sound

@@ -19,20 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX
-from k2convert.checkpoint.header import TensorInfo, encode_header
+from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo, encode_header
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.errors import FormatError, InterruptedRun, remedy
-from k2convert.job.machine import Threads, open_threads
-from k2convert.job.scaling import (
-    divided_weight,
-    projection_codes,
-    projection_exponents,
-    projection_importance,
-    row_bytes,
-    scaled_copy,
-)
+from k2convert.job.resources import Threads, inflight_bytes, open_threads
 from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.pruning import KeptExperts
@@ -47,6 +39,7 @@ from k2convert.records.shard_record import ProjectionRecord, ShardFindings, Shar
 
 if TYPE_CHECKING:
     from k2convert.calibrate.channels import Calibration
+    from k2convert.job.prepare import Job
 
 COPY_BYTES: Final = 16 << 20
 PIECE_BYTES: Final = 16 << 10  # what a piece takes besides its tensors' bytes: without it, small ones had no bound
@@ -74,6 +67,24 @@ class ShardTask:
     calibration: "Calibration | None" = None
     suffix: str = TEMPORARY_SUFFIX
     kept: KeptExperts | None = None
+
+
+def shard_task(job: "Job", name: str, device: str) -> ShardTask:
+    """Return the task of one shard of a job, without statistics."""
+    shard = next(shard for shard in job.plan.jobs if shard.name == name)
+    headers = job.source.checkpoint.headers
+    return ShardTask(
+        shard=shard,
+        recipe=job.plan.recipe,
+        source_folder=job.source.checkpoint.folder if job.source.remote is None else job.downloads,
+        destination=job.destination.folder,
+        device=device,
+        fingerprint=job.digest,
+        header_digests={source: headers[source].digest for source in shard.source_shards},
+        inflight_bytes=inflight_bytes(uses_hub=job.uses_hub) // job.limits.workers,
+        for_upload=job.target is not None,
+        kept=None if job.source.pruning is None else job.source.pruning.kept,
+    )
 
 
 def convert_shard(
@@ -246,22 +257,23 @@ class _Conversion:
     def _load_scaled(self, loaded: _Loaded, projection: Projection) -> SourceWeight:
         """Load a projection, with the columns that smoothing divides."""
         weight = load_projection(loaded, projection)
-        exponents = projection_exponents(projection, self.task.calibration)
-        return weight if exponents is None else divided_weight(weight, projection, exponents)
+        calibration = self.task.calibration
+        return weight if calibration is None else calibration.scaled_weight(weight, projection)
 
     def _copy_step(self, step: CopyStep, loaded: _Loaded) -> _Result:
         data, scaling, calibration = loaded.read(step.tensor), step.scaling, self.task.calibration
         if scaling is None or calibration is None:
             return [data], []
-        exponents = calibration.exponents(scaling.layer)
-        return [data if exponents is None else scaled_copy(data, step.tensor, scaling, exponents)], []
+        return [calibration.scaled_copy(data, step.tensor, scaling)], []
 
     def _quantize(
         self, projection: Projection, source: SourceWeight, shared: Magnitude
     ) -> tuple[list[Bytes], ProjectionRecord]:
         global_scale = self.quantizer.global_scale(shared, is_int4=isinstance(source, Int4Weight))
-        name, importance = projection.module, projection_importance(projection, self.task.calibration)
-        result = projection_codes(projection, self.task.calibration, shape=source.shape, global_scale=global_scale)
+        name, importance, result, calibration = projection.module, None, None, self.task.calibration
+        if calibration is not None:
+            importance = calibration.of_projection(projection)
+            result = calibration.codes_of(projection, shape=source.shape, global_scale=global_scale)
         if result is not None:
             metrics = measure_quantized(source, result, name=name, magnitude=shared, importance=importance)
         else:
@@ -280,7 +292,8 @@ def _convert(piece: _Piece, loading: Future[_Loaded]) -> _Result:
 
 def _whole_rows(tensor: TensorInfo) -> int:
     """Return the bytes of the rows that are copied at a time."""
-    return max(COPY_BYTES // row_bytes(tensor), 1) * row_bytes(tensor)
+    row_bytes = tensor.shape[-1] * DTYPE_BYTES[tensor.dtype]
+    return max(COPY_BYTES // row_bytes, 1) * row_bytes
 
 
 def scalar_bytes(recipe: Recipe, projection: Projection, global_scale: float) -> list[bytes]:

@@ -21,7 +21,6 @@ from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.job.prepare import choose_recipe
-from k2convert.job.scaling import divided_weight, projection_exponents, scaled_copy
 from k2convert.models.projections import load_projection
 from k2convert.plan.plan import CopyStep, Plan, plan_conversion
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
@@ -55,16 +54,14 @@ def unquantized(tiny: Path, plan: Plan, calibration: Calibration | None) -> dict
             if isinstance(step, CopyStep):
                 info: TensorInfo = step.tensor
                 data = reader.read(info)
-                exponents = calibration.exponents(step.scaling.layer) if calibration and step.scaling else None
-                if step.scaling is not None and exponents is not None:
-                    data = scaled_copy(data, info, step.scaling, exponents)
+                if calibration and step.scaling:
+                    data = calibration.scaled_copy(data, info, step.scaling)
                 state[info.name] = tensor_of(data, info.dtype, info.shape)
                 continue
             for projection in step.members:
                 weight = load_projection(reader, projection)
-                exponents = projection_exponents(projection, calibration)
-                if exponents is not None:
-                    weight = divided_weight(weight, projection, exponents)
+                if calibration:
+                    weight = calibration.scaled_weight(weight, projection)
                 weight = dequantize_int4(weight) if isinstance(weight, Int4Weight) else weight
                 state[f"{projection.module}.weight"] = tensor_of(weight.bits, "BF16", weight.shape)
     return state

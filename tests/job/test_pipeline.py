@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from k2convert.job.pipeline import Pipeline, Stages
-from k2convert.job.room import Item, Room, least_room
+from k2convert.job.resources import Item, Room, least_room
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job import limits
+from k2convert.job import resources
 from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
@@ -17,13 +17,13 @@ from k2convert.job.run import execute
 def test_each_header_of_the_result_is_encoded_once_to_plan_a_job(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, encoded = limits.encode_header, list[Any]()
+    encode, encoded = resources.encode_header, list[Any]()
 
     def counted(tensors: Any, **options: Any) -> bytes:
         encoded.append(tensors)
         return encode(tensors, **options)
 
-    monkeypatch.setattr(limits, "encode_header", counted)
+    monkeypatch.setattr(resources, "encode_header", counted)
     checkpoint = open_checkpoint(tiny)
     recipe = choose_recipe(checkpoint, None, {})
     job = prepare(source=Source(checkpoint), destination=Destination(tmp_path / "out"), recipe=recipe, device="cpu")

@@ -19,7 +19,6 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import Layout
 from k2convert.errors import CalibrationError, InvalidCheckpointError, RecipeError
-from k2convert.job import shard as converter
 from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import Job, choose_recipe, prepare
 from k2convert.job.run import execute
@@ -179,10 +178,10 @@ def test_a_code_that_changes_after_it_was_measured_is_found(
     codes, module = walked[True][0], EXPERT.format(0, "down")
     job = with_codes(plan(cut, tmp_path / "out", statistics, layout="modelopt", smoothing=True), codes)
     (task,) = (task for task in tasks_of(job) if any(o.name.startswith(module) for o in task.shard.outputs))
-    right = converter.projection_codes
+    right = Calibration.codes_of
 
-    def wrong(projection: Any, calibration: Any, **options: Any) -> Any:
-        found = right(projection, calibration, **options)
+    def wrong(calibration: Calibration, projection: Any, **options: Any) -> Any:
+        found = right(calibration, projection, **options)
         if projection.module != module:
             return found
         packed = found.packed.copy()
@@ -190,7 +189,7 @@ def test_a_code_that_changes_after_it_was_measured_is_found(
         packed[row, byte] |= ZERO
         return replace(found, packed=packed)
 
-    monkeypatch.setattr(converter, "projection_codes", wrong)
+    monkeypatch.setattr(Calibration, "codes_of", wrong)
     with pytest.raises(InvalidCheckpointError, match=f"{module}: 0 of .* block scales and 1 of .* codes differ"):
         convert_shard(task)
 

@@ -4,7 +4,7 @@ import pytest
 
 from k2convert.cli.options import parse_size
 from k2convert.errors import PlanError
-from k2convert.job.room import Item, least_room
+from k2convert.job.resources import Item, least_room
 
 ITEMS = (Item("a", ("1",), 100), Item("b", ("2",), 300), Item("c", ("3",), 100))
 SOURCES = {"1": 100, "2": 290, "3": 100}

@@ -16,9 +16,9 @@ from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import ChangedFileError, CheckpointError, InvalidCheckpointError
 from k2convert.job.assemble import assemble
-from k2convert.job.limits import output_headers
 from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import Job, choose_recipe, prepare
+from k2convert.job.resources import output_headers
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.plan.plan import CopyStep, plan_conversion
 from k2convert.plan.pruning import KeptExperts, keep_experts

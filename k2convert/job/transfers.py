@@ -1,22 +1,31 @@
-"""The upload stage of a job: from finished shards to the work branch, and from the branch to main.
+"""The stages of a job with the Hub: fetching shards of a remote source, and uploading finished ones.
 
-A shard may leave the disk when the branch lists it with the sha256 of its record, which was computed while it was
-written. The record goes to the branch with it, so that a different machine can continue the job.
+Uploads go to the work branch, and from there to main. A shard may leave the disk when the branch lists it with the
+sha256 of its record, which was computed while it was written. The record goes to the branch with
+it, so that a different machine can continue the job.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-from k2convert.checkpoint.files import parse_json_object, write_atomically
-from k2convert.checkpoint.folders import make_folder
-from k2convert.checkpoint.names import RECORDS_FOLDER
+from k2convert.checkpoint.files import discard_file, parse_json_object, write_atomically
+from k2convert.checkpoint.folders import make_folder, remove_folder
+from k2convert.checkpoint.header import read_header
+from k2convert.checkpoint.names import RECORDS_FOLDER, SOURCE_COPY_FOLDER, WORK_FOLDER
 from k2convert.checkpoint.reader import Bytes, leave_cache
-from k2convert.errors import ChangedFileError
-from k2convert.hub.branch import Branch, Upload
+from k2convert.errors import ChangedFileError, CheckpointError
+from k2convert.hub.branch import Branch, Upload, branch_name
+from k2convert.hub.download import download_shard
 from k2convert.hub.operations import sent_operation
+from k2convert.hub.preflight import Target
+from k2convert.hub.segments import part_path
+from k2convert.hub.source import RemoteRepo
+from k2convert.job.prepare import Job
+from k2convert.job.resources import Item
 from k2convert.records.checksum import seal, unseal
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal
@@ -139,3 +148,58 @@ def _is_record(path: str, data: bytes) -> bool:
         return f"{ShardRecord.from_dict(unseal(document)).shard}.json" == name
     except ValueError:  # CheckpointError is one
         return False
+
+
+def open_uploads(job: Job, target: Target, journal: Journal, events: Events) -> Uploads:
+    """Open the work branch, and take over what an earlier run left there."""
+    branch = Branch(job.hub, target, branch_name(job.digest))
+    branch.open()
+    uploads = Uploads(branch, journal, {}, events)
+    uploads.restore(job.digest)
+    if num_unchecked := sum(not uploads.is_checked(name) for name in uploads.records):
+        job.hub.notify(
+            f"{num_unchecked} finished shards were not validated by an earlier run: they are converted again"
+        )
+    return uploads
+
+
+def keep_small_files(job: Job) -> Path:
+    """Copy a remote source's small files into the work folder: they were fetched to a temporary one. Returns it."""
+    planned_from = job.source.checkpoint.folder
+    root = job.destination.folder
+    folder = root / WORK_FOLDER / SOURCE_COPY_FOLDER
+    remove_folder(folder, root=root)
+    for path in sorted(planned_from.rglob("*")):
+        target = folder / path.relative_to(planned_from)
+        if path.is_file():
+            make_folder(target.parent, root=root)
+            write_atomically(target, path, root=root)
+    return folder
+
+
+def sweep_downloads(job: Job, items: Sequence[Item], to_upload: Sequence[Item]) -> None:
+    """Keep the downloads of an earlier run that are needed first, as far as the room allows. Remove the others."""
+    keep: set[str] = set()
+    taken = sum(item.output_bytes for item in to_upload)
+    for item in items:
+        taken += sum(job.limits.source_bytes.get(s, 0) for s in item.sources if s not in keep) + item.output_bytes
+        if taken > job.limits.room and (keep or to_upload):
+            break
+        keep.update(item.sources)
+    names = {n for s in keep for n in (s, part_path(Path(s)).name, f"{part_path(Path(s)).name}.json")}
+    for path in job.downloads.glob("*"):
+        if path.name not in names:
+            discard_file(path)
+
+
+def fetch_shard(job: Job, remote: RemoteRepo, shard: str, *, stop: Event, events: Events) -> None:
+    """Download one source shard and check that its header is the one of the plan (CheckpointError)."""
+    path = job.downloads / shard
+
+    def arrived(num_bytes: int, is_new: bool) -> None:
+        events.transferred(downloaded=num_bytes, is_new=is_new)
+
+    make_folder(job.downloads, root=job.destination.folder)
+    download_shard(job.hub, remote, shard, target=path, stop=stop, arrived=arrived)
+    if read_header(path).digest != job.source.checkpoint.headers[shard].digest:
+        raise CheckpointError(f"{remote.repo}/{shard}: its header changed since planning. Run the same command again.")

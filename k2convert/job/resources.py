@@ -1,0 +1,310 @@
+"""What a job may use of the machine and its disk, decided before it starts. All tuning numbers are here.
+
+A shard's sources are fetched, it is converted, its sources are removed, it is uploaded, it is removed. A job gets the
+room for a whole shard (sources and result) before the first byte is fetched, so the oldest shard can always finish and
+nothing can deadlock.
+"""
+
+import ctypes
+import gc
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from k2convert.buffers import BUFFERS
+from k2convert.checkpoint.header import ShardHeader, encode_header, parse_header
+from k2convert.checkpoint.index import list_sidecars
+from k2convert.checkpoint.writer import ALIGNMENT
+from k2convert.choices import Device
+from k2convert.errors import DiskFullError, PlanError, missing_module, require_extra
+from k2convert.job.locations import Destination, Source
+from k2convert.plan.plan import Plan, ShardJob
+from k2convert.quantize.kernels import _cpu
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.calibration import CalibrationPlan
+
+CORES_PER_WORKER: Final = 8  # the writer of one shard keeps up with about this many converting threads
+MAX_WORKERS: Final = 8
+READERS_PER_WORKER: Final = 2
+WORKER_BYTES: Final = 1 << 30  # an upper bound for one shard in work with CORES_PER_WORKER threads
+SWITCH_SECONDS: Final = 0.0005  # GIL switch interval: a returning kernel waits 0.5 ms, not the default 5 ms
+CORE_INFLIGHT_BYTES: Final = 64 << 20  # an expert's gate and up, in and out: one being converted, one being written
+HUB_CORE_INFLIGHT_BYTES: Final = 24 << 20  # less: a network is slower than a disk, and uploading takes memory
+MIN_INFLIGHT_BYTES: Final = 192 << 20
+THREADS_PER_GPU: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads shared by all shards in work: one converting thread a core, and enough readers to keep a disk busy."""
+
+    converting: ThreadPoolExecutor
+    reading: ThreadPoolExecutor
+
+
+@contextmanager
+def open_threads(workers: int, *, num_converting: int | None = None) -> Generator[Threads]:
+    """Start the threads for `workers` shards at a time; one converting thread a core unless their number is given."""
+    cores = num_converting or os.cpu_count() or 1
+    with (
+        ThreadPoolExecutor(max_workers=cores, thread_name_prefix="convert") as converting,
+        ThreadPoolExecutor(max_workers=READERS_PER_WORKER * workers, thread_name_prefix="read") as reading,
+    ):
+        yield Threads(converting, reading)
+
+
+def choose_workers(requested: int | None, *, num_devices: int) -> int:
+    """Return how many shards to convert at a time: as requested, else by devices, cores and memory."""
+    cores, by_memory = os.cpu_count() or 1, available_memory() // WORKER_BYTES
+    return requested or max(num_devices, min(cores // CORES_PER_WORKER, MAX_WORKERS, by_memory), 1)
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that are available without swapping, by the kernel's estimate if it gives one."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def peak_bytes() -> int:
+    """Return this process's peak memory; `getrusage` would count from the size of the process that started it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def check_memory(place: str, *, needed: int, available: int, of_gpu: bool = False) -> None:
+    """Refuse what needs more memory than there is; raises PlanError with both numbers."""
+    if needed > available:
+        kind, other = ("GPU memory", "GPU") if of_gpu else ("memory", "machine")
+        raise PlanError(
+            f"{place}: needs about {needed / 1e9:,.1f} GB of {kind}, but {available / 1e9:,.1f} GB is available. "
+            f"Use fewer tokens, a shorter window, or a {other} with more memory."
+        )
+
+
+def inflight_bytes(*, uses_hub: bool, cores: int | None = None) -> int:
+    """Return the bytes that all shards in work may have in memory, so that every core, or each of `cores`, has work."""
+    cores = cores or os.cpu_count() or 1
+    return cores * HUB_CORE_INFLIGHT_BYTES if uses_hub else max(MIN_INFLIGHT_BYTES, cores * CORE_INFLIGHT_BYTES)
+
+
+def choose_devices(device: Device) -> tuple[str, ...]:
+    """Return the devices to convert on: every visible CUDA device, else the CPU.
+
+    Raises PlanError if CUDA was asked for and there is none, MissingDependencyError if torch is not installed for it.
+    """
+    if device == "cuda":
+        require_extra("torch", purpose="--device cuda")
+    if device == "cuda" or (device == "auto" and has_driver() and missing_module("torch") is None):
+        import torch
+
+        if torch.cuda.is_available():
+            return tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    if device == "cuda":
+        raise PlanError("--device cuda: torch sees no CUDA device. Use --device cpu, or install a CUDA build of torch.")
+    return ("cpu",)
+
+
+def gpu_memory(devices: Sequence[str]) -> tuple[int, int]:
+    """Return the free memory and the whole memory of the smallest GPU; zeros for the CPU."""
+    if tuple(devices) == ("cpu",):
+        return 0, 0
+    import torch
+
+    free, whole = zip(*(torch.cuda.mem_get_info(device) for device in devices), strict=True)
+    return min(free), min(whole)
+
+
+def layer_threads(devices: Sequence[str]) -> int:
+    """Return how many threads compute a layer: every core, but few for a GPU. Each holds experts in its memory."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if tuple(devices) == ("cpu",) else min(cores, THREADS_PER_GPU * len(devices))
+
+
+def device_name(devices: Sequence[str]) -> str:
+    """Return what computes, as a fingerprint has it: bytes of floating-point sums depend on it."""
+    if tuple(devices) == ("cpu",):
+        return f"cpu, {_cpu.instructions()}"
+    import torch
+
+    return f"cuda, {torch.cuda.get_device_name(devices[0])}"
+
+
+def has_driver() -> bool:
+    """Return whether NVIDIA's driver is installed. Asking torch would take seconds."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def settle_runtime(*, uses_hub: bool) -> None:
+    """Prepare the process for hours of work: one torch thread, a short GIL interval, bounded buffers, no plan scans."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # for torch, if it is imported later
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+    if uses_hub:
+        BUFFERS.limit(2 * inflight_bytes(uses_hub=True))  # the second half holds what arrives and what is written
+    sys.setswitchinterval(SWITCH_SECONDS)
+    gc.freeze()
+    gc.enable()
+
+
+def release_buffers() -> None:
+    """Free the tensor buffers, before steps that read no tensors but need memory."""
+    BUFFERS.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One output shard: the source shards that it needs, and its size."""
+
+    name: str
+    sources: tuple[str, ...]
+    output_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The bytes that shards may take on a disk. `source_bytes` are the sizes of source shards: none for local ones."""
+
+    num_bytes: int
+    source_bytes: Mapping[str, int]
+
+
+def least_room(items: Sequence[Item], *, source_bytes: Mapping[str, int], outputs_leave: bool) -> int:
+    """Return the least room in which all items can be converted, one after the other.
+
+    `source_bytes` is empty for local sources, which take no room. `outputs_leave`: results are uploaded and removed.
+    """
+    uses = Counter(source for item in items for source in item.sources)
+    held: dict[str, int] = {}
+    kept = needed = 0
+    for item in items:
+        held |= {source: source_bytes.get(source, 0) for source in item.sources}
+        needed = max(needed, kept + sum(held.values()) + item.output_bytes)
+        for source in item.sources:
+            uses[source] -= 1
+            if not uses[source]:
+                del held[source]
+        kept += 0 if outputs_leave else item.output_bytes
+    return needed
+
+
+def used_bytes(folder: Path) -> int:
+    """Return the disk blocks that a folder's files take."""
+    if not folder.is_dir():
+        return 0
+    return sum(p.stat().st_blocks * 512 for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the path itself or its first parent that exists."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+
+
+RECORD_BYTES: Final = 2048  # journal and upload record of one projection
+SHARD_RECORD_BYTES: Final = 8192
+HUB_FREE_SHARE: Final = 0.9  # of the free disk, for a job with the Hub, unless --max-disk says otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How a job uses the machine.
+
+    `disk_allowed` is what it may use at a time, `disk_shards` what the shards need at least, `disk_small` what
+    everything else takes, `disk_free` what was free at the start. `source_bytes` are the sizes of the source shards to
+    fetch. `layer_room`, a part of `disk_small`, is what a walk's fetched layers may take.
+    """
+
+    devices: tuple[str, ...]
+    workers: int
+    source_bytes: Mapping[str, int]
+    disk_shards: int
+    disk_allowed: int
+    disk_small: int
+    disk_free: int
+    layer_room: int = 0
+
+    @property
+    def disk_needed(self) -> int:
+        return self.disk_shards + self.disk_small
+
+    @property
+    def room(self) -> int:
+        """Bytes that shards may take."""
+        return self.disk_allowed - self.disk_small
+
+
+def output_headers(plan: Plan) -> dict[str, ShardHeader]:
+    """Return the headers of the output shards as they will be written."""
+    encoded = ((job, _encoded_header(job)) for job in plan.jobs)
+    return {job.name: parse_header(raw, shard=job.name, file_bytes=len(raw) + job.data_bytes) for job, raw in encoded}
+
+
+def output_items(plan: Plan) -> tuple[Item, ...]:
+    """Return the output shards with their exact sizes. It encodes every header: 1 second for K2."""
+    return tuple(
+        Item(job.name, tuple(job.source_shards), len(_encoded_header(job)) + job.data_bytes) for job in plan.jobs
+    )
+
+
+def _encoded_header(job: ShardJob) -> bytes:
+    outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in job.outputs]
+    return encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
+
+
+def allowed_disk(folder: Path, *, uses_hub: bool, max_disk: int | None) -> int:
+    """Return the disk that a job in a folder may use; raises DiskFullError for a `max_disk` that is not there."""
+    available = shutil.disk_usage(existing_parent(folder)).free + used_bytes(folder)
+    if max_disk is None:
+        return int(available * HUB_FREE_SHARE) if uses_hub else available
+    if max_disk > available:
+        raise DiskFullError(
+            f"--max-disk is {max_disk:,} bytes, but {folder} has only {available:,} free. Name less, or free some "
+            "space."
+        )
+    return max_disk
+
+
+def plan_limits(
+    plan: Plan,
+    items: Sequence[Item],
+    source: Source,
+    destination: Destination,
+    *,
+    devices: tuple[str, ...],
+    workers: int,
+    max_disk: int | None,
+    walk: "CalibrationPlan | None",
+) -> Limits:
+    """Decide how a job uses the machine and the disk; raises DiskFullError for a `max_disk` that is not there."""
+    folder, remote, goes_to_hub = source.checkpoint.folder, source.remote, destination.repo is not None
+    source_bytes = {name: remote.shard(name).num_bytes for name in source.checkpoint.headers} if remote else {}
+    free = shutil.disk_usage(existing_parent(destination.folder)).free
+    allowed = allowed_disk(destination.folder, uses_hub=remote is not None or goes_to_hub, max_disk=max_disk)
+    small = sum((folder / p).stat().st_size for p in list_sidecars(folder))
+    small += sum(p.stat().st_size for p in folder.glob("*.json"))
+    copies = (0 if goes_to_hub else 1) + (remote is not None)  # shards have left the disk when a Hub job copies these
+    small_bytes = RECORD_BYTES * len(plan.projections) + small * copies + len(items) * SHARD_RECORD_BYTES
+    small_bytes += 0 if walk is None else walk.disk_bytes
+
+    shards = least_room(items, source_bytes=source_bytes, outputs_leave=goes_to_hub)
+    layer_room = 0
+    if walk is not None:
+        ample, least = walk.layer_rooms[0], walk.layer_rooms[-1]
+        layer_room = ample if shards + small_bytes + ample <= allowed else least
+    return Limits(devices, workers, source_bytes, shards, allowed, small_bytes + layer_room, free, layer_room)
