@@ -18,6 +18,7 @@ from k2convert.job.resources import (
     allowed_disk,
     choose_devices,
     choose_workers,
+    cluster_devices,
     device_name,
     output_items,
     plan_limits,
@@ -123,7 +124,7 @@ def prepare(
     plan = _plan(source, recipe, calibration, has_text=has_text)
     items = output_items(plan)
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *list_sidecars(checkpoint.folder)])
-    devices, walk = _cluster_devices(device) if on_cluster else choose_devices(device), None
+    devices, walk = cluster_devices(device) if on_cluster else choose_devices(device), None
     description = _describe(
         plan, source, statistics, walk=None if text is None else text.identity(device_name(devices))
     )
@@ -154,13 +155,6 @@ def prepare(
         calibrated=calibrated,
         gptq=walk,
     )
-
-
-def _cluster_devices(device: Device) -> tuple[str, ...]:
-    """Return the device of a task on a node: its one GPU, or the CPU."""
-    if device == "cuda":
-        require_extra("torch", purpose="--device cuda")
-    return ("cuda:0",) if device == "cuda" else ("cpu",)
 
 
 def _plan(source: Source, recipe: Recipe, calibration: "Calibration | None", *, has_text: bool) -> Plan:

@@ -116,6 +116,13 @@ def choose_devices(device: Device) -> tuple[str, ...]:
     return ("cpu",)
 
 
+def cluster_devices(device: Device) -> tuple[str, ...]:
+    """Return the device of a task on a node: its one GPU, or the CPU."""
+    if device == "cuda":
+        require_extra("torch", purpose="--device cuda")
+    return ("cuda:0",) if device == "cuda" else ("cpu",)
+
+
 def gpu_memory(devices: Sequence[str]) -> tuple[int, int]:
     """Return the free memory and the whole memory of the smallest GPU; zeros for the CPU."""
     if tuple(devices) == ("cpu",):

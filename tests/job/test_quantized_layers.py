@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from statistics_makers import random_statistics
 
+from k2convert.calibrate.channels import Calibration
 from k2convert.calibrate.statistics import Statistics, open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
