@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import RunCli, run
+from command import run, run_cli
 
 from k2convert.cli.console import format_span
 from scripts.fixture_maker import K2Shape, make_k2_shaped
@@ -82,7 +82,7 @@ def text_words(verb: str, file: Path, *, tokens: int, window: int) -> tuple[obje
 @pytest.mark.parametrize("verb", ["calibrate", "run"])
 @pytest.mark.parametrize("kind", ["tiny", "shaped"])
 def test_a_dry_run_says_the_memory_that_the_run_takes(
-    run_cli: RunCli, tiny: Path, shaped: Path, ids: Path, tmp_path: Path, verb: str, kind: str
+    tiny: Path, shaped: Path, ids: Path, tmp_path: Path, verb: str, kind: str
 ) -> None:
     source, window = (tiny, 128) if kind == "tiny" else (shaped, 512)
     words = [
