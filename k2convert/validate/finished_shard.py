@@ -20,7 +20,7 @@ from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.ledger import summarize
 from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord
-from k2convert.validate.contract.result import Subject, open_shard
+from k2convert.validate.contract.result import Result, open_shard
 from k2convert.validate.decode import DecodedError, differing_totals
 from k2convert.validate.scaling import Scaling
 from k2convert.validate.shards import ShardsFound, validate_shards
@@ -52,19 +52,19 @@ def check_finished_shard(
     """
     family = expected_family(None, read_header(path).tensors)
     source = read_source_shards(source_folder, record.source_headers, family=family, kept=kept)
-    subject = open_shard(path, family=family, source=source, recipe=recipe)
+    result = open_shard(path, family=family, source=source, recipe=recipe)
     if calibration is not None:
-        layers = {parts.layer for parts in subject.source_names.values()} & set(calibration.statistics.layers)
+        layers = {parts.layer for parts in result.source_names.values()} & set(calibration.statistics.layers)
         exponents = {layer: calibration.exponents(layer) for layer in layers if layer is not None}
         scaling = Scaling({n: found for n, found in exponents.items() if found is not None})
-        subject = replace(subject, calibration=calibration, scaling=scaling)
+        result = replace(result, calibration=calibration, scaling=scaling)
     recorded = {projection.module: projection for projection in record.projections}
     rule = recipe.rule if recipe.quantizer == "native" else None
-    found = validate_shards(subject, rule=rule, recorded=recorded)
+    found = validate_shards(result, rule=rule, recorded=recorded)
     scan = found.scan
     if scan.digests[path.name] != record.blake3:
         raise ChangedFileError(path)
-    problems = list(_problems(subject, found, record))
+    problems = list(_problems(result, found, record))
     if problems:
         (where, problem), more = problems[0], f" ({len(problems) - 1} more like it)" if len(problems) > 1 else ""
         raise InvalidCheckpointError(f"{path.name}: {where}: {problem}{more}. {_REMEDY}")
@@ -80,7 +80,7 @@ def check_finished_shard(
     )
 
 
-def _problems(subject: Subject, found: ShardsFound, record: ShardRecord) -> Iterator[tuple[str, str]]:
+def _problems(result: Result, found: ShardsFound, record: ShardRecord) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a shard, and where."""
     for module, checked in found.checked.items():
         if checked.problems:
@@ -88,13 +88,13 @@ def _problems(subject: Subject, found: ShardsFound, record: ShardRecord) -> Iter
     for name, count in found.scan.different.items():
         yield name, f"{count:,} bytes are not the source's"
     yield from found.scan.misscaled.items()
-    for name in subject.tensors:
+    for name in result.tensors:
         module, _, parameter = name.rpartition(".")
-        is_measured = module in found.checked and parameter in subject.expected_parameters
+        is_measured = module in found.checked and parameter in result.expected_parameters
         if name not in found.scan.compared and not is_measured:
             yield name, "could not be compared with the source"
     if all(projection.metrics is not None for projection in record.projections):
-        yield from differing_totals(summarize([record]), found.figures(subject) if found.checked else {})
+        yield from differing_totals(summarize([record]), found.figures(result) if found.checked else {})
 
 
 def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:

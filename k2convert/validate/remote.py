@@ -1,8 +1,8 @@
 """Shards of the Hub for the pass over a result: brought to disk one result shard at a time, and dropped after it.
 
 What one result shard needs of the source is known from the headers: the tensors of its modules and its copies. The
-source shard that has them is fetched, whole or, if only a part of it is needed, in ranges. So the pass takes the disk
-of one result shard and of what it needs, about two shards, whatever the size of the model.
+source shard that has them is fetched, whole or, if only a part of it is needed, in ranges. So the pass needs the disk
+of one result shard and of what it reads, about two shards, whatever the size of the model.
 """
 
 import shutil
@@ -21,7 +21,7 @@ from k2convert.errors import DiskFullError
 from k2convert.hub.ranges import Ranges, RemoteShards
 from k2convert.models import detect_family
 from k2convert.models.names import INT4_PARAMETERS, WEIGHT
-from k2convert.validate.contract.result import Subject
+from k2convert.validate.contract.result import Result
 
 ALL: Final = (0, 1 << 62)
 """A shard whose size is not known."""
@@ -54,14 +54,14 @@ class Shards:
             return 0
         return sum(h.file_bytes - h.data_begin for h in self.result.headers.values() if isinstance(h, ShardHeader))
 
-    def plan(self, subject: Subject, *, settle: Callable[[], None] = _nothing) -> "Around":
+    def plan(self, result: Result, *, settle: Callable[[], None] = _nothing) -> "Around":
         """Return what makes the context in which one result shard is read; raises DiskFullError without room.
 
         The context brings what the pass over the shard reads, and drops it after calling `settle`.
         """
         if not self.is_remote:
             return nullcontext
-        of_result, of_source = _result_needs(subject), _source_needs(subject)
+        of_result, of_source = _result_needs(result), _source_needs(result)
         needs = {shard: self._remote(of_result[shard], of_source[shard]) for shard in of_result}
         self._check_room(needs.values())
         return partial(self._around, needs, settle)
@@ -74,8 +74,11 @@ class Shards:
         """Refuse what the temporary folders have no room for at once (DiskFullError)."""
         needed = max((sum(side.takes(ranges) for side, ranges in together) for together in needs), default=0)
         for side in (self.result, self.source):
-            if side is not None:
-                _check_free(side.folder, needed)
+            if side is not None and needed > (free := shutil.disk_usage(side.folder).free):
+                raise DiskFullError(
+                    f"{side.folder}: validating from the Hub needs up to {needed:,} bytes at once, but only {free:,} "
+                    "are free. Set TMPDIR to a folder on another disk."
+                )
 
     @contextmanager
     def _around(self, needs: Mapping[str, "Needs"], settle: Callable[[], None], shard: str) -> Generator[None]:
@@ -83,33 +86,23 @@ class Shards:
             yield
             settle()
 
-    @contextmanager
-    def around_tensors(self, of_result: Iterable[TensorInfo], of_source: Iterable[TensorInfo]) -> Generator[None]:
-        """Bring some tensors of result and source, and drop them at the end."""
+    def around_tensors(
+        self, of_result: Iterable[TensorInfo], of_source: Iterable[TensorInfo]
+    ) -> AbstractContextManager[None]:
+        """Return a context that brings some tensors of result and source, and drops them at the end."""
         needed: tuple[Ranges, Ranges] = {}, {}
         for ranges, tensors in zip(needed, (of_result, of_source), strict=True):
             _add(ranges, tensors)
         needs = self._remote(*needed)
         self._check_room([needs])
-        with _on_disk(needs):
-            yield
+        return _on_disk(needs)
 
-    @contextmanager
-    def around_layer(self, part: Subject, layer: int, *, source: Checkpoint) -> Generator[None]:
-        """Bring what is needed of one layer, and drop it at the end. `part` is the subject's `of_layer`.
-
-        `source` is the whole one, also of a pruned result.
-        """
-        of_result: Ranges = {}
-        of_source: Ranges = {}
-        _add(of_result, part.tensors.values())
+    def around_layer(self, part: Result, layer: int, *, source: Checkpoint) -> AbstractContextManager[None]:
+        """The same for one layer. `part` is of `Result.of_layers`, `source` the whole one, even if it was pruned."""
         stem = part.family.layer.format(layer=layer)
         wanted = (f"{stem}.mlp.", f"{stem}.post_attention_layernorm.")
-        _add(of_source, (tensor for name, tensor in source.tensors.items() if name.startswith(wanted)))
-        needs = self._remote(of_result, of_source)
-        self._check_room([needs])
-        with _on_disk(needs):
-            yield
+        of_source = (tensor for name, tensor in source.tensors.items() if name.startswith(wanted))
+        return self.around_tensors(part.tensors.values(), of_source)
 
 
 Needs = list[tuple[RemoteShards, Ranges]]
@@ -127,30 +120,30 @@ def _on_disk(needs: Needs) -> Generator[None]:
         side.drop(ranges)
 
 
-def _result_needs(subject: Subject) -> dict[str, Ranges]:
+def _result_needs(result: Result) -> dict[str, Ranges]:
     """Return what the pass over each result shard reads of the result: all of it, and codes that lie elsewhere."""
-    found = {shard: {shard: {(0, header.file_bytes)}} for shard, header in subject.headers.items()}
-    found |= {shard: {shard: {ALL}} for shard in subject.unreadable}
-    for module in subject.converted:
-        weight, scale = (module.parameters.get(n) for n in (subject.names.weight, subject.names.block_scale))
+    found = {shard: {shard: {(0, header.file_bytes)}} for shard, header in result.headers.items()}
+    found |= {shard: {shard: {ALL}} for shard in result.unreadable}
+    for module in result.converted:
+        weight, scale = (module.parameters.get(n) for n in (result.names.weight, result.names.block_scale))
         if weight is not None and scale is not None and weight.shard != scale.shard:
             _add(found[scale.shard], [weight])
     return found
 
 
-def _source_needs(subject: Subject) -> dict[str, Ranges]:
+def _source_needs(result: Result) -> dict[str, Ranges]:
     """Return what the pass over each result shard reads of the source.
 
     That is what was copied, and for a converted module its weights and those that share its global scale.
     """
-    tensors = subject.source.tensors if subject.source is not None else {}
+    tensors = result.source.tensors if result.source is not None else {}
     shared: dict[str, list[TensorInfo]] = defaultdict(list)
-    for name, parts in subject.source_names.items():
+    for name, parts in result.source_names.items():
         if parts.parameter in (*INT4_PARAMETERS, WEIGHT):
             shared[parts.sharing_key].append(tensors[name])
     found: dict[str, Ranges] = defaultdict(lambda: defaultdict(set))
-    for name, tensor in subject.tensors.items():
-        module = subject.modules.get(name.rpartition(".")[0])
+    for name, tensor in result.tensors.items():
+        module = result.modules.get(name.rpartition(".")[0])
         if module is not None and module.is_converted:
             _add(found[tensor.shard], shared[module.parts.sharing_key])
         elif name in tensors:
@@ -190,12 +183,3 @@ def layer_bytes(source: Checkpoint, layers: Sequence[int]) -> int:
     family = detect_family(source)
     stems = tuple(f"{family.layer.format(layer=layer)}.mlp." for layer in layers)
     return sum(tensor.num_bytes for name, tensor in source.tensors.items() if name.startswith(stems))
-
-
-def _check_free(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise DiskFullError(
-            f"{folder}: validating from the Hub takes up to {needed:,} bytes at once, but only {free:,} are free. "
-            "Set TMPDIR to a folder on another disk."
-        )

@@ -24,8 +24,8 @@ from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ProjectionRecord, ShardRecord
-from k2convert.validate.contract import check_subject
-from k2convert.validate.contract.result import Subject, open_subject
+from k2convert.validate.contract import check_result
+from k2convert.validate.contract.result import Result, read_result
 from k2convert.validate.contract.scan import ShardVisitor
 from k2convert.validate.decode import compare_journal
 from k2convert.validate.finished_shard import join_findings
@@ -82,52 +82,52 @@ def validate_checkpoint(
     those that are on the Hub; of a result or source there, only the given `layers` are read. `statistics` are those of
     the conversion, from which its weights are regenerated; CalibrationError if they are others.
     """
-    whole, subject = source, open_subject(folder, source=source, read=shards.header_reader)
-    _check_operands(subject)
-    if subject.is_int4 and (layers is not None or against is not None):
+    whole, result = source, read_result(folder, source=source, read=shards.header_reader)
+    _check_operands(result)
+    if result.is_int4 and (layers is not None or against is not None):
         raise CheckpointError(
             f"{folder}: has the source's own weights (--to int4), so there is no error to compute. Leave out --layers "
             "and --against."
         )
-    subject = _with_smoothing(subject, shards, statistics)
-    source = subject.source
+    result = _with_smoothing(result, shards, statistics)
+    source = result.source
     if layers is not None and source is not None and whole is not None and shards.is_remote:
-        return _validate_layers(subject, source, whole, layers, reference=reference, events=events, shards=shards)
-    found = _scan(subject, _recorded(subject), reference=reference, events=events, visitor=visitor, shards=shards)
-    contract, weights = _report(subject, found)
+        return _validate_layers(result, source, whole, layers, reference=reference, events=events, shards=shards)
+    found = _scan(result, _recorded(result), reference=reference, events=events, visitor=visitor, shards=shards)
+    contract, weights = _report(result, found)
     layers_report, skipped = None, ""
     if layers is not None and (source is None or whole is None):
-        skipped = subject.no_source
+        skipped = result.no_source
     elif layers is not None and not contract.passed:
         skipped = _broken_rules(contract)
     elif layers is not None and source is not None and whole is not None:
-        layers_report = _compute_layers(layers, subject, source, whole, events=events, shards=shards)
+        layers_report = _compute_layers(layers, result, source, whole, events=events, shards=shards)
     comparison = None
     if against is not None and source is not None and weights is not None:
-        other, theirs = _open_other(against, subject, whole), replace(shards, result=None)
+        other, theirs = _open_other(against, result, whole), replace(shards, result=None)
         other = _with_smoothing(other, theirs)
         their_contract, their_weights = _report(other, _scan(other, _recorded(other), events=events, shards=theirs))
         assert their_weights is not None
         comparison = compare(str(against), weights, their_contract, their_weights)
-        if any(found.ledger is not None and found.ledger.calibration is not None for found in (subject, other)):
+        if any(found.ledger is not None and found.ledger.calibration is not None for found in (result, other)):
             comparison = replace(comparison, note=CALIBRATED_NOTE)
     return ValidationReport(str(folder), contract, weights, layers_report, comparison, skipped)
 
 
-def _with_smoothing(subject: Subject, shards: Shards, statistics: "Statistics | None" = None) -> Subject:
-    """Return the subject with its calibration, if its statistics are given, and with its smoothing."""
-    if statistics is None and not subject.is_smoothed:
-        return subject
+def _with_smoothing(result: Result, shards: Shards, statistics: "Statistics | None" = None) -> Result:
+    """Return the result with its calibration, if its statistics are given, and with its smoothing."""
+    if statistics is None and not result.is_smoothed:
+        return result
     from k2convert.validate.smoothing import calibration_of, read_scaling
 
-    subject = replace(subject, calibration=None if statistics is None else calibration_of(subject, statistics))
-    return replace(subject, scaling=read_scaling(subject, shards=shards))
+    result = replace(result, calibration=None if statistics is None else calibration_of(result, statistics))
+    return replace(result, scaling=read_scaling(result, shards=shards))
 
 
-def _check_operands(subject: Subject) -> None:
+def _check_operands(result: Result) -> None:
     """Refuse an INT4 source as the result, and an NVFP4 checkpoint as the source (CheckpointError)."""
-    folder, source = subject.folder, subject.source
-    is_source = _is_int4(subject.tensors) and not _is_nvfp4(subject.tensors) and not subject.is_int4
+    folder, source = result.folder, result.source
+    is_source = _is_int4(result.tensors) and not _is_nvfp4(result.tensors) and not result.is_int4
     is_result = source is not None and _is_nvfp4(source.tensors)
     if is_source and source is not None and is_result:
         raise CheckpointError(
@@ -161,20 +161,20 @@ def _broken_rules(contract: ContractReport) -> str:
     return f"rule {rules} does not hold" if len(contract.failed) == 1 else f"rules {rules} do not hold"
 
 
-def _open_other(folder: Path, subject: Subject, source: Checkpoint | None) -> Subject:
+def _open_other(folder: Path, result: Result, source: Checkpoint | None) -> Result:
     """Open the result to compare with; raises CheckpointError if it does not have the same experts of the source."""
-    other = open_subject(folder, source=source)
-    ours, theirs = (None if s.ledger is None else s.ledger.pruning for s in (subject, other))
+    other = read_result(folder, source=source)
+    ours, theirs = (None if s.ledger is None else s.ledger.pruning for s in (result, other))
     if (ours and ours.kept) != (theirs and theirs.kept) or other.source is None:
         raise CheckpointError(
-            f"{folder}: does not keep the same experts as {subject.folder}, by their ledgers, so their weights cannot "
+            f"{folder}: does not keep the same experts as {result.folder}, by their ledgers, so their weights cannot "
             "be compared. Leave out --against."
         )
     return other
 
 
 def _validate_layers(
-    subject: Subject,
+    result: Result,
     source: Checkpoint,
     whole: Checkpoint,
     request: LayersRequest,
@@ -186,21 +186,21 @@ def _validate_layers(
     """Check headers and configs, and read only the MoE blocks of the layers, one layer on disk at a time."""
     from k2convert.validate.layers.check import moe_layers
 
-    layers, recorded = request.layers or moe_layers(source), _recorded(subject)
+    layers, recorded = request.layers or moe_layers(source), _recorded(result)
     every, computed, skipped = ShardsFound(), list[LayersReport](), list[str]()
     for layer in layers:
-        part, wanted = subject.of_layers((layer,)), replace(request, layers=(layer,))
+        part, wanted = result.of_layers((layer,)), replace(request, layers=(layer,))
         with shards.around_layer(part, layer, source=whole):
             found = _scan(part, recorded, reference=reference, events=events)
             every.add(found)
             contract, _ = _report(part, found)
             if contract.passed:
-                computed.append(_compute_layers(wanted, subject, source, whole, events=events, shards=shards))
+                computed.append(_compute_layers(wanted, result, source, whole, events=events, shards=shards))
             else:
                 skipped.append(f"layer {layer}: {_broken_rules(contract)}")
-    contract, weights = _report(subject.of_layers(layers), every)
+    contract, weights = _report(result.of_layers(layers), every)
     return ValidationReport(
-        folder=str(subject.folder),
+        folder=str(result.folder),
         contract=contract,
         weights=weights,
         layers=replace(computed[0], layers=tuple(r for found in computed for r in found.layers)) if computed else None,
@@ -217,13 +217,13 @@ def validate_sent(
     `headers` are the planned ones of all shards. The hash of a whole file, compared with the ledger, covers its header.
     `source` is the whole one, also of a pruned result. What no record says was compared with it fails.
     """
-    subject = open_subject(folder, source=source, known_headers=dict(headers))
-    contract, weights = _report(subject, join_findings(records), has_statistics=True)
+    result = read_result(folder, source=source, known_headers=dict(headers))
+    contract, weights = _report(result, join_findings(records), has_statistics=True)
     return ValidationReport(str(folder), contract, weights, layers=None, comparison=None)
 
 
 def _scan(
-    subject: Subject,
+    result: Result,
     recorded: Mapping[str, ProjectionRecord],
     *,
     reference: bool = False,
@@ -232,14 +232,14 @@ def _scan(
     shards: Shards = LOCAL,
 ) -> ShardsFound:
     """Read every shard, and measure each converted tensor if there is a source; CheckpointError for a BF16 copy."""
-    if subject.ledger is not None and subject.ledger.recipe.get("target") == "bf16":
+    if result.ledger is not None and result.ledger.recipe.get("target") == "bf16":
         raise CheckpointError(
-            f"{subject.folder}: holds a BF16 copy (--to bf16), but only NVFP4 checkpoints can be validated. "
+            f"{result.folder}: holds a BF16 copy (--to bf16), but only NVFP4 checkpoints can be validated. "
             f"{LEDGER_NAME} has the hash of every shard."
         )
     return validate_shards(
-        subject,
-        rule=checkable_rule(subject, has_statistics=subject.calibration is not None)[0],
+        result,
+        rule=checkable_rule(result, has_statistics=result.calibration is not None)[0],
         recorded=recorded,
         with_library=reference,
         events=events,
@@ -249,38 +249,38 @@ def _scan(
 
 
 def _report(
-    subject: Subject, found: ShardsFound, *, has_statistics: bool = False
+    result: Result, found: ShardsFound, *, has_statistics: bool = False
 ) -> tuple[ContractReport, WeightsReport | None]:
     """Check the rules on what the pass found, and compare the journal's figures.
 
     A result with the source's own weights was compared byte for byte: nothing was measured.
     """
-    if subject.source is None or subject.is_int4:
-        return check_subject(subject, found.scan), None
+    if result.source is None or result.is_int4:
+        return check_result(result, found.scan), None
     errors = found.errors
     mismatches, compared = compare_journal(found.recorded, errors)
-    rule, skip_reason = checkable_rule(subject, has_statistics=has_statistics or subject.calibration is not None)
+    rule, skip_reason = checkable_rule(result, has_statistics=has_statistics or result.calibration is not None)
     weights = WeightsReport(
         errors=errors,
-        roles={name: subject.modules[name].parts.role for name in errors},
+        roles={name: result.modules[name].parts.role for name in errors},
         rule=rule_report(rule, skip_reason, found.checked),
         journal_mismatches=tuple(mismatches),
         journal_compared=compared,
         decoder_mismatches=tuple(sorted(found.decoder_mismatches)),
         decoder_compared=len(errors) if found.with_library else 0,
     )
-    is_whole = subject.whole is None and errors.keys() >= {module.name for module in subject.converted}
-    totals = found.figures(subject) if is_whole and errors else None
-    return check_subject(subject, found.scan, errors=errors, totals=totals), weights
+    is_whole = result.whole is None and errors.keys() >= {module.name for module in result.converted}
+    totals = found.figures(result) if is_whole and errors else None
+    return check_result(result, found.scan, errors=errors, totals=totals), weights
 
 
-def checkable_rule(subject: Subject, *, has_statistics: bool) -> tuple[Rule | None, str]:
+def checkable_rule(result: Result, *, has_statistics: bool) -> tuple[Rule | None, str]:
     """Return the rule by which the weights can be regenerated; None, and why, if they cannot.
 
     `has_statistics`: the importance of the columns is known, which some rules need. Weights of a rule that needs a walk
     can always be measured.
     """
-    ledger, recipe = subject.ledger, subject.recipe
+    ledger, recipe = result.ledger, result.recipe
     if ledger is None:
         return None, "no ledger says by which rule the weights were converted"
     if recipe is None:
@@ -295,17 +295,17 @@ def checkable_rule(subject: Subject, *, has_statistics: bool) -> tuple[Rule | No
     return recipe.rule, ""
 
 
-def _recorded(subject: Subject) -> dict[str, ProjectionRecord]:
+def _recorded(result: Result) -> dict[str, ProjectionRecord]:
     """Return the journal's records of the job that the ledger states, by module; empty without a ledger."""
-    if subject.ledger is None:
+    if result.ledger is None:
         return {}
-    records = Journal(subject.folder).finished(subject.ledger.digest).values()
+    records = Journal(result.folder).finished(result.ledger.digest).values()
     return {projection.module: projection for record in records for projection in record.projections}
 
 
 def _compute_layers(
     request: LayersRequest,
-    subject: Subject,
+    result: Result,
     source: Checkpoint,
     whole: Checkpoint,
     *,
@@ -315,8 +315,8 @@ def _compute_layers(
     from k2convert.validate.layers.check import check_layers, moe_layers
 
     with remedy(RESULT_REMEDY):
-        converted = open_checkpoint(subject.folder, read=shards.header_reader)
-    budget = Budget() if subject.recipe is None else subject.recipe.budget
+        converted = open_checkpoint(result.folder, read=shards.header_reader)
+    budget = Budget() if result.recipe is None else result.recipe.budget
     return check_layers(
         source=source,
         converted=converted,
@@ -324,7 +324,7 @@ def _compute_layers(
         hidden_states=request.hidden_states,
         tokens=request.tokens,
         budget=LayerBudget(layer_sqnr_db=budget.layer_sqnr_db, expert_sqnr_db=budget.expert_sqnr_db),
-        scaling=subject.scaling,
-        whole=whole if subject.is_pruned else None,
+        scaling=result.scaling,
+        whole=whole if result.is_pruned else None,
         events=events,
     )

@@ -28,7 +28,7 @@ from k2convert.validate.contract.folder import (
     check_sidecars,
 )
 from k2convert.validate.contract.modules import check_exclude_list
-from k2convert.validate.contract.result import NO_SOURCE, PRUNING_PLACE, Module, Subject
+from k2convert.validate.contract.result import NO_SOURCE, PRUNING_PLACE, Module, Result
 from k2convert.validate.contract.scan import ScanResult
 from k2convert.validate.contract.tensors import (
     check_alignment,
@@ -42,7 +42,7 @@ from k2convert.validate.decode import DecodedError, Figures, differing_totals
 from k2convert.validate.results import ContractReport, Findings
 
 # These rules need every header. They are skipped if a shard cannot be read.
-_NEED_ALL_SHARDS: tuple[tuple[int, Callable[[Subject], Findings]], ...] = (
+_NEED_ALL_SHARDS: tuple[tuple[int, Callable[[Result], Findings]], ...] = (
     (1, check_names),
     (2, check_prefix),
     (3, check_shapes),
@@ -52,7 +52,7 @@ _NEED_ALL_SHARDS: tuple[tuple[int, Callable[[Subject], Findings]], ...] = (
 )
 _FOR_NVFP4: Final = frozenset({3, 4, 5, 6, 11, 13, 14, 15, 18})
 """The rules that do not apply to a result with the source's own weights."""
-_FROM_CONFIGS: tuple[Callable[[Subject], Findings], ...] = (
+_FROM_CONFIGS: tuple[Callable[[Result], Findings], ...] = (
     check_alignment,
     check_quantization_config,
     check_config_unchanged,
@@ -62,8 +62,8 @@ _FROM_CONFIGS: tuple[Callable[[Subject], Findings], ...] = (
 )
 
 
-def check_subject(
-    subject: Subject,
+def check_result(
+    result: Result,
     scan: ScanResult,
     *,
     errors: Mapping[str, DecodedError] | None = None,
@@ -72,10 +72,10 @@ def check_subject(
     """Check all nineteen rules on a folder that was opened and scanned.
 
     `errors` maps modules to their measured errors, for rule 18. The rule is skipped if they are None. `totals` are the
-    measured figures by role, for rule 19; None if not every converted weight was measured. If the subject is a part,
+    measured figures by role, for rule 19; None if not every converted weight was measured. If the result is a part,
     headers and configs of the whole are checked, and the rules on data say which part they looked at.
     """
-    whole = subject.whole or subject
+    whole = result.whole or result
     found = [
         Findings(number).skip(whole.incomplete) if whole.incomplete else check(whole)
         for number, check in _NEED_ALL_SHARDS
@@ -86,24 +86,24 @@ def check_subject(
     on_data = [
         check_block_scales(scan),
         check_subnormal_scales(scan),
-        check_scalars(subject, scan),
-        check_copies(subject, scan),
+        check_scalars(result, scan),
+        check_copies(result, scan),
     ]
-    if subject.incomplete:
+    if result.incomplete:
         for findings in on_data:
-            findings.skip(subject.incomplete)
-    on_data += [check_errors(subject, errors), check_ledger(subject, scan, totals)]
-    if subject.whole is not None:
+            findings.skip(result.incomplete)
+    on_data += [check_errors(result, errors), check_ledger(result, scan, totals)]
+    if result.whole is not None:
         for findings in on_data:
-            findings.skip(subject.limits)
+            findings.skip(result.limits)
     found += on_data
-    if subject.is_int4:
+    if result.is_int4:
         reason = "the weights are the source's INT4"
         found = [Findings(f.number).skip(reason) if f.number in _FOR_NVFP4 else f for f in found]
     return ContractReport(
-        folder=str(subject.folder),
-        layout="int4" if subject.is_int4 else subject.layout,
-        activations="w4a4" if subject.has_input_scale and not subject.is_int4 else "w4a16",
+        folder=str(result.folder),
+        layout="int4" if result.is_int4 else result.layout,
+        activations="w4a4" if result.has_input_scale and not result.is_int4 else "w4a16",
         rules=tuple(f.result() for f in sorted(found, key=lambda f: f.number)),
     )
 
@@ -126,7 +126,7 @@ def check_subnormal_scales(scan: ScanResult) -> Findings:
     return found
 
 
-def check_scalars(subject: Subject, scan: ScanResult) -> Findings:
+def check_scalars(result: Result, scan: ScanResult) -> Findings:
     """Rule 6. Engines use gate's global scale for both or the larger of the two: unequal scales give wrong weights.
 
     Input scales must be those of the ledger's recipe. Without a recipe, input scales that vary within a layer are a
@@ -138,9 +138,9 @@ def check_scalars(subject: Subject, scan: ScanResult) -> Findings:
     for name, raw in scan.scalars.items():
         module_name, _, parameter = name.rpartition(".")
         value = struct.unpack("<f", raw)[0]
-        module, wanted = subject.modules[module_name], None
-        if parameter == subject.names.input_scale:
-            wanted = _recipe_input_scale(subject, module)
+        module, wanted = result.modules[module_name], None
+        if parameter == result.names.input_scale:
+            wanted = _recipe_input_scale(result, module)
         if not math.isfinite(value) or value <= 0:
             found.error(name, f"{value!r}, expected finite and positive")
         elif wanted is not None and raw != wanted:
@@ -148,7 +148,7 @@ def check_scalars(subject: Subject, scan: ScanResult) -> Findings:
         if wanted is not None:
             continue  # a scale that is the recipe's is shared
         shared[module.parts.sharing_key, parameter][name] = raw
-        if parameter == subject.names.input_scale and module.parts.role is Role.EXPERTS:
+        if parameter == result.names.input_scale and module.parts.role is Role.EXPERTS:
             kind = "down" if module.parts.projection == "down" else "gate and up"
             by_layer[f"layer {module.parts.layer} {kind}"].setdefault(raw, name)
     for members in shared.values():
@@ -161,35 +161,35 @@ def check_scalars(subject: Subject, scan: ScanResult) -> Findings:
     return found
 
 
-def _recipe_input_scale(subject: Subject, module: Module) -> bytes | None:
+def _recipe_input_scale(result: Result, module: Module) -> bytes | None:
     """Return the recipe's input scale of a module as the layout stores it; None if there is no recipe."""
-    if subject.recipe is None:
+    if result.recipe is None:
         return None
-    scales = subject.recipe.input_scale
-    return subject.names.encode_scalar(scales.down if module.parts.projection == "down" else scales.gate_up)
+    scales = result.recipe.input_scale
+    return result.names.encode_scalar(scales.down if module.parts.projection == "down" else scales.gate_up)
 
 
-def check_copies(subject: Subject, scan: ScanResult) -> Findings:
+def check_copies(result: Result, scan: ScanResult) -> Findings:
     """Rule 7: dtype, shape and bytes of everything that was not converted. Missing tensors are reported by rule 8.
 
     Smoothing, if the ledger states it, multiplies columns by powers of two. Every other change is an error.
     """
     found = Findings(7)
-    scaling = subject.scaling
-    if subject.is_pruned:
-        every = "every tensor" if subject.is_int4 else "every other tensor"
+    scaling = result.scaling
+    if result.is_pruned:
+        every = "every tensor" if result.is_int4 else "every other tensor"
         found.title = f"{every} is byte-identical to the source, routers to its rows of the kept experts"
-    if subject.is_smoothed:
+    if result.is_smoothed:
         found.title = "every other tensor is the source's, byte for byte or scaled exactly by the norm's powers of two"
-    if subject.source is None:
-        return found.skip(subject.no_source)
+    if result.source is None:
+        return found.skip(result.no_source)
     compared = 0
     for problem in scaling.problems:
         found.error(problem.name, problem.problem)
     reported = {problem.name for problem in scaling.problems}
-    for name, tensor in subject.tensors.items():
-        before = subject.source.tensors.get(name)
-        module = subject.modules.get(name.rpartition(".")[0])
+    for name, tensor in result.tensors.items():
+        before = result.source.tensors.get(name)
+        module = result.modules.get(name.rpartition(".")[0])
         if before is None or (module is not None and module.is_converted):
             continue
         compared += 1
@@ -209,20 +209,20 @@ def check_copies(subject: Subject, scan: ScanResult) -> Findings:
     return found
 
 
-def check_errors(subject: Subject, errors: Mapping[str, DecodedError] | None) -> Findings:
+def check_errors(result: Result, errors: Mapping[str, DecodedError] | None) -> Findings:
     """Rule 18: every converted tensor was measured, and its SQNR is at least the recipe's budget."""
     found = Findings(18)
     if errors is None:
-        return found.skip(subject.no_source or NO_SOURCE)
-    if not errors and not subject.converted:
+        return found.skip(result.no_source or NO_SOURCE)
+    if not errors and not result.converted:
         return found.skip("no weight is converted")
-    budget = (Budget() if subject.recipe is None else subject.recipe.budget).tensor_sqnr_db
+    budget = (Budget() if result.recipe is None else result.recipe.budget).tensor_sqnr_db
     worst = math.inf
-    for module in subject.converted:
+    for module in result.converted:
         measured = errors.get(module.name)
         if measured is None:
             # Rule 1 or 3 reports a projection that cannot be decoded, rule 1 or 9 one that the source does not have.
-            if set(subject.expected_parameters) <= set(module.parameters) and subject.is_in_source(module):
+            if set(result.expected_parameters) <= set(module.parameters) and result.is_in_source(module):
                 found.error(module.name, "not measured")
             continue
         sqnr = measured.sqnr_db
@@ -235,25 +235,25 @@ def check_errors(subject: Subject, errors: Mapping[str, DecodedError] | None) ->
     return found
 
 
-__all__ = ["check_subject"]
+__all__ = ["check_result"]
 
 
-def check_ledger(subject: Subject, scan: ScanResult, totals: Mapping[str, Figures] | None) -> Findings:
+def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures] | None) -> Findings:
     """Rule 19: the ledger states source and recipe, the size and hash of every shard, and what was measured.
 
     `totals` are the measured figures by role; None if they are not known. Of a part, the hashes of the shards are not
     known, so only their sizes are compared.
     """
     found, digests = Findings(19), scan.digests
-    if subject.whole is not None:
-        subject, totals = subject.whole, None
-        stated = {} if subject.ledger is None else subject.ledger.shards
-        digests = {shard: stated[shard].blake3 for shard in subject.headers if shard in stated}
-    ledger = subject.ledger
-    if (subject.folder / LEDGER_NAME).is_symlink():
+    if result.whole is not None:
+        result, totals = result.whole, None
+        stated = {} if result.ledger is None else result.ledger.shards
+        digests = {shard: stated[shard].blake3 for shard in result.headers if shard in stated}
+    ledger = result.ledger
+    if (result.folder / LEDGER_NAME).is_symlink():
         return found.skip(f"{LEDGER_NAME} is a link, see rule 16")
     if ledger is None:
-        return found.error(LEDGER_NAME, subject.ledger_problem)
+        return found.error(LEDGER_NAME, result.ledger_problem)
     for problem in ledger.problems:
         found.error(LEDGER_NAME, problem)
     stated, used = ledger.calibration, ledger.fingerprint.get("statistics")
@@ -261,23 +261,23 @@ def check_ledger(subject: Subject, scan: ScanResult, totals: Mapping[str, Figure
     digest = None if stated is None or stated.gptq else stated.statistics
     if digest != used and not ledger.problems:
         found.error(f"{LEDGER_NAME}: calibration.statistics", f"is not the fingerprint's digest {quoted(used)}")
-    if not ledger.problems and not subject.list_problem and (problem := _list_problem(ledger)):
+    if not ledger.problems and not result.list_problem and (problem := _list_problem(ledger)):
         found.error(PRUNING_PLACE, problem)
     for shard, digest in digests.items():
-        stated, size = ledger.shards.get(shard), _file_bytes(subject, scan, shard)
+        stated, size = ledger.shards.get(shard), _file_bytes(result, scan, shard)
         if stated is None:
             found.error(shortened(shard), "not in the ledger")
         elif stated.num_bytes != size:
             found.error(shard, f"{size:,} bytes, but the ledger says {stated.num_bytes:,}")
         elif stated.blake3 != digest:
             found.error(shard, "its blake3 is not the ledger's: the file was changed after it was written")
-    for shard in sorted(set(ledger.shards) - set(digests) - set(subject.unreadable)):
+    for shard in sorted(set(ledger.shards) - set(digests) - set(result.unreadable)):
         found.error(shortened(shard), "in the ledger, but missing")
-    if subject.source is not None and ledger.headers:
-        headers = {shard: header.digest for shard, header in subject.source.headers.items()}
+    if result.source is not None and ledger.headers:
+        headers = {shard: header.digest for shard, header in result.source.headers.items()}
         if headers != ledger.headers:
             found.warn(LEDGER_NAME, "states different source headers than --source has")
-    if subject.is_int4:
+    if result.is_int4:
         found.note = "no weight was converted"
     elif totals is None:
         found.note = "totals were not compared: not every converted weight was measured"
@@ -295,6 +295,6 @@ def _list_problem(ledger: Ledger) -> str:
     return "" if ledger.pruning.digest == used else f"its digest is not the fingerprint's {quoted(used)}"
 
 
-def _file_bytes(subject: Subject, scan: ScanResult, shard: str) -> int:
-    header = subject.headers.get(shard)
+def _file_bytes(result: Result, scan: ScanResult, shard: str) -> int:
+    header = result.headers.get(shard)
     return scan.unreadable_bytes[shard] if header is None else header.file_bytes

@@ -18,7 +18,7 @@ from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, Role
 from k2convert.validate.contract import matchers
 from k2convert.validate.contract.folder import exclude_entries
 from k2convert.validate.contract.matchers import EngineRefusalError
-from k2convert.validate.contract.result import Module, Subject
+from k2convert.validate.contract.result import Module, Result
 from k2convert.validate.results import Findings
 
 _LINEAR_ROLES = (
@@ -55,29 +55,29 @@ class Engine:
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def check_exclude_list(subject: Subject) -> Findings:
+def check_exclude_list(result: Result) -> Findings:
     """Rule 14: vLLM, SGLang and TensorRT-LLM exclude every BF16 linear layer and no converted one."""
     found = Findings(14)
-    if not isinstance((subject.config or {}).get(QUANTIZATION_KEYS[0]), dict):
+    if not isinstance((result.config or {}).get(QUANTIZATION_KEYS[0]), dict):
         return found.skip("no quantization_config, see rule 11")
-    entries = exclude_entries(subject)
-    if subject.layout == MODELOPT:
+    entries = exclude_entries(result)
+    if result.layout == MODELOPT:
         for entry in entries:
             if entry.startswith(matchers.REGEX_MARK):
                 found.error(entry, "regular expressions match nothing in this layout")
-    linears = [module for module in subject.modules.values() if _is_linear(module)]
+    linears = [module for module in result.modules.values() if _is_linear(module)]
     names: list[str] = []
-    for engine in _engines(subject, entries):
+    for engine in _engines(result, entries):
         modules = engine_modules(linears, engine)
         names.append(f"{engine.name} {len(modules)}")
         _check_engine(engine, modules, found)
-    _check_routers(subject, found)
+    _check_routers(result, found)
     found.note = "modules: " + ", ".join(names)
     return found
 
 
-def _check_routers(subject: Subject, found: Findings) -> None:
-    for module in subject.modules.values():
+def _check_routers(result: Result, found: Findings) -> None:
+    for module in result.modules.values():
         if module.parts.role is not Role.ROUTER or module.is_converted:
             continue
         weight = module.parameters.get(WEIGHT)
@@ -131,9 +131,9 @@ def _engine_name(module: Module, engine: Engine) -> str:
     return name if fused is None else f"{stem}.{fused}"
 
 
-def _engines(subject: Subject, entries: Sequence[str]) -> tuple[Engine, ...]:
+def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
     """Return the three engines as they read this layout. Compressed-tensors entries name every expert."""
-    naming, is_modelopt = subject.family.naming, subject.layout == MODELOPT
+    naming, is_modelopt = result.family.naming, result.layout == MODELOPT
     mla = ("q_a_proj", "kv_a_proj_with_mqa")
 
     def fused_into(name: str) -> dict[str, str]:

@@ -41,7 +41,7 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Result:
     """What headers and JSON files say about a folder, and the source it was converted from, if given.
 
     config, index, ledger      None if the file is missing or damaged; `*_problem` says why
@@ -54,7 +54,7 @@ class Subject:
     layout, has_input_scale    as found in the tensors: a config that differs is wrong, not followed
     calibration                of the conversion, if its statistics are given
     scaling                    exact smoothing, if the ledger states it
-    whole                      the subject that this is a part of; None if this is the whole result
+    whole                      the result that this is a part of; None if this is the whole result
     limits                     which part is read, in words
     """
 
@@ -82,10 +82,10 @@ class Subject:
     list_problem: str = ""
     calibration: "Calibration | None" = None
     scaling: Scaling = NO_SCALING
-    whole: "Subject | None" = None
+    whole: "Result | None" = None
     limits: str = ""
 
-    def of_layers(self, layers: Sequence[int]) -> "Subject":
+    def of_layers(self, layers: Sequence[int]) -> "Result":
         """Return the part that has only the MoE blocks of these layers."""
         stems = tuple(f"{self.family.layer.format(layer=layer)}.mlp." for layer in layers)
         headers: dict[str, ShardHeader] = {}
@@ -162,13 +162,13 @@ class Subject:
         return f"{next(iter(self.unreadable))} cannot be read, see rule 16"
 
 
-def open_subject(
+def read_result(
     folder: Path,
     *,
     source: Checkpoint | None,
     known_headers: dict[str, ShardHeader] | None = None,
     read: Callable[[Path], ShardHeader] = read_header,
-) -> Subject:
+) -> Result:
     """Read everything except tensor data; raises CheckpointError if the folder does not exist.
 
     `source` is the whole one, also of a pruned result. `known_headers` are those of shards that were removed. `read`
@@ -185,12 +185,12 @@ def open_subject(
     view, no_source, list_problem = view_source(source, ledger)
     found = [name for header in headers.values() for name in header.tensors]
     family = detect_family(view) if view is not None else expected_family(config, found)
-    subject = _from_headers(folder, headers, family=family, source=view, recipe=recipe)
+    result = _from_headers(folder, headers, family=family, source=view, recipe=recipe)
     if states_int4(ledger):
-        modules = {name: replace(module, is_converted=False) for name, module in subject.modules.items()}
-        subject = replace(subject, int4_modules=frozenset[str](), modules=modules)
+        modules = {name: replace(module, is_converted=False) for name, module in result.modules.items()}
+        result = replace(result, int4_modules=frozenset[str](), modules=modules)
     return replace(
-        subject,
+        result,
         config=config,
         config_problem=config_problem,
         index=index,
@@ -203,21 +203,21 @@ def open_subject(
     )
 
 
-def open_shard(path: Path, *, family: Family, source: Checkpoint, recipe: Recipe) -> Subject:
+def open_shard(path: Path, *, family: Family, source: Checkpoint, recipe: Recipe) -> Result:
     """Return one finished shard of a result that is not assembled yet; `source` has the shards that it comes from."""
     return _from_headers(path.parent, {path.name: read_header(path)}, family=family, source=source, recipe=recipe)
 
 
 def _from_headers(
     folder: Path, headers: dict[str, ShardHeader], *, family: Family, source: Checkpoint | None, recipe: Recipe | None
-) -> Subject:
+) -> Result:
     tensors, renamed = _named_as_expected(headers, family)
     parsed, unknown = _parse(tensors, family)
     source_names = _parse(source.tensors, family)[0] if source is not None else {}
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
     layout = _detect_layout(parsed)
     modules = _modules(tensors, parsed, int4, recipe, LAYOUTS[layout])
-    return Subject(
+    return Result(
         folder=folder,
         headers=headers,
         tensors=tensors,

@@ -19,7 +19,7 @@ from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.reader import Bytes, ShardReader, same_bytes
 from k2convert.choices import BLOCK_SIZE
 from k2convert.records.events import SILENT, Events
-from k2convert.validate.contract.result import Module, Subject
+from k2convert.validate.contract.result import Module, Result
 from k2convert.validate.contract.tensors import shape_problems
 from k2convert.validate.scaling import SCALED_DTYPES, Exponents, misfit
 
@@ -97,7 +97,7 @@ class _Target:
 
 
 def scan_shards(
-    subject: Subject,
+    result: Result,
     *,
     shard_visitor: ShardVisitor | None = None,
     tensor_visitor: TensorVisitor | None = None,
@@ -108,28 +108,26 @@ def scan_shards(
 
     `around` makes the context in which a shard is read: its files are opened and closed inside it.
     """
-    result = ScanResult()
-    targets = _targets(subject)
-    source = subject.source
+    found = ScanResult()
+    targets = _targets(result)
+    source = result.source
     with (
-        ShardReader(lambda shard: subject.folder / shard) as reader,
-        ShardReader(
-            lambda shard: source.path(shard) if source is not None else subject.folder / shard
-        ) as source_reader,
+        ShardReader(lambda shard: result.folder / shard) as reader,
+        ShardReader(lambda shard: source.path(shard) if source is not None else result.folder / shard) as source_reader,
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan") as ahead,
     ):
-        scan = _Scan(subject, targets, reader, source_reader, result, ahead, shard_visitor, tensor_visitor, events)
-        for shard, header in subject.headers.items():
+        scan = _Scan(result, targets, reader, source_reader, found, ahead, shard_visitor, tensor_visitor, events)
+        for shard, header in result.headers.items():
             with around(shard):
-                result.digests[shard] = scan.shard(header)
+                found.digests[shard] = scan.shard(header)
                 reader.close()
                 source_reader.close()
-        for shard in subject.unreadable:
-            path = subject.folder / shard
+        for shard in result.unreadable:
+            path = result.folder / shard
             if path.is_file() and not path.is_symlink():
                 with around(shard):
-                    result.digests[shard], result.unreadable_bytes[shard] = _hash_file(path), path.stat().st_size
-    return result
+                    found.digests[shard], found.unreadable_bytes[shard] = _hash_file(path), path.stat().st_size
+    return found
 
 
 def _hash_file(path: Path) -> str:
@@ -140,20 +138,20 @@ def _hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _targets(subject: Subject) -> dict[tuple[str, str], _Target]:
+def _targets(result: Result) -> dict[tuple[str, str], _Target]:
     """Return (shard, name in the file) -> what it is."""
     targets: dict[tuple[str, str], _Target] = {}
-    problems = {module.name: shape_problems(subject, module) for module in subject.converted}
-    for name, tensor in subject.tensors.items():
+    problems = {module.name: shape_problems(result, module) for module in result.converted}
+    for name, tensor in result.tensors.items():
         module_name, _, parameter = name.rpartition(".")
         if module_name in problems:
             readable = parameter not in problems[module_name]
-            targets[tensor.shard, tensor.name] = _Target(name, parameter, subject.modules[module_name], readable, None)
+            targets[tensor.shard, tensor.name] = _Target(name, parameter, result.modules[module_name], readable, None)
             continue
-        before = subject.source.tensors.get(name) if subject.source is not None else None
+        before = result.source.tensors.get(name) if result.source is not None else None
         same_form = before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
-        module = subject.modules.get(module_name)
-        exponents = None if module is None else subject.scaling_of(module, parameter)
+        module = result.modules.get(module_name)
+        exponents = None if module is None else result.scaling_of(module, parameter)
         found = _Target(name, parameter, None, True, before if same_form else None, exponents)
         targets[tensor.shard, tensor.name] = found
     return targets
@@ -161,11 +159,11 @@ def _targets(subject: Subject) -> dict[tuple[str, str], _Target]:
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    subject: Subject
+    result: Result
     targets: dict[tuple[str, str], _Target]
     reader: ShardReader
     source_reader: ShardReader
-    result: ScanResult
+    found: ScanResult
     ahead: ThreadPoolExecutor
     shard_visitor: ShardVisitor | None
     tensor_visitor: TensorVisitor | None
@@ -231,13 +229,13 @@ class _Scan:
     def _compare(self, target: _Target, piece: Piece, data: Bytes) -> None:
         assert target.source is not None
         before = self._read_source(target.source, piece.begin, piece.end)
-        self.result.compared.add(target.name)
+        self.found.compared.add(target.name)
         if target.exponents is not None:
-            self.result.scaled.add(target.name)
+            self.found.scaled.add(target.name)
             self._compare_scaled(target, target.exponents, piece, before, data)
         elif not same_bytes(before, data):
             changed = int(np.count_nonzero(before != data))
-            self.result.different[target.name] = self.result.different.get(target.name, 0) + changed
+            self.found.different[target.name] = self.found.different.get(target.name, 0) + changed
 
     def _read_source(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
         """Return bytes of a source tensor. Of a pruned router the kept rows are chosen here, not by the reader."""
@@ -251,18 +249,18 @@ class _Scan:
     def _compare_scaled(self, target: _Target, exponents: Exponents, piece: Piece, before: Bytes, data: Bytes) -> None:
         assert target.source is not None
         dtype, columns = target.source.dtype, target.source.shape[-1:]
-        if target.name in self.result.misscaled:
+        if target.name in self.found.misscaled:
             return
         if dtype not in SCALED_DTYPES or columns != exponents.shape:
             problem = f"{dtype} {list(target.source.shape)}, but smoothing has {exponents.size:,} channels"
-            self.result.misscaled[target.name] = problem
+            self.found.misscaled[target.name] = problem
         elif problem := misfit(before, data, dtype=dtype, begin=piece.begin, exponents=exponents):
-            self.result.misscaled[target.name] = problem
+            self.found.misscaled[target.name] = problem
 
     def _check_converted(self, target: _Target, module: Module, data: Bytes) -> None:
-        names = self.subject.names
+        names = self.result.names
         if target.parameter in (names.global_scale, names.input_scale):
-            self.result.scalars[target.name] = data.tobytes()
+            self.found.scalars[target.name] = data.tobytes()
         elif target.parameter == names.block_scale and _outside(data, SUBNORMAL_LAST + 1, LARGEST_FINITE):
             self._count_scales(target, module, data)
 
@@ -271,15 +269,15 @@ class _Scan:
         counts = np.bincount(scales, minlength=256)
         invalid = int(counts[LARGEST_FINITE + 1 :].sum())
         if invalid:
-            self.result.invalid_scales[target.name] = invalid
+            self.found.invalid_scales[target.name] = invalid
         subnormal = int(counts[1 : SUBNORMAL_LAST + 1].sum())
         if subnormal:
-            self.result.subnormal_scales[target.name] = subnormal
-        weight = module.parameters.get(self.subject.names.weight)
-        if counts[0] and weight is not None and not shape_problems(self.subject, module):
+            self.found.subnormal_scales[target.name] = subnormal
+        weight = module.parameters.get(self.result.names.weight)
+        if counts[0] and weight is not None and not shape_problems(self.result, module):
             dirty = self._zero_blocks_with_codes(weight, scales)
             if dirty:
-                self.result.zero_blocks_with_codes[f"{module.name}.{self.subject.names.weight}"] = dirty
+                self.found.zero_blocks_with_codes[f"{module.name}.{self.result.names.weight}"] = dirty
 
     def _zero_blocks_with_codes(self, weight: TensorInfo, scales: Bytes) -> int:
         dirty = 0

@@ -14,8 +14,8 @@ from blake3 import blake3
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
-from k2convert.validate.contract import check_subject
-from k2convert.validate.contract.result import open_subject
+from k2convert.validate.contract import check_result
+from k2convert.validate.contract.result import read_result
 from k2convert.validate.contract.scan import scan_shards
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.results import ContractReport, RuleResult, Verdict
@@ -77,8 +77,8 @@ def check(
     folder: Path, *, source: Path | None = None, errors: Mapping[str, DecodedError] | None = None
 ) -> ContractReport:
     """Scan a folder and check all rules, against a source if there is one."""
-    subject = open_subject(folder, source=None if source is None else open_checkpoint(source))
-    return check_subject(subject, scan_shards(subject), errors=errors)
+    result = read_result(folder, source=None if source is None else open_checkpoint(source))
+    return check_result(result, scan_shards(result), errors=errors)
 
 
 def copy_of(converted: Converted, folder: Path) -> Converted:

@@ -11,7 +11,7 @@ from converted import GOOD, Converted, Kind, check, copy_of, verdicts
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import Bytes
 from k2convert.records.events import Events
-from k2convert.validate.contract.result import open_subject
+from k2convert.validate.contract.result import read_result
 from k2convert.validate.contract.scan import scan_shards
 from k2convert.validate.results import Severity, Verdict
 
@@ -22,8 +22,8 @@ class Measured:
 
 
 def test_every_rule_passes(good: Converted) -> None:
-    subject = open_subject(good.folder, source=open_checkpoint(good.source))
-    errors = {module.name: Measured(20.0) for module in subject.converted}
+    result = read_result(good.folder, source=open_checkpoint(good.source))
+    errors = {module.name: Measured(20.0) for module in result.converted}
     report = check(good.folder, source=good.source, errors=errors)
     # `max` may choose block scales that Hopper flushes; they are counted, not refused.
     assert {n: v for n, v in verdicts(report).items() if n != 5} == {}
@@ -46,8 +46,8 @@ def test_without_a_source_the_rules_that_need_one_say_so(good: Converted) -> Non
 
 
 def test_layout_and_activations_are_told_from_the_tensors_without_ledger_and_source(good: Converted) -> None:
-    subject = open_subject(good.folder, source=None)
-    assert (subject.layout, subject.has_input_scale) == (good.kind.layout, good.kind.activations == "w4a4")
+    result = read_result(good.folder, source=None)
+    assert (result.layout, result.has_input_scale) == (good.kind.layout, good.kind.activations == "w4a4")
 
 
 def test_a_foreign_checkpoint_fails_only_for_its_missing_ledger(modelopt: Converted) -> None:
@@ -79,13 +79,13 @@ class Sizes:
 
 
 def test_visitors_get_every_shard_and_every_converted_tensor_once_and_whole(good: Converted) -> None:
-    subject = open_subject(good.folder, source=None)
+    result = read_result(good.folder, source=None)
     sizes = Sizes()
     events: Events = sizes
-    scan_shards(subject, shard_visitor=sizes, tensor_visitor=sizes, events=events)
-    assert sizes.tensors == {f"{m.name}.{p}": t.num_bytes for m in subject.converted for p, t in m.parameters.items()}
-    assert sizes.shards == {name: header.file_bytes for name, header in subject.headers.items()}
-    assert sizes.bytes_in == sum(tensor.num_bytes for tensor in subject.tensors.values())
+    scan_shards(result, shard_visitor=sizes, tensor_visitor=sizes, events=events)
+    assert sizes.tensors == {f"{m.name}.{p}": t.num_bytes for m in result.converted for p, t in m.parameters.items()}
+    assert sizes.shards == {name: header.file_bytes for name, header in result.headers.items()}
+    assert sizes.bytes_in == sum(tensor.num_bytes for tensor in result.tensors.values())
 
 
 def test_report_as_json_has_number_verdict_count_and_offenders(modelopt: Converted) -> None:
