@@ -14,19 +14,19 @@ NAME, STATED = os.fsdecode(b"t\xe9xt.txt"), "t\\udce9xt.txt"
 
 
 @pytest.fixture
-def text(tiny: Path, tmp_path: Path) -> Path:
+def text(cut: Path, tmp_path: Path) -> Path:
     """A text in a folder, neither of which has a name in UTF-8."""
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
-    return Path(shutil.copy(tiny / "eval.txt", folder / NAME))
+    return Path(shutil.copy(cut / "eval.txt", folder / NAME))
 
 
-def test_a_text_of_any_name_is_calibrated_on(text: Path, tiny: Path, run_cli: RunCli) -> None:
+def test_a_text_of_any_name_is_calibrated_on(text: Path, cut: Path, run_cli: RunCli) -> None:
     statistics, out = text.parent / "s.stats", text.parent / "out"
     commands = [
         (
             "calibrate",
-            tiny,
+            cut,
             statistics,
             "--text",
             text,
@@ -41,7 +41,7 @@ def test_a_text_of_any_name_is_calibrated_on(text: Path, tiny: Path, run_cli: Ru
         ("inspect", statistics, "--json"),
         (
             "run",
-            tiny,
+            cut,
             out,
             "--calibrate",
             text,
@@ -51,7 +51,7 @@ def test_a_text_of_any_name_is_calibrated_on(text: Path, tiny: Path, run_cli: Ru
             "cpu",
             "--json",
         ),
-        ("validate", out, "--source", tiny, "--layers", "1", "--text", text, "--tokens", "16", "--json"),
+        ("validate", out, "--source", cut, "--layers", "1", "--text", text, "--tokens", "16", "--json"),
     ]
     for words in commands:
         done = run_cli(*words)
@@ -62,10 +62,10 @@ def test_a_text_of_any_name_is_calibrated_on(text: Path, tiny: Path, run_cli: Ru
     assert json.loads((out / "k2convert.json").read_text())["calibration"]["texts"][0]["name"] == STATED
 
 
-def test_a_seed_that_no_file_can_hold_is_refused(text: Path, tiny: Path, run_cli: RunCli) -> None:
+def test_a_seed_that_no_file_can_hold_is_refused(text: Path, cut: Path, run_cli: RunCli) -> None:
     more = ("--device", "cpu", "--yes")
-    calibrate = ("calibrate", tiny, text.parent / "s.stats", "--text", text, "--tokens", "32", "--seed")
-    convert = ("run", tiny, text.parent / "o", "--calibrate", text, "--set", "calibration.tokens=32", "--set")
+    calibrate = ("calibrate", cut, text.parent / "s.stats", "--text", text, "--tokens", "32", "--seed")
+    convert = ("run", cut, text.parent / "o", "--calibrate", text, "--set", "calibration.tokens=32", "--set")
     for words, code in (((*calibrate, str(10**18)), 2), ((*convert, f"calibration.seed={10**18}"), 1)):
         done = run_cli(*words, *more)
         assert done.returncode == code
