@@ -122,6 +122,13 @@ def k2_headers(checkpoints: Path) -> Path:
     return fixtures.make_k2_thinking_headers(checkpoints / "k2-headers")
 
 
+@pytest.fixture(scope="session")
+def k2_numbers(checkpoints: Path) -> Path:
+    """As many layers and expert weights as K2 in a sixteenth of its experts, for numbers as long as K2's."""
+    shape = fixtures.K2Shape(hidden=4 * 7168, moe_intermediate=4 * 2048, experts=24)
+    return fixtures.make_k2_thinking_headers(checkpoints / "k2-numbers", shape=shape)
+
+
 @pytest.fixture(scope="session", name="run_cli")
 def _run_cli() -> RunCli:
     """Run the real `k2convert` command, in this process."""
