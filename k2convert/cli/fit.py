@@ -24,10 +24,10 @@ from k2convert.cli.verbs import AUTO, FitOptions
 from k2convert.fit.gpus import GPUS, Gpu, find_gpu
 from k2convert.fit.layouts import complete_layout
 from k2convert.fit.memory import CONTEXT, UTILIZATION, Fit, Settings, fit_layout
+from k2convert.fit.model import Model, read_model
 from k2convert.fit.search import Holder, find_holders, most_experts, ways_out
 from k2convert.fit.serving import ENGINE_NAMES, Deployment, ServeCommand, nvfp4_scheme, serve_command
 from k2convert.fit.speed import EstimatedSpeed, estimate_speeds
-from k2convert.fit.subject import Subject, read_subject
 from k2convert.hub.client import Hub, parse_repo
 from k2convert.job.locations import open_source
 from k2convert.models.config import max_positions
@@ -42,7 +42,7 @@ def fit(options: FitOptions) -> None:
     """
     gpu = _chosen_gpu(options)
     with open_source(options.checkpoint, hub=Hub(notify=console.print_note)) as opened:
-        whole = read_subject(opened.checkpoint)
+        whole = read_model(opened.checkpoint)
     settings = Settings(
         kv=options.kv or whole.kv,
         context=options.context or CONTEXT,
@@ -51,8 +51,8 @@ def fit(options: FitOptions) -> None:
         overhead_bytes=parse_size(options.overhead),
     )
     is_pruned = options.experts not in (None, AUTO)
-    subject = whole.with_experts(int(options.experts or 0)) if is_pruned else whole
-    asked = _Asked(options, opened.checkpoint, whole, subject, settings)
+    model = whole.with_experts(int(options.experts or 0)) if is_pruned else whole
+    asked = _Asked(options, opened.checkpoint, whole, model, settings)
     count = options.count
     fits = _answer_all(asked, gpu) if gpu is None or count is None else _answer_one(asked, gpu, count)
     if not fits:
@@ -65,21 +65,21 @@ class _Asked:
 
     options: FitOptions
     checkpoint: Checkpoint
-    whole: Subject
-    subject: Subject
+    whole: Model
+    model: Model
     settings: Settings
 
     def document(self, **more: Any) -> dict[str, Any]:
-        return fit_document(self.options.checkpoint, self.subject, self.settings) | more
+        return fit_document(self.options.checkpoint, self.model, self.settings) | more
 
     def print_next(self, *, experts: int | None = None) -> None:
         """Print the command that makes what fits."""
         place = self.options.checkpoint
-        experts = experts or self.subject.shape.num_experts
+        experts = experts or self.model.shape.num_experts
         if experts != self.whole.shape.num_experts:
-            source = place if self.subject.recipe is not None else "SOURCE"
+            source = place if self.model.recipe is not None else "SOURCE"
             words = ("run", source, "DEST", "--keep-experts", "FILE", "--set", f"experts={experts}")
-        elif self.subject.recipe is not None:
+        elif self.model.recipe is not None:
             words = ("run", place, "DEST", "--dry-run")
         else:
             return
@@ -107,13 +107,13 @@ def _chosen_gpu(options: FitOptions) -> Gpu | None:
 
 def _answer_all(asked: _Asked, gpu: Gpu | None) -> bool:
     """Say which GPUs, or which counts of one, hold the model. Return whether any do."""
-    subject, settings = asked.subject, asked.settings
+    model, settings = asked.model, asked.settings
     gpus = GPUS.values() if gpu is None else (gpu,)
-    holders = find_holders(subject.weights, subject.shape, settings=settings, gpus=gpus)
+    holders = find_holders(model, settings=settings, gpus=gpus)
     if asked.options.as_json:
-        console.print_json(asked.document(fits=[holder_document(h, subject, settings) for h in holders]))
+        console.print_json(asked.document(fits=[holder_document(h, model, settings) for h in holders]))
     else:
-        show_holders(asked.options.checkpoint, subject, settings, holders)
+        show_holders(asked.options.checkpoint, model, settings, holders)
         if holders:
             asked.print_next()
     return bool(holders)
@@ -124,18 +124,18 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
     options, settings = asked.options, asked.settings
     holder = Holder(gpu, _fit(asked, gpu, count))
     if options.experts == AUTO and (most := most_experts(asked.whole, holder, settings=settings)) is not None:
-        asked = replace(asked, subject=asked.whole.with_experts(most[0]))
+        asked = replace(asked, model=asked.whole.with_experts(most[0]))
         holder = Holder(gpu, most[1])
-    subject = asked.subject
+    model = asked.model
     ways = None if holder.fit.holds else ways_out(asked.whole, holder, settings=settings)
-    estimates = _estimates(subject, holder) if options.estimate else []
-    commands = serve_commands(subject, asked.checkpoint, holder, options=options)
+    estimates = _estimates(model, holder) if options.estimate else []
+    commands = serve_commands(model, asked.checkpoint, holder, options=options)
     if options.as_json:
-        one = holder_document(holder, subject, settings) | speed_document(subject, holder, estimates)
+        one = holder_document(holder, model, settings) | speed_document(model, holder, estimates)
         one |= serving_document(commands) | ({} if ways is None else {"ways_out": ways_document(ways)})
         console.print_json(asked.document(fits=[one]))
         return holder.fit.holds
-    show_fit(options.checkpoint, subject, settings, holder, estimates)
+    show_fit(options.checkpoint, model, settings, holder, estimates)
     show_serving(commands, known=fit_notes(holder, settings))
     if ways is None:
         asked.print_next()
@@ -147,24 +147,24 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
 
 
 def _fit(asked: _Asked, gpu: Gpu, count: int) -> Fit:
-    options, subject = asked.options, asked.subject
+    options, model = asked.options, asked.model
     layout = complete_layout(
         count,
-        subject.shape,
+        model.shape,
         tensor=options.tp,
         expert=options.ep,
         pipeline=options.pp,
         data_attention=options.dp_attention,
         decode_context=options.dcp,
     )
-    return fit_layout(subject.weights, subject.shape, layout, memory_bytes=gpu.memory_bytes, settings=asked.settings)
+    return fit_layout(model.weights, model.shape, layout, memory_bytes=gpu.memory_bytes, settings=asked.settings)
 
 
-def _estimates(subject: Subject, holder: Holder) -> list[EstimatedSpeed]:
-    return estimate_speeds(subject.shape, gpu=holder.gpu, layout=holder.fit.layout)
+def _estimates(model: Model, holder: Holder) -> list[EstimatedSpeed]:
+    return estimate_speeds(model.shape, gpu=holder.gpu, layout=holder.fit.layout)
 
 
-def serve_commands(subject: Subject, checkpoint: Checkpoint, holder: Holder, *, options: FitOptions) -> ServeCommands:
+def serve_commands(model: Model, checkpoint: Checkpoint, holder: Holder, *, options: FitOptions) -> ServeCommands:
     """Return the command of each engine, empty if the GPUs do not hold the model.
 
     A source is served as the result DEST of its recipe. Requests are limited to the context asked for, or to the cache:
@@ -172,15 +172,15 @@ def serve_commands(subject: Subject, checkpoint: Checkpoint, holder: Holder, *, 
     """
     if not holder.fit.holds:
         return {}
-    recipe, repo = subject.recipe, parse_repo(options.checkpoint)
+    recipe, repo = model.recipe, parse_repo(options.checkpoint)
     scheme = nvfp4_scheme(checkpoint.config) if recipe is None else (recipe.layout, recipe.activations)
-    model = options.checkpoint if repo is None else repo.repo
+    place = options.checkpoint if repo is None else repo.repo
     longest = max_positions(checkpoint.config)
     deployment = Deployment(
-        model=model if recipe is None else "DEST",
+        model=place if recipe is None else "DEST",
         layout=scheme[0],
         activations=scheme[1],
-        family=subject.family.card,
+        family=model.family.card,
         parallelism=holder.fit.layout,
         gpu=holder.gpu,
         context=options.context

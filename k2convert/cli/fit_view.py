@@ -7,11 +7,10 @@ from typing import Any
 from k2convert.choices import counted
 from k2convert.cli.console import format_bytes, print_line, print_note, print_table
 from k2convert.fit.memory import KV_BYTES, Fit, Settings
-from k2convert.fit.needs import gigabytes
-from k2convert.fit.search import Holder, WaysOut, fp8_and_bf16_tokens
+from k2convert.fit.model import Model
+from k2convert.fit.search import Holder, WaysOut, fp8_and_bf16_tokens, gigabytes
 from k2convert.fit.serving import FP8_NOTE, NVFP4_NOTES
 from k2convert.fit.speed import EstimatedSpeed, bytes_per_token, published_speeds, speed_ceiling
-from k2convert.fit.subject import Subject
 
 _DP_NOTE = (
     "DP attention as vLLM runs it (data parallelism): all weights but the experts are on every GPU. SGLang "
@@ -19,27 +18,27 @@ _DP_NOTE = (
 )
 
 
-def fit_document(name: str, subject: Subject, settings: Settings) -> dict[str, Any]:
+def fit_document(name: str, model: Model, settings: Settings) -> dict[str, Any]:
     """Return what was asked and what it weighs as plain data. `fits` is added by the caller."""
     return {
         "checkpoint": name,
-        "family": subject.family.name,
-        "recipe": None if subject.recipe is None else subject.recipe.name,
-        "experts_per_layer": subject.shape.num_experts,
+        "family": model.family.name,
+        "recipe": None if model.recipe is None else model.recipe.name,
+        "experts_per_layer": model.shape.num_experts,
         "weights": {
-            "bytes": subject.weights.num_bytes,
-            "by_role": {role.value: count for role, count in subject.weights.by_role.items()},
-            "bytes_per_token": bytes_per_token(subject.weights, subject.shape),
+            "bytes": model.weights.num_bytes,
+            "by_role": {role.value: count for role, count in model.weights.by_role.items()},
+            "bytes_per_token": bytes_per_token(model.weights, model.shape),
         },
-        "kv_bytes_per_token": {kv: subject.kv_values * size for kv, size in KV_BYTES.items()},
+        "kv_bytes_per_token": {kv: model.kv_values * size for kv, size in KV_BYTES.items()},
         "settings": asdict(settings),
     }
 
 
-def holder_document(holder: Holder, subject: Subject, settings: Settings) -> dict[str, Any]:
+def holder_document(holder: Holder, model: Model, settings: Settings) -> dict[str, Any]:
     """Return what GPUs hold as plain data; figures under `each` are of the fullest GPU."""
     fit = holder.fit
-    fp8, bf16 = fp8_and_bf16_tokens(subject.weights, subject.shape, holder, settings=settings)
+    fp8, bf16 = fp8_and_bf16_tokens(model, holder, settings=settings)
     return {
         "gpu": holder.gpu.name,
         "count": fit.layout.num_gpus,
@@ -50,8 +49,8 @@ def holder_document(holder: Holder, subject: Subject, settings: Settings) -> dic
         "kv_tokens_bf16": bf16,
         "longest_request": fit.longest,
         "requests": fit.request_slots,
-        "max_context": subject.shape.max_context,
-        "requests_of_max_context": None if (longest := subject.shape.max_context) is None else fit.slots_of(longest),
+        "max_context": model.shape.max_context,
+        "requests_of_max_context": None if (longest := model.shape.max_context) is None else fit.slots_of(longest),
         "each": {
             "memory": fit.memory_bytes,
             "usable": fit.usable_bytes,
@@ -66,26 +65,26 @@ def holder_document(holder: Holder, subject: Subject, settings: Settings) -> dic
     }
 
 
-def speed_document(subject: Subject, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> dict[str, Any]:
+def speed_document(model: Model, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> dict[str, Any]:
     """Return the ceiling, the published rows and AIConfigurator's estimates, in tokens a second."""
     layout = holder.fit.layout
     return {
         "speed": {
-            "ceiling": speed_ceiling(subject.weights, subject.shape, gpu=holder.gpu, layout=layout),
-            "published": [asdict(row) for row in published_speeds(subject.shape, holder.gpu, layout.num_gpus)],
+            "ceiling": speed_ceiling(model.weights, model.shape, gpu=holder.gpu, layout=layout),
+            "published": [asdict(row) for row in published_speeds(model.shape, holder.gpu, layout.num_gpus)],
             "estimates": [asdict(estimate) for estimate in estimates],
         }
     }
 
 
-def show_holders(name: str, subject: Subject, settings: Settings, holders: Sequence[Holder]) -> None:
+def show_holders(name: str, model: Model, settings: Settings, holders: Sequence[Holder]) -> None:
     """Print the GPUs that hold a model, the smallest first."""
-    _show_subject(name, subject)
+    _show_model(name, model)
     if not holders:
         print_line(f"no known GPUs hold it with {_wanted(settings)}")
         print_line("with --gpu and --count, `fit` computes how many experts would fit")
         return
-    lengths = _lengths(subject, settings)
+    lengths = _lengths(model, settings)
     rows = [
         (
             f"{holder.fit.layout.num_gpus} x {holder.gpu.title}",
@@ -99,14 +98,14 @@ def show_holders(name: str, subject: Subject, settings: Settings, holders: Seque
     ]
     columns = ("GPUs", "layout", "memory", "weights on each", "KV tokens", *(f"requests of {n:,}" for n in lengths))
     print_table(f"GPUs that hold it with {_wanted(settings)}", columns, rows, left=(0, 1))
-    if (longest := subject.shape.max_context) in lengths:
+    if (longest := model.shape.max_context) in lengths:
         print_line(f"{longest:,} tokens are the most that the model was made for (max_position_embeddings)")
     _show_notes(_general_notes(settings))
 
 
-def _lengths(subject: Subject, settings: Settings) -> tuple[int, ...]:
+def _lengths(model: Model, settings: Settings) -> tuple[int, ...]:
     """Return the lengths of requests to count: the one asked for, and the model's maximum."""
-    longest = subject.shape.max_context
+    longest = model.shape.max_context
     return (settings.context,) if longest in (None, settings.context) else (settings.context, longest)
 
 
@@ -114,13 +113,11 @@ def _wanted(settings: Settings) -> str:
     return f"{counted(settings.requests, 'request')} of {settings.context:,} tokens, KV cache in {settings.kv}"
 
 
-def show_fit(
-    name: str, subject: Subject, settings: Settings, holder: Holder, estimates: Sequence[EstimatedSpeed]
-) -> None:
+def show_fit(name: str, model: Model, settings: Settings, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> None:
     """Print what some GPUs hold, by role, and how fast one request can be."""
-    _show_subject(name, subject)
+    _show_model(name, model)
     fit = holder.fit
-    verdict = _verdict(fit, settings, _lengths(subject, settings))
+    verdict = _verdict(fit, settings, _lengths(model, settings))
     print_line(f"{fit.layout.num_gpus} x {holder.gpu.title}, {fit.layout}: {verdict}")
     rows = [(role.value, format_bytes(count)) for role, count in fit.weights.items()]
     rows += [
@@ -131,7 +128,7 @@ def show_fit(
         ("memory", format_bytes(fit.memory_bytes)),
     ]
     print_table("on the fullest GPU" if fit.layout.pipeline > 1 else "on each GPU", ("what", "bytes"), rows)
-    _show_speed(subject, holder, estimates)
+    _show_speed(model, holder, estimates)
     _show_notes(fit_notes(holder, settings))
 
 
@@ -143,7 +140,7 @@ def _verdict(fit: Fit, settings: Settings, lengths: Sequence[int]) -> str:
     return f"{'fits' if fit.holds else 'does not fit'}: {room}, {slots}"
 
 
-def show_ways_out(ways: WaysOut, holder: Holder, *, whole: Subject) -> None:
+def show_ways_out(ways: WaysOut, holder: Holder, *, whole: Model) -> None:
     """Print what would fit: fewer experts of the whole model, or more GPUs."""
     layout = holder.fit.layout
     for count, fit in ways.experts:
@@ -167,21 +164,21 @@ def ways_document(ways: WaysOut) -> dict[str, Any]:
     }
 
 
-def _show_subject(name: str, subject: Subject) -> None:
-    how = "" if subject.recipe is None else f", as `run` would convert it (recipe {subject.recipe.name})"
+def _show_model(name: str, model: Model) -> None:
+    how = "" if model.recipe is None else f", as `run` would convert it (recipe {model.recipe.name})"
     print_line(
-        f"{name} ({subject.family.name}){how}: {format_bytes(subject.weights.num_bytes)} of weights, "
-        f"{subject.shape.num_experts} experts per layer"
+        f"{name} ({model.family.name}){how}: {format_bytes(model.weights.num_bytes)} of weights, "
+        f"{model.shape.num_experts} experts per layer"
     )
-    fp8, bf16 = (f"{subject.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
+    fp8, bf16 = (f"{model.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
     print_line(f"KV cache of one token: {fp8} bytes in fp8, {bf16} in bf16, on every GPU of a layer")
 
 
-def _show_speed(subject: Subject, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> None:
+def _show_speed(model: Model, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> None:
     layout = holder.fit.layout
-    ceiling = speed_ceiling(subject.weights, subject.shape, gpu=holder.gpu, layout=layout)
+    ceiling = speed_ceiling(model.weights, model.shape, gpu=holder.gpu, layout=layout)
     if ceiling is not None:
-        read = format_bytes(bytes_per_token(subject.weights, subject.shape))
+        read = format_bytes(bytes_per_token(model.weights, model.shape))
         print_line(
             f"ceiling: {ceiling:,.0f} tok/s for one request, if bandwidth were all ({read} read for a token). "
             "For K2, published speeds are 4 to 11 times lower."
@@ -195,7 +192,7 @@ def _show_speed(subject: Subject, holder: Holder, estimates: Sequence[EstimatedS
             row.engine,
             f"{row.source}, {row.date}",
         )
-        for row in published_speeds(subject.shape, holder.gpu, layout.num_gpus)
+        for row in published_speeds(model.shape, holder.gpu, layout.num_gpus)
     ]
     rows += [
         (

@@ -105,7 +105,7 @@ local_folder = _callback(check_folder)
 def statistics_place(value: Any) -> Any:
     """Callback of --statistics: check the spelling of an address."""
     if value is not None and str(value).startswith(SCHEME):
-        from k2convert.hub.named_file import parse_file_address
+        from k2convert.hub.download import parse_file_address
 
         parse_file_address(value)
     return value

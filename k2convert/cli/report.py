@@ -13,7 +13,7 @@ from k2convert.cli.progress import Display
 from k2convert.cli.validate import Opened, named, open_ends
 from k2convert.cli.verbs import ReportOptions
 from k2convert.errors import CheckpointError, K2ConvertError, remedy
-from k2convert.fit.weights import Tensor
+from k2convert.fit.model import Tensor
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from k2convert.cli import console
-from k2convert.cli.forecast import Computer, check_time, choose_computer
-from k2convert.cli.gptq import (
+from k2convert.cli.forecast import (
+    Computer,
+    check_time,
+    choose_computer,
     forecast_walk,
     job_document,
     plan_line,

@@ -1,12 +1,10 @@
 """Will it fit, how fast can it be, and how to serve it: answered from headers and config.json only.
 
-    shape    the counts of config.json that memory and layouts depend on
-    weights  bytes of a checkpoint by role and layer, as it is or as it would be converted
+    model    the counts of config.json, and the bytes of a checkpoint by role and layer, as it is or would be converted
     gpus     the GPUs that are known by name
     layouts  how GPUs share the work, and which layouts are possible
     memory   weights and KV cache of each GPU, for one layout
-    search   which GPUs hold a checkpoint, and the layout for a count of GPUs
-    needs    the short table of the report and the model card
+    search   which GPUs hold a checkpoint; the short table of the report and the model card
     serving  the command that serves a checkpoint
     speed    the bandwidth ceiling, published speeds, and AIConfigurator's estimate (extra `fit`)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from k2convert.errors import FitError
-from k2convert.fit.shape import ModelShape
+from k2convert.fit.model import ModelShape
 
 WIDTH_ALIGNMENT: Final = 64
 """Columns of an expert on one GPU: TensorRT-LLM's kernels take multiples of 64, the largest alignment of all."""

@@ -19,8 +19,7 @@ from typing import Final
 
 from k2convert.choices import ServedKvCache
 from k2convert.fit.layouts import Parallelism, stage_layers
-from k2convert.fit.shape import ModelShape
-from k2convert.fit.weights import Part, Weights
+from k2convert.fit.model import ModelShape, Part, Weights
 from k2convert.models.names import Role
 
 KV_BYTES: Final[dict[ServedKvCache, int]] = {"fp8": 1, "bf16": 2}

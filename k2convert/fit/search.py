@@ -1,4 +1,4 @@
-"""Which of the known GPUs hold a model, and in which layout."""
+"""Which of the known GPUs hold a model, and in which layout; and the short table for the report and the model card."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,10 +7,8 @@ from typing import Final
 from k2convert.errors import FitError
 from k2convert.fit.gpus import GPUS, Gpu
 from k2convert.fit.layouts import check_layout, complete_layout
-from k2convert.fit.memory import KV_BYTES, Fit, Settings, fit_layout
-from k2convert.fit.shape import ModelShape
-from k2convert.fit.subject import Subject
-from k2convert.fit.weights import Weights
+from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Fit, Settings, fit_layout
+from k2convert.fit.model import Model
 
 _EXPERT_STEPS: Final = 48
 
@@ -28,62 +26,55 @@ class Holder:
         return self.fit.memory_bytes * self.fit.layout.num_gpus
 
 
-def find_holders(
-    weights: Weights, shape: ModelShape, *, settings: Settings, gpus: Iterable[Gpu] = GPUS.values()
-) -> list[Holder]:
+def find_holders(model: Model, *, settings: Settings, gpus: Iterable[Gpu] = GPUS.values()) -> list[Holder]:
     """Return each GPU and usual count that holds the model, the smallest memory first."""
     found: list[Holder] = []
     for gpu in gpus:
         for count in gpu.counts:
             try:
-                layout = complete_layout(count, shape)
+                layout = complete_layout(count, model.shape)
             except FitError:  # a small model has fewer heads than GPUs
                 continue
-            fit = fit_layout(weights, shape, layout, memory_bytes=gpu.memory_bytes, settings=settings)
+            fit = fit_layout(model.weights, model.shape, layout, memory_bytes=gpu.memory_bytes, settings=settings)
             if fit.holds:
                 found.append(Holder(gpu, fit))
     return sorted(found, key=lambda holder: (holder.memory_bytes, holder.gpu.name))
 
 
-def fp8_and_bf16_tokens(weights: Weights, shape: ModelShape, holder: Holder, *, settings: Settings) -> tuple[int, int]:
+def fp8_and_bf16_tokens(model: Model, holder: Holder, *, settings: Settings) -> tuple[int, int]:
     """Return the tokens of KV cache that the GPUs of a holder have in FP8 and in BF16."""
-    fits = [
-        fit_layout(
-            weights,
-            shape,
-            holder.fit.layout,
-            memory_bytes=holder.fit.memory_bytes,
-            settings=replace(settings, kv=kv),
-        )
-        for kv in KV_BYTES
-    ]
-    return fits[0].tokens, fits[1].tokens
+    fp8, bf16 = (_fit_like(model, holder, settings=replace(settings, kv=kv)) for kv in KV_BYTES)
+    return fp8.tokens, bf16.tokens
 
 
-def most_experts(subject: Subject, holder: Holder, *, settings: Settings) -> tuple[int, Fit] | None:
+def _fit_like(model: Model, holder: Holder, *, settings: Settings) -> Fit:
+    """Return what the GPUs of a holder hold of a model, in the same layout."""
+    fit = holder.fit
+    return fit_layout(model.weights, model.shape, fit.layout, memory_bytes=fit.memory_bytes, settings=settings)
+
+
+def most_experts(model: Model, holder: Holder, *, settings: Settings) -> tuple[int, Fit] | None:
     """Return the most experts per layer that GPUs hold in their layout, and that fit; None if they hold no number.
 
     Numbers are round ones: multiples of 8 for K2's 384 experts.
     """
-    total = subject.shape.num_experts
+    total = model.shape.num_experts
     step = max(total // _EXPERT_STEPS, 1)
     for count in range(total // step * step, 0, -step):
         try:
-            pruned = subject.with_experts(count)
+            pruned = model.with_experts(count)
             check_layout(holder.fit.layout, pruned.shape)
         except FitError:  # expert parallelism and routing groups divide experts evenly
             continue
-        fit = fit_layout(
-            pruned.weights, pruned.shape, holder.fit.layout, memory_bytes=holder.fit.memory_bytes, settings=settings
-        )
+        fit = _fit_like(pruned, holder, settings=settings)
         if fit.holds:
             return count, fit
     return None
 
 
-def fewest_gpus(subject: Subject, holder: Holder, *, settings: Settings) -> int | None:
+def fewest_gpus(model: Model, holder: Holder, *, settings: Settings) -> int | None:
     """Return the smallest usual count above a holder's that holds the model; None if none does."""
-    larger = find_holders(subject.weights, subject.shape, settings=settings, gpus=(holder.gpu,))
+    larger = find_holders(model, settings=settings, gpus=(holder.gpu,))
     counts = [found.fit.layout.num_gpus for found in larger]
     return min((count for count in counts if count > holder.fit.layout.num_gpus), default=None)
 
@@ -99,11 +90,60 @@ class WaysOut:
     gpus: int | None
 
 
-def ways_out(subject: Subject, holder: Holder, *, settings: Settings) -> WaysOut:
+def ways_out(model: Model, holder: Holder, *, settings: Settings) -> WaysOut:
     """Return what to do about a model that GPUs do not hold."""
     wanted = [settings]
-    if (longest := subject.shape.max_context) is not None and longest > settings.context:
+    if (longest := model.shape.max_context) is not None and longest > settings.context:
         wanted.append(replace(settings, context=longest, requests=1))
-    found = [most_experts(subject, holder, settings=one) for one in wanted]
+    found = [most_experts(model, holder, settings=one) for one in wanted]
     known = {one[0]: one for one in found if one is not None}
-    return WaysOut(tuple(known.values()), fewest_gpus(subject, holder, settings=settings))
+    return WaysOut(tuple(known.values()), fewest_gpus(model, holder, settings=settings))
+
+
+NEEDS_COLUMNS: Final = ("GPUs", "layout", "weights on each", "KV tokens, FP8", "KV tokens, BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """A sentence of what the weights and a token take, and a row for each kind of GPU that holds it."""
+
+    summary: str
+    rows: tuple[tuple[str, ...], ...]
+    note: str
+
+
+def state_needs(model: Model) -> Needs:
+    """Say what a model needs, and the fewest GPUs of each kind that hold it with a request of 8,192 tokens in BF16."""
+    settings = Settings(kv="bf16")
+    fewest: dict[str, Holder] = {}
+    for holder in find_holders(model, settings=settings):
+        fewest.setdefault(holder.gpu.name, holder)
+    fp8, bf16 = (f"{model.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
+    return Needs(
+        summary=(
+            f"Weights: {gigabytes(model.weights.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
+            "tensor parallelism does not divide it, decode context parallelism does."
+        ),
+        rows=tuple(_row(model, holder) for holder in fewest.values()),
+        note=(
+            f"Computed from the headers, with {UTILIZATION:.0%} of each GPU's memory used and "
+            f"{gigabytes(OVERHEAD_BYTES)} assumed for activations, CUDA graphs and NCCL. `k2convert fit` computes "
+            "other GPUs, layouts and lengths."
+        ),
+    )
+
+
+def _row(model: Model, holder: Holder) -> tuple[str, ...]:
+    fit = holder.fit
+    tokens = fp8_and_bf16_tokens(model, holder, settings=Settings())
+    return (
+        f"{fit.layout.num_gpus} x {holder.gpu.title}",
+        str(fit.layout),
+        gigabytes(fit.weight_bytes),
+        *(f"{count:,}" for count in tokens),
+    )
+
+
+def gigabytes(num_bytes: int) -> str:
+    """Format bytes as GB, with the digits that matter; MB below one."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

@@ -15,8 +15,7 @@ from k2convert.choices import Engine
 from k2convert.errors import FitError, cut, require_extra
 from k2convert.fit.gpus import Gpu
 from k2convert.fit.layouts import Parallelism
-from k2convert.fit.shape import ModelShape
-from k2convert.fit.weights import Weights
+from k2convert.fit.model import ModelShape, Weights
 from k2convert.models.names import Role
 
 _BACKENDS: Final[dict[Engine, str]] = {"tensorrt-llm": "trtllm", "vllm": "vllm", "sglang": "sglang"}

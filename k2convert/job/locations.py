@@ -257,7 +257,7 @@ def open_named_statistics(text: str | None, *, hub: Hub) -> "Generator[Statistic
         yield None
         return
     from k2convert.calibrate.statistics import open_statistics
-    from k2convert.hub.named_file import fetch_named_file
+    from k2convert.hub.download import fetch_named_file
 
     if not text.startswith(SCHEME):
         yield open_statistics(Path(text))

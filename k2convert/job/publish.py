@@ -38,7 +38,7 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
     `names` are the files next to the shards. The shards are on the work branch, and what
     was found on each of them is in its record. Raises UnservableError if a rule fails; main is not changed then.
     """
-    from k2convert.report.model_card import card_files
+    from k2convert.report import card_files
 
     folder, source = job.destination.folder, job.source.whole or job.source.checkpoint
     if job.source.remote is None:
@@ -188,7 +188,7 @@ def publish_folder(
     The folder keeps its files. Raises CheckpointError if a file changed since the validation, HubError if the Hub
     refuses.
     """
-    from k2convert.report.model_card import card_files
+    from k2convert.report import card_files
 
     folder, ledger, target = publication.folder, publication.ledger, publication.target
     branch = Branch(publication.hub, target, branch_name(ledger.digest))

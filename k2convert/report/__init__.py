@@ -5,7 +5,7 @@
     content     headline, sections and provenance, computed once for every form; calibrated: its parts on calibration,
                 rule gptq and pruning; wording: numbers as text, sections and tables
     charts, heat_map, drawing   matplotlib figures -> SVG in the page's colors
-    page, markdown, picture, model_card   Report -> report.html, report.md, report.png, README.md
+    page, markdown   Report -> report.html and report.png, report.md and README.md
 
 Apart from the day of the report, nothing here depends on time, host or path: on one day, the same folder always gives
 the same files. matplotlib (charts) and Jinja2 (escaping) are imported only when a report is written.
@@ -16,16 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k2convert.checkpoint.files import write_atomically
+from k2convert.checkpoint.files import read_json_file, write_atomically
 from k2convert.checkpoint.folders import make_folder
-from k2convert.checkpoint.names import REPORT_PAGE_NAME, REPORT_PICTURE_NAME, REPORT_TEXT_NAME
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, REPORT_PAGE_NAME, REPORT_PICTURE_NAME, REPORT_TEXT_NAME
 from k2convert.errors import DestinationError
-from k2convert.fit.weights import Tensor
+from k2convert.fit.model import Tensor
 from k2convert.report.checks import read_checks
 from k2convert.report.figures import Report, collect_report
 
 if TYPE_CHECKING:
+    from k2convert.hub.source_card import SourceCard
     from k2convert.validate.decode import DecodedError
+    from k2convert.validate.results import ValidationReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,41 @@ def write_report(
 def render_report(report: Report) -> dict[str, bytes]:
     """Return the files of a report by name; without the picture if no figures of single tensors are known."""
     from k2convert.report.markdown import render_markdown
-    from k2convert.report.page import render_page
-    from k2convert.report.picture import render_picture
+    from k2convert.report.page import render_page, render_picture
 
     checks = None if report.validation is None else read_checks(report.validation)
     page, picture = render_page(report, checks), render_picture(report)
     text = render_markdown(report, checks, page=REPORT_PAGE_NAME, picture=REPORT_PICTURE_NAME if picture else None)
     files = {REPORT_PAGE_NAME: page.encode(), REPORT_TEXT_NAME: text.encode()}
     return files if picture is None else files | {REPORT_PICTURE_NAME: picture}
+
+
+def card_files(
+    folder: Path,
+    *,
+    repo: str,
+    base_model: str | None,
+    source: "SourceCard",
+    revision: str | None = None,
+    validation: "ValidationReport",
+    tensors: Iterable[Tensor],
+) -> dict[str, bytes]:
+    """Return the model card of a finished folder, and the report's files that the folder lacks, by file name.
+
+    `tensors` are those of the result's shards, which need not be here. `revision` is the branch if it is not main.
+    """
+    from k2convert.report.markdown import render_card
+    from k2convert.validate.results import validation_document
+
+    report = collect_report(folder=folder, validation=validation_document(validation), tensors=tensors, name=repo)
+    files = {name: data for name, data in render_report(report).items() if not (folder / name).exists()}
+    has_picture = REPORT_PICTURE_NAME in files or (folder / REPORT_PICTURE_NAME).is_file()
+    card = render_card(
+        report,
+        base_model=base_model,
+        source=source,
+        config=read_json_file(folder / CONFIG_NAME),
+        revision=revision,
+        picture=REPORT_PICTURE_NAME if has_picture else None,
+    )
+    return files | {CARD_NAME: card.encode()}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
-from k2convert.fit.needs import NEEDS_COLUMNS
+from k2convert.fit.search import NEEDS_COLUMNS
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord

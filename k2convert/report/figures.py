@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from k2convert.checkpoint.files import list_folder, read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, K2ConvertError, remedy
-from k2convert.fit.needs import Needs, state_needs
-from k2convert.fit.subject import read_result
-from k2convert.fit.weights import Tensor
+from k2convert.fit.model import Tensor, read_result
+from k2convert.fit.search import Needs, state_needs
 from k2convert.models import find_family, locate_module
 from k2convert.models.names import ModulePlace, Role
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics

@@ -1,8 +1,10 @@
-"""report.html: one self-contained file for any screen, light or dark, without network.
+"""report.html: one self-contained file for any screen, light or dark, without network; and report.png.
 
 Jinja2 escapes every name and figure. Only our own style, script and charts are marked safe; the charts contain numbers
 and no names from a checkpoint. The page's security policy allows only this script, by its hash, and no requests, so
 even a name that was not escaped could not run.
+
+The picture has the charts for a model card, on white, under the headline figures.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ import hashlib
 import json
 import re
 from importlib import resources
+from io import BytesIO
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from PIL import Image
 
 from k2convert.report.calibrated import channels_by_exponent, gptq_layers, tokens_by_expert
 from k2convert.report.charts import (
@@ -29,7 +35,7 @@ from k2convert.report.charts import (
 )
 from k2convert.report.checks import Checks
 from k2convert.report.content import caution, headline, sections
-from k2convert.report.drawing import DARK, LIGHT, THEMED, css_variables, to_svg
+from k2convert.report.drawing import DARK, LEFT, LIGHT, THEMED, Sheet, css_variables, to_rgb, to_svg
 from k2convert.report.figures import Report
 from k2convert.report.heat_map import MAP_ID, draw_heat_maps, map_cells
 
@@ -115,3 +121,42 @@ def _focusable(svg: Markup) -> Markup:
     label = r'role="img" tabindex="0" aria-describedby="readout" aria-label="SQNR of \1 by layer and expert'
     text = _MAP_IMAGE.sub(rf'<image {label}: arrow keys go from cell to cell" ', str(svg))
     return Markup(text.replace('<svg role="img"', '<svg role="group"', 1))
+
+
+DPI = 150
+_MARGIN = 24
+
+
+def render_picture(report: Report) -> bytes | None:
+    """Return a PNG of the charts, or None if no figures of single tensors are known."""
+    if not report.maps or not has_distribution(report):
+        return None
+    left = [draw_distribution(report, LIGHT), draw_block_scales(report.total.scale_histogram, LIGHT)]
+    if (found := report.ledger.calibration) is not None and found.held_out:
+        left.append(draw_layer_errors(found.held_out, LIGHT))
+    columns = [_stacked(left), _stacked([draw_heat_maps(report.maps, LIGHT)])]
+    height = max(len(column) for column in columns)
+    charts = np.hstack([_padded(column, bottom=height - len(column), right=_MARGIN) for column in columns])
+    title = _stacked([_draw_title(report, width=charts.shape[1] / DPI)])
+    stacked = np.vstack([title[:, : charts.shape[1]], charts])
+    framed = np.pad(stacked, ((_MARGIN, _MARGIN), (_MARGIN, _MARGIN), (0, 0)), constant_values=255)
+    target = BytesIO()
+    # 256 colors are enough for color map, lines and text, and take a third of the bytes.
+    few = Image.fromarray(framed).quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    few.save(target, format="PNG", optimize=True)
+    return target.getvalue()
+
+
+def _stacked(figures: list[Figure]) -> NDArray[np.uint8]:
+    return np.vstack([to_rgb(figure, dpi=DPI) for figure in figures])
+
+
+def _padded(pixels: NDArray[np.uint8], *, bottom: int, right: int) -> NDArray[np.uint8]:
+    return np.pad(pixels, ((0, bottom), (0, right), (0, 0)), constant_values=255)
+
+
+def _draw_title(report: Report, *, width: float) -> Figure:
+    sheet = Sheet(0.5, LIGHT, width=width)
+    words = [f"{tile.value} {tile.label}" for tile in headline(report, None)[:3]]
+    sheet.text(LEFT, 0.22, f"INT4 to NVFP4, rule {report.rule}: " + ",  ".join(words), bold=True)
+    return sheet.figure

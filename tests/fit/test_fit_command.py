@@ -285,7 +285,7 @@ def test_aiconfigurator_estimates_what_was_published(tiny: Path) -> None:
     pytest.importorskip("aiconfigurator_core", reason="the extra `fit` is not installed")
     from k2convert.fit.gpus import GPUS
     from k2convert.fit.layouts import Parallelism
-    from k2convert.fit.shape import ModelShape
+    from k2convert.fit.model import ModelShape
     from k2convert.fit.speed import estimate_speeds
 
     k2 = ModelShape(61, 1, 64, 384, 8, 1, 2048, 576, 262144)

@@ -10,9 +10,8 @@ import pytest
 from k2convert.fit.gpus import GPUS, MIB
 from k2convert.fit.layouts import complete_layout
 from k2convert.fit.memory import Fit, Settings, fit_layout
-from k2convert.fit.shape import ModelShape
+from k2convert.fit.model import ModelShape, Weights, weigh
 from k2convert.fit.speed import PUBLISHED, bytes_per_token, published_speeds, speed_ceiling
-from k2convert.fit.weights import Weights, weigh
 from k2convert.models.kimi import K2_5, K2_THINKING
 from k2convert.models.names import Role
 from k2convert.plan.recipe import load_recipe

@@ -11,7 +11,7 @@ from loopback import LoopbackHub
 
 from k2convert.hub.source_card import Licence, read_source_card
 from k2convert.report.figures import collect_report
-from k2convert.report.model_card import render_card
+from k2convert.report.markdown import render_card
 
 VALIDATE = """
 import sys

@@ -26,12 +26,11 @@ from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration, OutputErrors
 from k2convert.records.ledger import read_ledger
-from k2convert.report import write_report
+from k2convert.report import card_files, write_report
 from k2convert.report.calibrated import WARNING, calibrated_sections
 from k2convert.report.charts import draw_layer_errors, draw_shrinkages, draw_tokens
 from k2convert.report.content import figures_document, headline
 from k2convert.report.drawing import LIGHT
-from k2convert.report.model_card import card_files
 from k2convert.validate.results import ValidationReport, validation_document
 from k2convert.validate.validation import validate_checkpoint
 from scripts.fixture_maker.damage import edit_json

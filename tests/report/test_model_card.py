@@ -14,7 +14,7 @@ import yaml
 from k2convert.hub.source_card import SourceCard, read_source_card
 from k2convert.report import ReportFiles
 from k2convert.report.figures import Report
-from k2convert.report.model_card import render_card
+from k2convert.report.markdown import render_card
 
 K2_CARD = """---
 license: other
