@@ -57,6 +57,7 @@ from k2convert.records.publication import Published, record_published
 if TYPE_CHECKING:
     from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
     from k2convert.hub.preflight import Target
+    from k2convert.job.parts import Part
 
 
 def run(options: RunOptions) -> None:
@@ -64,11 +65,7 @@ def run(options: RunOptions) -> None:
     for is_wrong, problem in _contradictions(options):
         if is_wrong:
             raise typer.BadParameter(problem)
-    part = None
-    if options.part is not None:
-        from k2convert.job.parts import read_part
-
-        part = read_part(options.part, os.environ)
+    part = None if options.part is None else _read_part(options.part)
     computer = choose_computer(options.device, dry_run=options.dry_run) if options.calibrate else None
     overrides = _recipe_overrides(options)
     destination = read_destination(options.destination, work_folder=options.work_dir)
@@ -123,6 +120,12 @@ def run(options: RunOptions) -> None:
             _show_published(job, job.target, as_json=options.as_json)
         else:
             _do(job, options)
+
+
+def _read_part(text: str) -> "Part":
+    from k2convert.job.parts import read_part
+
+    return read_part(text, os.environ)
 
 
 def _read_text(
