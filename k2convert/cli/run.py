@@ -252,7 +252,9 @@ def _do(job: Job, options: RunOptions) -> None:
         with nullcontext() if options.ray is None else open_cluster(options) as cluster, display as events:
             outcome = execute(job, events=events, cluster=cluster, verify=options.verify)
     except UnservableError as error:
-        _show_unservable(error, options)
+        from k2convert.cli.validation_view import show_validation
+
+        show_validation(error.validation, as_json=options.as_json)
         raise
     except BaseException as error:
         error.add_note(f"{display.tally.shards} of {len(job.plan.jobs)} shards are converted. The same command resumes")
@@ -262,17 +264,6 @@ def _do(job: Job, options: RunOptions) -> None:
     if job.target is not None and outcome.commit is not None:
         record_published(job.destination.folder, Published(job.target.name, outcome.commit))
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
-
-
-def _show_unservable(error: UnservableError, options: RunOptions) -> None:
-    """Show why a result was not published."""
-    from k2convert.cli.validation_view import show_validation
-    from k2convert.validate.results import validation_document
-
-    if options.as_json:
-        console.print_json(validation_document(error.validation))
-    else:
-        show_validation(error.validation)
 
 
 def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> float:

@@ -27,7 +27,7 @@ from k2convert.records.ledger import find_ledger
 from k2convert.records.publication import check_shards_are_here
 from k2convert.validate.contract.result import view_source
 from k2convert.validate.remote import Shards, folder_bytes, layer_bytes
-from k2convert.validate.results import ValidationReport, validation_document
+from k2convert.validate.results import ValidationReport
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
 
 if TYPE_CHECKING:
@@ -151,10 +151,7 @@ def _display(opened: Opened, request: LayersRequest | None, total: int, *, quiet
 
 def _show_found(found: ValidationReport, folder: Path, *, as_json: bool) -> None:
     """Show a validation; raises InvalidCheckpointError if it failed. `folder` has the result's config.json."""
-    if as_json:
-        console.print_json(validation_document(found))
-    else:
-        show_validation(found)
+    show_validation(found, as_json=as_json)
     if not found.passed:
         raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")
     if not as_json and found.contract.layout != "int4":

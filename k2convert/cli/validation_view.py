@@ -6,17 +6,27 @@ from pathlib import Path
 
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
-from k2convert.cli.console import print_line, print_next, print_table, print_verdict
+from k2convert.cli.console import print_json, print_line, print_next, print_table, print_verdict
 from k2convert.models import find_family
 from k2convert.records.ledger import read_ledger
 from k2convert.records.pruning import share_words
 from k2convert.validate.decode import DecodedError
 from k2convert.validate.layers.result import LayersReport, Variant, labels, reference_name
-from k2convert.validate.results import MAX_OFFENDERS, Comparison, ContractReport, ValidationReport, WeightsReport
+from k2convert.validate.results import (
+    MAX_OFFENDERS,
+    Comparison,
+    ContractReport,
+    ValidationReport,
+    WeightsReport,
+    validation_document,
+)
 
 
-def show_validation(report: ValidationReport) -> None:
+def show_validation(report: ValidationReport, *, as_json: bool) -> None:
     """Print a validation: every rule, the weights, the layers, the comparison."""
+    if as_json:
+        print_json(validation_document(report))
+        return
     _show_contract(report.contract)
     if report.weights is not None:
         _show_weights("weight error, decoded from the written bytes", report.weights)
