@@ -25,7 +25,7 @@ from k2convert.calibrate.smoothing import find_exponents
 from k2convert.calibrate.statistics import StatisticsHeader
 from k2convert.calibrate.text import is_varied
 from k2convert.errors import CalibrationError
-from k2convert.forward.router import Routing
+from k2convert.forward.moe import Routing
 from k2convert.forward.walk import States, Walk, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family

@@ -1,10 +1,16 @@
-"""How a pass uses this machine: how many windows it computes at once, and how long it will take.
+"""How long a calibration will take: an estimate, before it starts.
 
-The time is an estimate from one expert and one matrix product, said before the pass starts.
+    pass   experts, and what every token passes, in TF32; every weight decoded once for each chunk
+    walk   a pass by rule gptq: a second stream, the experts three times more, all decisions in FP32, the curvature in
+           FP64, and rounding, block after block
 
-Both are measured on the device that computes. An expert's weights are made up, so nothing is read and a source on the
-Hub can be estimated too. Reading is not measured. The rest of a layer (attention, router, shared experts, dense MLPs)
-counts as matrix products. The search of smoothing exponents, which CPUs do, is measured on a few columns.
+On this machine one expert and one matrix product are measured, on the device that computes. An expert's weights are
+made up, so nothing is read and a source on the Hub can be estimated too. The rest of a layer (attention, router, shared
+experts, dense MLPs) counts as matrix products. The search of smoothing exponents, which CPUs do, is measured on a few
+columns. Reading is not measured.
+
+For a GPU that is not here the work is counted, and divided by the rates of its data sheet. Rounding starts small
+kernels one after the other. That, not arithmetic, is most of a walk on a GPU.
 """
 
 from __future__ import annotations
@@ -13,35 +19,153 @@ import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
 import torch
 
 from k2convert.calibrate.accumulate import SAMPLED_TOKENS
-from k2convert.calibrate.computed import Work, gpu_seconds, other_flops, pass_work, walk_work
-from k2convert.calibrate.scaled_tensors import SAMPLED_ROWS, GateUpRows
+from k2convert.calibrate.gptq_layer import GROUPED_EXPERTS
 from k2convert.calibrate.sizes import ModelSizes, PassSize, read_sizes
-from k2convert.calibrate.smoothing import STEPS, Proxy
+from k2convert.calibrate.smoothing import SAMPLED_ROWS, STEPS, GateUpRows, Proxy
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.fit.gpus import Flops, Gpu
 from k2convert.forward.decoder import allowing_tf32
-from k2convert.forward.mlp import Mlp
+from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import LinearLayer, exact_weight
 from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.gptq.factor import make_curvature
 from k2convert.quantize.gptq.moments import MIN_TOKENS as FEW_TOKENS
-from k2convert.quantize.gptq.moments import Moments
-from k2convert.quantize.gptq.rounding import MIN_TOKENS, choose_shrinkage, kernel_for, round_gptq
+from k2convert.quantize.gptq.moments import Moments, make_curvature
+from k2convert.quantize.gptq.rounding import (
+    FULL_TOKENS_PER_COLUMN,
+    LEAST_FULL_TOKENS,
+    MIN_TOKENS,
+    SHRINKAGES,
+    choose_shrinkage,
+    kernel_for,
+    round_gptq,
+)
 
-CHUNK_TOKENS: Final = 4096
-MEMORY_SHARE: Final = 0.4
+CORRECTION_PRODUCTS: Final = 76
+"""Floating-point operations of a correction over K^3: six strengths on two halves, and their inverses."""
+
+_DECODED_BYTES: Final = 20  # moved for a weight that is decoded
+_ROUNDED_BYTES: Final = 16_000  # moved for a column of a row: 16 scales of a block, three times
+_SEARCH_KERNELS: Final = 330  # started to search the scales of a block
+_ROUND_KERNELS: Final = 1500  # started for a block in all: a search, and two sweeps
+_EXPERT_KERNELS: Final = 60
+_INT4_BYTES: Final = 0.5625  # of a weight, with its part of the scales
+
+_BEST: Final = (0.7, 4e-6, 5e9)  # share of the peak rates, seconds to start a kernel, bytes a second of the disk
+_WORST: Final = (0.2, 12e-6, 0.5e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Floating-point operations by kind, bytes that a GPU moves in its memory, kernels started, bytes read or written.
+
+    The bytes of the disk are those of the source; `read` may be raised by what else a job reads and writes.
+    """
+
+    tf32: float = 0.0
+    fp32: float = 0.0
+    fp64: float = 0.0
+    moved: float = 0.0
+    kernels: float = 0.0
+    read: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def times(self, count: float) -> Work:
+        """Return this work so many times."""
+        return Work(*(getattr(self, field.name) * count for field in fields(self)))
+
+
+def other_flops(model: ModelSizes, size: PassSize) -> float:
+    """Return the operations of a pass outside of routed experts: what every token passes, and attention."""
+    layers = model.layers(size)
+    scores = model.scores * size.window // 2
+    return 2 * size.num_tokens * (sum(model.other_weights[layer] for layer in layers) + len(layers) * scores)
+
+
+def _expert_flops(model: ModelSizes, size: PassSize) -> float:
+    return 6.0 * size.num_tokens * model.experts_per_token * model.hidden * model.width
+
+
+def pass_work(model: ModelSizes, size: PassSize) -> Work:
+    """Return the work of a pass."""
+    num_moe, num_chunks = model.num_moe(size), -(-size.num_windows // size.chunk)
+    weights = 3 * model.num_experts * model.hidden * model.width
+    moe = Work(
+        tf32=_expert_flops(model, size),
+        moved=num_chunks * weights * _DECODED_BYTES,
+        kernels=num_chunks * model.num_experts * _EXPERT_KERNELS,
+        read=num_chunks * weights * _INT4_BYTES,
+    )
+    others = 2.0 * sum(model.other_weights[layer] for layer in model.layers(size))
+    return moe.times(num_moe) + Work(tf32=other_flops(model, size), read=others)
+
+
+def walk_work(model: ModelSizes, size: PassSize) -> Work:
+    """Return the work of a walk of rule gptq."""
+    hidden, width, experts, tokens = model.hidden, model.width, model.num_experts, size.num_tokens
+    weights = 3 * experts * hidden * width
+    again = Work(
+        fp32=3 * _expert_flops(model, size),
+        moved=3 * weights * _DECODED_BYTES,
+        kernels=3 * experts * _EXPERT_KERNELS,
+        read=weights * _INT4_BYTES,
+    )
+    groups = -(-experts // GROUPED_EXPERTS)
+    gate_up = _decided(hidden, hidden, tokens) + _rounded(hidden, 2 * width * experts, calls=groups)
+    gate_up += Work(fp32=4.0 * width * experts * hidden**2)
+    down = _decided(width, hidden, tokens * model.experts_per_token // max(experts, 1)) + _rounded(width, hidden)
+    layer = again + gate_up + down.times(experts)
+    one = pass_work(model, size)
+    return one + Work(tf32=other_flops(model, size)) + layer.times(model.num_moe(size))
+
+
+def _decided(columns: int, rows: int, tokens: int) -> Work:
+    """Return the work to sum moments of weights [rows, columns], to choose shrinkage and correction, and to factor."""
+    if tokens < MIN_TOKENS:
+        return Work()
+    is_open = tokens < max(LEAST_FULL_TOKENS, FULL_TOKENS_PER_COLUMN * columns)
+    tries = 2 * len(SHRINKAGES) if is_open else 0
+    square = float(columns) ** 2
+    correction = CORRECTION_PRODUCTS * square * columns if rows == columns else square * (16 * rows + 56 * columns)
+    return Work(
+        fp32=2.0 * tokens * columns * (columns + rows) + correction,
+        fp64=(1 + tries) * square * columns,
+        kernels=(tries + (1 if tries else 0)) * columns / BLOCK_SIZE * _SEARCH_KERNELS,
+    )
+
+
+def _rounded(columns: int, rows: int, *, calls: int = 1) -> Work:
+    """Return the work to round rows by rule gptq."""
+    return Work(
+        fp32=7.0 * rows * columns**2,
+        moved=float(_ROUNDED_BYTES) * rows * columns,
+        kernels=calls * columns / BLOCK_SIZE * _ROUND_KERNELS,
+    )
+
+
+def gpu_seconds(work: Work, gpu: Gpu, flops: Flops, *, search: float) -> tuple[float, float]:
+    """Return the least and the most seconds that one GPU takes; `search` seconds of it are the CPU's."""
+    bandwidth = gpu.bandwidth or 0.0
+    found: list[float] = []
+    for share, start, disk in (_BEST, _WORST):
+        compute = work.tf32 / flops.tf32 + work.fp32 / flops.fp32 + work.fp64 / flops.fp64
+        moving = max(work.moved / bandwidth / share, work.kernels * start)
+        found.append(compute / share + moving + work.read / disk + search)
+    return found[0], found[1]
+
+
 LEAST_SHARE: Final = 0.7
 MOST_SHARE: Final = 1.5
 """The range around an estimate. On a busy machine it was wrong by more."""
-_HIDDEN_COPIES: Final = 6
 _SCALE_BITS: Final = 0x3C00  # BF16 of 2**-7
 _PRODUCT: Final = (256, 1024, 1024)
 _CUDA_PRODUCT: Final = (8192, 4096, 4096)
@@ -52,60 +176,36 @@ _ROWS: Final = 64
 _CUDA_ROWS: Final = 8192
 
 
-def chunk_windows(source: Checkpoint, *, window: int, gpu_bytes: int) -> int:
-    """Return how many windows to compute at once: every expert is decoded once for them.
-
-    On the CPU they have CHUNK_TOKENS tokens. On CUDA they take MEMORY_SHARE of `gpu_bytes`, the smallest device's
-    memory, counted as a few hidden states and the inner activations of every expert that a token chooses.
-    """
-    model = read_sizes(source)
-    token_bytes = 4 * (_HIDDEN_COPIES * model.hidden + (model.experts_per_token + 1) * model.width)
-    return max(1, max(CHUNK_TOKENS, int(MEMORY_SHARE * gpu_bytes / token_bytes)) // window)
-
-
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one core or GPU: `shared` by all of them, `search` by a few cores, and `alone`, which only one does.
-
-    `search` is that of smoothing exponents. `alone` are the corrections and the curvature of a walk.
+    """Seconds of one core or GPU: routed `experts` and what every token passes, shared by all of them; `search` of
+    smoothing exponents, by a few cores; and `alone`, the corrections and the curvature of a walk, which only one does.
     """
 
-    shared: float
+    experts: float
+    others: float
     search: float
     alone: float = 0.0
 
-    def seconds(self, *, parallel: int, cores: int) -> float:
-        """Return the seconds with so many cores or GPUs at once, on a machine with `cores`."""
-        return self.shared / parallel + self.search / min(len(STEPS), cores) + self.alone
 
-
-def pass_cost(source: Checkpoint, size: PassSize) -> Cost:
-    """Measure what a pass takes."""
-    with _one_thread():
-        parts = _pass_parts(read_sizes(source), size)
-    return Cost(parts.experts + parts.others, parts.search)
-
-
-def walk_cost(source: Checkpoint, size: PassSize) -> Cost:
-    """Measure what a walk of rule gptq needs: a pass, a second stream, and rounding.
+def walk_cost(model: ModelSizes, size: PassSize) -> Cost:
+    """Measure a walk of rule gptq: a pass, a second stream, and rounding.
 
     Experts are computed three more times: with converted gate and up, by rule `mse`, and with converted down. What
     is decided for a layer or a down projection is measured on few columns; it grows with their third power, the
     rounding of a row with their second.
     """
-    model = read_sizes(source)
     hidden, width, num_experts = model.hidden, model.width, model.num_experts
     device, tokens = size.devices[0], size.num_tokens
     routed = tokens * model.experts_per_token // max(num_experts, 1)
-    with _one_thread():
-        parts = _pass_parts(model, size)
-        rate = _product_rate(device)
-        rows = num_experts * (2 * width * _row_seconds(hidden, device) + hidden * _row_seconds(width, device))
-        gate_up = _decide_seconds(hidden, hidden, tokens, device) + 4 * tokens * hidden * hidden / rate
-        down = _decide_seconds(width, hidden, routed, device) + 2 * routed * width * (width + 2 * hidden) / rate
+    one = pass_cost(model, size)
+    rate = _product_rate(device)
+    rows = num_experts * (2 * width * _row_seconds(hidden, device) + hidden * _row_seconds(width, device))
+    gate_up = _decide_seconds(hidden, hidden, tokens, device) + 4 * tokens * hidden * hidden / rate
+    down = _decide_seconds(width, hidden, routed, device) + 2 * routed * width * (width + 2 * hidden) / rate
     num_moe = model.num_moe(size)
-    shared = 4 * parts.experts + 2 * parts.others + num_moe * rows
-    return Cost(shared, parts.search, num_moe * (gate_up + num_experts * down))
+    alone = num_moe * (gate_up + num_experts * down)
+    return Cost(4 * one.experts + num_moe * rows, 2 * one.others, one.search, alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +224,11 @@ class Time:
 
 def measured_time(source: Checkpoint, size: PassSize, *, is_walk: bool) -> Time:
     """Measure this machine for a second; the time on `size.workers` of its cores, or on its GPUs."""
-    cost = (walk_cost if is_walk else pass_cost)(source, size)
+    with _one_thread():
+        cost = (walk_cost if is_walk else pass_cost)(read_sizes(source), size)
     parallel = size.workers if size.on_cpu else 1 if is_walk else len(size.devices)
     cores = size.workers if size.on_cpu else len(os.sched_getaffinity(0))
-    seconds = cost.seconds(parallel=parallel, cores=cores)
+    seconds = (cost.experts + cost.others) / parallel + cost.search / min(len(STEPS), cores) + cost.alone
     return Time(LEAST_SHARE * seconds, MOST_SHARE * seconds, cost.alone)
 
 
@@ -142,15 +243,6 @@ def computed_time(
     return Time(*gpu_seconds(work, gpu, flops, search=search))
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Seconds of one pass: routed experts, everything that every token passes, the search of smoothing exponents."""
-
-    experts: float
-    others: float
-    search: float
-
-
 @contextmanager
 def _one_thread() -> Generator[None]:
     """Let torch use one thread, as a pass does."""
@@ -163,7 +255,8 @@ def _one_thread() -> Generator[None]:
         torch.set_num_threads(threads)
 
 
-def _pass_parts(model: ModelSizes, size: PassSize) -> _Parts:
+def pass_cost(model: ModelSizes, size: PassSize) -> Cost:
+    """Measure what a pass takes."""
     devices, num_moe = size.devices, model.num_moe(size)
     chunk_tokens = size.chunk_windows * size.window
     tokens = -(-chunk_tokens * model.experts_per_token // max(model.num_experts, 1))
@@ -172,7 +265,7 @@ def _pass_parts(model: ModelSizes, size: PassSize) -> _Parts:
         rate = _product_rate(devices[0])
     expert *= max(tokens / _MOST_TOKENS, 1.0)
     experts = num_moe * model.num_experts * -(-size.num_windows // size.chunk) * expert
-    return _Parts(experts, other_flops(model, size) / rate, num_moe * _search_seconds(model.hidden))
+    return Cost(experts, other_flops(model, size) / rate, num_moe * _search_seconds(model.hidden))
 
 
 def _row_seconds(columns: int, device: str) -> float:
@@ -209,16 +302,12 @@ def _expert_seconds(model: ModelSizes, tokens: int, device: str) -> float:
     """Return the seconds that one thread or GPU takes for an expert with this many tokens; its weights are moved."""
     hidden, width = model.hidden, model.width
     shapes = ((width, hidden), (width, hidden), (hidden, width))
-    layers = [_made_up(rows, columns) for rows, columns in shapes]
+    layers = [LinearLayer(exact_weight(_made_up(rows, columns))) for rows, columns in shapes]
     states = torch.ones(tokens, hidden, device=device)
     return _seconds(lambda: Mlp(*(layer.to(device) for layer in layers))(states), device)
 
 
-def _made_up(rows: int, columns: int) -> LinearLayer:
-    return LinearLayer(exact_weight(_made_up_int4(rows, columns)))
-
-
-def _made_up_int4(rows: int, columns: int) -> Int4Weight:
+def _made_up(rows: int, columns: int) -> Int4Weight:
     packed = np.arange(rows * columns // 2, dtype=np.uint32).astype(np.uint8).reshape(rows, -1)
     scales = np.full((rows, columns // GROUP_SIZE), _SCALE_BITS, dtype=np.uint16)
     return Int4Weight(packed=packed, scale_bits=scales)
@@ -227,7 +316,7 @@ def _made_up_int4(rows: int, columns: int) -> Int4Weight:
 def _search_seconds(hidden_size: int) -> float:
     """Return the seconds that one thread takes for the smoothing exponents of a layer."""
     columns = _SEARCHED_COLUMNS
-    rows = GateUpRows(np.ones(columns), (_made_up_int4(SAMPLED_ROWS, columns),))
+    rows = GateUpRows(np.ones(columns), (_made_up(SAMPLED_ROWS, columns),))
     proxy = Proxy(torch.ones(SAMPLED_TOKENS, columns), np.ones(columns, dtype=np.float32), rows)
     exponents = (np.arange(columns) % 2).astype(np.int8)
     tries = 1 + BLOCK_SIZE * len(STEPS)

@@ -24,15 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.calibrate.layer_files import Write
-from k2convert.forward.mlp import Mlp
-from k2convert.forward.router import Routing
+from k2convert.forward.moe import Mlp, Routing, run_in_order
 from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
-from k2convert.forward.workers import run_in_order
 from k2convert.quantize.formats.channels import divide_columns
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.gptq.factor import Curvature, make_curvature
-from k2convert.quantize.gptq.moments import Moments, Ridge
+from k2convert.quantize.gptq.moments import Curvature, Moments, Ridge, make_curvature
 from k2convert.quantize.gptq.rounding import choose_shrinkage, kernel_for, round_gptq
 from k2convert.quantize.quantizer import create_native_quantizer
 from k2convert.quantize.rules.max import Magnitude

@@ -30,7 +30,7 @@ from k2convert.calibrate.layer_files import CODES, CONVERTED, write_gptq, writin
 from k2convert.calibrate.layer_statistics import LayerStatistics
 from k2convert.calibrate.text import held_out, is_varied
 from k2convert.errors import CalibrationError
-from k2convert.forward.router import Routing
+from k2convert.forward.moe import Routing
 from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
 from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
 from k2convert.models import detect_family, read_architecture

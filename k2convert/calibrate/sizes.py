@@ -35,6 +35,9 @@ _ATTENTION_TENSORS: Final = 8  # of all heads, that one window needs at once
 _SEARCH_BYTES: Final = 24  # a number of the samples that smoothing exponents are tried on
 _EXPERT_FLOATS: Final = 9  # times K I: gate and up, their targets in three forms, the packed source
 _CUDA_EXPERT_FLOATS: Final = 15
+CHUNK_TOKENS: Final = 4096
+MEMORY_SHARE: Final = 0.4
+_HIDDEN_COPIES: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,17 @@ def read_sizes(source: Checkpoint) -> ModelSizes:
 def _field(text: Mapping[str, Any], name: str) -> int:
     value = text.get(name)
     return value if isinstance(value, int) else 0
+
+
+def chunk_windows(source: Checkpoint, *, window: int, gpu_bytes: int) -> int:
+    """Return how many windows to compute at once: every expert is decoded once for them.
+
+    On the CPU they have CHUNK_TOKENS tokens. On CUDA they take MEMORY_SHARE of `gpu_bytes`, the smallest device's
+    memory, counted as a few hidden states and the inner activations of every expert that a token chooses.
+    """
+    model = read_sizes(source)
+    token_bytes = 4 * (_HIDDEN_COPIES * model.hidden + (model.experts_per_token + 1) * model.width)
+    return max(1, max(CHUNK_TOKENS, int(MEMORY_SHARE * gpu_bytes / token_bytes)) // window)
 
 
 def pass_memory(model: ModelSizes, size: PassSize) -> Memory:

@@ -198,7 +198,7 @@ def read_calibration_text(
 ) -> CalibrationText:
     """Read the text of a calibration; raises CalibrationError."""
     from k2convert.calibrate.calibration import CalibrationText
-    from k2convert.calibrate.cost import chunk_windows
+    from k2convert.calibrate.sizes import chunk_windows
 
     windows = read_texts(source, files, tokens=use.tokens, window=use.window, seed=use.seed)
     for note in () if quiet else windows.notes:

@@ -22,10 +22,8 @@ from torch import Tensor
 
 from k2convert.errors import CalibrationError, CheckpointError, quoted
 from k2convert.forward.attention import Attention
-from k2convert.forward.mlp import PROJECTIONS, Mlp, read_mlp
-from k2convert.forward.router import Router, Routing, read_router
+from k2convert.forward.moe import PROJECTIONS, Mlp, Router, Routing, read_mlp, read_router, run_in_order
 from k2convert.forward.weights import WeightReader
-from k2convert.forward.workers import run_in_order
 from k2convert.models import detect_family
 from k2convert.models.config import text_config
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CalibrationError
 from k2convert.forward.decoder import BlockObserver, DecoderLayer, embed
-from k2convert.forward.router import Routing
+from k2convert.forward.moe import Routing
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import HIDDEN, HiddenStates, ReadStates, WriteStates
 from k2convert.records.events import Events

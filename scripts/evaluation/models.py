@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.forward.mlp import PROJECTIONS, Mlp
+from k2convert.forward.moe import PROJECTIONS, Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight
 from k2convert.models import detect_family, parse_tensor_name
 from k2convert.models.names import Role

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from k2convert.forward.mlp import Mlp
+from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer
 from scripts.bench.peers import quark_python
 from scripts.evaluation.models import ExpertsModule, Mlps, build_model, converted_mlps, source_mlps

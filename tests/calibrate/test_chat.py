@@ -9,7 +9,7 @@ import pytest
 
 from k2convert.calibrate import chat
 from k2convert.calibrate.chat import ChatTemplate
-from k2convert.calibrate.documents import text_of_line
+from k2convert.calibrate.text import text_of_line
 from k2convert.calibrate.tokenizers import open_tokenizer
 from k2convert.errors import CalibrationError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from k2convert.calibrate import cost
-from k2convert.calibrate.computed import Work, gpu_seconds, other_flops, pass_work, walk_work
+from k2convert.calibrate.cost import Work, gpu_seconds, other_flops, pass_work, walk_work
 from k2convert.calibrate.sizes import PassSize, read_sizes
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.fit.gpus import GPUS, Flops, find_gpu
@@ -29,7 +29,7 @@ def test_the_device_that_computes_is_measured(tiny: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(cost, "_seconds", seconds)
     sizes = [PassSize(4, 64, 4, (device,), 1, 4) for device in ("cpu", "meta")]
-    estimates = [cost.pass_cost(open_checkpoint(tiny), size).seconds(parallel=1, cores=1) for size in sizes]
+    estimates = [cost.measured_time(open_checkpoint(tiny), size, is_walk=False).least for size in sizes]
     assert measured == ["cpu", "cpu", "cpu", "meta", "meta", "cpu"], "the search of exponents is the CPUs'"
     assert all(estimate > 0 for estimate in estimates)
 
@@ -48,10 +48,12 @@ def test_a_walk_is_counted_with_what_it_does_beyond_a_pass(tiny: Path) -> None:
     assert walk_work(model, last).fp32 == pytest.approx(found.fp32 / 3), "one of three layers with experts"
 
 
-def test_only_shared_work_gets_faster_with_more_cores() -> None:
-    found = cost.Cost(shared=640, search=8, alone=100)
-    assert found.seconds(parallel=1, cores=1) == 748
-    assert found.seconds(parallel=64, cores=64) == 10 + 2 + 100, "four candidates are searched at a time"
+def test_only_shared_work_gets_faster_with_more_cores(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "walk_cost", lambda *_: cost.Cost(experts=600, others=40, search=8, alone=100))
+    sizes = (PassSize(4, 64, 4, ("cpu",), cores, 4) for cores in (1, 64))
+    one, many = (cost.measured_time(open_checkpoint(tiny), size, is_walk=True) for size in sizes)
+    assert one.least / cost.LEAST_SHARE == pytest.approx(748)
+    assert many.most / cost.MOST_SHARE == pytest.approx(10 + 2 + 100), "four candidates are searched at a time"
 
 
 def test_the_time_on_a_gpu_follows_from_its_rates() -> None:

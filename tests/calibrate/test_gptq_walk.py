@@ -29,7 +29,7 @@ from k2convert.calibrate.statistics import LayerStatistics, StatisticsHeader
 from k2convert.calibrate.text import held_out, read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.decoder import DecoderLayer, embed
-from k2convert.forward.mlp import Mlp
+from k2convert.forward.moe import Mlp
 from k2convert.forward.walk import Walk
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.forward.work import WalkJob, WorkFolder

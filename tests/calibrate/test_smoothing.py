@@ -15,19 +15,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from k2convert.calibrate.accumulate import SAMPLED_TOKENS, LayerAccumulator
-from k2convert.calibrate.scaled_tensors import (
+from k2convert.calibrate.smoothing import (
     GateUpRows,
+    Proxy,
+    descend,
     exactly_scalable,
+    find_exponents,
     find_scaled_tensors,
     read_gate_up,
     weight_values,
 )
-from k2convert.calibrate.smoothing import Proxy, descend, find_exponents
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
-from k2convert.forward.activations import quantize_activations
 from k2convert.forward.decoder import DecoderLayer
 from k2convert.forward.hidden_states import draw_hidden_states
+from k2convert.forward.moe import quantize_activations
 from k2convert.forward.weights import WeightReader
 from k2convert.models.projections import load_projection
 from k2convert.quantize.formats.channels import divide_columns, scale_bits, scale_fp32

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from k2convert.forward.activations import quantize_activations, round_to_e2m1
+from k2convert.forward.moe import quantize_activations, round_to_e2m1
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CalibrationError, K2ConvertError
 from k2convert.forward.decoder import DENSE_PIECE_TOKENS, DecoderLayer, embed
-from k2convert.forward.router import Routing
+from k2convert.forward.moe import Routing
 from k2convert.forward.weights import WeightReader
 from k2convert.models.config import text_config
 from scripts.fixture_maker.folder import read_small, write_small

@@ -13,8 +13,7 @@ from torch import Tensor
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.forward.hidden_states import draw_hidden_states
-from k2convert.forward.mlp import PROJECTIONS, Mlp
-from k2convert.forward.router import read_router, read_router_config, route
+from k2convert.forward.moe import PROJECTIONS, Mlp, read_router, read_router_config, route
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight
 
 deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")

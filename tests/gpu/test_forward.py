@@ -11,7 +11,7 @@ from torch import Tensor
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.decoder import DecoderLayer, embed
-from k2convert.forward.router import Routing, read_router
+from k2convert.forward.moe import Routing, read_router
 from k2convert.forward.weights import WeightReader
 
 pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.forward.mlp import Mlp
+from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer
 from k2convert.validate.layers.check import check_layers
 from k2convert.validate.layers.result import LayerBudget, Variant

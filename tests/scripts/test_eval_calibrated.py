@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from k2convert.forward.mlp import Mlp
+from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer
 from scripts.evaluation.calibrated import (
     CALIBRATED_SUBJECTS,

@@ -39,8 +39,7 @@ from k2convert.quantize.formats.nvfp4 import (
     decode_e4m3,
     dequantize_nvfp4,
 )
-from k2convert.quantize.gptq.factor import Curvature, even_curvature, make_curvature
-from k2convert.quantize.gptq.moments import Moments
+from k2convert.quantize.gptq.moments import Curvature, Moments, even_curvature, make_curvature
 from k2convert.quantize.kernels import _cpu
 
 

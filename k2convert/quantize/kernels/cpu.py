@@ -23,9 +23,9 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.kernels.search_tables import search_tables
 from k2convert.quantize.rules import RULES, check_rule_scale
+from k2convert.quantize.rules.imatrix import importance_factors
 from k2convert.quantize.rules.max import Magnitude, measure
 from k2convert.quantize.rules.mse import check_importance, global_exponent
-from k2convert.quantize.rules.mse_bf16 import importance_factors
 
 RULES_WITH_KERNEL: Final[frozenset[Rule]] = frozenset({"max", "mse", "imatrix", "gptq"})
 

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 from k2convert.choices import Rule
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
-from k2convert.quantize.rules.imatrix import quantize_imatrix
+from k2convert.quantize.rules.imatrix import quantize_imatrix, quantize_mse_bf16
 from k2convert.quantize.rules.max import Magnitude, max_global_scale, quantize_max
 from k2convert.quantize.rules.mse import (
     global_exponent,
     mse_global_scale,
     quantize_mse,
 )
-from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
 
 
 class GlobalScale(Protocol):

@@ -8,21 +8,161 @@ and equal on every device, the mean squares of a block become integers, its impo
     w_j = max(1, round(255 * m_j / max of the block's m))        round half to even, in float64
 
 A block whose mean squares are all zero has 255 everywhere, and so has a weight without an importance: both are the
-`mse` rule. INT4 weights are searched by mse.py, BF16 weights by mse_bf16.py. The global scale is that of
-`mse`.
+`mse` rule. The global scale is that of `mse`, and so is the search for INT4 weights (mse.py).
+
+BF16 weights are searched here, for `mse` and `imatrix`: the normal E4M3 scale with the least squared error.
+
+    E(c) = sum over e = 0..15 of (|w_e| - v_e * c)**2       c = b * g, v_e the nearest E2M1 value, ties to the even code
+
+computed in float64, the sixteen terms added in this order, so that any backend arrives at the same sums and bytes.
+Ties go to the larger scale; a block of zeros gets b = 1.0 and codes 0; never -0. The definition ranges over all 119
+normal scales. For `mse` it is enough to try the 25 from amax/14 to amax/1.75:
+
+  * c < amax/14 leaves an error of more than (amax - 6c)**2 > .32 amax**2 on the largest element, and the scale next
+    above amax/4 has less: c * v leaves at most c/4 .. c/2 <= .141 amax on each of sixteen elements.
+  * c > amax/3.5 uses codes up to 3 only, so c/2 can hold the same values: no term of E(c/2) is larger, and rounding
+    is monotone, so neither is the sum. A scale beyond amax/1.75 can thus at best tie with one in
+    amax/3.5 .. amax/1.75, and only if that one is a winner itself.
+
+Blocks whose winner is in that last octave, or for which no scale next above amax/4 exists, are searched in full.
+
+For `imatrix` each term is multiplied by the importance of its column over the largest of the block. With equal
+importance it is `mse`. The largest weight of a block can be its least important one, so all normal scales are tried.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, describe
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, bf16_values, describe
+from k2convert.quantize.formats.nvfp4 import (
+    E2M1_MAX,
+    E4M3_MAX,
+    MAX_BYTE,
+    MIN_NORMAL_BYTE,
+    ONE_BYTE,
+    SIGN_BIT,
+    SMALLEST_NORMAL,
+    Nvfp4Weight,
+    decode_e4m3,
+    nearest_code,
+    pack_nibbles,
+    row_chunks,
+)
 from k2convert.quantize.rules.mse import MAX_IMPORTANCE, check_importance, global_exponent, quantize_columns
-from k2convert.quantize.rules.mse_bf16 import quantize_imatrix_bf16
+
+NUM_WINDOW_SCALES: Final = 25
+"""Three octaves of eight, both ends included."""
+
+
+def quantize_mse_bf16(weight: Bf16Weight, global_scale: float) -> Nvfp4Weight:
+    """Quantize a BF16 weight with the best scale of every block for g = 2**k, in bounded memory."""
+    global_exponent(global_scale)
+    return quantize_bf16_blocks(weight, global_scale, lambda blocks_ME: best_scale_bytes(blocks_ME, global_scale))
+
+
+def quantize_bf16_blocks(
+    weight: Bf16Weight, global_scale: float, choose: Callable[[NDArray[np.float64]], NDArray[np.uint8]]
+) -> Nvfp4Weight:
+    """Quantize a BF16 weight; `choose` returns E4M3 bytes uint8 [M] for the blocks float64 [M, 16] of whole rows."""
+    rows, columns = weight.shape
+    packed = np.empty((rows, columns // 2), dtype=np.uint8)
+    block_scales = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
+    for start, stop in row_chunks(rows, columns):
+        blocks_ME = bf16_values(weight.bits[start:stop]).astype(np.float64).reshape(-1, BLOCK_SIZE)
+        scale_bytes_M = choose(blocks_ME)
+        codes_ME = nearest_code(np.abs(blocks_ME), (decode_e4m3(scale_bytes_M) * global_scale)[:, None])
+        nibbles_ME = codes_ME | np.uint8(SIGN_BIT) * ((codes_ME > 0) & (blocks_ME < 0))
+        packed[start:stop] = pack_nibbles(nibbles_ME.reshape(stop - start, columns))
+        block_scales[start:stop] = scale_bytes_M.reshape(stop - start, -1)
+    return Nvfp4Weight(packed=packed, block_scales=block_scales, global_scale=global_scale)
+
+
+def best_scale_bytes(blocks_ME: NDArray[np.float64], global_scale: float) -> NDArray[np.uint8]:
+    """Return the E4M3 byte (uint8 [M]) of the best normal scale of each block of BF16 values, float64 [M, 16]."""
+    weights_EM = np.ascontiguousarray(np.abs(blocks_ME).T)
+    amax_M = weights_EM.max(axis=0)
+    all_bytes = np.arange(MIN_NORMAL_BYTE, MAX_BYTE + 1, dtype=np.uint8)
+    steps = decode_e4m3(all_bytes) * global_scale
+    found = np.searchsorted(steps, amax_M / 14)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    first_M = np.minimum(np.asarray(found, dtype=np.int64), len(steps) - 1)
+    best_M = search_scales(weights_EM, steps, first_M, NUM_WINDOW_SCALES)
+    in_last_octave = 2 * amax_M < 7 * steps[best_M]
+    out_of_reach = (amax_M > 4 * E4M3_MAX * global_scale) | (amax_M < 4 * SMALLEST_NORMAL * global_scale)
+    unsure = np.flatnonzero((in_last_octave | out_of_reach) & (amax_M > 0))
+    if unsure.size:
+        best_M[unsure] = search_scales(weights_EM[:, unsure], steps, np.zeros_like(unsure), len(steps))
+    return np.where(amax_M == 0, np.uint8(ONE_BYTE), all_bytes[best_M])
+
+
+def sum_in_order(terms_EM: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Add float64 terms [E, ..] one after the other along the first dimension."""
+    total = terms_EM[0].copy()
+    for terms in terms_EM[1:]:
+        total += terms
+    return total
+
+
+def search_scales(
+    weights_EM: NDArray[np.float64],
+    steps: NDArray[np.float64],
+    first_M: NDArray[np.int64],
+    num_scales: int,
+    factors_EM: NDArray[np.float64] | None = None,
+) -> NDArray[np.int64]:
+    """Return the index into `steps` of the best of `num_scales` scales from `first_M` on; int64 [M].
+
+    Terms are multiplied by `factors_EM`, if there are any.
+    """
+    best_M = first_M.copy()
+    least_M = np.full(weights_EM.shape[1], np.inf)
+    for index in range(num_scales):
+        candidate_M = (first_M + index).clip(max=len(steps) - 1)
+        step_M = steps[candidate_M]
+        difference_EM = weights_EM - _nearest_value(weights_EM, step_M) * step_M
+        terms_EM = difference_EM * difference_EM
+        error_M = sum_in_order(terms_EM if factors_EM is None else terms_EM * factors_EM)
+        # Scales come in ascending order, so a tie goes to the larger one.
+        better = error_M <= least_M
+        least_M = np.where(better, error_M, least_M)
+        best_M = np.where(better, candidate_M, best_M)
+    return best_M
+
+
+def _nearest_value(weights_EM: NDArray[np.float64], step_M: NDArray[np.float64]) -> NDArray[np.float64]:
+    # The quotient of an 8-bit by a 4-bit significand is rounded, but never onto or across a midpoint that it does not
+    # equal: they are at least 2**-13 apart. Rounding half to even in units of .5, 1 or 2 is then rounding to E2M1.
+    ratio = weights_EM / step_M
+    unit = np.where(ratio < 2, 0.5, np.where(ratio < 4, 1.0, 2.0))
+    return np.minimum(np.rint(ratio / unit) * unit, E2M1_MAX)
+
+
+def quantize_imatrix_bf16(weight: Bf16Weight, global_scale: float, importance: NDArray[np.uint8]) -> Nvfp4Weight:
+    """Quantize a BF16 weight for g = 2**k with the importance uint8 [K] of its columns, in bounded memory."""
+    factors_BE = importance_factors(importance).reshape(-1, BLOCK_SIZE)
+    all_bytes = np.arange(MIN_NORMAL_BYTE, MAX_BYTE + 1, dtype=np.uint8)
+    steps = decode_e4m3(all_bytes) * global_scale
+
+    def best_scale_bytes(blocks_ME: NDArray[np.float64]) -> NDArray[np.uint8]:
+        weights_EM = np.ascontiguousarray(np.abs(blocks_ME).T)
+        factors_EM = np.tile(factors_BE.T, blocks_ME.shape[0] // factors_BE.shape[0])
+        first_M = np.zeros(weights_EM.shape[1], dtype=np.int64)
+        best_M = search_scales(weights_EM, steps, first_M, steps.size, factors_EM)
+        return np.where(weights_EM.max(axis=0) == 0, np.uint8(ONE_BYTE), all_bytes[best_M])
+
+    return quantize_bf16_blocks(weight, global_scale, best_scale_bytes)
+
+
+def importance_factors(importance: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return w_e / (the block's largest w), float64 [K]."""
+    blocks_BE = importance.reshape(-1, BLOCK_SIZE).astype(np.float64)
+    return (blocks_BE / blocks_BE.max(axis=1, keepdims=True)).reshape(-1)
 
 
 def block_importance(mean_square: NDArray[np.float32]) -> NDArray[np.uint8]:

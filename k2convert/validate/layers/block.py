@@ -15,11 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.forward.mlp import PROJECTIONS, Mlp
-from k2convert.forward.mlp import read_mlp as read_source_mlp
-from k2convert.forward.router import Routing
+from k2convert.forward.moe import PROJECTIONS, Mlp, Routing, run_in_order
+from k2convert.forward.moe import read_mlp as read_source_mlp
 from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
-from k2convert.forward.workers import run_in_order
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.metrics.weight_metrics import decibels
 from k2convert.quantize.quantizer import NativeQuantizer

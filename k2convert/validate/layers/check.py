@@ -33,7 +33,7 @@ from k2convert.calibrate.text import Windows
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import CheckpointError
 from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
-from k2convert.forward.router import Routing, read_router
+from k2convert.forward.moe import Routing, read_router
 from k2convert.forward.walk import Walk, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import HiddenStates, ReadStates, WriteStates

@@ -14,7 +14,7 @@ import torch
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import K2ConvertError
-from k2convert.forward.mlp import read_mlp as read_source_mlp
+from k2convert.forward.moe import read_mlp as read_source_mlp
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family
 from k2convert.validate.layers.block import read_mlp

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gptq_direct import correlated
 
-from k2convert.quantize.gptq.factor import Curvature, even_curvature, make_curvature
+from k2convert.quantize.gptq.moments import Curvature, even_curvature, make_curvature
 
 
 def form_of(inputs_tK: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,12 @@ from gptq_direct import NORMAL, compensated, correlated, losses, round_block, we
 
 from k2convert.quantize.formats.int4 import Bf16Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4, unpack_nibbles
-from k2convert.quantize.gptq.factor import Curvature, even_curvature, make_curvature
+from k2convert.quantize.gptq.moments import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.rounding import RoundingKernel, kernel_for, round_gptq
 from k2convert.quantize.kernels import _cpu
+from k2convert.quantize.rules.imatrix import quantize_mse_bf16
 from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale
-from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
 
 UNIT = 2.0**-13
 

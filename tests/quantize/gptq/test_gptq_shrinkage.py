@@ -7,8 +7,7 @@ import pytest
 import torch
 from gptq_direct import correlated, losses, weights
 
-from k2convert.quantize.gptq.factor import even_curvature, make_curvature
-from k2convert.quantize.gptq.moments import Moments
+from k2convert.quantize.gptq.moments import Moments, even_curvature, make_curvature
 from k2convert.quantize.gptq.rounding import SHRINKAGES, choose_shrinkage, kernel_for, round_gptq
 
 UNIT, COLUMNS = 2.0**-13, 64

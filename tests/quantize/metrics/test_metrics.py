@@ -30,9 +30,9 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, check_metrics, total_metrics
 from k2convert.quantize.rules import RULES
+from k2convert.quantize.rules.imatrix import quantize_mse_bf16
 from k2convert.quantize.rules.max import Magnitude, max_global_scale, measure, quantize_max
 from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
-from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
 
 
 def convert(weight: Int4Weight, rule: Rule, magnitude: Magnitude | None = None) -> tuple[Nvfp4Weight, WeightMetrics]:

@@ -16,10 +16,9 @@ from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, bf16_values,
 from k2convert.quantize.formats.nvfp4 import unpack_nibbles
 from k2convert.quantize.kernels.cpu import convert
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.imatrix import block_importance, quantize_imatrix
+from k2convert.quantize.rules.imatrix import block_importance, quantize_imatrix, quantize_mse_bf16
 from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
-from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
 
 E2M1 = [Fraction(value) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 

@@ -9,9 +9,9 @@ from block_makers import bf16_weight, blocks_of
 from exact_search import NORMAL_BYTES, e4m3_value
 
 from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4, unpack_nibbles
+from k2convert.quantize.rules.imatrix import quantize_mse_bf16
 from k2convert.quantize.rules.max import Magnitude, measure, quantize_max
 from k2convert.quantize.rules.mse import mse_global_scale
-from k2convert.quantize.rules.mse_bf16 import quantize_mse_bf16
 
 VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 

@@ -1,0 +1,242 @@
+"""The parts of a MoE block: router, MLPs, FP4 activations; and threads that compute them.
+
+Router: sigmoid scores, a correction bias only for the choice, group-limited top-k. Kimi K2 uses DeepSeek-V3's
+(`topk_method` noaux_tc). The arithmetic here equals transformers' DeepseekV3TopkRouter (5.17) in FP32 bit for bit. The
+conversion does not change the router, which decides which experts a wrong weight reaches.
+
+MLP: its weights stay packed until they are used. FP4 activations are computed as the W4A4 kernels do, simulated in
+FP32. For every 16 neighboring input channels of a token (vLLM's `cvt_warp_fp16_to_fp4`, the same in SGLang and
+TensorRT-LLM; input_scale is a constant of the checkpoint):
+
+    scale = e4m3((amax * fp32(1/6)) * fp32(1/input_scale))     round to nearest even, saturating at 448
+    step  = scale * input_scale
+    code  = e2m1(x / step)                                     round to nearest even, saturating at 6
+
+A block whose scale rounds to zero becomes zero. Two things differ from the kernels, which take BF16 activations and
+approximate the two reciprocals. Here x is FP32, so the only difference from the reference is the four bits.
+
+Threads: each call computes with one torch thread, and results come in the order of the calls. Work is cut in pieces
+that do not depend on the number of workers: the same bytes with any number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from k2convert.choices import BLOCK_SIZE
+from k2convert.errors import CheckpointError, quoted
+from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight
+from k2convert.models.config import text_config
+
+Call = TypeVar("Call")
+Result = TypeVar("Result")
+
+
+def run_in_order(run: Callable[[Call], Result], calls: Iterable[Call], *, workers: int) -> Generator[Result]:
+    """Yield run(call) for every call in order; `workers` calls run at a time, and one more waits to be yielded."""
+
+    def without_gradients(call: Call) -> Result:
+        with torch.no_grad():  # a setting of each thread
+            return run(call)
+
+    waiting: deque[Future[Result]] = deque()
+    one = (1,)  # oneDNN has a number of threads for each thread that calls it
+    with _one_torch_thread(), ThreadPoolExecutor(workers, "forward", torch.set_num_threads, one) as pool:
+        try:
+            for call in calls:
+                waiting.append(pool.submit(without_gradients, call))
+                if len(waiting) > workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+@contextmanager
+def _one_torch_thread() -> Generator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+E2M1_MAX: Final = 6.0
+E4M3_MAX: Final = 448.0
+
+
+def quantize_activations(x_TK: Tensor, input_scale: float) -> Tensor:
+    """Round FP32 activations [.., K] (K a multiple of 16) to the values that FP4 can hold, f32 [.., K]."""
+    blocks = x_TK.reshape(*x_TK.shape[:-1], -1, BLOCK_SIZE)
+    amax = blocks.abs().amax(dim=-1, keepdim=True)
+    global_scale = torch.tensor(input_scale, dtype=torch.float32)
+    relative = (amax * torch.tensor(1 / E2M1_MAX, dtype=torch.float32)) * (1.0 / global_scale)
+    steps = relative.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float() * global_scale
+    divisors = torch.where(steps > 0, steps, torch.inf)  # a block whose scale is flushed becomes zero
+    return (round_to_e2m1(blocks / divisors) * steps).reshape(x_TK.shape)
+
+
+def round_to_e2m1(x: Tensor) -> Tensor:
+    """Round FP32 values to E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6 and negatives): nearest, ties to the even code."""
+    magnitude = x.abs().clamp(max=E2M1_MAX)
+    # The grid has spacing 1/2 below 2, 1 below 4, 2 above; torch.round rounds ties to even, which is the even code.
+    spacing = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
+    return torch.copysign(torch.round(magnitude / spacing) * spacing, x)
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(silu(gate(x)) * up(x)), inputs quantized if a layer has an input scale."""
+
+    gate: LinearLayer
+    up: LinearLayer
+    down: LinearLayer
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        """Map f32 [T, hidden] to f32 [T, hidden]."""
+        return self.outer(self.inner(x_TK))
+
+    def on_both_inputs(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs on FP32 inputs and on quantized ones; each weight is decoded once."""
+        tokens = x_TK.shape[0]
+        outputs = self.outer(self.inner(torch.cat([x_TK, x_TK]), tokens), tokens)
+        return outputs[:tokens], outputs[tokens:]
+
+    def inner(self, x_TK: Tensor, first: int = 0) -> Tensor:
+        """Return the input f32 [T, I] of down. Inputs of the tokens from `first` on are quantized."""
+        gate = torch.nn.functional.silu(_linear(x_TK, self.gate, first), inplace=True)
+        return gate.mul_(_linear(x_TK, self.up, first))
+
+    def outer(self, inner_TI: Tensor, first: int = 0) -> Tensor:
+        """Return down's output f32 [T, hidden]. Inputs of the tokens from `first` on are quantized."""
+        return _linear(inner_TI, self.down, first)
+
+
+def read_mlp(reader: WeightReader, stem: str, *, device: str = "cpu") -> Mlp:
+    """Read the MLP `stem` (a module name without its last part) of an INT4 source; CheckpointError if unusable."""
+    exact = (LinearLayer(exact_weight(reader.read_source(f"{stem}.{name}"))) for name in PROJECTIONS)
+    return Mlp(*(layer.to(device) for layer in exact))
+
+
+def _linear(x_TK: Tensor, layer: LinearLayer, first: int) -> Tensor:
+    if layer.input_scale is not None:
+        x_TK = torch.cat([x_TK[:first], quantize_activations(x_TK[first:], layer.input_scale)])
+    return layer.weight.linear(x_TK)
+
+
+SCORES_PER_GROUP = 2
+"""The score of a group is the sum of its two best scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The routing fields of config.json."""
+
+    experts_per_token: int
+    num_groups: int
+    chosen_groups: int
+    normalize: bool
+    scaling_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """For T tokens and k experts each: `experts` int64 [T, k], `weights` f32 [T, k]; `scores` f32 [T, E] of all."""
+
+    experts: Tensor
+    weights: Tensor
+    scores: Tensor
+
+    @staticmethod
+    def concatenate(parts: Sequence[Routing]) -> Routing:
+        """Join the routings of neighboring tokens."""
+        return Routing(
+            torch.cat([part.experts for part in parts]),
+            torch.cat([part.weights for part in parts]),
+            torch.cat([part.scores for part in parts]),
+        )
+
+    def tokens_of(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens (int64 [t]) that chose an expert, and the weights (f32 [t]) they give it."""
+        tokens, places = torch.where(self.experts == expert)
+        return tokens, self.weights[tokens, places]
+
+    def likeliest_tokens(self, expert: int, count: int) -> Tensor:
+        """Return the tokens (int64) with the highest scores for an expert, whether they chose it or not."""
+        return torch.topk(self.scores[:, expert], min(count, self.scores.shape[0])).indices
+
+
+def read_router_config(config: dict[str, Any], *, where: str) -> RouterConfig:
+    """Read the routing fields of config.json; CheckpointError names a field that is missing or not DeepSeek-V3's."""
+    text = text_config(config)
+
+    def field(key: str, kind: type) -> Any:
+        value = text.get(key)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise CheckpointError(f"{where}: config.json: {key} is {quoted(value)}, which the router cannot use.")
+        return value
+
+    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if text.get(key, known) != known:
+            raise CheckpointError(
+                f"{where}: config.json: {key} is {quoted(text[key])}, not {known!r}. This is not Kimi K2's router."
+            )
+    return RouterConfig(
+        experts_per_token=field("num_experts_per_tok", int),
+        num_groups=field("n_group", int),
+        chosen_groups=field("topk_group", int),
+        normalize=field("norm_topk_prob", bool),
+        scaling_factor=float(field("routed_scaling_factor", int | float)),  # type: ignore[arg-type]
+    )
+
+
+def route(hidden_TK: Tensor, weight_EK: Tensor, bias_E: Tensor, config: RouterConfig) -> Routing:
+    """Choose experts for FP32 hidden states [T, K] by router weight [E, K] and e_score_correction_bias [E]."""
+    num_experts = weight_EK.shape[0]
+    scores_TE = torch.nn.functional.linear(hidden_TK.float(), weight_EK.float()).sigmoid()
+    # The bias balances the load. It affects the choice but not the weight.
+    choice_TE = scores_TE + bias_E.float()
+    grouped = choice_TE.view(-1, config.num_groups, num_experts // config.num_groups)
+    group_scores = grouped.topk(SCORES_PER_GROUP, dim=-1).values.sum(dim=-1)
+    chosen = torch.topk(group_scores, k=config.chosen_groups, dim=-1, sorted=False).indices
+    is_open = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, chosen, True)
+    choice_TE = grouped.masked_fill(~is_open.unsqueeze(-1), float("-inf")).reshape(-1, num_experts)
+    experts = torch.topk(choice_TE, k=config.experts_per_token, dim=-1, sorted=False).indices
+    weights = scores_TE.gather(1, experts)
+    if config.normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return Routing(experts=experts, weights=weights * config.scaling_factor, scores=scores_TE)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The router of one block: weight f32 [E, K] and e_score_correction_bias f32 [E]."""
+
+    weight: Tensor
+    bias: Tensor
+    config: RouterConfig
+
+    def __call__(self, hidden_TK: Tensor) -> Routing:
+        """Route hidden states f32 [T, K]."""
+        return route(hidden_TK, self.weight, self.bias, self.config)
+
+
+def read_router(source: WeightReader, stem: str, *, device: str = "cpu") -> Router:
+    """Read the router of the block `stem` (`...layers.N.mlp`); CheckpointError if it is not Kimi K2's."""
+    config = read_router_config(source.checkpoint.config, where=str(source.checkpoint.folder))
+    weight, bias = source.read(f"{stem}.gate.weight"), source.read(f"{stem}.gate.e_score_correction_bias")
+    return Router(weight.float().to(device), bias.float().to(device), config)
