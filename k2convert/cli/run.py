@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -60,6 +60,12 @@ if TYPE_CHECKING:
     from k2convert.job.parts import Part
 
 
+_UNUSED_GPU: Final = (
+    "note: this machine has a CUDA driver, but torch is not installed: converting on the CPU. "
+    "To use the GPU: pip install 'k2convert[torch]'"
+)
+
+
 def run(options: RunOptions) -> None:
     """Plan a job, then show it (--dry-run) or do it."""
     for is_wrong, problem in _contradictions(options):
@@ -76,11 +82,10 @@ def run(options: RunOptions) -> None:
     if options.ray is not None:
         require_extra("ray", purpose="--ray")
     hub = Hub(notify=console.notifier(quiet=options.quiet))
-    pinned = Journal(destination.folder).pinned_revision()
     with (
         Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
         open_named_statistics(options.statistics, hub=hub) as statistics,
-        open_source(options.source, hub=hub, pinned=pinned) as source,
+        open_source(options.source, hub=hub, pinned=Journal(destination.folder).pinned_revision()) as source,
     ):
         if statistics is not None and statistics.origin is not None:
             options = replace(options, statistics=statistics.origin)  # the commands that are kept or printed name it
@@ -108,10 +113,7 @@ def run(options: RunOptions) -> None:
         if job.target is not None:
             print_notices(job.target)
         if options.device == "auto" and has_driver() and missing_module("torch") is not None:
-            console.print_note(
-                "note: this machine has a CUDA driver, but torch is not installed: converting on the CPU. "
-                "To use the GPU: pip install 'k2convert[torch]'"
-            )
+            console.print_note(_UNUSED_GPU)
         if options.dry_run:
             _show_plan(job, options, computer)
         elif part is not None:
