@@ -4,38 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command import run
 from said import said
 from statistics_makers import HEADER, dense_layer, moe_layer, write_small
 
 from k2convert.calibrate.statistics import open_statistics, write_statistics
-from k2convert.cli.app import main
-
-
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """The command installs signal handlers; give pytest its own back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def inspect(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", *map(str, words)])
-    return int(ended.value.code or 0)
 
 
 def test_the_table_says_what_was_read_and_what_each_layer_saw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_small(tmp_path / "small file.safetensors")
-    assert inspect(path) == 0
+    assert run("inspect", path) == 0
     captured = capsys.readouterr()
     assert "statistics of 8,192 tokens in windows of 2,048, seed 3" in captured.out
     assert "text: emma.txt (blake3 cdcdcdcdcdcdcdcd)" in captured.out
@@ -55,7 +38,7 @@ def test_the_table_says_what_was_read_and_what_each_layer_saw(
 
 def test_the_document_has_every_experts_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_small(tmp_path / "small")
-    assert inspect(path, "--json") == 0
+    assert run("inspect", path, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["digest"] == open_statistics(path).digest
     assert found["texts"][1] == {"name": HEADER.texts[1][0], "blake3": "ef" * 32}
@@ -80,7 +63,7 @@ def test_a_path_with_a_slash_is_a_file(
     monkeypatch.chdir(tmp_path)
     Path("owner").mkdir()
     write_statistics(Path("owner/name"), [dense_layer(), moe_layer()], HEADER)
-    assert inspect(f"owner{os.sep}name") == 0
+    assert run("inspect", f"owner{os.sep}name") == 0
     assert "owner/name: statistics" in capsys.readouterr().out
 
 
@@ -95,7 +78,7 @@ def test_unusable_files_end_with_one_line(tmp_path: Path, capsys: pytest.Capture
         (tiny / "model-00001-of-000005.safetensors", "not a statistics file, but a file of a checkpoint. To inspect"),
     ):
         for words in ((path,), (path, "--json")):
-            assert inspect(*words) == 1
+            assert run("inspect", *words) == 1
             captured = capsys.readouterr()
             assert captured.out == ""
             assert complaint in captured.err

@@ -13,6 +13,7 @@ from command import RunCli
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.tally import Tally
+from scripts.fixture_maker.damage import edit_tensor
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 
@@ -58,22 +59,10 @@ def test_every_resume_says_how_many_shards_are_done(
     assert f"{out}: resuming: 1 of {len(shards)} shards done\n" in resumed.stderr
 
 
-def failing(tiny: Path, source: Path) -> None:
-    """Copy the tiny checkpoint and put a scale that is not a number into its last shard."""
-    shutil.copytree(tiny, source)
-    last = source / "model-00004-of-000005.safetensors"
-    data = bytearray(last.read_bytes())
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    name = next(name for name in header if name.endswith("weight_scale"))
-    begin = 8 + length + header[name]["data_offsets"][0]
-    data[begin : begin + 2] = b"\xc0\x7f"
-    last.write_bytes(data)
-
-
 def test_status_of_a_stopped_job_gives_the_exact_command(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "a source", tmp_path / "out"
-    failing(tiny, source)
+    shutil.copytree(tiny, source)
+    edit_tensor(source, "model.layers.3.mlp.experts.0.gate_proj.weight_scale", lambda scales: scales * float("nan"))
     stopped = run_cli("run", source, out, "--rule", "max", "--workers", "1")
     assert stopped.returncode == 1
     status = run_cli("status", out)

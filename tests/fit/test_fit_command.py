@@ -6,21 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import run
 from said import said
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.cli.app import main
 from k2convert.plan.plan import plan_conversion
 from k2convert.plan.recipe import load_recipe
 
 Answer = Callable[..., dict[str, Any]]
-
-
-def command(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 def changed_copy(source: Path, folder: Path, **config: int | None) -> None:
@@ -37,7 +30,7 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
 
     def fit(*words: object, code: int = 0) -> dict[str, Any]:
         capsys.readouterr()
-        assert command("fit", *words, "--json") == code
+        assert run("fit", *words, "--json") == code
         return json.loads(capsys.readouterr().out)
 
     return fit
@@ -47,7 +40,7 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
 def result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint, converted, with an FP8 KV cache declared."""
     folder = tmp_path_factory.mktemp("fit") / "out"
-    assert command("run", tiny, folder, "--set", "kv_cache=fp8", "--quiet") == 0
+    assert run("run", tiny, folder, "--set", "kv_cache=fp8", "--quiet") == 0
     return folder
 
 
@@ -115,7 +108,7 @@ def test_the_commands_that_serve_it_follow_from_what_was_asked(
     [fit] = answer(tiny, "--memory", "2GB", "--count", "1", code=3)["fits"]
     assert fit["serve"] == {}
     capsys.readouterr()
-    assert command("fit", tiny, *words) == 0
+    assert run("fit", tiny, *words) == 0
     shown = capsys.readouterr()
     assert "vLLM:\nvllm serve DEST --tensor-parallel-size 2" in shown.out
     assert shown.err.count("36 % in BABILong") == 1, "each note is said once"
@@ -159,15 +152,15 @@ def test_known_gpus_are_listed_smallest_first(tiny: Path, answer: Answer) -> Non
 
 
 def test_what_does_not_fit_says_how_much_is_missing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("fit", tiny, "--memory", "2GB", "--count", "1") == 3
+    assert run("fit", tiny, "--memory", "2GB", "--count", "1") == 3
     shown = capsys.readouterr()
     assert "does not fit: 1.1" in shown.out
     assert "MISSING" in shown.out
     assert "no number of experts fits on 1 x GPU of 2GB as TP1" in shown.out
     assert "next:" not in shown.err
-    assert command("fit", tiny, "--memory", "10GB", "--count", "1", "--overhead", "1GB", "--requests", "1000000") == 3
+    assert run("fit", tiny, "--memory", "10GB", "--count", "1", "--overhead", "1GB", "--requests", "1000000") == 3
     assert "does not fit: " in capsys.readouterr().out
-    assert command("fit", tiny, "--requests", "1000000000") == 3
+    assert run("fit", tiny, "--requests", "1000000000") == 3
     shown = capsys.readouterr()
     assert "no known GPUs hold it with 1,000,000,000 requests of 8,192 tokens" in shown.out
     assert "next:" not in shown.err
@@ -179,7 +172,7 @@ RTX = ("--gpu", "rtx-pro-6000", "--count", "4")
 def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(
     k2_headers: Path, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:
-    assert command("fit", k2_headers, *RTX) == 3
+    assert run("fit", k2_headers, *RTX) == 3
     shown = capsys.readouterr()
     assert (
         "fits with 224 of 384 experts per layer: 11,905 tokens of KV cache, 1 request of 8,192 tokens\n"
@@ -210,13 +203,13 @@ def test_experts_auto_keeps_the_most_that_fit(
     assert nothing["experts_per_layer"] == 16
     capsys.readouterr()
     for place, source in ((tiny, tiny), (result, "SOURCE")):
-        assert command("fit", place, "--gpu", "h200", "--count", "1", "--experts", "10") == 0
+        assert run("fit", place, "--gpu", "h200", "--count", "1", "--experts", "10") == 0
         following = f"next: k2convert run {source} DEST --keep-experts FILE --set experts=10\n"
         assert capsys.readouterr().err.endswith(following)
 
 
 def test_the_list_counts_requests_of_the_model_s_maximum(k2_headers: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("fit", k2_headers, "--gpu", "b200") == 0
+    assert run("fit", k2_headers, "--gpu", "b200") == 0
     table = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
     assert [[cell.strip() for cell in row] for row in table[:2]] == [
         ["4 x B200", "TP4", "773.1 GB", "150.2 GB", "350,433", "42", "1"],
@@ -225,7 +218,7 @@ def test_the_list_counts_requests_of_the_model_s_maximum(k2_headers: Path, capsy
 
 
 def test_tables_name_the_layout_the_gpu_and_the_next_command(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("fit", tiny, "--gpu", "h200", "--count", "1", "--kv", "fp8") == 0
+    assert run("fit", tiny, "--gpu", "h200", "--count", "1", "--kv", "fp8") == 0
     shown = capsys.readouterr()
     assert "1 x H200, TP1: fits: " in shown.out
     assert "overhead (assumed)" in shown.out
@@ -247,7 +240,7 @@ def test_tables_name_the_layout_the_gpu_and_the_next_command(tiny: Path, capsys:
 def test_what_cannot_be_is_one_line(
     words: tuple[str, ...], message: str, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command("fit", tiny, *words) == 1
+    assert run("fit", tiny, *words) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
     assert said(shown.err).startswith(f"error: {message}")
@@ -270,13 +263,13 @@ def test_what_cannot_be_is_one_line(
 def test_options_that_need_others_are_usage_errors(
     words: tuple[str, ...], message: str, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command("fit", tiny, *words) == 2
+    assert run("fit", tiny, *words) == 2
     assert message in capsys.readouterr().err
 
 
 def test_other_attention_is_refused(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed_copy(tiny, tmp_path, kv_lora_rank=None)
-    assert command("fit", tmp_path) == 1
+    assert run("fit", tmp_path) == 1
     assert "kv_lora_rank is None, expected a count" in capsys.readouterr().err
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import run, run_here
 from said import said
 
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.folders import make_folder
-from k2convert.cli.app import main
 from k2convert.errors import DestinationWriteError
 from k2convert.records.checksum import seal, unseal
 
@@ -25,9 +25,7 @@ Change = Callable[[dict[str, Any]], object]
 @pytest.fixture(scope="module")
 def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "result"
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(tiny), str(folder), "--json"])
-    assert ended.value.code == 0
+    assert run("run", tiny, folder, "--json") == 0
     return folder
 
 
@@ -43,17 +41,14 @@ def edit(path: Path, change: Change) -> None:
     path.write_text(json.dumps(document))
 
 
-def messages(result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def messages(result: Path, tiny: Path) -> list[str]:
     """What `run` and `status` say to a damaged folder."""
     lines: list[str] = []
     for words in (["run", tiny, result], ["status", result]):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in words])
-        printed = capsys.readouterr()
-        assert ended.value.code == 1
-        assert "Traceback" not in printed.err
-        *_, last = said(printed.err).splitlines()
+        done = run_here(*words)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        *_, last = said(done.stderr).splitlines()
         assert last.startswith("error: ")
         lines.append(last)
     return lines
@@ -73,20 +68,16 @@ JOBS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_damaged_job_is_refused_and_made_again(
-    name: str, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_job_is_refused_and_made_again(name: str, result: Path, tiny: Path) -> None:
     whole = (result / JOB).read_bytes()
     edit(result / JOB, JOBS[name])
-    for message in messages(result, tiny, capsys):
+    for message in messages(result, tiny):
         assert "job.json" in message
         assert "Delete it" in message
     (result / JOB).unlink()
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(tiny), str(result), "--json"])
-    assert ended.value.code == 0
+    again = run_here("run", tiny, result, "--json")
     assert (result / JOB).read_bytes() == whole
-    assert json.loads(capsys.readouterr().out)["resumed_shards"] == 5
+    assert json.loads(again.stdout)["resumed_shards"] == 5
 
 
 RECORDS: dict[str, Change] = {
@@ -108,83 +99,62 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def run(*words: object) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    assert ended.value.code == 0
-
-
-def assert_made_again(result: Path, tiny: Path, whole: dict[str, bytes], capsys: pytest.CaptureFixture[str]) -> None:
+def assert_made_again(result: Path, tiny: Path, whole: dict[str, bytes]) -> None:
     """`status` does not count the record's shard; `run` names it and makes it again, and only it."""
-    capsys.readouterr()
-    run("status", result, "--json")
-    assert json.loads(capsys.readouterr().out)["pending"] == [RECORD.stem]
+    assert json.loads(run_here("status", result, "--json").stdout)["pending"] == [RECORD.stem]
     before = {path.name: path.stat().st_mtime_ns for path in result.glob("*.safetensors")}
-    run("run", tiny, result)
-    assert f"to be converted again: {RECORD.stem}" in capsys.readouterr().err.replace("\n", " ")
+    assert f"to be converted again: {RECORD.stem}" in run_here("run", tiny, result).stderr.replace("\n", " ")
     assert contents(result) == whole
     after = {path.name: path.stat().st_mtime_ns for path in result.glob("*.safetensors")}
     assert [name for name in before if before[name] != after[name]] == [RECORD.stem]
 
 
-@pytest.mark.parametrize("name", RECORDS)
-@pytest.mark.parametrize("is_sealed", [True, False], ids=["with its checksum", "without"])
-def test_record_of_another_form_is_made_again(
-    name: str, is_sealed: bool, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("name", "is_sealed"), [(name, True) for name in RECORDS] + [("an unknown field", False)])
+def test_record_of_another_form_is_made_again(name: str, is_sealed: bool, result: Path, tiny: Path) -> None:
     whole, path = contents(result), result / RECORD
     record = unseal(json.loads(path.read_text()))
     RECORDS[name](record)
     path.write_bytes(seal(record) if is_sealed else json.dumps(record).encode())
-    assert_made_again(result, tiny, whole, capsys)
+    assert_made_again(result, tiny, whole)
 
 
-FLIPS = [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.9999]
-
-
-@pytest.mark.parametrize("place", FLIPS)
-def test_record_with_a_flipped_byte_is_made_again(
-    place: float, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 0.9999])
+def test_record_with_a_flipped_byte_is_made_again(place: float, result: Path, tiny: Path) -> None:
     whole, data = contents(result), bytearray((result / RECORD).read_bytes())
     while data[int(place * len(data))] in b" \n":
         place += 1 / len(data)
     data[int(place * len(data))] ^= 1
     (result / RECORD).write_bytes(data)
-    assert_made_again(result, tiny, whole, capsys)
+    assert_made_again(result, tiny, whole)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "{}"])
-def test_record_that_is_no_json_is_made_again(
-    text: str, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_record_that_is_no_json_is_made_again(text: str, result: Path, tiny: Path) -> None:
     whole = contents(result)
     (result / RECORD).write_text(text)
-    assert_made_again(result, tiny, whole, capsys)
+    assert_made_again(result, tiny, whole)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
-def test_description_that_is_no_json_is_not_to_be_downloaded(
-    text: str, result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_description_that_is_no_json_is_not_to_be_downloaded(text: str, result: Path, tiny: Path) -> None:
     (result / JOB).write_text(text)
-    for message in messages(result, tiny, capsys):
+    for message in messages(result, tiny):
         assert JOB.name in message
         assert "Delete it" in message
         assert "ownload" not in message
 
 
-def test_lock_that_is_no_file_is_refused(result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lock_that_is_no_file_is_refused(result: Path, tiny: Path) -> None:
     lock = result / LOCK
     precious = result.parent / "precious.txt"
     precious.write_text("the only copy")
     lock.unlink()
     lock.symlink_to(precious)
-    assert all("lock: is a link" in message for message in messages(result, tiny, capsys))
+    assert all("lock: is a link" in message for message in messages(result, tiny))
     assert precious.read_text() == "the only copy"
     lock.unlink()
     lock.mkdir()
-    assert all("lock: is a link or a folder" in message for message in messages(result, tiny, capsys))
+    assert all("lock: is a link or a folder" in message for message in messages(result, tiny))
 
 
 def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

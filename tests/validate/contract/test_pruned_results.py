@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from command import run
 from converted import Converted, Kind, change, change_tensor, copy_of
 from pruned_makers import KEPT, convert_pruned, make_whole
 from statistics_makers import random_statistics
 
 from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.cli.app import main
 from k2convert.errors import CheckpointError
 from k2convert.validate.results import ValidationReport
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
@@ -80,14 +80,6 @@ def by_max(prune: Prune, tmp_path: Path) -> Converted:
 def validate(converted: Converted, *, with_source: bool = True, **options: Any) -> ValidationReport:
     source = open_checkpoint(converted.source) if with_source else None
     return validate_checkpoint(folder=converted.folder, source=source, **options)
-
-
-def run(*words: object) -> int:
-    """Run the command in this process; return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 def offenders(report: ValidationReport, number: int) -> dict[str, str]:
@@ -276,17 +268,8 @@ def test_gptq_through_the_pruned_model_is_measured(whole: dict[str, Path], tiny:
     text, kept = tmp_path / "text.txt", tmp_path / "kept.json"
     text.write_text((tiny / "calibration.txt").read_text()[:2000])
     kept.write_text(json.dumps({"experts": {str(layer): list(experts) for layer, experts in KEPT.items()}}))
-    words = (
-        "--calibrate",
-        text,
-        "--set",
-        "calibration={tokens: 64, window: 32}",
-        "--device",
-        "cpu",
-        "--keep-experts",
-        kept,
-    )
-    assert run("run", whole["thinking"], tmp_path / "out", *words, "--quiet") == 0
+    words = ("--calibrate", text, "--set", "calibration={tokens: 64, window: 32}", "--device", "cpu")
+    assert run("run", whole["thinking"], tmp_path / "out", *words, "--keep-experts", kept, "--quiet") == 0
     report = validate_checkpoint(folder=tmp_path / "out", source=open_checkpoint(whole["thinking"]))
     assert report.passed, [(r.number, r.offenders) for r in report.contract.rules if r.offenders]
     assert report.weights is not None
@@ -347,9 +330,3 @@ def test_int4_has_neither_report_nor_card(int4: Converted, capsys: pytest.Captur
     shown = capsys.readouterr()
     assert "int4, w4a16" in shown.out
     assert "next:" not in shown.err
-
-
-def test_the_command_shows_what_is_kept(prune: Prune, capsys: pytest.CaptureFixture[str]) -> None:
-    found = prune(MAX)
-    assert run("validate", found.folder, "--source", found.source) == 0
-    assert "2 of 4 kept" in " ".join(capsys.readouterr().out.split())
