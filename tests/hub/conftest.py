@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
+from statistics_makers import random_statistics
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -24,6 +27,13 @@ def hub_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+
+@pytest.fixture(autouse=True)
+def quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without charts, whose drawing is half of a job's time here; tests/report looks at them."""
+    monkeypatch.setattr("k2convert.report.page._charts", lambda _report: defaultdict(Markup))
+    monkeypatch.setattr("k2convert.report.picture.render_picture", lambda _report: b"\x89PNG")
 
 
 @pytest.fixture
@@ -95,4 +105,17 @@ def local_result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint converted from folder to folder."""
     folder = tmp_path_factory.mktemp("local") / "out"
     assert run_here("run", tiny, folder).returncode == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cut_statistics(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_statistics(tmp_path_factory.mktemp("statistics") / "cut.stats", cut)
+
+
+@pytest.fixture(scope="session")
+def by_imatrix(cut: Path, cut_statistics: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small checkpoint converted with the statistics."""
+    folder = tmp_path_factory.mktemp("local") / "out"
+    assert run_here("run", cut, folder, "--statistics", cut_statistics).returncode == 0
     return folder

@@ -101,15 +101,15 @@ def compare_scales() -> None:
 
 
 if __name__ == "__main__":
-    task = sys.argv[1]
-    if task == "scales":
-        compare_scales()
-    elif task == "columns":
-        compare_tiny()
-        compare_columns_of_maker("wide-spread")
-        compare_ends()
-    elif task.startswith("columns-"):
-        compare_columns_of_maker(task.removeprefix("columns-"))
-    else:
-        compare_maker(task)
-    sys.stdout.write("equal\n")
+    for task in sys.argv[1:]:
+        if task == "scales":
+            compare_scales()
+        elif task == "columns":
+            compare_tiny()
+            compare_columns_of_maker("wide-spread")
+            compare_ends()
+        elif task.startswith("columns-"):
+            compare_columns_of_maker(task.removeprefix("columns-"))
+        else:
+            compare_maker(task)
+        sys.stdout.write("equal\n")
