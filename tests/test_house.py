@@ -1,0 +1,36 @@
+"""How many files a reader enters to follow a command, and how many modules a local run loads: see house.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from house import TINY, traced
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
+    """A local run on k2-tiny, and what it entered and loaded."""
+    out = tmp_path_factory.mktemp("house") / "out"
+    return out, traced("run", TINY, out, "--quiet")
+
+
+def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dict[str, list[str]]]) -> None:
+    _, found = converted
+    assert len(found["entered"]) <= 50, found["entered"]
+    assert len(found["loaded"]) <= 90, found["loaded"]
+    unused = ("calibrate", "evaluate", "fit", "forward", "report", "validate")
+    assert not [name for name in found["loaded"] if name.split(".")[1:2] and name.split(".")[1] in unused]
+
+
+def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, dict[str, list[str]]]) -> None:
+    found = traced("validate", converted[0], "--source", TINY, "--quiet")
+    assert len(found["entered"]) <= 55, found["entered"]
+
+
+def test_a_run_that_calibrates_enters_few_files(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Sentence {number} of a text. " for number in range(400)))
+    size = ("--set", "calibration.tokens=512", "--set", "calibration.window=64")
+    found = traced("run", TINY, tmp_path / "out", "--calibrate", text, "--quiet", *size)
+    assert len(found["entered"]) <= 80, found["entered"]
