@@ -69,7 +69,7 @@ class _Asked:
     model: Model
     settings: Settings
 
-    def document(self, **more: Any) -> dict[str, Any]:
+    def document(self, **more: Any) -> dict[str, object]:
         return fit_document(self.options.checkpoint, self.model, self.settings) | more
 
     def print_next(self, *, experts: int | None = None) -> None:
@@ -192,7 +192,7 @@ def serve_commands(model: Model, checkpoint: Checkpoint, holder: Holder, *, opti
     return {engine: serve_command(engine, deployment) for engine in ENGINE_NAMES}
 
 
-def serving_document(commands: ServeCommands) -> dict[str, Any]:
+def serving_document(commands: ServeCommands) -> dict[str, object]:
     """Return the commands as plain data."""
     return {
         "serve": {

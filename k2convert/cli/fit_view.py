@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from k2convert.choices import counted
 from k2convert.cli.console import format_bytes, print_line, print_note, print_table
@@ -18,7 +17,7 @@ _DP_NOTE = (
 )
 
 
-def fit_document(name: str, model: Model, settings: Settings) -> dict[str, Any]:
+def fit_document(name: str, model: Model, settings: Settings) -> dict[str, object]:
     """Return what was asked and what it weighs as plain data. `fits` is added by the caller."""
     return {
         "checkpoint": name,
@@ -35,7 +34,7 @@ def fit_document(name: str, model: Model, settings: Settings) -> dict[str, Any]:
     }
 
 
-def holder_document(holder: Holder, model: Model, settings: Settings) -> dict[str, Any]:
+def holder_document(holder: Holder, model: Model, settings: Settings) -> dict[str, object]:
     """Return what GPUs hold as plain data; figures under `each` are of the fullest GPU."""
     fit = holder.fit
     fp8, bf16 = fp8_and_bf16_tokens(model, holder, settings=settings)
@@ -65,7 +64,7 @@ def holder_document(holder: Holder, model: Model, settings: Settings) -> dict[st
     }
 
 
-def speed_document(model: Model, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> dict[str, Any]:
+def speed_document(model: Model, holder: Holder, estimates: Sequence[EstimatedSpeed]) -> dict[str, object]:
     """Return the ceiling, the published rows and AIConfigurator's estimates, in tokens a second."""
     layout = holder.fit.layout
     return {
@@ -154,7 +153,7 @@ def show_ways_out(ways: WaysOut, holder: Holder, *, whole: Model) -> None:
         print_line(f"fits with all experts on {ways.gpus} x {holder.gpu.title}")
 
 
-def ways_document(ways: WaysOut) -> dict[str, Any]:
+def ways_document(ways: WaysOut) -> dict[str, object]:
     """Return what would fit as plain data."""
     return {
         "experts": [

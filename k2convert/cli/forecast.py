@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -150,7 +150,7 @@ class Forecast:
     def _advice(self, time: Time) -> str:
         return "; use a GPU" if self.size.on_cpu and time.middle > DAY_SECONDS else ""
 
-    def document(self, time: Time, needed: int) -> dict[str, Any]:
+    def document(self, time: Time, needed: int) -> dict[str, object]:
         """Return everything as plain data."""
         return {
             "seconds": [round(time.least), round(time.most)],
@@ -261,7 +261,7 @@ def show_walk(walk: Forecast, time: Time, converting: Estimate, *, needed: int) 
     console.print_line(f"time in all: {console.format_span(max(time.least, least), time.most + most)}")
 
 
-def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, Any]:
+def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, object]:
     """Return what is walked over, as plain data."""
     text, windows = plan.text, plan.text.windows
     return {
@@ -278,7 +278,7 @@ def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, A
     }
 
 
-def job_document(job: Job, plan: CalibrationPlan) -> dict[str, Any]:
+def job_document(job: Job, plan: CalibrationPlan) -> dict[str, object]:
     """Return what the walk of a job is, as plain data."""
     done = plan.num_layers - layers_left(job, plan)
     return plan_document(plan, finished_layers=done) | {"smoothing": bool(job.plan.recipe.smoothing)}

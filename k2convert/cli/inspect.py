@@ -1,5 +1,6 @@
 """`inspect`: what a checkpoint or a statistics file holds, as tables for people and plain data for --json."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +42,7 @@ def inspect(options: InspectOptions) -> None:
         print_next(command("k2convert", "validate", source))
 
 
-def _stated_pruning(folder: Path) -> dict[str, Any] | None:
+def _stated_pruning(folder: Path) -> Mapping[str, object] | None:
     """Return what a folder's ledger says of the experts that are kept; None for all, or without a sound ledger."""
     try:
         ledger = find_ledger(folder)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -166,9 +166,9 @@ def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
     )
 
 
-def _recipe_overrides(options: RunOptions) -> dict[str, Any]:
+def _recipe_overrides(options: RunOptions) -> dict[str, object]:
     """Return what --set and the other options replace in a recipe; raises BadParameter for a key that is set twice."""
-    named: dict[str, Any] = {
+    named: dict[str, object] = {
         "rule": options.rule,
         "layout": options.layout,
         "activations": options.activations,

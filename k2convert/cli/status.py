@@ -69,7 +69,7 @@ def _show_pass(work: WorkFolder, begun: WalkJob, *, as_json: bool) -> None:
     if type(layers) is not int or type(tokens) is not int:
         raise CheckpointError(f"{work.folder}: is not of this version. Delete it to start over.")
     if as_json:
-        document: dict[str, Any] = {"complete": False, "running": is_running, "layers": layers, "tokens": tokens}
+        document: dict[str, object] = {"complete": False, "running": is_running, "layers": layers, "tokens": tokens}
         document |= {"finished_layers": finished, "progress": progress}
         console.print_json(document | {"resume": None if command is None else command.line(here=here)})
         return
@@ -230,7 +230,7 @@ def _read_ledger(hub: Hub, repo: RemoteRepo, text: str) -> Ledger:
         return parse_ledger(parse_json_object(data.decode(errors="replace"), where=f"{text}: {LEDGER_NAME}"))
 
 
-def _repository_document(repo: RemoteRepo, ledger: Ledger, missing: list[str]) -> dict[str, Any]:
+def _repository_document(repo: RemoteRepo, ledger: Ledger, missing: list[str]) -> dict[str, object]:
     return {
         "complete": bool(ledger.shards) and not missing and not ledger.problems,
         "published": {"repo": repo.repo, "commit": repo.commit},
@@ -245,7 +245,7 @@ def _repository_document(repo: RemoteRepo, ledger: Ledger, missing: list[str]) -
     }
 
 
-def published_document(folder: Path) -> dict[str, Any]:
+def published_document(folder: Path) -> dict[str, object]:
     """Return where the result of a folder was published, as plain data."""
     found = find_published(folder)
     return {"published": None if found is None else {"repo": found.repo, "commit": found.commit}}
@@ -267,7 +267,7 @@ def show_published(folder: Path) -> bool:
     return True
 
 
-def _walk_state(destination: Path) -> dict[str, Any] | None:
+def _walk_state(destination: Path) -> dict[str, object] | None:
     """Return how far the walk of an unfinished job is, as plain data; None if there is none."""
     work = conversion_work(destination)
     begun = work.job()

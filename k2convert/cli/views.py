@@ -121,7 +121,7 @@ def show_pruning(job: Job) -> None:
             print_line(f"left out of the {what}: {share_words(shares)}")
 
 
-def _hub_document(job: Job) -> dict[str, Any]:
+def _hub_document(job: Job) -> dict[str, object]:
     target = job.target
     return {
         "work_folder": str(job.destination.folder),
@@ -182,7 +182,7 @@ def _show_hub(job: Job) -> None:
     print_line(f"uses at most {format_bytes(job.limits.disk_allowed)} of disk at once")
 
 
-def estimate_document(found: Estimate) -> dict[str, Any]:
+def estimate_document(found: Estimate) -> dict[str, object]:
     """Return an estimate as plain data; rates are bytes a second, null if not measured."""
     least, most = found.seconds or (None, None)
     return {
@@ -232,7 +232,7 @@ def show_network(job: Job, found: Estimate) -> None:
         print_line(f"network: not measured: {' and '.join(filter(None, (down, up)))}")
 
 
-def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> dict[str, Any]:
+def run_document(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> dict[str, object]:
     """Return a finished run as plain data."""
     return {
         "destination": str(job.destination.folder),

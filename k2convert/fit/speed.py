@@ -143,7 +143,7 @@ def _estimate(engine: Engine, gpu: Gpu, layout: Parallelism) -> EstimatedSpeed:
     return EstimatedSpeed(engine, version, 1000 * (_OUTPUT_TOKENS - 1) / milliseconds)
 
 
-def _widths(layout: Parallelism) -> dict[str, Any]:
+def _widths(layout: Parallelism) -> dict[str, object]:
     return {
         "tp_size": 1 if layout.data_attention else layout.tensor,
         "attention_dp_size": layout.tensor if layout.data_attention else 1,

@@ -84,7 +84,7 @@ def check_target(
     return Target(repo, is_private, head, files, tuple(notices), revision)
 
 
-def _account(hub: Hub) -> dict[str, Any]:
+def _account(hub: Hub) -> dict[str, object]:
     from huggingface_hub import get_token
 
     if get_token() is None:
@@ -93,7 +93,7 @@ def _account(hub: Hub) -> dict[str, Any]:
     return hub.call("check the token", lambda: _checked_account(api.whoami()))
 
 
-def _checked_account(answer: object) -> dict[str, Any]:
+def _checked_account(answer: object) -> dict[str, object]:
     """Return the Hub's answer; raises TypeError if it is not of the form that is read here."""
     account = mapping_or_empty(answer)
     orgs: Any = account.get("orgs") or []
@@ -105,32 +105,31 @@ def _checked_account(answer: object) -> dict[str, Any]:
     return account
 
 
-def _check_right_to_write(account: dict[str, Any], repo: str, namespace: str) -> None:
+def _check_right_to_write(account: dict[str, object], repo: str, namespace: str) -> None:
     user = account.get("name")
-    organizations = {o.get("name"): o for o in cast(list[dict[str, Any]], account.get("orgs") or [])}
+    organizations = {o.get("name"): o for o in cast(list[dict[str, object]], account.get("orgs") or [])}
     if namespace != user and namespace not in organizations:
         names = ", ".join(sorted({str(user), *map(str, organizations)}))
         raise HubError(f"{repo}: the token belongs to {user}, who cannot write to {namespace}. Choose from: {names}.")
     if namespace != user and organizations[namespace].get("roleInOrg") == "read":
         raise HubError(f"{repo}: {user} can only read in {namespace}. Ask its owner for the write role.")
-    auth = cast(dict[str, Any], account.get("auth") or {})
-    token = cast(dict[str, Any], auth.get("accessToken") or {})
+    token = mapping_or_empty(mapping_or_empty(account.get("auth")).get("accessToken"))
     role = token.get("role")
     if role == "read":
         raise HubError(f"{repo}: the token can only read. Use one with write access (huggingface.co/settings/tokens).")
-    if role == "fineGrained" and not _may_write(token.get("fineGrained") or {}, repo, namespace):
+    if role == "fineGrained" and not _may_write(mapping_or_empty(token.get("fineGrained")), repo, namespace):
         raise HubError(
             f"{repo}: the fine-grained token has no write permission for it. "
             f"Give it 'Write access to contents and settings of repositories' under {namespace}."
         )
 
 
-def _may_write(scopes: dict[str, Any], repo: str, namespace: str) -> bool:
-    for scope in cast(list[dict[str, Any]], scopes.get("scoped") or []):
-        entity: dict[str, Any] = scope.get("entity") or {}
-        if "repo.write" in (scope.get("permissions") or []) and entity.get("name") in (repo, namespace):
-            return True
-    return False
+def _may_write(scopes: Mapping[str, Any], repo: str, namespace: str) -> bool:
+    return any(
+        "repo.write" in (scope.get("permissions") or [])
+        and mapping_or_empty(scope.get("entity")).get("name") in (repo, namespace)
+        for scope in map(mapping_or_empty, scopes.get("scoped") or [])
+    )
 
 
 def _look_up(hub: Hub, repo: str, revision: str) -> tuple[str | None, bool | None]:
@@ -146,7 +145,7 @@ def _look_up(hub: Hub, repo: str, revision: str) -> tuple[str | None, bool | Non
 
 
 def _size_notices(
-    account: dict[str, Any], namespace: str, file_bytes: Mapping[str, int], *, private: bool
+    account: dict[str, object], namespace: str, file_bytes: Mapping[str, int], *, private: bool
 ) -> list[str]:
     total, notices = sum(file_bytes.values()), list[str]()
     largest = max(file_bytes.values(), default=0)

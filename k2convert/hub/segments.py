@@ -197,7 +197,7 @@ def open_partial(target: Path, file: RemoteFile, *, segment_bytes: int | None = 
     return PartialFile(path, record_path, file, segment_bytes, descriptor, done)
 
 
-def _identity(file: RemoteFile, segment_bytes: int) -> dict[str, Any]:
+def _identity(file: RemoteFile, segment_bytes: int) -> dict[str, object]:
     return {"sha256": file.sha256, "bytes": file.num_bytes, "segment_bytes": segment_bytes}
 
 
@@ -210,7 +210,7 @@ def _read_record(path: Path, file: RemoteFile, segment_bytes: int, num_segments:
         return nothing
     if not isinstance(document, dict):
         return nothing
-    fields = cast(dict[str, Any], document)
+    fields = cast(dict[str, object], document)
     bits = fields.pop("done", None)
     if fields != _identity(file, segment_bytes) or not isinstance(bits, str) or len(bits) != num_segments:
         return nothing

@@ -209,12 +209,12 @@ def mark_other_files(source: RemoteRepo, *, folder: Path) -> None:
             _keep_small_file(path, b"")
 
 
-def _named_shards(index: dict[str, Any] | None) -> set[str]:
+def _named_shards(index: dict[str, object] | None) -> set[str]:
     """The shards that an index names, even a malformed index: `build_checkpoint` checks its form."""
     if index is None:
         return {SINGLE_SHARD_NAME}
     named: Any = index.get("weight_map")
-    shards = cast(dict[str, Any], named).values() if isinstance(named, dict) else ()
+    shards = cast(dict[str, object], named).values() if isinstance(named, dict) else ()
     return {shard for shard in shards if isinstance(shard, str)}
 
 

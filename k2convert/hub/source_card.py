@@ -33,7 +33,7 @@ def read_source_card(text: str) -> SourceCard:
     if not text.startswith("---"):
         return SourceCard()
     try:
-        data: dict[str, Any] = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+        data: dict[str, object] = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
     except Exception:  # the YAML parser has its own errors; a malformed card must not stop the job
         return SourceCard()
     stated: Any = data.get("license")

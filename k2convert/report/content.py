@@ -318,7 +318,7 @@ def figures_document(report: Report) -> dict[str, Any]:
     }
 
 
-def _tensor_document(tensor: TensorFigures) -> dict[str, Any]:
+def _tensor_document(tensor: TensorFigures) -> dict[str, object]:
     return {key: _finite_or_none(value) for key, value in asdict(tensor).items()}
 
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sized
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from k2convert.choices import Rule
 from k2convert.quantize.rules import RULES
@@ -162,7 +161,7 @@ class ContractReport:
             f"{', '.join(map(str, self.unchecked))} ({why})."
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain data for --json."""
         return {
             "folder": self.folder,
@@ -284,9 +283,9 @@ def compare(folder: str, ours: WeightsReport, contract: ContractReport, theirs: 
     )
 
 
-def validation_document(report: ValidationReport) -> dict[str, Any]:
+def validation_document(report: ValidationReport) -> dict[str, object]:
     """Return a validation as plain data, for --json and the report."""
-    document: dict[str, Any] = {
+    document: dict[str, object] = {
         "folder": report.folder,
         "passed": report.passed,
         "contract": report.contract.to_dict(),
@@ -302,7 +301,7 @@ def validation_document(report: ValidationReport) -> dict[str, Any]:
     return document
 
 
-def _weights_document(weights: WeightsReport) -> dict[str, Any]:
+def _weights_document(weights: WeightsReport) -> dict[str, object]:
     return {
         "passed": weights.passed,
         "totals": {role: _error_document(error) for role, error in weights.totals().items()},
@@ -325,7 +324,7 @@ def _verdict(compared: int, mismatches: Sized) -> Verdict:
     return Verdict.FAIL if mismatches else Verdict.PASS
 
 
-def _error_document(error: DecodedError) -> dict[str, Any]:
+def _error_document(error: DecodedError) -> dict[str, object]:
     """Return the figures of a tensor or total; ratios that are not finite become None."""
     figures = {"sqnr_db": error.sqnr_db, "relative_mse": error.relative_mse, "squared_error": error.squared_error}
     if error.weighted_error is not None:

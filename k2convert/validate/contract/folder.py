@@ -35,7 +35,7 @@ def exclude_entries(result: Result) -> list[str]:
     return [e for e in cast(list[Any], entries) if isinstance(e, str)] if isinstance(entries, list) else []
 
 
-def _declared(result: Result) -> dict[str, Any]:
+def _declared(result: Result) -> dict[str, object]:
     return mapping_or_empty((result.config or {}).get(QUANTIZATION_KEYS[0]))
 
 
@@ -72,20 +72,20 @@ def _find_keys(node: Any, path: str) -> Iterator[str]:
             yield from _find_keys(value, place)
 
 
-def _expected_modelopt(result: Result) -> dict[str, Any]:
+def _expected_modelopt(result: Result) -> dict[str, object]:
     algo = quant_algo("w4a4" if result.has_input_scale else "w4a16")
     return {"quant_method": "modelopt", "quant_algo": algo, "group_size": BLOCK_SIZE}
 
 
-def _expected_compressed_tensors() -> dict[str, Any]:
+def _expected_compressed_tensors() -> dict[str, object]:
     return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 
 
-def _check_groups(result: Result, declared: dict[str, Any], found: Findings) -> None:
+def _check_groups(result: Result, declared: dict[str, object], found: Findings) -> None:
     groups = mapping_or_empty(declared.get("config_groups"))
     if not groups:
         found.error("quantization_config.config_groups", "missing")
-    shared: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
+    shared: dict[str, object] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
     if result.layout != MODELOPT:
         shared |= {"strategy": "tensor_group", "symmetric": True}
     # "local": block scales are computed from the activations at run time. modelopt has no such value.
@@ -105,7 +105,7 @@ def _check_groups(result: Result, declared: dict[str, Any], found: Findings) -> 
             found.error(f"{where}.targets", "does not name Linear")
 
 
-def _check_scheme(scheme: Any, expected: dict[str, Any], where: str, found: Findings) -> None:
+def _check_scheme(scheme: Any, expected: dict[str, object], where: str, found: Findings) -> None:
     if not isinstance(scheme, dict):
         found.error(where, "missing; engines would assume a different scheme")
         return
@@ -250,7 +250,7 @@ def _check_index(result: Result, found: Findings) -> None:
     if not isinstance(weight_map, dict):
         found.error(INDEX_NAME, "has no weight_map")
         return
-    mapped = cast(dict[str, Any], weight_map)
+    mapped = cast(dict[str, object], weight_map)
     shard_of = {name: shard for shard, header in result.headers.items() for name in header.tensors}
     for name, shard in mapped.items():
         if not isinstance(shard, str):

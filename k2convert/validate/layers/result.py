@@ -137,7 +137,7 @@ class LayersReport:
         """The share of the router's weight that the dropped experts have, by layer; empty if none were dropped."""
         return {one.layer: one.pruning.router_weight_left_out for one in self.layers if one.pruning is not None}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data for JSON; figures that are not finite become None."""
         return {"passed": self.passed, **_plain(asdict(self))}
 
