@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from command import ROOT, cli_environment
 from said import said
 
 from k2convert.checkpoint.index import open_checkpoint
@@ -17,66 +19,64 @@ from scripts import fixture_maker as fixtures
 TINY = fixtures.TINY
 
 WITHOUT = """
-import sys
+import json, sys
 for name in "torch triton compressed_tensors modelopt llmcompressor transformers aiconfigurator_core".split():
     sys.modules[name] = None
-from k2convert.cli.app import main
-main(sys.argv[1:])
+from command import run_here
+done = [run_here(*words) for words in json.load(sys.stdin)]
+print(json.dumps([vars(one) for one in done]))
 """
 
 
-def run_without_extras(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process that cannot import any optional library."""
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT, *map(str, words)], capture_output=True, text=True, check=False
+def run_without_extras(*commands: Sequence[str | Path]) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands in one process that cannot import any optional library."""
+    words = json.dumps([list(map(str, command)) for command in commands])
+    environment = cli_environment() | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], input=words, capture_output=True, text=True, env=environment, check=False
     )
+    assert done.returncode == 0, done.stderr
+    return [subprocess.CompletedProcess(**found) for found in json.loads(done.stdout)]
 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint, converted without any optional library."""
     destination = tmp_path_factory.mktemp("extras") / "nvfp4"
-    done = run_without_extras("run", TINY, destination)
+    (done,) = run_without_extras(("run", TINY, destination))
     assert done.returncode == 0, done.stderr
     return destination
 
 
 def test_the_main_commands_need_no_optional_library(converted: Path) -> None:
-    for words in (
+    commands = [
         ("inspect", TINY),
         ("status", converted),
         ("validate", converted, "--source", TINY),
         ("report", converted, "--source", TINY, "--out", converted.parent / "report"),
-    ):
-        done = run_without_extras(*words)
-        assert done.returncode == 0, (words, done.stderr)
+    ]
+    for done in run_without_extras(*commands):
+        assert done.returncode == 0, (done.args, done.stderr)
 
 
-@pytest.mark.parametrize(
-    ("words", "extra"),
-    [
-        (("run", TINY, "OUT", "--device", "cuda"), "torch"),
-        (("run", TINY, "OUT", "--set", "quantizer=reference"), "reference"),
-        (("calibrate", TINY, "OUT", "--text", TINY / "eval.txt"), "calibrate"),
-        (("validate", "CONVERTED", "--source", TINY, "--layers", "1"), "torch"),
-        (("validate", "CONVERTED", "--source", TINY, "--layers", "all"), "torch"),
-        (("validate", "CONVERTED", "--source", TINY, "--layers", "1", "--text", TINY / "eval.txt"), "calibrate"),
-        (("validate", "CONVERTED", "--source", TINY, "--reference"), "reference"),
-        (("fit", TINY, "--gpu", "b200", "--count", "1", "--estimate"), "fit"),
-    ],
-    ids=["device-cuda", "quantizer-reference", "calibrate", "layer", "all-layers", "text", "reference", "fit"],
-)
-def test_a_missing_library_is_one_line_that_names_the_extra(
-    words: tuple[str | Path, ...], extra: str, converted: Path, tmp_path: Path
-) -> None:
-    places = {"OUT": tmp_path / "out", "CONVERTED": converted}
-    done = run_without_extras(*(places.get(str(word), word) for word in words))
-    assert done.returncode == 1
-    assert done.stdout == ""
-    [line] = [line for line in said(done.stderr).splitlines() if "validate:" not in line]
-    assert line.startswith("error: ")
-    assert f"pip install 'k2convert[{extra}]'" in line
-    assert not (tmp_path / "out").exists()
+def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp_path: Path) -> None:
+    out, validate = tmp_path / "out", ("validate", converted, "--source", TINY)
+    commands: dict[tuple[str | Path, ...], str] = {
+        ("run", TINY, out, "--device", "cuda"): "torch",
+        ("run", TINY, out, "--set", "quantizer=reference"): "reference",
+        ("calibrate", TINY, out, "--text", TINY / "eval.txt"): "calibrate",
+        (*validate, "--layers", "1"): "torch",
+        (*validate, "--layers", "all"): "torch",
+        (*validate, "--layers", "1", "--text", TINY / "eval.txt"): "calibrate",
+        (*validate, "--reference"): "reference",
+        ("fit", TINY, "--gpu", "b200", "--count", "1", "--estimate"): "fit",
+    }
+    for done, extra in zip(run_without_extras(*commands), commands.values(), strict=True):
+        assert (done.returncode, done.stdout) == (1, ""), done.args
+        [line] = [line for line in said(done.stderr).splitlines() if "validate:" not in line]
+        assert line.startswith("error: ")
+        assert f"pip install 'k2convert[{extra}]'" in line
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_a_missing_library_is_one_line_that_names_the_extra(
     [("native", {"numpy"}), ("reference", {"numpy", "torch", "compressed-tensors", "nvidia-modelopt"})],
 )
 def test_the_ledger_names_the_versions_of_what_computed(
-    quantizer: str, libraries: set[str], zeros: Path, tmp_path: Path
+    quantizer: str, libraries: set[str], k2_shaped: Path, tmp_path: Path
 ) -> None:
-    source = Source(open_checkpoint(zeros))
+    source = Source(open_checkpoint(k2_shaped))
     recipe = choose_recipe(source.checkpoint, None, {"quantizer": quantizer, "rule": "max"})
     execute(prepare(source=source, destination=Destination(tmp_path / "out"), recipe=recipe, device="cpu"))
     ledger = json.loads((tmp_path / "out" / "k2convert.json").read_text())

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,10 @@ from PIL import Image
 from pruned_makers import convert_pruned, make_whole
 from statistics_makers import random_statistics
 
-from k2convert.calibrate.statistics import open_statistics
-from k2convert.checkpoint.index import open_checkpoint
 from k2convert.hub.source_card import SourceCard
-from k2convert.job.locations import Destination, Source
-from k2convert.job.prepare import choose_recipe, prepare
-from k2convert.job.run import execute
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration, OutputErrors
 from k2convert.records.ledger import read_ledger
-from k2convert.report import card_files, write_report
+from k2convert.report import ReportFiles, card_files, write_report
 from k2convert.report.calibrated import WARNING, calibrated_sections
 from k2convert.report.charts import draw_layer_errors, draw_shrinkages, draw_tokens
 from k2convert.report.content import figures_document, headline
@@ -71,16 +67,9 @@ def with_gptq(found: CalibrationRecord, *, layers: dict[int, GptqLayer] = LAYERS
 @pytest.fixture(scope="module")
 def imatrix(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A result of `run --statistics`."""
-    folder, source = tmp_path_factory.mktemp("calibrated"), open_checkpoint(cut)
+    folder = tmp_path_factory.mktemp("calibrated")
     statistics = random_statistics(folder / "cut.stats", cut)
-    job = prepare(
-        source=Source(source),
-        destination=Destination(folder / "out"),
-        recipe=choose_recipe(source, None, {"rule": "imatrix"}),
-        statistics=open_statistics(statistics),
-        device="cpu",
-    )
-    execute(job)
+    assert run("run", cut, folder / "out", "--rule", "imatrix", "--statistics", statistics, "--quiet") == 0
     return folder / "out"
 
 
@@ -136,10 +125,10 @@ def card(folder: Path) -> tuple[dict[str, Any], str]:
         folder, repo="me/K2", base_model="moon/K2", source=SourceCard(), validation=validated(folder), tensors=()
     )
     _, matter, body = found["README.md"].decode().split("---\n", 2)
-    return yaml.safe_load(matter), by_max(body)
+    return yaml.safe_load(matter), as_read(body)
 
 
-def by_max(text: str) -> str:
+def as_read(text: str) -> str:
     """Text as it is read: without the escapes of HTML and Markdown, in one line."""
     return " ".join(html.unescape(re.sub(r"\\(?=[^\w\s])", "", text)).split())
 
@@ -172,7 +161,7 @@ EVERYWHERE = {
         f"Chosen by {SCORES}.",
         "The list came without scores, so it is not known which share of them was left out.",
         "192 of 384 experts, pruned from NVFP4, repeats a single token without end",
-        by_max(WARNING),
+        as_read(WARNING),
         "Only leaving out experts saves space",
     ),
     "shares_known": (
@@ -208,35 +197,46 @@ CHARTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], ReportFiles]:
+    """Write a report on a result, once. Read it only."""
+    made: dict[Path, ReportFiles] = {}
+
+    def write(folder: Path) -> ReportFiles:
+        if folder not in made:
+            made[folder] = write_report(folder=folder, out=tmp_path_factory.mktemp("written"))
+        return made[folder]
+
+    return write
+
+
+Written = Callable[[Path], ReportFiles]
+
+
 @pytest.mark.parametrize("name", list(EVERYWHERE))
-def test_page_markdown_and_card_say_the_same(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_page_markdown_card_and_json_say_the_same(name: str, request: pytest.FixtureRequest, written: Written) -> None:
     folder = request.getfixturevalue(name)
-    files = write_report(folder=folder, out=tmp_path)
+    files = written(folder)
     page, markdown = files.page.read_text(), files.markdown.read_text()
     _, body = card(folder)
-    for text in (by_max(page), by_max(markdown), body):
+    for text in (as_read(page), as_read(markdown), body):
         for words in EVERYWHERE[name]:
             assert words in text
         for words in NOWHERE[name]:
             assert words not in text
-    assert all(row in by_max(markdown) for row in ROWS[name])
+    assert all(row in as_read(markdown) for row in ROWS[name])
     assert all(page.count(f'role="img" aria-label="{label}"') == 1 for label in CHARTS[name])
     assert "<novels>" not in page + markdown
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-
-
-@pytest.mark.parametrize("name", list(EVERYWHERE))
-def test_json_has_the_ledgers_records(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    folder = request.getfixturevalue(name)
-    document = json.loads(json.dumps(figures_document(write_report(folder=folder, out=tmp_path).report)))
+    document = json.loads(json.dumps(figures_document(files.report)))
     ledger = json.loads((folder / "k2convert.json").read_text())
     for part in ("calibration", "pruning"):
         assert document.get(part) == ledger.get(part)
 
 
-def test_calibrated_results_lead_with_what_they_make_small(imatrix: Path, fed_back: Path, tmp_path: Path) -> None:
-    before, after = (write_report(folder=folder, out=tmp_path / folder.name) for folder in (imatrix, fed_back))
+def test_calibrated_results_lead_with_what_they_make_small(imatrix: Path, fed_back: Path, written: Written) -> None:
+    before, after = written(imatrix), written(fed_back)
     assert [tile.label for tile in headline(before.report, None)[:2]] == ["weighted SQNR", "SQNR"]
     first = headline(after.report, None)[0]
     assert (first.value, first.label) == ("0.0037", "error of the outputs")
@@ -341,10 +341,10 @@ def test_measured_router_weights_are_shown_layer_by_layer(shares_known: Path, tm
         "layers": {"hidden_states": "text: eval.txt", "layers": [layer]}
     }
     files = write_report(folder=shares_known, out=tmp_path, validation=document)
-    for text in (by_max(files.page.read_text()), by_max(files.markdown.read_text())):
+    for text in (as_read(files.page.read_text()), as_read(files.markdown.read_text())):
         assert "router's weight, text: eval.txt: 30.0 % on average, at most 30.0 % (layer 2)" in text
-    assert "| 1 | 12.5 % | 20.0 % | |" in by_max(files.markdown.read_text())
-    assert "| 2 | 25.0 % | 40.0 % | 30.0 % |" in by_max(files.markdown.read_text())
+    assert "| 1 | 12.5 % | 20.0 % | |" in as_read(files.markdown.read_text())
+    assert "| 2 | 25.0 % | 40.0 % | 30.0 % |" in as_read(files.markdown.read_text())
 
 
 def test_a_report_on_an_unfinished_job_says_what_is_kept(pruned: Path, tmp_path: Path) -> None:

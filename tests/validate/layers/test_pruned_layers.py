@@ -10,20 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from command import run
 from test_text_states import windows_of
 
-from k2convert.cli.app import main
 from scripts.fixture_maker.damage import edit_config
 from scripts.fixture_maker.layouts import reap_survivors
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-
-
-def run(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 @pytest.fixture(scope="module")
