@@ -10,7 +10,6 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
-from k2convert.plan.pruning import KeptExperts
 from k2convert.records.pruning import PruningRecord
 from scripts.fixture_maker import damage, make_cut, make_short
 
@@ -32,7 +31,7 @@ def record_for(source: Path, *, scores: str | None = SCORES) -> PruningRecord:
     """Return the list of kept experts of a source."""
     config = open_checkpoint(source).config
     num_layers = config.get("text_config", config)["num_hidden_layers"]
-    return PruningRecord(KeptExperts({n: KEPT[n] for n in range(1, num_layers)}), 4, scores)
+    return PruningRecord({n: KEPT[n] for n in range(1, num_layers)}, 4, scores)
 
 
 def convert_pruned(

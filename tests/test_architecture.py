@@ -25,7 +25,7 @@ OWNERS = {
     "typer": {"cli"},
     "yaml": {"plan", "hub"},
     "triton": {"quantize/kernels"},
-    "pydantic": {"plan", "forward/work.py"},
+    "pydantic": {"plan", "records", "job/kept_experts.py"},
     "matplotlib": {"report"},
     "jinja2": {"report", "calibrate/chat_process.py"},
     "tokenizers": {"calibrate/tokenizers.py"},

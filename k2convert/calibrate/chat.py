@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, cast
 
-from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, check_plain_file, mapping_or_empty, read_json_file
+from k2convert.checkpoint.files import mapping_or_empty, read_json_file, read_text_file
 from k2convert.checkpoint.names import CHAT_TEMPLATE_NAME, TOKENIZER_CONFIG_NAME
 from k2convert.errors import CalibrationError, cut, quoted, remedy
 
@@ -111,12 +111,7 @@ def _read_jinja(path: Path) -> str | None:
     if not path.exists():
         return None
     with remedy(_REMEDY):
-        check_plain_file(path)
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_SMALL_FILE_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"{path}: cannot be read ({error}). {_REMEDY}") from None
+        return read_text_file(path)
 
 
 def _how_it_ended(code: int) -> str:

@@ -79,7 +79,7 @@ class OpenWalk:
         calibration = Calibration(statistics, weighted=True, smoothing=self.smoothing)
         record = calibration_record(statistics, calibration, plan.architecture)
         layers = {n: replace(layer, gptq=read_gptq(work, n)) for n, layer in record.layers.items()}
-        return replace(record, gptq=True, held_out_windows=plan.held_out_windows, layers=layers)
+        return replace(record, held_out_windows=plan.held_out_windows, layers=layers)
 
     @contextmanager
     def running(self, *, room: int, stop: Event, events: Events) -> "Generator[ShardWalk]":

@@ -32,7 +32,6 @@ from k2convert.calibrate.statistics import (
     open_statistics,
     write_statistics,
 )
-from k2convert.checkpoint.files import dump_json, read_json_file
 from k2convert.checkpoint.header import encode_header, read_header
 from k2convert.checkpoint.names import WALK_NAME, WORK_FOLDER, WORK_SUFFIX
 from k2convert.checkpoint.reader import ShardReader
@@ -43,6 +42,7 @@ from k2convert.forward.work import CLAIM, HIDDEN, WorkFolder
 from k2convert.models import locate_module
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.calibration import GptqLayer
+from k2convert.records.document import encode, read_document
 
 CONVERTED: Final = "converted"
 CODES: Final = "codes"
@@ -102,14 +102,14 @@ def needed_files(work: WorkFolder, codes: Collection[int]) -> dict[int, list[Pat
 
 def write_gptq(work: WorkFolder, layer: int, found: GptqLayer) -> None:
     """Keep what was decided in a layer."""
-    work.write(work.path(GPTQ, layer), dump_json(found.to_dict()))
+    work.write(work.path(GPTQ, layer), encode(found))
 
 
 def read_gptq(work: WorkFolder, layer: int) -> GptqLayer:
     """Return what was decided in a layer that has experts; raises CheckpointError if it is damaged."""
     path = work.path(GPTQ, layer)
     work.check(path)
-    return GptqLayer.from_dict(read_json_file(path))
+    return read_document(GptqLayer, path)
 
 
 def drop_quantized(work: WorkFolder, layer: int) -> None:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, check_plain_file, mapping_or_empty, read_json_file
+from k2convert.checkpoint.files import check_plain_file, mapping_or_empty, read_json_file, read_small_file
 from k2convert.checkpoint.names import TIKTOKEN_NAME, TOKENIZER_CONFIG_NAME, TOKENIZER_NAME
-from k2convert.errors import CalibrationError, SourceReadError, cut, quoted, remedy, require_extra
+from k2convert.errors import CalibrationError, cut, quoted, remedy, require_extra
 
 if TYPE_CHECKING:
     import tiktoken
@@ -199,14 +199,7 @@ def _special_tokens(path: Path) -> dict[int, str]:
 def _read_small_file(path: Path) -> bytes:
     with remedy(BAD_FILE):
         check_plain_file(path)
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_SMALL_FILE_BYTES + 1)
-    except OSError as error:
-        raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
-    if len(raw) > MAX_SMALL_FILE_BYTES:
-        raise CalibrationError(f"{path}: larger than {MAX_SMALL_FILE_BYTES:,} bytes, which no tokenizer is. {BAD_FILE}")
-    return raw
+        return read_small_file(path)
 
 
 @contextmanager

@@ -111,22 +111,26 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 def read_text_file(path: Path) -> str:
-    """Read a small regular file of UTF-8; raises MalformedFileError, or SourceReadError if reading fails."""
+    """Read a small regular file of UTF-8; raises MalformedFileError, also for a link; SourceReadError."""
     try:
         check_plain_file(path)
+        return read_small_file(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise MalformedFileError(f"{path}: not UTF-8 text.") from None
+
+
+def read_small_file(path: Path, *, limit: int = MAX_SMALL_FILE_BYTES) -> bytes:
+    """Read a file of at most `limit` bytes; raises MalformedFileError, or SourceReadError if reading fails."""
+    try:
         with path.open("rb") as file:
-            raw = file.read(MAX_SMALL_FILE_BYTES + 1)
-        if len(raw) > MAX_SMALL_FILE_BYTES:
-            raise MalformedFileError(
-                f"{path}: larger than {MAX_SMALL_FILE_BYTES:,} bytes, which no file of its kind is."
-            )
-        return raw.decode("utf-8")
+            raw = file.read(limit + 1)
     except FileNotFoundError:
         raise MalformedFileError(f"{path}: missing.") from None
     except OSError as error:
         raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
-    except UnicodeDecodeError:
-        raise MalformedFileError(f"{path}: not UTF-8 text.") from None
+    if len(raw) > limit:
+        raise MalformedFileError(f"{path}: larger than {limit:,} bytes, which no file of its kind is.")
+    return raw
 
 
 def list_folder(folder: Path) -> list[Path]:

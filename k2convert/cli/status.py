@@ -6,7 +6,6 @@ from typing import Any, Final
 
 from k2convert.calibrate.layer_files import conversion_work, statistics_work
 from k2convert.calibrate.statistics import open_statistics
-from k2convert.checkpoint.files import parse_json_object
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME, WORK_SUFFIX
 from k2convert.cli import console
@@ -17,6 +16,7 @@ from k2convert.hub.client import SCHEME, Hub, parse_repo
 from k2convert.hub.source import RemoteRepo, read_file, resolve_source
 from k2convert.plan.inspection import inspect_checkpoint
 from k2convert.records.command import JobCommand, read_command
+from k2convert.records.document import plain
 from k2convert.records.journal import JobState, Journal
 from k2convert.records.ledger import TOTAL, Ledger, parse_ledger
 from k2convert.records.lock import read_lock
@@ -118,7 +118,7 @@ def _say_other(folder: Path) -> str:
 def _show_next(folder: Path, state: JobState) -> None:
     command, here = state.command, str(Path.cwd())
     if state.is_complete:
-        if state.job.recipe["target"] == "nvfp4":
+        if state.job.recipe.target == "nvfp4":
             console.print_next(console.command("k2convert", "validate", folder, *_made_from(command, here=here)))
     elif not state.is_running:
         if command is not None:
@@ -149,9 +149,9 @@ def status_document(state: JobState) -> dict[str, Any]:
         "progress": state.progress,
         "progress_age": round(state.progress_age) if state.progress is not None else None,
         "resume": None if state.command is None or state.is_complete else state.command.line(here=str(Path.cwd())),
-        "recipe": state.job.recipe,
+        "recipe": state.job.recipe.document(),
         "fingerprint": state.job.fingerprint,
-        **({} if state.job.pruning is None else {"pruning": state.job.pruning.to_dict()}),
+        **({} if state.job.pruning is None else {"pruning": plain(state.job.pruning)}),
     }
 
 
@@ -166,9 +166,8 @@ def show_status(destination: Path, state: JobState) -> None:
     else:
         done, total = (console.format_bytes(document[key]) for key in ("finished_bytes", "bytes"))
         console.print_line(f"{shards}, {done} of {total}")
-    console.print_line(
-        f"recipe {state.job.recipe['name']}: rule {state.job.recipe['rule']}, layout {state.job.recipe['layout']}"
-    )
+    recipe = state.job.recipe
+    console.print_line(f"recipe {recipe.name}: rule {recipe.rule}, layout {recipe.layout}")
     if state.job.pruning is not None:
         console.print_line(state.job.pruning.line)
 
@@ -207,12 +206,10 @@ def show_repository(text: str, *, as_json: bool) -> None:
     console.print_line(f"{text} ({kind}) at commit {repo.commit}: {word}: {count} shards, {size}")
     if missing:
         console.print_line(f"shards missing or of a wrong size: {len(missing)} of {count}, first {missing[0]}")
-    for problem in ledger.problems:
-        console.print_line(f"{LEDGER_NAME}: {problem}")
     recipe = ledger.recipe
-    console.print_line(f"recipe {recipe.get('name')}: rule {recipe.get('rule')}, layout {recipe.get('layout')}")
-    if ledger.repo is not None:
-        console.print_line(f"converted from {ledger.repo} at commit {ledger.revision}")
+    console.print_line(f"recipe {recipe.name}: rule {recipe.rule}, layout {recipe.layout}")
+    if ledger.source.repo is not None:
+        console.print_line(f"converted from {ledger.source.repo} at commit {ledger.source.revision}")
     if TOTAL in ledger.totals:
         console.print_line(f"weight error: SQNR {ledger.totals[TOTAL].sqnr_db:.2f} dB")
     console.print_next(console.command("k2convert", "validate", text))
@@ -227,20 +224,19 @@ def _read_ledger(hub: Hub, repo: RemoteRepo, text: str) -> Ledger:
         )
     data = read_file(hub, repo.repo, repo.commit, file)
     with remedy("Choose a different revision, or publish the result again."):
-        return parse_ledger(parse_json_object(data.decode(errors="replace"), where=f"{text}: {LEDGER_NAME}"))
+        return parse_ledger(data.decode(errors="replace"), where=f"{text}: {LEDGER_NAME}")
 
 
 def _repository_document(repo: RemoteRepo, ledger: Ledger, missing: list[str]) -> dict[str, object]:
     return {
-        "complete": bool(ledger.shards) and not missing and not ledger.problems,
+        "complete": bool(ledger.shards) and not missing,
         "published": {"repo": repo.repo, "commit": repo.commit},
         "private": repo.private,
         "shards": len(ledger.shards),
         "bytes": ledger.num_bytes,
         "missing": missing,
-        "problems": list(ledger.problems),
-        "source": {"repo": ledger.repo, "revision": ledger.revision},
-        "recipe": ledger.recipe,
+        "source": {"repo": ledger.source.repo, "revision": ledger.source.revision},
+        "recipe": ledger.recipe.document(),
         "fingerprint": ledger.fingerprint,
     }
 

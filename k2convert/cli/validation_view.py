@@ -162,6 +162,6 @@ def print_serve(model: str, *, folder: Path, revision: str | None = None) -> Non
     from k2convert.fit.serving import result_deployment, serve_command
 
     config, ledger = read_json_file(folder / CONFIG_NAME), read_ledger(folder)
-    family, kv_cache = find_family(str(ledger.family)).card, ledger.recipe.get("kv_cache")
+    family, kv_cache = find_family(str(ledger.source.family)).card, ledger.recipe.kv_cache
     deployment = result_deployment(config, family=family, kv_cache=kv_cache, model=model, revision=revision)
     print_next(serve_command("vllm", deployment).line)

@@ -22,6 +22,7 @@ from k2convert.job.locations import Destination
 from k2convert.job.prepare import Job
 from k2convert.plan.plan import action_counts
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.records.document import plain
 from k2convert.records.ledger import metrics_document
 from k2convert.records.pruning import share_words
 
@@ -106,7 +107,7 @@ def pruning_document(job: Job) -> dict[str, Any]:
         "source_tensors": len(whole.tensors) - len(seen.tensors),
         "bytes_in": whole.tensor_bytes - seen.tensor_bytes,
     }
-    return {"pruning": pruning.to_dict() | {"kept": pruning.kept.num_experts, "dropped": dropped}}
+    return {"pruning": plain(pruning) | {"kept": pruning.kept.num_experts, "dropped": dropped}}
 
 
 def show_pruning(job: Job) -> None:

@@ -15,25 +15,24 @@ dropped window are NaN.
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
-from k2convert.checkpoint.files import file_digest, list_folder, read_json_file, write_atomically, writing
+from k2convert.checkpoint.files import file_digest, list_folder, write_atomically, writing
 from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file, remove_folder
 from k2convert.checkpoint.header import encode_header, read_header
 from k2convert.checkpoint.names import CALIBRATION_JOB_NAME, DOWNLOADS_FOLDER, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.errors import CheckpointError, DestinationError, MalformedFileError, ResumeError
-from k2convert.records.checksum import seal, unseal
 from k2convert.records.command import say_own_command
+from k2convert.records.document import Count, JsonObject, read_sealed, seal
 from k2convert.records.events import SILENT, Events, Keep
 from k2convert.records.job_description import changed_shards, describe_changes, source_error
 from k2convert.records.lock import lock_destination
@@ -57,23 +56,13 @@ class WalkJob:
     """What a walk is. `identity` has every field that its results depend on; a resumed walk must have the same.
 
     `chunk` is how many windows are computed at a time. The first run decides it, since sums depend on it. `source` is
-    the identity of every source shard (records/fingerprint.py).
+    the identity of every source shard (records/fingerprint.py), `files` the blake3 of every file by its name.
     """
 
-    identity: dict[str, Any]
-    chunk: int
+    identity: JsonObject
+    chunk: Count
     source: dict[str, str]
-
-
-class _Description(BaseModel):
-    """The content of calibration.json: a WalkJob, and the blake3 of every file by its name."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    identity: dict[str, Any]
-    chunk: int
-    source: dict[str, str]
-    files: dict[str, str] = {}
+    files: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class WorkFolder:
@@ -99,18 +88,14 @@ class WorkFolder:
 
     def job(self) -> WalkJob | None:
         """Return the walk begun here, or None if there is none or its description is damaged; refuses a link."""
-        found = self._description()
-        return None if found is None else WalkJob(found.identity, found.chunk, found.source)
-
-    def _description(self) -> _Description | None:
         check_no_link(self._job_path)
         try:
-            return _Description.model_validate(unseal(read_json_file(self._job_path)))
-        except (MalformedFileError, ValueError):
+            return read_sealed(WalkJob, self._job_path)
+        except MalformedFileError:
             return None
 
-    def _describe(self, description: _Description) -> None:
-        write_atomically(self._job_path, seal(description.model_dump()), root=self.folder)
+    def _describe(self, job: WalkJob) -> None:
+        write_atomically(self._job_path, seal(job), root=self.folder)
 
     def begin(self, job: WalkJob, *, events: Events) -> WalkJob:
         """Begin a walk, or resume it: returns the job with the chunk of its first run. Raises ResumeError.
@@ -124,7 +109,7 @@ class WorkFolder:
                 events.note(f"{self._job_path}: damaged: the calibration starts again at the beginning")
             for path in unknown:
                 self.remove_file(path)
-            self._describe(_Description(identity=job.identity, chunk=job.chunk, source=job.source))
+            self._describe(job)
             return job
         if changes := describe_changes(found.identity, job.identity):
             raise ResumeError(
@@ -134,7 +119,7 @@ class WorkFolder:
             )
         if changed := changed_shards(found.source, job.source):
             raise source_error(changed[0], self.folder)
-        return replace(job, chunk=found.chunk)
+        return found
 
     def path(self, kind: str, layer: int) -> Path:
         """Return the file of a kind of a layer: tensors unless the kind has a suffix. A stream's is what it reads."""
@@ -156,10 +141,9 @@ class WorkFolder:
 
     def record(self, path: Path, digest: str) -> None:
         """Keep the blake3 of a file, which is about to get its name."""
-        found = self._description()
+        found = self.job()
         assert found is not None, "a walk writes after `begin`"
-        found.files[path.name] = digest
-        self._describe(found)
+        self._describe(replace(found, files=found.files | {path.name: digest}))
 
     def write(self, path: Path, content: bytes) -> None:
         """Write a small file and keep its blake3; raises DiskFullError, DestinationWriteError."""
@@ -168,7 +152,7 @@ class WorkFolder:
 
     def has_kept(self, path: Path) -> bool:
         """Return whether a file was written, whether or not it is still there."""
-        found = self._description()
+        found = self.job()
         return found is not None and path.name in found.files
 
     def check(self, path: Path) -> None:
@@ -178,7 +162,7 @@ class WorkFolder:
 
     def _damage(self, paths: Iterable[Path]) -> str | None:
         """Return which file is not there as it was written, None if all are."""
-        found = self._description()
+        found = self.job()
         digests = {} if found is None else found.files
         for path in paths:
             if not path.is_file():

@@ -11,16 +11,17 @@ Layers are those of the model, experts are numbered as in the source. `of`, how 
 to keep.
 """
 
-import math
 import re
 import tempfile
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES, parse_json_object
-from k2convert.errors import CalibrationError, PlanError, SourceReadError, quoted, remedy, shortened
+from pydantic import Field
+
+from k2convert.checkpoint.files import parse_json_object, read_small_file
+from k2convert.errors import CalibrationError, MalformedFileError, PlanError, SourceReadError, remedy
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import Ranges, RemoteShards
 from k2convert.job.locations import Source
@@ -28,20 +29,39 @@ from k2convert.models import detect_family
 from k2convert.models.names import Architecture
 from k2convert.plan.pruning import KeptExperts, check_kept, choose_experts
 from k2convert.plan.recipe import Recipe
-from k2convert.records.pruning import PruningRecord, check_phrase, left_out, parse_layers, parse_left_out
+from k2convert.records.document import Count, LayerNumber, parse
+from k2convert.records.pruning import LeftOut, Phrase, PruningRecord, left_out
 
 if TYPE_CHECKING:
     from k2convert.calibrate.statistics import Statistics
 
 REAP_REPORT: Final = "the REAP report of llm-compressor"
 _REAP_MODULE: Final = re.compile(r"(?:\w+\.)*layers\.(0|[1-9][0-9]{0,5})\.\w+")
-_OWN_KEYS: Final = ("experts", "scores", "of", "chosen_by", "left_out")
 _MAX_NAMED_TEXTS: Final = 3
 _REMEDY: Final = (
     'Pass {"experts": {"1": [0, 5], ...}}, a REAP report of llm-compressor, or scores; '
     "`k2convert guide prune` shows the forms."
 )
 _OF_THIS_MODEL: Final = "Use a file made for this model."
+
+
+_PerExpert = dict[int, tuple[float, ...]]
+Score = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    experts: dict[LayerNumber, tuple[int, ...]]
+    num_source_experts: Annotated[Count | None, Field(alias="of")] = None
+    chosen_by: Phrase | None = None
+    left_out: dict[LayerNumber, LeftOut] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    scores: dict[LayerNumber, tuple[Score, ...]]
+    num_source_experts: Annotated[Count | None, Field(alias="of")] = None
+    chosen_by: Phrase | None = None
 
 
 def prune_source(source: Source, recipe: Recipe, *, hub: Hub) -> Source:
@@ -58,8 +78,8 @@ def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRec
     architecture = detect_family(checkpoint).read_architecture(checkpoint.config, str(checkpoint.folder))
     if count is not None and count > architecture.num_experts:
         raise PlanError(f"experts {count}: the model has {architecture.num_experts} experts per layer. Keep fewer.")
-    raw = _contents(path)
-    if raw is None:
+    weights: _PerExpert = {}
+    if _is_safetensors(path):
         from k2convert.calibrate.fitting import check_statistics_source
         from k2convert.calibrate.statistics import open_statistics
 
@@ -67,124 +87,90 @@ def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRec
         check_statistics_source(found, checkpoint)
         _check_norms(found, source, hub)
         scores, weights = _per_expert(found, architecture)
-        kept = choose_experts(scores, _needed(count, path), checkpoint.config)
-        shares = left_out(kept, scores, weights)
-        record = PruningRecord(kept, architecture.num_experts, _statistics_phrase(found), shares)
+        form: _List | _Scores = _Scores(scores, None, _statistics_phrase(found))
     else:
-        with remedy(_REMEDY):
-            document = parse_json_object(raw, where=str(path))
-        record = _parse(document, count, path, architecture, checkpoint.config)
-    with _refusing(path):
-        check_kept(record.kept, architecture, checkpoint.config)
-    return record
+        form = _parse(path)
+    return _chosen(form, weights, count, path, architecture, checkpoint.config)
 
 
-def _contents(path: Path) -> str | None:
-    """Return the text of a file, None if it is safetensors; raises PlanError, SourceReadError."""
+def _is_safetensors(path: Path) -> bool:
+    """Return whether a file begins as safetensors does, with the length of its header; raises PlanError."""
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "no such file"
         raise PlanError(f"{path}: {kind}. Pass a file that says which experts to keep.")
     try:
         with path.open("rb") as file:
-            raw = file.read(8)
-            # Safetensors begins with the length of its header; text of eight bytes would be an enormous number.
-            if len(raw) == 8 and int.from_bytes(raw, "little") <= path.stat().st_size:
-                return None
-            raw += file.read(MAX_SMALL_FILE_BYTES)
+            begin = file.read(8)
     except OSError as error:
         raise SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
-    if len(raw) > MAX_SMALL_FILE_BYTES:
-        raise PlanError(f"{path}: larger than {MAX_SMALL_FILE_BYTES:,} bytes, which no such list is. {_REMEDY}")
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        raise PlanError(f"{path}: not UTF-8 text. {_REMEDY}") from None
+    return len(begin) == 8 and int.from_bytes(begin, "little") <= path.stat().st_size  # text is an enormous number
 
 
-def _parse(
-    document: Mapping[str, Any], count: int | None, path: Path, architecture: Architecture, config: Mapping[str, Any]
+def _parse(path: Path) -> _List | _Scores:
+    """Return what a JSON file lists or scores, not yet checked against the model; raises CheckpointError."""
+    with remedy(_REMEDY):
+        try:
+            text = read_small_file(path).decode()
+        except UnicodeDecodeError:
+            raise MalformedFileError(f"{path}: not UTF-8 text.") from None
+        document = parse_json_object(text, where=str(path))
+        if not document or not all(_REAP_MODULE.fullmatch(name) for name in document):
+            return parse(_Scores if "scores" in document else _List, text, where=str(path))
+        modules = parse(dict[str, tuple[Count, ...]], text, where=str(path))
+        layers = {int(module.rsplit(".", 2)[1]): experts for module, experts in modules.items()}
+        if len(layers) < len(modules):
+            raise MalformedFileError(f"{path}: has a layer twice.")
+        return _List(layers, None, REAP_REPORT)
+
+
+def _chosen(
+    form: _List | _Scores,
+    weights: Mapping[int, Sequence[float]],
+    count: int | None,
+    path: Path,
+    architecture: Architecture,
+    config: Mapping[str, Any],
 ) -> PruningRecord:
-    """Return the experts that a JSON file keeps, not yet checked against the model; raises PlanError."""
+    """Return the experts that a file keeps, checked against the model; raises PlanError."""
     total = architecture.num_experts
-    if document and all(_REAP_MODULE.fullmatch(name) for name in document):
-        with _refusing(path, "Pass the report as llm-compressor wrote it."):
-            return PruningRecord(_listed(_reap_layers(document), count), total, REAP_REPORT)
-    with _refusing(path, _REMEDY):
-        if unknown := sorted(document.keys() - set(_OWN_KEYS)):
-            raise ValueError(f"unknown key {quoted(unknown[0])}; known keys: {', '.join(_OWN_KEYS)}")
-        if ("experts" in document) == ("scores" in document):
-            raise ValueError("has to have one of the keys 'experts' and 'scores'")
-        name = "experts" if "experts" in document else "scores"
-        layers = parse_layers(document[name], name=name)
-    with _refusing(path, "Shorten 'chosen_by', or leave it out."):
-        phrase = check_phrase(document.get("chosen_by"))
-    if "of" in document and (type(document["of"]) is not int or document["of"] != total):
+    if form.num_source_experts not in (None, total):
         raise PlanError(
-            f"{path}: is for a model with {quoted(document['of'])} experts per layer, but this model has {total}. "
+            f"{path}: is for a model with {form.num_source_experts} experts per layer, but this model has {total}. "
             f"{_OF_THIS_MODEL}"
         )
-    if name == "experts":
-        with _refusing(path, "List each expert by its number in the source."):
-            kept = _listed(layers, count)
-        with _refusing(path, "Leave out 'left_out'."):
-            return PruningRecord(kept, total, phrase, parse_left_out(document.get("left_out"), layers=kept.layers))
-    with _refusing(path, "Give each expert one finite number."):
-        _check_scores(layers)
-    for layer, values in layers.items():
-        if len(values) != total:
-            raise PlanError(
-                f"{path}: layer {layer} has {len(values)} scores, but the model has {total} experts per layer. "
-                f"{_OF_THIS_MODEL}"
-            )
-    kept = choose_experts(layers, _needed(count, path), config)
-    return PruningRecord(kept, total, phrase or "unnamed scores", left_out(kept, layers))
+    if isinstance(form, _List):
+        if count is not None:
+            raise PlanError(f"{path}: lists the experts to keep, so there is nothing to choose. Leave out `experts`.")
+        kept = KeptExperts({layer: tuple(sorted(experts)) for layer, experts in sorted(form.experts.items())})
+        phrase, shares = form.chosen_by, form.left_out
+    else:
+        for layer, values in form.scores.items():
+            if len(values) != total:
+                raise PlanError(
+                    f"{path}: layer {layer} has {len(values)} scores, but the model has {total} experts per layer. "
+                    f"{_OF_THIS_MODEL}"
+                )
+        if count is None:
+            raise PlanError(f"{path}: has scores, but does not say how many experts to keep. Add --set experts=N.")
+        kept = choose_experts(dict(sorted(form.scores.items())), count, config)
+        phrase, shares = form.chosen_by or "unnamed scores", left_out(kept, form.scores, weights)
+    try:
+        check_kept(kept, architecture, config)
+        return PruningRecord(dict(kept.layers), total, phrase, shares)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise PlanError(f"{path}: {error}. Leave out 'left_out'.") from None
 
 
-def _check_scores(layers: Mapping[int, list[Any]]) -> None:
-    for layer, values in layers.items():
-        if wrong := [value for value in values if not _is_score(value)]:
-            raise ValueError(f"layer {layer}: the score {quoted(wrong[0])} is not a finite number")
-
-
-def _is_score(value: object) -> bool:
-    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 1 << 53)
-
-
-def _listed(layers: Mapping[int, list[Any]], count: int | None) -> KeptExperts:
-    if count is not None:
-        raise PlanError("lists the experts to keep, so there is nothing to choose. Leave out `experts`.")
-    for layer, experts in layers.items():
-        if wrong := [expert for expert in experts if type(expert) is not int]:
-            raise ValueError(f"layer {layer}: {quoted(wrong[0])} is not the number of an expert")
-    return KeptExperts({layer: tuple(sorted(experts)) for layer, experts in layers.items()})
-
-
-def _reap_layers(document: Mapping[str, Any]) -> dict[int, list[Any]]:
-    """Return the lists of a report whose keys are modules of MoE blocks, by layer; raises ValueError."""
-    found: dict[str, Any] = {}
-    for module, experts in document.items():
-        layer = module.rsplit(".", 2)[1]
-        if layer in found:
-            raise ValueError(f"has layer {layer} twice, the second time as {shortened(module)}")
-        found[layer] = experts
-    return parse_layers(found, name="the report")
-
-
-def _needed(count: int | None, path: Path) -> int:
-    if count is None:
-        raise PlanError(f"{path}: has scores, but does not say how many experts to keep. Add --set experts=N.")
-    return count
-
-
-def _per_expert(
-    found: "Statistics", architecture: Architecture
-) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+def _per_expert(found: "Statistics", architecture: Architecture) -> tuple[_PerExpert, _PerExpert]:
     """Return the saliency and the router's weight of every expert, by layer."""
-    scores: dict[int, list[float]] = {}
-    weights: dict[int, list[float]] = {}
+    scores: _PerExpert = {}
+    weights: _PerExpert = {}
     for number in architecture.moe_layers:
         layer = found.layer(number)
-        scores[number], weights[number] = layer.saliency.tolist(), layer.router_weight.tolist()
+        scores[number] = tuple(layer.saliency.tolist())
+        weights[number] = tuple(layer.router_weight.tolist())
         if layer.num_experts != architecture.num_experts:
             raise CalibrationError(
                 f"{found.path}: layer {number} has {layer.num_experts} experts, but the source has "
@@ -212,14 +198,3 @@ def _check_norms(found: "Statistics", source: Source, hub: Hub) -> None:
     with tempfile.TemporaryDirectory(prefix="k2convert-") as temporary:
         RemoteShards(hub, source.remote, Path(temporary)).bring(ranges)
         check_norms(found, source.checkpoint, folder=Path(temporary))
-
-
-@contextmanager
-def _refusing(path: Path, then: str = "") -> Generator[None]:
-    """Name the file in a PlanError, which has its remedy; a ValueError becomes one that says what to do then."""
-    try:
-        yield
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
-    except ValueError as error:
-        raise PlanError(f"{path}: {error}. {then}") from None

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k2convert.checkpoint.files import parse_json_object
 from k2convert.checkpoint.index import Checkpoint, list_sidecars
 from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDER
 from k2convert.choices import Device
@@ -206,7 +205,7 @@ def _describe(
             walk=walk,
             pruning=source.pruning,
         ),
-        recipe=plan.recipe.document(),
+        recipe=plan.recipe,
         shards={shard.name: shard.data_bytes for shard in plan.jobs},
         source=source.identities(),
         pruning=source.pruning,
@@ -262,7 +261,7 @@ def is_published(hub: Hub, target: "Target", fingerprint: Mapping[str, Any]) -> 
     if data is None:
         return False
     try:
-        ledger = parse_ledger(parse_json_object(data.decode(errors="replace"), where=LEDGER_NAME))
+        ledger = parse_ledger(data.decode(errors="replace"), where=LEDGER_NAME)
     except CheckpointError:
         raise other_weights_error(target) from None
     if ledger.fingerprint != dict(fingerprint):

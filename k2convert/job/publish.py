@@ -107,12 +107,12 @@ def prepare_publication(
     """Check a folder's ledger, the token and the repository; raises CheckpointError or HubError. Uploads nothing."""
     check_endpoint()
     ledger = read_ledger(folder)
-    if ledger.recipe.get("target") == "int4":
+    if ledger.recipe.target == "int4":
         raise CheckpointError(
             f"{folder}: has the source's own weights (--to int4), but the card is written for NVFP4 results only. "
             "Publish it with `hf upload`."
         )
-    base, commit = (base_model, None) if base_model else (ledger.repo, ledger.revision)
+    base, commit = (base_model, None) if base_model else (ledger.source.repo, ledger.source.revision)
     source = None if base is None else resolve_source(hub, RepoRef(base, commit))
     card = SourceCard() if source is None else _fetch_card(hub, source)
     file_bytes = {name: shard.num_bytes for name, shard in ledger.shards.items()}

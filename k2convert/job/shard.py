@@ -283,7 +283,7 @@ class _Conversion:
         buffers = [result.packed.reshape(-1), result.block_scales.reshape(-1)]
         scalars = scalar_bytes(self.task.recipe, projection, global_scale)
         buffers += [np.frombuffer(raw, dtype=np.uint8) for raw in scalars]
-        return buffers, ProjectionRecord(name, projection.role, global_scale, metrics.to_dict())
+        return buffers, ProjectionRecord(name, projection.role, global_scale, metrics)
 
 
 def _convert(piece: _Piece, loading: Future[_Loaded]) -> _Result:

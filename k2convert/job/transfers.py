@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from k2convert.checkpoint.files import discard_file, parse_json_object, write_atomically
+from k2convert.checkpoint.files import discard_file, write_atomically
 from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.names import RECORDS_FOLDER, SOURCE_COPY_FOLDER, WORK_FOLDER
@@ -26,7 +26,7 @@ from k2convert.hub.segments import part_path
 from k2convert.hub.source import RemoteRepo
 from k2convert.job.prepare import Job
 from k2convert.job.resources import Item
-from k2convert.records.checksum import seal, unseal
+from k2convert.records.document import seal, unseal
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
@@ -83,13 +83,13 @@ class Uploads:
             operation = self.branch.send(name, path, sha256=record.sha256, sent=self._sent)
             leave_cache(path)
         upload = Upload(name, path, record.sha256, record.file_bytes)
-        self.branch.add(upload, operation, records={f"{RECORDS_FOLDER}/{name}.json": seal(record.to_dict())})
+        self.branch.add(upload, operation, records={f"{RECORDS_FOLDER}/{name}.json": seal(record)})
 
     def adopt(self, record: ShardRecord) -> None:
         """Take over a shard that another process has sent."""
         path = self.journal.folder / RECORDS_FOLDER / f"{record.shard}.json"
         make_folder(path.parent, root=self.journal.destination)
-        write_atomically(path, seal(record.to_dict()), root=self.journal.destination)
+        write_atomically(path, seal(record), root=self.journal.destination)
         self.records[record.shard] = record
         self._sent_by_node.add(record.shard)
 
@@ -144,8 +144,7 @@ def _is_record(path: str, data: bytes) -> bool:
     if folder != RECORDS_FOLDER or "/" in name or "\\" in name:
         return False
     try:
-        document = parse_json_object(data.decode(), where=path)
-        return f"{ShardRecord.from_dict(unseal(document)).shard}.json" == name
+        return f"{unseal(ShardRecord, data.decode(), where=path).shard}.json" == name
     except ValueError:  # CheckpointError is one
         return False
 

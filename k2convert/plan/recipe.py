@@ -11,8 +11,9 @@ from typing import Annotated, Any, Final, cast
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from k2convert.checkpoint.files import read_small_file
 from k2convert.choices import MAX_SEED, Activations, KvCache, Layout, QuantizerKind, RoleName, Rule, Target
-from k2convert.errors import PlanError, RecipeError, cut, quoted, shortened
+from k2convert.errors import MalformedFileError, PlanError, RecipeError, cut, quoted, shortened
 from k2convert.models import find_family
 from k2convert.quantize.rules import RULES
 
@@ -222,9 +223,11 @@ def load_recipe(name_or_path: str, overrides: Mapping[str, Any] | None = None) -
     """Load a recipe by shipped name or by path. `overrides` replace its keys, or keys of its sections."""
     path = _find_recipe(name_or_path)
     try:
-        text = _read_text(path)
+        text = read_small_file(path, limit=MAX_RECIPE_BYTES).decode("utf-8")
         repeated = _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader))
         document: Any = yaml.safe_load(text)
+    except MalformedFileError as error:
+        raise RecipeError(f"{error} Start from a shipped recipe.") from None
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # values too: a date, a number of digits
         raise RecipeError(f"{path}: not YAML ({cut(str(error))}). Start from a shipped recipe.") from None
     if repeated is not None:
@@ -265,17 +268,6 @@ def _find_recipe(name_or_path: str) -> Path:
         f"recipe {shortened(name_or_path)}: neither a file nor a shipped recipe. "
         f"Shipped: {', '.join(shipped_recipes())}."
     )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_RECIPE_BYTES + 1)
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.") from None
-    if len(raw) > MAX_RECIPE_BYTES:
-        raise RecipeError(f"{path}: larger than {MAX_RECIPE_BYTES:,} bytes, so not a recipe. Start from a shipped one.")
-    return raw.decode("utf-8")
 
 
 def build_recipe(document: dict[str, Any], *, where: str, overrides: Mapping[str, Any] | None = None) -> Recipe:

@@ -1,7 +1,8 @@
 """What a job leaves behind, typed, each read and written in one module.
 
 fingerprint      everything that the bytes of a result depend on
-shard_record     one finished shard; checksum: a damaged record is not trusted
+document         JSON files as dataclasses that pydantic checks, and their checksum
+shard_record     one finished shard
 job_description  what a job is: fingerprint, recipe, shards, source
 journal          the records of one destination, its job description and its lock
 calibration      what a result was calibrated with

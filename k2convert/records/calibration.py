@@ -1,28 +1,21 @@
 """What a result was calibrated with: the part `calibration` of the ledger. A result made without statistics has none.
 
-    {"statistics": DIGEST, "texts": [{"name": .., "blake3": ..}], "tokens": .., "window": .., "windows": ..,
-     "dropped_windows": .., "seed": .., "imatrix": true, "smoothing": true, "exponents_digest": DIGEST or null,
+    {"statistics": DIGEST, "texts": [[NAME, DIGEST], ..], "tokens": .., "window": .., "windows": .., "seed": ..,
+     "dropped_windows": .., "imatrix": true, "smoothing": true, "exponents_digest": DIGEST or null,
      "layers": {"1": {"tokens": [..], "fallback": [..], "exponents": {"-1": 12, "0": 100}}}}
 
-A result of rule `gptq` has `"gptq": true` after `smoothing`, and each layer has what the rule did there:
+With rule `gptq`, each layer also has what the rule did there:
 
     "gptq": {"ridge": 0.15, "ridge_gain": 0.4, "shrinkage": 0.5, "down_ridges": [null, 1.5],
-                 "down_shrinkages": [null, 0.6], "inherited_error": .., "mse_error": .., "gptq_error": ..,
-                 "held_out": {"inherited_error": .., "mse_error": .., "gptq_error": ..}}
+                 "down_shrinkages": [null, 0.6], "fitted": ERRORS, "held_out": ERRORS}
 
-It also has `"held_out_windows": 4`, and each layer its `held_out`, unless nothing was kept out of the fit.
-
-If the statistics came from the Hub, "statistics_from" is their address with the commit.
-
-This module is the only one that knows its form.
+where ERRORS are {"inherited_error": .., "mse_error": .., "gptq_error": ..}. The record then has
+`"held_out_windows": 4`, and each layer its `held_out`, unless nothing was kept out of the fit.
 """
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 
-from k2convert.errors import quoted
+from k2convert.records.document import Count, LayerNumber, Real, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +26,14 @@ class OutputErrors:
     converted by rule `mse`, `gptq_error` as they were written.
     """
 
-    inherited_error: float
-    mse_error: float
-    gptq_error: float
+    inherited_error: Real
+    mse_error: Real
+    gptq_error: Real
 
     @property
     def is_worse(self) -> bool:
         """Whether rule `mse` would have given less error."""
         return self.gptq_error > self.mse_error
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {key: _written(getattr(self, key)) for key in _ERRORS}
-
-    @classmethod
-    def from_dict(cls, stated: dict[str, Any]) -> "OutputErrors":
-        """Rebuild from `to_dict`; raises ValueError naming a missing or mistyped field."""
-        return cls(**{key: _real(stated[key], key) for key in _ERRORS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,75 +45,42 @@ class GptqLayer:
     measured on the half of the windows that it was not fitted to. `shrinkage`, 0 to 1, is how far the second moments
     of the input of gate and up were drawn to their diagonal, None if they were rounded without correction.
 
-    `down_ridges` and `down_shrinkages` say the same of the down projection of each routed expert.
+    `down_ridges` and `down_shrinkages` are the same for the down projection of each routed expert.
 
     `fitted` are the errors on the tokens that all this was fitted to, which say little. `held_out` are those on the
     windows that were kept out of the fit, None if there were none.
     """
 
-    ridge: float | None
-    ridge_gain: float
-    shrinkage: float | None
-    down_ridges: tuple[float | None, ...]
-    down_shrinkages: tuple[float | None, ...]
+    ridge: Real | None
+    ridge_gain: Share
+    shrinkage: Share | None
+    down_ridges: tuple[Real | None, ...]
+    down_shrinkages: tuple[Share | None, ...]
     fitted: OutputErrors
     held_out: OutputErrors | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "ridge": _written(self.ridge),
-            "ridge_gain": _written(self.ridge_gain),
-            "shrinkage": _written(self.shrinkage),
-            "down_ridges": [_written(ridge) for ridge in self.down_ridges],
-            "down_shrinkages": [_written(shrinkage) for shrinkage in self.down_shrinkages],
-            **self.fitted.to_dict(),
-            **({} if self.held_out is None else {"held_out": self.held_out.to_dict()}),
-        }
-
-    @classmethod
-    def from_dict(cls, document: Any) -> "GptqLayer":
-        """Rebuild from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
-        has_held_out = "held_out" in _object(document, "gptq")
-        stated = _object(document, "gptq", keys=_GPTQ_KEYS | {"held_out"} if has_held_out else _GPTQ_KEYS)
-        ridges, shrinkages = _list(stated, "down_ridges"), _list(stated, "down_shrinkages")
-        if len(ridges) != len(shrinkages):
-            raise ValueError(f"down_shrinkages has {len(shrinkages)} experts, but down_ridges has {len(ridges)}")
-        return cls(
-            ridge=_or_none(stated["ridge"], "ridge"),
-            ridge_gain=_real(stated["ridge_gain"], "ridge_gain", most=1.0),
-            shrinkage=_or_none(stated["shrinkage"], "shrinkage", most=1.0),
-            down_ridges=tuple(_or_none(ridge, "down_ridges") for ridge in ridges),
-            down_shrinkages=tuple(_or_none(value, "down_shrinkages", most=1.0) for value in shrinkages),
-            fitted=OutputErrors.from_dict(stated),
-            held_out=OutputErrors.from_dict(_object(stated["held_out"], "held_out", keys=frozenset(_ERRORS)))
-            if has_held_out
-            else None,
-        )
+    def __post_init__(self) -> None:
+        if len(self.down_ridges) != len(self.down_shrinkages):
+            raise ValueError("down_ridges and down_shrinkages have a different number of experts")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCalibration:
-    """What the statistics say of one MoE layer.
+    """The statistics of one MoE layer.
 
     `tokens` are the tokens of each routed expert. `fallback` numbers the experts with too few tokens, whose down
-    projection took an importance that is drawn toward an even one. `exponents` maps each exponent of smoothing to
+    projection used an importance that is drawn toward an even one. `exponents` maps each exponent of smoothing to
     its number of channels, 0 included; it is empty without smoothing. `gptq` is only there with that rule.
     """
 
-    tokens: tuple[int, ...]
-    fallback: tuple[int, ...]
-    exponents: dict[int, int]
+    tokens: tuple[Count, ...]
+    fallback: tuple[Count, ...]
+    exponents: dict[int, Count]
     gptq: GptqLayer | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "tokens": list(self.tokens),
-            "fallback": list(self.fallback),
-            "exponents": {str(exponent): count for exponent, count in sorted(self.exponents.items())},
-            **({} if self.gptq is None else {"gptq": self.gptq.to_dict()}),
-        }
+    def __post_init__(self) -> None:
+        if self.gptq is not None and len(self.gptq.down_ridges) != len(self.tokens):
+            raise ValueError("gptq and tokens have a different number of experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,25 +89,34 @@ class CalibrationRecord:
 
     `statistics` is the digest of the statistics file, `texts` are the names and digests of its texts. `imatrix`
     and `smoothing` are its uses. `exponents_digest` is None if no channel was scaled. `layers` are
-    the MoE layers. `statistics_from` is the file's address with its commit, if it came from the Hub. `gptq`
-    says whether the rule was `gptq`; then each layer has its own part of that name, and `held_out_windows` more
-    windows were kept out of everything that was fitted.
+    the MoE layers. `statistics_from` is the file's address with its commit, if it came from the Hub. With rule
+    `gptq`, `held_out_windows` more windows were kept out of everything that was fitted.
     """
 
     statistics: str
     texts: tuple[tuple[str, str], ...]
-    tokens: int
-    window: int
-    windows: int
-    dropped_windows: int
-    seed: int
+    tokens: Count
+    window: Count
+    windows: Count
+    dropped_windows: Count
+    seed: Count
     weighted: bool
     smoothing: bool
     exponents_digest: str | None
-    layers: dict[int, LayerCalibration]
-    gptq: bool = False
+    layers: dict[LayerNumber, LayerCalibration]
     statistics_from: str | None = None
-    held_out_windows: int = 0
+    held_out_windows: Count = 0
+
+    def __post_init__(self) -> None:
+        if self.exponents_digest is not None and not self.smoothing:
+            raise ValueError("exponents_digest without smoothing")
+        if len({layer.gptq is None for layer in self.layers.values()}) > 1:
+            raise ValueError("some layers have gptq, others have none")
+
+    @property
+    def gptq(self) -> bool:
+        """Whether the rule was `gptq`."""
+        return any(layer.gptq is not None for layer in self.layers.values())
 
     @property
     def held_out(self) -> dict[int, OutputErrors]:
@@ -187,127 +147,3 @@ class CalibrationRecord:
             f"is the worst, with {found.gptq_error:.3g} instead of {found.mse_error:.3g}. Use more tokens, or "
             "a different text."
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "statistics": self.statistics,
-            **({} if self.statistics_from is None else {"statistics_from": self.statistics_from}),
-            "texts": [{"name": name, "blake3": digest} for name, digest in self.texts],
-            **{key: getattr(self, key) for key in _NUMBERS},
-            "imatrix": self.weighted,
-            "smoothing": self.smoothing,
-            **({"gptq": True} if self.gptq else {}),
-            **({"held_out_windows": self.held_out_windows} if self.held_out_windows else {}),
-            "exponents_digest": self.exponents_digest,
-            "layers": {str(number): layer.to_dict() for number, layer in sorted(self.layers.items())},
-        }
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> "CalibrationRecord":
-        """Rebuild a record from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
-        stated = _object(document, "calibration")
-        gptq = "gptq" in stated
-        optional = stated.keys() & {"gptq", "held_out_windows", "statistics_from"}
-        stated = _object(document, "calibration", keys=_KEYS | optional)
-        if gptq and stated["gptq"] is not True:
-            raise ValueError(f"gptq is {quoted(stated['gptq'])}")
-        digest, layers = stated["exponents_digest"], _object(stated["layers"], "layers")
-        if digest is not None and not _flag(stated, "smoothing"):
-            raise ValueError("exponents_digest without smoothing")
-        return cls(
-            statistics=_text(stated, "statistics"),
-            texts=tuple(_named_text(text) for text in _list(stated, "texts")),
-            **{key: _count(stated[key], key) for key in _NUMBERS},
-            weighted=_flag(stated, "imatrix"),
-            smoothing=_flag(stated, "smoothing"),
-            exponents_digest=None if digest is None else _text(stated, "exponents_digest"),
-            layers={_number(number, "layers"): _layer(layer, gptq=gptq) for number, layer in layers.items()},
-            gptq=gptq,
-            statistics_from=_text(stated, "statistics_from") if "statistics_from" in optional else None,
-            held_out_windows=_count(stated.get("held_out_windows", 0), "held_out_windows"),
-        )
-
-
-_NUMBERS = ("tokens", "window", "windows", "dropped_windows", "seed")
-_KEYS = frozenset({"statistics", "texts", *_NUMBERS, "imatrix", "smoothing", "exponents_digest", "layers"})
-_ERRORS = ("inherited_error", "mse_error", "gptq_error")
-_GPTQ_KEYS = frozenset({"ridge", "ridge_gain", "shrinkage", "down_ridges", "down_shrinkages", *_ERRORS})
-
-
-def _layer(document: Any, *, gptq: bool) -> LayerCalibration:
-    keys = {"tokens", "fallback", "exponents", *(["gptq"] if gptq else [])}
-    stated = _object(document, "layers", keys=frozenset(keys))
-    tokens, exponents = _list(stated, "tokens"), _object(stated["exponents"], "exponents")
-    found = GptqLayer.from_dict(stated["gptq"]) if gptq else None
-    if found is not None and len(found.down_ridges) != len(tokens):
-        raise ValueError(f"gptq: {len(found.down_ridges)} experts, but tokens has {len(tokens)}")
-    return LayerCalibration(
-        tokens=tuple(_count(count, "tokens") for count in tokens),
-        fallback=tuple(_count(expert, "fallback") for expert in _list(stated, "fallback")),
-        exponents={_number(exponent, "exponents"): _count(n, "exponents") for exponent, n in exponents.items()},
-        gptq=found,
-    )
-
-
-def _named_text(document: Any) -> tuple[str, str]:
-    stated = _object(document, "texts", keys=frozenset({"name", "blake3"}))
-    return _text(stated, "name"), _text(stated, "blake3")
-
-
-def _object(document: Any, name: str, *, keys: frozenset[str] | None = None) -> dict[str, Any]:
-    if not isinstance(document, Mapping):
-        raise ValueError(f"{name} is not an object")
-    stated = cast(dict[str, Any], document)
-    if keys is not None and stated.keys() != keys:
-        raise ValueError(f"{name}: {quoted(sorted(stated.keys() ^ keys))} missing or unknown")
-    return stated
-
-
-def _list(stated: dict[str, Any], name: str) -> list[Any]:
-    if not isinstance(stated[name], list):
-        raise ValueError(f"{name} is not a list")
-    return cast(list[Any], stated[name])
-
-
-def _text(stated: dict[str, Any], name: str) -> str:
-    if not isinstance(stated[name], str):
-        raise ValueError(f"{name} is {quoted(stated[name])}")
-    return stated[name]
-
-
-def _flag(stated: dict[str, Any], name: str) -> bool:
-    if not isinstance(stated[name], bool):
-        raise ValueError(f"{name} is {quoted(stated[name])}")
-    return stated[name]
-
-
-def _count(value: Any, name: str) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{name}: {quoted(value)} is not a count")
-    return value
-
-
-def _real(value: Any, name: str, *, most: float = math.inf) -> float:
-    """Return a finite number from 0 to `most`."""
-    if type(value) not in (int, float) or not (math.isfinite(value) and 0 <= value <= most):
-        limits = "a finite number, 0 or more" if most == math.inf else f"a number from 0 to {most:g}"
-        raise ValueError(f"{name}: {quoted(value)} is not {limits}")
-    return float(value)
-
-
-def _or_none(value: Any, name: str, *, most: float = math.inf) -> float | None:
-    return None if value is None else _real(value, name, most=most)
-
-
-def _written(value: float | None) -> float | None:
-    """Return a number as Python's float, which JSON writes so that it reads back as itself."""
-    return None if value is None else float(value)
-
-
-def _number(text: str, name: str) -> int:
-    """Return the number that a key means; only the spelling that `to_dict` writes."""
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) < 7 and text == str(int(text))):
-        raise ValueError(f"{name}: {quoted(text)} is not a number")
-    return int(text)

@@ -3,15 +3,14 @@
 DEST/.k2convert/command.json    the words of the command and the folder it was given in
 """
 
-import json
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
-from k2convert.checkpoint.files import TEMPORARY_SUFFIX, read_json_file, write_atomically
+from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_atomically
 from k2convert.checkpoint.names import COMMAND_NAME, WORK_FOLDER
 from k2convert.errors import K2ConvertError
+from k2convert.records.document import encode, read_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class JobCommand:
 
 def keep_command(destination: Path, command: JobCommand, *, suffix: str = TEMPORARY_SUFFIX) -> None:
     """Keep the command of a job. `suffix` is that of the temporary file."""
-    write_atomically(_path(destination), json.dumps(asdict(command)).encode(), root=destination, suffix=suffix)
+    write_atomically(_path(destination), encode(command), root=destination, suffix=suffix)
 
 
 def say_own_command(destination: Path) -> str:
@@ -50,15 +49,9 @@ def say_own_command(destination: Path) -> str:
 def read_command(destination: Path) -> JobCommand | None:
     """Return the command that was kept, or None if there is none that can be shown."""
     try:
-        stated = read_json_file(_path(destination))
+        return read_document(JobCommand, _path(destination))
     except K2ConvertError:
         return None
-    words, folder = stated.get("words"), stated.get("folder")
-    if not isinstance(words, list) or not isinstance(folder, str):
-        return None
-    if not all(isinstance(word, str) for word in cast(list[Any], words)):
-        return None
-    return JobCommand(tuple(cast(list[str], words)), folder)
 
 
 def _path(destination: Path) -> Path:

@@ -9,13 +9,15 @@ identity of each source shard: size and time of modification of a file, sha256 o
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from blake3 import blake3
+from pydantic import JsonValue
 
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import SourceReadError
 from k2convert.plan.recipe import Recipe
+from k2convert.records.document import JsonObject
 from k2convert.records.pruning import PruningRecord
 
 ARITHMETIC_VERSION: Final = 1  # to be raised when the same input gives different bytes
@@ -44,16 +46,16 @@ def job_fingerprint(
     recipe: Recipe,
     revision: str | None,
     statistics: str | None = None,
-    walk: Mapping[str, Any] | None = None,
+    walk: Mapping[str, JsonValue] | None = None,
     pruning: PruningRecord | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the fingerprint field by field, so that a refused resume can name what changed.
 
     `statistics` is the digest of the statistics file, if the job uses one. `walk` has what the bytes depend on if the
     job walks through the layers: text, options, machine. `pruning` says which of the source's experts are kept.
     """
     config = blake3(json.dumps(source.config, sort_keys=True).encode())
-    identity: dict[str, Any] = {
+    identity: JsonObject = {
         "arithmetic": ARITHMETIC_VERSION,
         "source_revision": revision,
         "source_headers": source_digest(source),
@@ -69,6 +71,6 @@ def job_fingerprint(
     return identity | {k: v for k, v in recipe.document().items() if k not in ("name", "family", "budget")}
 
 
-def fingerprint_digest(fingerprint: Mapping[str, Any]) -> str:
+def fingerprint_digest(fingerprint: Mapping[str, JsonValue]) -> str:
     """Return the digest of a fingerprint, as records carry it."""
     return blake3(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()

@@ -3,11 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated
+
+from pydantic import JsonValue, PlainSerializer
 
 from k2convert.errors import ResumeError, quoted, shortened
+from k2convert.plan.recipe import Recipe
+from k2convert.records.document import Count, JsonObject
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.pruning import PruningRecord
+
+StoredRecipe = Annotated[Recipe, PlainSerializer(Recipe.document)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,48 +24,25 @@ class JobDescription:
     are.
     """
 
-    fingerprint: dict[str, Any]
-    recipe: dict[str, Any]
-    shards: dict[str, int]
+    fingerprint: JsonObject
+    recipe: StoredRecipe
+    shards: dict[str, Count]
     source: dict[str, str]
     pruning: PruningRecord | None = None
+
+    @property
+    def source_revision(self) -> str | None:
+        """The commit of the source on the Hub, None for a folder."""
+        revision = self.fingerprint.get("source_revision")
+        return revision if isinstance(revision, str) else None
 
     @property
     def digest(self) -> str:
         """The digest of the fingerprint, as the job's records carry it."""
         return fingerprint_digest(self.fingerprint)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, as job.json has it."""
-        pruning = {} if self.pruning is None else {"pruning": self.pruning.to_dict()}
-        return {
-            "fingerprint": self.fingerprint,
-            "recipe": self.recipe,
-            "shards": self.shards,
-            "source": self.source,
-            **pruning,
-        }
 
-    @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> "JobDescription":
-        """Check what job.json holds; raises ValueError."""
-        if not all(isinstance(document.get(key), dict) for key in ("fingerprint", "recipe", "shards")):
-            raise ValueError("a part is missing")
-        if not all(isinstance(document["recipe"].get(key), str) for key in ("name", "target", "rule", "layout")):
-            raise ValueError("no recipe")
-        if not all(type(num_bytes) is int for num_bytes in document["shards"].values()):
-            raise ValueError("no sizes")
-        source = document.get("source")
-        if not isinstance(source, dict):
-            raise ValueError("the source is not an object")
-        identities = cast(dict[str, Any], source)
-        if not all(isinstance(identity, str) for identity in identities.values()):
-            raise ValueError("no identities of source shards")
-        pruning = PruningRecord.from_dict(document["pruning"]) if "pruning" in document else None
-        return cls(document["fingerprint"], document["recipe"], document["shards"], identities, pruning)
-
-
-def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def describe_changes(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue]) -> str:
     """Say in words which fields differ, the first five of them; an empty text if none does."""
     different = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     return "; ".join(

@@ -19,10 +19,8 @@ from typing import Any
 
 from k2convert.checkpoint.files import (
     TEMPORARY_SUFFIX,
-    dump_json,
     is_temporary,
     list_folder,
-    read_json_file,
     write_atomically,
     writing,
 )
@@ -41,9 +39,10 @@ from k2convert.errors import (
     MalformedFileError,
     ResumeError,
     quoted,
+    remedy,
 )
-from k2convert.records.checksum import seal, unseal
 from k2convert.records.command import JobCommand, read_command, say_own_command
+from k2convert.records.document import encode, read_document, read_sealed, seal
 from k2convert.records.events import SILENT, Events, Keep
 from k2convert.records.job_description import JobDescription, changed_shards, describe_changes, source_error
 from k2convert.records.lock import lock_destination, read_lock, share_destination
@@ -121,7 +120,7 @@ class Journal:
         """
         make_folder(self._records, root=self.destination)
         if self.job() is None:
-            content = dump_json(job.to_dict())
+            content = encode(job)
             write_atomically(self._job_path, content, root=self.destination, suffix=self.suffix, is_first=True)
         found = self.job()
         assert found is not None
@@ -150,7 +149,7 @@ class Journal:
             self._describe(job)
 
     def _describe(self, job: JobDescription) -> None:
-        write_atomically(self._job_path, dump_json(job.to_dict()), root=self.destination)
+        write_atomically(self._job_path, encode(job), root=self.destination)
 
     def job(self) -> JobDescription | None:
         """Return the job begun here, or None; raises CheckpointError if its description is damaged or a link."""
@@ -158,24 +157,23 @@ class Journal:
         if not self._job_path.exists():
             return None
         try:
-            return JobDescription.from_dict(read_json_file(self._job_path))
-        except (CheckpointError, ValueError):
+            return read_document(JobDescription, self._job_path)
+        except MalformedFileError as error:
             raise CheckpointError(
-                f"{self._job_path}: damaged, or written by a different version. Delete it and run the same command "
-                "again: finished shards are kept."
+                f"{error} It is damaged, or written by a different version. Delete it and run the same command again: "
+                "finished shards are kept."
             ) from None
 
     def pinned_revision(self) -> str | None:
         """Return the commit of the Hub source that the job here began with, if any."""
         job = self.job()
-        revision: Any = None if job is None else job.fingerprint.get("source_revision")
-        return revision if isinstance(revision, str) else None
+        return None if job is None else job.source_revision
 
     def record(self, record: ShardRecord) -> None:
         """Declare a shard finished. Its file must be in place and synced."""
         with writing(self._record_path(record.shard)):
             mtime_ns = (self.destination / record.shard).stat().st_mtime_ns
-        content = seal(record.to_dict())
+        content = seal(record)
         write_atomically(
             self._record_path(record.shard), content, root=self.destination, mtime_ns=mtime_ns, suffix=self.suffix
         )
@@ -271,13 +269,8 @@ class Journal:
 
 def _read_record(path: Path) -> ShardRecord:
     """Return a record; raises CheckpointError if it is damaged."""
-    remedy = "Run the conversion again: its shard is converted again."
-    try:
-        record = ShardRecord.from_dict(unseal(read_json_file(path)))
+    with remedy("Run the conversion again: its shard is converted again."):
+        record = read_sealed(ShardRecord, path)
         if f"{record.shard}.json" != path.name:
-            raise ValueError(f"shard is {quoted(record.shard)}")
-    except MalformedFileError:
-        raise CheckpointError(f"{path}: damaged. {remedy}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not a record of this version ({error}). {remedy}") from None
+            raise MalformedFileError(f"{path}: is the record of {quoted(record.shard)}.")
     return record

@@ -12,27 +12,39 @@ and of the router's weight, which only statistics have (else null). It is also t
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, cast
+from typing import Annotated, Final
 
 from blake3 import blake3
+from pydantic import AfterValidator, Field
 
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.errors import PlanError, quoted
+from k2convert.errors import PlanError
 from k2convert.models import detect_family
 from k2convert.plan.pruning import KeptExperts, keep_experts
+from k2convert.records.document import Count, LayerNumber, Share
 
 MAX_PHRASE: Final = 200
 _DIGITS: Final = 6
+
+
+def _is_line(text: str) -> str:
+    if not text.isprintable() or not 0 < len(text) <= MAX_PHRASE:
+        raise ValueError(f"is not a line of at most {MAX_PHRASE} characters")
+    return text
+
+
+Phrase = Annotated[str, AfterValidator(_is_line)]
+"""One short line that people are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
     """The shares of a layer that its dropped experts had: of all scores, and of the router's weight, if known."""
 
-    score: float
-    router_weight: float | None
+    score: Share
+    router_weight: Share | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +54,30 @@ class PruningRecord:
     `left_out` has the shares of each layer that were left out; None if the scores are not known.
     """
 
-    kept: KeptExperts
-    num_source_experts: int
-    scores: str | None = None
-    left_out: Mapping[int, LeftOut] | None = None
+    experts: dict[LayerNumber, tuple[Count, ...]]
+    num_source_experts: Annotated[int, Field(ge=1, alias="of")]
+    scores: Annotated[Phrase | None, Field(alias="chosen_by")]
+    left_out: dict[LayerNumber, LeftOut] | None = None
+
+    def __post_init__(self) -> None:
+        for layer, experts in self.experts.items():
+            if any(first >= second for first, second in pairwise((*experts, self.num_source_experts))):
+                raise ValueError(f"layer {layer} is not an ascending list of experts below {self.num_source_experts}")
+        if len({len(experts) for experts in self.experts.values()} - {0}) != 1:
+            raise ValueError("experts: not the same number in each layer")
+        if self.left_out is not None and self.left_out.keys() != self.experts.keys():
+            raise ValueError("left_out does not have the layers of experts")
+
+    @property
+    def kept(self) -> KeptExperts:
+        """The experts as the plan uses them."""
+        return KeptExperts(self.experts)
 
     @property
     def digest(self) -> str:
         """The blake3 of the kept experts and of how many the source has."""
-        return blake3(json.dumps([self.num_source_experts, _experts(self.kept)]).encode()).hexdigest()
+        experts = {str(layer): list(experts) for layer, experts in sorted(self.experts.items())}
+        return blake3(json.dumps([self.num_source_experts, experts]).encode()).hexdigest()
 
     @property
     def line(self) -> str:
@@ -78,31 +105,6 @@ class PruningRecord:
             )
         return keep_experts(source, self.kept)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        found = {"of": self.num_source_experts, "chosen_by": self.scores, "experts": _experts(self.kept)}
-        if self.left_out is None:
-            return found
-        return found | {"left_out": {str(layer): asdict(part) for layer, part in self.left_out.items()}}
-
-    @classmethod
-    def from_dict(cls, document: Any) -> "PruningRecord":
-        """Rebuild a record from `to_dict`; raises ValueError naming a missing, unknown or mistyped field."""
-        if not isinstance(document, Mapping):
-            raise ValueError("pruning is not an object")
-        stated = cast(Mapping[str, Any], document)
-        if different := (stated.keys() - {"left_out"}) ^ {"of", "chosen_by", "experts"}:
-            raise ValueError(f"{quoted(sorted(different))} missing or unknown")
-        count, scores = stated["of"], stated["chosen_by"]
-        if type(count) is not int or count < 1:
-            raise ValueError(f"of: {quoted(count)} is not a count")
-        check_phrase(scores)
-        layers = parse_layers(stated["experts"], name="experts")
-        kept = {layer: _ascending(layer, experts, below=count) for layer, experts in layers.items()}
-        if len({len(experts) for experts in kept.values()}) != 1:
-            raise ValueError("experts: not the same number in each layer")
-        return cls(KeptExperts(kept), count, scores, parse_left_out(stated.get("left_out"), layers=kept))
-
 
 def left_out(
     kept: KeptExperts, scores: Mapping[int, Sequence[float]], weights: Mapping[int, Sequence[float]] | None = None
@@ -127,60 +129,3 @@ def share_words(shares: Mapping[int, float]) -> str:
     worst = max(shares, key=lambda layer: shares[layer])
     mean = math.fsum(shares.values()) / len(shares)
     return f"{100 * mean:.1f} % on average, at most {100 * shares[worst]:.1f} % (layer {worst})"
-
-
-def parse_left_out(document: Any, *, layers: Mapping[int, Any]) -> dict[int, LeftOut] | None:
-    """Return the shares that a document states for `layers`; raises ValueError if it is not such a document."""
-    if document is None:
-        return None
-    stated = cast(dict[str, Any], document) if isinstance(document, dict) else {}
-    if set(stated) != {str(layer) for layer in layers}:
-        raise ValueError("left_out is not an object with an entry for each layer of experts")
-    return {layer: _parse_shares(layer, stated[str(layer)]) for layer in layers}
-
-
-def _parse_shares(layer: int, document: Any) -> LeftOut:
-    stated = cast(dict[str, Any], document) if isinstance(document, dict) else {}
-    score, weight = stated.get("score"), stated.get("router_weight")
-    if set(stated) == {"score", "router_weight"} and _is_share(score) and (weight is None or _is_share(weight)):
-        return LeftOut(cast(float, score), weight)
-    raise ValueError(
-        f"left_out: layer {layer} does not have the shares 'score' and 'router_weight', numbers from 0 to 1"
-    )
-
-
-def _is_share(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= cast(float, value) <= 1
-
-
-def check_phrase(value: object) -> str | None:
-    """Return `chosen_by` of a document, which people are shown; raises ValueError if it is not one short line."""
-    if value is None or (isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_PHRASE):
-        return value
-    raise ValueError(f"chosen_by: {quoted(value)} is not a line of at most {MAX_PHRASE} characters")
-
-
-def parse_layers(document: Any, *, name: str) -> dict[int, list[Any]]:
-    """Return lists by layer number, sorted by layer; raises ValueError if there is none, or one is not a list."""
-    if not isinstance(document, Mapping) or not document:
-        raise ValueError(f"{name} is not an object with a list for each layer")
-    found: dict[int, list[Any]] = {}
-    for layer, values in cast(Mapping[str, Any], document).items():
-        if not (layer.isascii() and layer.isdecimal() and len(layer) < 7 and layer == str(int(layer))):
-            raise ValueError(f"{name}: {quoted(layer)} is not the number of a layer")
-        if not isinstance(values, list):
-            raise ValueError(f"{name}: layer {layer} is not a list")
-        found[int(layer)] = cast(list[Any], values)
-    return dict(sorted(found.items()))
-
-
-def _ascending(layer: int, experts: list[Any], *, below: int) -> tuple[int, ...]:
-    if not experts or not all(type(expert) is int and 0 <= expert < below for expert in experts):
-        raise ValueError(f"experts: layer {layer} is not a list of experts 0..{below - 1}")
-    if any(first >= second for first, second in pairwise(experts)):
-        raise ValueError(f"experts: layer {layer} is not ascending")
-    return tuple(experts)
-
-
-def _experts(kept: KeptExperts) -> dict[str, list[int]]:
-    return {str(layer): list(experts) for layer, experts in sorted(kept.layers.items())}

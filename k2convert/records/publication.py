@@ -4,13 +4,14 @@ The shards of a job with a Hub destination leave the work folder after their upl
 records, say where they are.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from k2convert.checkpoint.files import dump_json, read_json_file, write_atomically
+from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.names import PUBLISHED_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, DestinationError
+from k2convert.records.document import encode, read_document
 from k2convert.records.journal import Journal
 
 
@@ -28,17 +29,15 @@ class Published:
 def record_published(folder: Path, published: Published) -> None:
     """Note where the result of a folder was published; raises DestinationWriteError, DiskFullError."""
     make_folder(folder / WORK_FOLDER, root=folder)
-    write_atomically(folder / WORK_FOLDER / PUBLISHED_NAME, dump_json(asdict(published)), root=folder)
+    write_atomically(folder / WORK_FOLDER / PUBLISHED_NAME, encode(published), root=folder)
 
 
 def find_published(folder: Path) -> Published | None:
     """Return where the result of a folder was published; None if it was not, or if the record is damaged."""
     try:
-        found = read_json_file(folder / WORK_FOLDER / PUBLISHED_NAME)
+        return read_document(Published, folder / WORK_FOLDER / PUBLISHED_NAME)
     except CheckpointError:
         return None
-    repo, commit = found.get("repo"), found.get("commit")
-    return Published(repo, commit) if isinstance(repo, str) and isinstance(commit, str) else None
 
 
 def has_left(folder: Path) -> bool:

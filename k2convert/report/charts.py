@@ -92,11 +92,10 @@ def _mark_gaps(axes: Axes, medians: Sequence[float], palette: Palette) -> None:
         axes.text(middle, level * 0.985, text, ha="center", va="top", fontsize=FONT_SIZE - 1, color=palette.muted)
 
 
-def draw_block_scales(histogram: Iterable[tuple[int, int]], palette: Palette) -> Figure:
+def draw_block_scales(counts: Mapping[int, int], palette: Palette) -> Figure:
     """Draw the number of blocks by E4M3 block scale, with the limits of what every engine reads."""
     sheet = Sheet(2.9, palette)
     axes = sheet.plot(0.34)
-    counts = dict(histogram)
     logs = np.log2([scale_value(byte) for byte in range(1, 0x80)])
     middles = (logs[1:] + logs[:-1]) / 2
     edges = [logs[0] - (middles[0] - logs[0]), *middles]

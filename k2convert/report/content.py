@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from k2convert.checkpoint.files import mapping_or_empty
 from k2convert.fit.search import NEEDS_COLUMNS
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
+from k2convert.records.document import plain
 from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.report.calibrated import calibrated_sections, kept_experts, pruned_section
 from k2convert.report.checks import LAYER_COLUMNS, Checks, read_checks
@@ -117,7 +117,7 @@ def caution(report: Report) -> str:
         )
     elif calibration is not None and calibration.weighted:
         text += f" {IMATRIX_NOTE}"
-    if report.ledger.recipe.get("activations") == "w4a4":
+    if report.ledger.recipe.activations == "w4a4":
         text += " FP4 activations add error at run time, which "
         text += "smoothing makes smaller." if is_scaled else "does not depend on how the weights were converted."
     return text
@@ -188,7 +188,7 @@ def needs_section(report: Report) -> Section | None:
 
 def _counts(metrics: WeightMetrics) -> Table:
     changed = metrics.num_nonzero - metrics.equal_nonzero
-    histogram = dict(metrics.scale_histogram)
+    histogram = metrics.scale_histogram
     subnormal = sum(n for byte, n in histogram.items() if byte < _SMALLEST_NORMAL_BYTE)
     blocks, codes = metrics.num_blocks, metrics.num_codes
     steps = "" if metrics.max_error_steps is None else f"{metrics.max_error_steps:.2f} INT4 steps"
@@ -263,21 +263,21 @@ def _worst(report: Report) -> Table:
 def made_by(report: Report) -> tuple[tuple[str, str], ...]:
     """Return the known facts that identify the result, as (label, value)."""
     ledger, recipe, record = report.ledger, report.ledger.recipe, report.ledger.calibration
-    roles, scales = recipe.get("roles"), mapping_or_empty(recipe.get("input_scale"))
+    source, scales = ledger.source, recipe.input_scale
     rows = (
         ("report made (UTC)", report.made_on),
-        ("source", ledger.repo),
-        ("source revision", ledger.revision),
+        ("source", source.repo),
+        ("source revision", source.revision),
         ("source headers (blake3)", ledger.fingerprint.get("source_headers")),
-        ("source family", ledger.family),
-        ("recipe", recipe.get("name")),
-        ("rule", recipe.get("rule")),
-        ("roles", ", ".join(map(str, cast("list[object]", roles))) if isinstance(roles, list) else None),
-        ("layout", recipe.get("layout")),
-        ("activations", recipe.get("activations")),
-        ("input scales", ", ".join(f"{name} {scale}" for name, scale in scales.items())),
-        ("KV cache", recipe.get("kv_cache")),
-        ("quantizer", recipe.get("quantizer")),
+        ("source family", source.family),
+        ("recipe", recipe.name),
+        ("rule", recipe.rule),
+        ("roles", ", ".join(recipe.roles)),
+        ("layout", recipe.layout),
+        ("activations", recipe.activations),
+        ("input scales", f"gate_up {scales.gate_up}, down {scales.down}"),
+        ("KV cache", recipe.kv_cache),
+        ("quantizer", recipe.quantizer),
         ("experts kept", None if ledger.pruning is None else kept_experts(ledger.pruning)),
         ("arithmetic version", ledger.fingerprint.get("arithmetic")),
         *(() if record is None else _calibrated_by(record)),
@@ -314,7 +314,7 @@ def figures_document(report: Report) -> dict[str, Any]:
             "passed": checks.has_passed,
         },
         "missing": list(report.missing),
-        **{name: part.to_dict() for name, part in parts.items() if part is not None},
+        **{name: plain(part) for name, part in parts.items() if part is not None},
     }
 
 

@@ -28,7 +28,7 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.records.job_description import JobDescription
 from k2convert.records.journal import Journal
-from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, find_ledger, summarize
+from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, LedgerSource, find_ledger, summarize
 from k2convert.records.shard_record import ShardRecord
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Report:
 
     @property
     def rule(self) -> str:
-        return str(self.ledger.recipe.get("rule", "unknown"))
+        return self.ledger.recipe.rule
 
     @property
     def worst(self) -> tuple[TensorFigures, ...]:
@@ -172,10 +172,10 @@ def collect_report(
 
 def _needs(ledger: Ledger, folder: Path, tensors: Iterable[Tensor]) -> Needs | None:
     """Return what the result needs; None if `fit` does not know the model, or if config.json cannot be read."""
-    if ledger.family is None:
+    if ledger.source.family is None:
         return None
     try:
-        config, family = read_json_file(folder / CONFIG_NAME), find_family(ledger.family)
+        config, family = read_json_file(folder / CONFIG_NAME), find_family(ledger.source.family)
         return state_needs(read_result(tensors, family=family, config=config, where=str(folder)))
     except K2ConvertError:
         return None
@@ -198,7 +198,8 @@ def _read_documents(folder: Path) -> tuple[Ledger | None, JobDescription | None]
             f"{folder}: has neither {LEDGER_NAME} nor {WORK_FOLDER}, so there is nothing to report on. To measure an "
             "NVFP4 checkpoint of a different tool, use `k2convert validate` with --source."
         )
-    target = (ledger.recipe if ledger is not None else job.recipe if job is not None else {}).get("target")
+    found = ledger or job
+    target = None if found is None else found.recipe.target
     if target in ("int4", "bf16"):
         form = "the source's own weights" if target == "int4" else "a BF16 copy, which is exact"
         raise CheckpointError(
@@ -213,10 +214,7 @@ def _ledger_so_far(job: JobDescription, records: Mapping[str, ShardRecord]) -> L
     headers = {shard: digest for record in records.values() for shard, digest in record.source_headers.items()}
     return Ledger(
         tool_version="",
-        family=job.recipe.get("family"),
-        repo=None,
-        revision=job.fingerprint.get("source_revision"),
-        headers=dict(sorted(headers.items())),
+        source=LedgerSource(job.recipe.family, None, job.source_revision, dict(sorted(headers.items()))),
         recipe=job.recipe,
         fingerprint=job.fingerprint,
         versions={},
@@ -230,9 +228,8 @@ def _ledger_so_far(job: JobDescription, records: Mapping[str, ShardRecord]) -> L
 
 
 def _check_totals(ledger: Ledger, folder: Path) -> None:
-    problem = next((p for p in ledger.problems if p.startswith("totals")), "totals: no total")
-    if TOTAL not in ledger.totals or problem in ledger.problems:
-        raise CheckpointError(f"{folder / LEDGER_NAME}: {problem}. {_LEDGER_REMEDY}")
+    if TOTAL not in ledger.totals:
+        raise CheckpointError(f"{folder / LEDGER_NAME}: totals has no total. {_LEDGER_REMEDY}")
 
 
 def can_be_validated(folder: Path) -> bool:
@@ -250,7 +247,7 @@ def _why_not_validated(folder: Path) -> str:
 
 def _recorded(records: Mapping[str, ShardRecord]) -> tuple[TensorFigures, ...]:
     return tuple(
-        tensor_figures(projection.module, WeightMetrics.from_dict(projection.metrics), role=projection.role)
+        tensor_figures(projection.module, projection.metrics, role=projection.role)
         for _, record in sorted(records.items())
         for projection in record.projections
         if projection.metrics is not None

@@ -118,28 +118,25 @@ def render_card(
     """Return README.md. The report is named after the repository and has a validation."""
     ledger, recipe, repo = report.ledger, report.ledger.recipe, report.name
     checks = None if report.validation is None else read_checks(report.validation)
-    rule, family = RULES[recipe["rule"]], find_family(str(ledger.family)).card
-    scales: Mapping[str, Any] = recipe.get("input_scale") or {}
-    deployment = result_deployment(
-        config, family=family, kv_cache=recipe.get("kv_cache"), model=repo, revision=revision
-    )
+    rule, family = RULES[recipe.rule], find_family(str(ledger.source.family)).card
+    deployment = result_deployment(config, family=family, kv_cache=recipe.kv_cache, model=repo, revision=revision)
     return render_template(
         "card.md.jinja",
         front_matter=Markup(_metadata(report, family, base_model, source)),
         name=repo.partition("/")[2],
         base=base_model or family.model_kind,
         base_model=base_model,
-        roles=", ".join(map(role_name, recipe["roles"])),
-        kept=", ".join(_kept(family, recipe["roles"])),
-        is_w4a4=recipe["activations"] == "w4a4",
+        roles=", ".join(map(role_name, recipe.roles)),
+        kept=", ".join(_kept(family, recipe.roles)),
+        is_w4a4=recipe.activations == "w4a4",
         is_smoothed=ledger.calibration is not None and ledger.calibration.exponents_digest is not None,
         picture=picture,
         ledger=ledger,
         recipe=recipe,
-        layout=Markup(_LAYOUTS[recipe["layout"]]),
+        layout=Markup(_LAYOUTS[recipe.layout]),
         rule_summary=rule.summary,
         has_power_of_two_scale=rule.has_power_of_two_scale,
-        input_scales={key: float(scales.get(key, 1.0)) for key in ("gate_up", "down")},
+        input_scales=recipe.input_scale.model_dump(),
         pruning=ledger.pruning,
         pruned=None if ledger.pruning is None else pruned_section(ledger.pruning, checks),
         calibrated=list(calibrated_sections(ledger.calibration)),
@@ -156,8 +153,8 @@ def render_card(
 def _metadata(report: Report, family: ModelCardFacts, base_model: str | None, source: SourceCard) -> str:
     """Return the YAML front matter that the Hub reads."""
     recipe, pruning = report.ledger.recipe, report.ledger.pruning
-    tags = ["nvfp4", "fp4", *family.tags, recipe["layout"], "vllm", "sglang"]
-    if recipe["layout"] == "modelopt" and recipe["activations"] == "w4a4":
+    tags = ["nvfp4", "fp4", *family.tags, recipe.layout, "vllm", "sglang"]
+    if recipe.layout == "modelopt" and recipe.activations == "w4a4":
         tags.append("tensorrt-llm")
     if pruning is not None:
         # The ecosystem's word `reap` is for the scores of REAP only.

@@ -52,7 +52,7 @@ def render_page(report: Report, checks: Checks | None) -> str:
     return environment.from_string(_text("page.html.jinja")).render(
         name=page_name(report),
         made_on=report.made_on,
-        keywords=[str(recipe[key]) for key in ("rule", "layout", "activations") if recipe.get(key)],
+        keywords=[recipe.rule, recipe.layout, recipe.activations],
         style=Markup(_style()),
         script=Markup(script),
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -63,16 +63,16 @@ def render_page(report: Report, checks: Checks | None) -> str:
         charts=_charts(report),
         digests=(
             ("Shards, blake3", {name: shard.blake3 for name, shard in report.ledger.shards.items()}),
-            ("Source headers, blake3", report.ledger.headers),
+            ("Source headers, blake3", report.ledger.source.headers),
         ),
-        recipe=json.dumps(recipe, indent=2),
+        recipe=json.dumps(recipe.document(), indent=2),
         cells=Markup(map_cells(report.maps)),
     )
 
 
 def page_name(report: Report) -> str:
     """Return the title of the report: the source's repository if known, else the name of the result or the recipe."""
-    return report.ledger.repo or report.name or str(report.ledger.recipe.get("name", "unnamed recipe"))
+    return report.ledger.source.repo or report.name or report.ledger.recipe.name
 
 
 def _with_code(text: str) -> Markup:

@@ -25,6 +25,7 @@ from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.metrics.measure import add_up
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, decibels, ratio, total_metrics
 from k2convert.quantize.rules.mse import MAX_IMPORTANCE
+from k2convert.records.document import plain
 from k2convert.records.ledger import TOTAL
 from k2convert.records.shard_record import ProjectionRecord
 
@@ -151,7 +152,7 @@ class Totals:
             return measured
         again = {role: total_metrics(parts) for role, parts in self._metrics.items()}
         again[TOTAL] = total_metrics(again.values())
-        return {role: {**again[role].to_dict(), **found} for role, found in measured.items()}
+        return {role: {**plain(again[role]), **found} for role, found in measured.items()}
 
 
 def total_errors(errors: Mapping[str, DecodedError], roles: Mapping[str, str]) -> dict[str, DecodedError]:
@@ -190,7 +191,7 @@ def differing_totals(stated: Mapping[str, WeightMetrics], measured: Mapping[str,
         if role not in stated:
             yield f"totals.{role}", f"missing, but {figures['num_weights']:,} weights were measured"
             continue
-        document = stated[role].to_dict()
+        document = plain(stated[role])
         for key, value in figures.items():
             yield from _differences(f"totals.{role}.{key}", document.get(key), value)
 
@@ -204,12 +205,12 @@ def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, 
         yield place, f"{stated!r}, but {measured!r} was measured"
 
 
-def is_same_error(measured: DecodedError, recorded: Mapping[str, Any]) -> bool:
+def is_same_error(measured: DecodedError, recorded: WeightMetrics) -> bool:
     """Return whether the figures that a conversion recorded are those of the written bytes."""
     keys = ["squared_error", "energy", "equal_nonzero", "num_nonzero"]
     if measured.weighted_error is not None:
         keys += ["weighted_energy", "weighted_error"]
-    return all(is_same_figure(recorded.get(key), getattr(measured, key)) for key in keys)
+    return all(is_same_figure(getattr(recorded, key), getattr(measured, key)) for key in keys)
 
 
 def compare_journal(

@@ -5,7 +5,7 @@ the view that the conversion reads (plan/pruning), so a plan or a view that is w
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,9 +17,8 @@ from k2convert.models import expected_family
 from k2convert.models.names import Family, Role
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.ledger import summarize
-from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord
+from k2convert.records.shard_record import DecodedFigures, ProjectionRecord, ShardFindings, ShardRecord
 from k2convert.validate.contract.result import Result, open_shard
 from k2convert.validate.decode import DecodedError, differing_totals
 from k2convert.validate.scaling import Scaling
@@ -72,7 +71,10 @@ def check_finished_shard(
         blake3=record.blake3,
         copied=tuple(sorted(scan.compared)),
         scaled=tuple(sorted(scan.scaled)),
-        decoded={m: c.error.to_dict() | {"sampled_blocks": c.sampled_blocks} for m, c in found.checked.items()},
+        decoded={
+            module: DecodedFigures(**asdict(checked.error), sampled_blocks=checked.sampled_blocks)
+            for module, checked in found.checked.items()
+        },
         invalid_scales=scan.invalid_scales,
         subnormal_scales=scan.subnormal_scales,
         zero_blocks_with_codes=scan.zero_blocks_with_codes,
@@ -117,14 +119,14 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
         scan.zero_blocks_with_codes.update(checked.zero_blocks_with_codes)
         scan.scalars.update({name: bytes.fromhex(data) for name, data in checked.scalars.items()})
         for projection in record.projections:
-            figures = dict(checked.decoded[projection.module])
-            sampled_blocks, error = figures.pop("sampled_blocks"), DecodedError(**figures)
+            figures = checked.decoded[projection.module]
+            error = DecodedError(**{field.name: getattr(figures, field.name) for field in fields(DecodedError)})
             found = CheckedWeight(
                 projection.module,
                 error,
-                num_blocks=error.num_weights // BLOCK_SIZE if sampled_blocks else 0,
-                sampled_blocks=sampled_blocks,
-                metrics=None if projection.metrics is None else WeightMetrics.from_dict(projection.metrics),
+                num_blocks=error.num_weights // BLOCK_SIZE if figures.sampled_blocks else 0,
+                sampled_blocks=figures.sampled_blocks,
+                metrics=projection.metrics,
             )
             joined.totals.add(projection.role, found.metrics, has_exact_scale=True)
             joined.checked[projection.module] = replace(found, metrics=None)

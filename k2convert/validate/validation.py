@@ -232,7 +232,7 @@ def _scan(
     shards: Shards = LOCAL,
 ) -> ShardsFound:
     """Read every shard, and measure each converted tensor if there is a source; CheckpointError for a BF16 copy."""
-    if result.ledger is not None and result.ledger.recipe.get("target") == "bf16":
+    if result.ledger is not None and result.ledger.recipe.target == "bf16":
         raise CheckpointError(
             f"{result.folder}: holds a BF16 copy (--to bf16), but only NVFP4 checkpoints can be validated. "
             f"{LEDGER_NAME} has the hash of every shard."
@@ -281,10 +281,8 @@ def checkable_rule(result: Result, *, has_statistics: bool) -> tuple[Rule | None
     can always be measured.
     """
     ledger, recipe = result.ledger, result.recipe
-    if ledger is None:
+    if ledger is None or recipe is None:
         return None, "no ledger says by which rule the weights were converted"
-    if recipe is None:
-        return None, f"this version does not know the ledger's recipe (rule {ledger.recipe.get('rule')!r})"
     if recipe.quantizer != "native":
         return None, f"the recipe's quantizer is {recipe.quantizer!r}, whose arithmetic is not k2convert's own"
     version = ledger.fingerprint.get("arithmetic")

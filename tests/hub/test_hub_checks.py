@@ -15,6 +15,7 @@ from faults import Fault
 from loopback import LoopbackHub
 from published import ALL_RULES, assert_published
 from said import said
+from sealed_files import edit_sealed
 
 from k2convert.checkpoint.header import read_header
 from k2convert.cli import publish as command
@@ -22,7 +23,6 @@ from k2convert.job import run as executor
 from k2convert.job.shard import ShardTask
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cpu
-from k2convert.records.checksum import seal, unseal
 from k2convert.records.shard_record import ShardRecord
 
 JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes")
@@ -122,9 +122,7 @@ def edit_records(workplace: Path, change: Callable[[dict[str, Any]], object]) ->
     folder = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
     paths = sorted(folder.iterdir())
     for path in paths:
-        document = unseal(json.loads(path.read_text()))
-        change(document)
-        path.write_bytes(seal(document))
+        edit_sealed(path, change)
     return len(paths)
 
 

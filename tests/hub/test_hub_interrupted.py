@@ -18,8 +18,7 @@ from faults import Fault, Kind, Line
 from loopback import LoopbackHub
 from loopback_store import Entry
 from published import assert_published
-
-from k2convert.records.checksum import seal, unseal
+from sealed_files import edit_sealed
 
 JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes")
 NUM_KILLS, NUM_SLOW_KILLS, NUM_SLOW_FAULTS = 3, 20, 30
@@ -319,7 +318,7 @@ def test_a_flipped_byte_in_a_record_is_found(
     records = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
     record = sorted(records.iterdir())[0]
     whole = record.read_bytes()
-    record.write_bytes(whole.replace(b'"file_bytes": 1', b'"file_bytes": 2', 1))
+    record.write_bytes(whole.replace(b'"file_bytes":1', b'"file_bytes":2', 1))
     assert record.read_bytes() != whole
     assert hub_cli(*JOB).returncode == 0
     assert record.read_bytes() == whole
@@ -348,9 +347,7 @@ def test_a_result_that_does_not_validate_is_a_document_for_programs(
     stop_before_main(tiny_on_hub, hub_cli)
     records = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
     record = sorted(records.iterdir())[0]
-    document = unseal(json.loads(record.read_text()))
-    document["checked"]["copied"].pop()
-    record.write_bytes(seal(document))
+    edit_sealed(record, lambda document: document["checked"]["copied"].pop())
     done = hub_cli(*JOB, "--json")
     assert (done.returncode, json.loads(done.stdout)["contract"]["failed"]) == (3, [7])
     assert "does not validate (rules 7)" in done.stderr

@@ -28,6 +28,7 @@ from k2convert.models import locate_module
 from k2convert.models.names import Role
 from k2convert.plan.recipe import build_recipe, settle_recipe
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.records.document import encode, parse
 from k2convert.records.shard_record import ShardRecord
 from k2convert.validate.results import Verdict, validation_document
 from k2convert.validate.validation import validate_checkpoint
@@ -163,7 +164,7 @@ def test_the_codes_of_the_walk_are_written_and_compared(
         assert all(np.array_equal(tensors[name][0], by_rule[name][0]) for name in others)
     for record in records:
         assert record.checked is not None
-        assert ShardRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+        assert parse(ShardRecord, encode(record).decode(), where="record") == record
         for projection in record.projections:
             found, sampled = projection.metrics, record.checked.decoded[projection.module]["sampled_blocks"]
             assert found is not None

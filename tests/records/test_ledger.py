@@ -13,7 +13,8 @@ from k2convert.errors import CheckpointError
 from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare
 from k2convert.job.run import execute
-from k2convert.records.ledger import find_ledger, read_ledger
+from k2convert.records.document import encode
+from k2convert.records.ledger import read_ledger
 
 
 @pytest.fixture(scope="module")
@@ -27,24 +28,25 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_ledger_read_back_gives_its_own_bytes(finished: Path) -> None:
     ledger = read_ledger(finished)
-    assert ledger.to_bytes() == (finished / "k2convert.json").read_bytes()
+    assert encode(ledger) == (finished / "k2convert.json").read_bytes()
     assert ledger.num_bytes == sum(path.stat().st_size for path in finished.glob("*.safetensors"))
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
-    "recipe": lambda d: d.update(recipe={"rule": "best"}),
-    "fingerprint": lambda d: d.pop("fingerprint"),
-    "source: has neither": lambda d: d.update(source={}),
-    "source.repo": lambda d: d["source"].update(repo=5),
-    "versions": lambda d: d.update(versions=[]),
-    "versions.python: not text": lambda d: d["versions"].update(python={"major": 3}),
-    "k2convert: not text": lambda d: d.update(k2convert=[1]),
-    "source.headers.x: not text": lambda d: d["source"]["headers"].update(x=1),
-    "source.headers: not an object": lambda d: d["source"].update(headers=[1]),
-    "fingerprint.arithmetic": lambda d: d["fingerprint"].update(arithmetic="1"),
-    "no blake3, bytes and tensors": lambda d: next(iter(d["shards"].values())).update(tensors={}),
-    "shards": lambda d: d.update(shards={"../x.safetensors": {"blake3": "", "bytes": 1}}),
-    "totals": lambda d: d["totals"]["total"].update(energy=-1.0),
+    "recipe.rule is 'best'": lambda d: d["recipe"].update(rule="best"),
+    "fingerprint is missing": lambda d: d.pop("fingerprint"),
+    "source.headers is missing": lambda d: d.update(source={"family": None, "repo": None, "revision": None}),
+    "source.repo is 5": lambda d: d["source"].update(repo=5),
+    "versions is": lambda d: d.update(versions=[]),
+    "versions.python is": lambda d: d["versions"].update(python={"major": 3}),
+    "k2convert is": lambda d: d.update(k2convert=[1]),
+    "source.headers.x is 1": lambda d: d["source"]["headers"].update(x=1),
+    "fingerprint.arithmetic is '1'": lambda d: d["fingerprint"].update(arithmetic="1"),
+    "shards.*tensors is": lambda d: next(iter(d["shards"].values())).update(tensors={}),
+    "not a file name": lambda d: d.update(shards={"../x.safetensors": {"blake3": "", "bytes": 1, "tensors": 1}}),
+    "totals.total: energy": lambda d: d["totals"]["total"].update(energy=-1.0),
+    "weighted_energy and weighted_error": lambda d: d["totals"]["total"].update(weighted_energy=1.0),
+    "colour is unknown": lambda d: d.update(colour="red"),
 }
 
 
@@ -54,9 +56,6 @@ def test_a_damaged_part_is_named_with_the_remedy(part: str, finished: Path, tmp_
     document = json.loads((folder / "k2convert.json").read_text())
     DAMAGE[part](document)
     (folder / "k2convert.json").write_text(json.dumps(document))
-    lenient = find_ledger(folder)
-    assert lenient is not None
-    assert any(part in problem for problem in lenient.problems)
     with pytest.raises(CheckpointError, match=rf"k2convert\.json: .*{part}.*Delete the file and run the conversion"):
         read_ledger(folder)
 

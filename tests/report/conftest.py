@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.records.checksum import seal
+from k2convert.records.document import seal
 from k2convert.report import ReportFiles, write_report
 
 

@@ -21,6 +21,7 @@ from statistics_makers import random_statistics
 
 from k2convert.hub.source_card import SourceCard
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration, OutputErrors
+from k2convert.records.document import encode
 from k2convert.records.ledger import read_ledger
 from k2convert.report import ReportFiles, card_files, write_report
 from k2convert.report.calibrated import WARNING, calibrated_sections
@@ -58,7 +59,6 @@ def with_gptq(found: CalibrationRecord, *, layers: dict[int, GptqLayer] = LAYERS
     few = LayerCalibration((70, 65, 90, 2), (3,), {})
     return replace(
         found,
-        gptq=True,
         held_out_windows=1,
         layers={number: replace(few, gptq=layer) for number, layer in layers.items()},
     )
@@ -76,7 +76,7 @@ def imatrix(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def relabelled(folder: Path, out: Path, calibration: CalibrationRecord) -> Path:
     """A copy of a result whose ledger says that it was calibrated otherwise."""
     shutil.copytree(folder, out, dirs_exist_ok=True)
-    (out / "k2convert.json").write_bytes(replace(read_ledger(folder), calibration=calibration).to_bytes())
+    (out / "k2convert.json").write_bytes(encode(replace(read_ledger(folder), calibration=calibration)))
     return out
 
 
@@ -290,7 +290,7 @@ def test_sentences_say_only_what_was_done() -> None:
 def test_a_long_list_of_experts_is_cut() -> None:
     many = replace(LAYERS[3], down_shrinkages=(None,) * 20, down_ridges=(None,) * 20)
     layer = LayerCalibration((0,) * 20, tuple(range(20)), {}, gptq=many)
-    sections = list(calibrated_sections(replace(record(tokens=(0,)), gptq=True, layers={3: layer})))
+    sections = list(calibrated_sections(replace(record(tokens=(0,)), layers={3: layer})))
     assert all("10, 11 and 8 more" in str(section.tables[0].rows[0]) for section in sections)
 
 

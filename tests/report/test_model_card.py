@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from k2convert.hub.source_card import SourceCard, read_source_card
+from k2convert.plan.recipe import InputScale
 from k2convert.report import ReportFiles
 from k2convert.report.figures import Report
 from k2convert.report.markdown import render_card
@@ -40,7 +41,7 @@ def config(converted: Path) -> dict[str, Any]:
 
 
 def changed(report: Report, **recipe: Any) -> Report:
-    return replace(report, ledger=replace(report.ledger, recipe=report.ledger.recipe | recipe))
+    return replace(report, ledger=replace(report.ledger, recipe=report.ledger.recipe.model_copy(update=recipe)))
 
 
 def card(
@@ -104,12 +105,12 @@ def test_activations_of_4_bits_have_advice_of_their_own(report: Report, config: 
     assert "**Keep `input_scale` at 1.0.**" in sections["What was converted"]
     for switch in ("`SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION=1`", "`FLASHINFER_NVFP4_4OVER6=1`"):
         assert switch in sections["Serving"]
-    _, sections = card(changed(report, activations="w4a16", input_scale=None), config)
+    _, sections = card(changed(report, activations="w4a16"), config)
     text = "".join(sections.values())
     assert "W4A16" in text
     for words in ("input_scale", "4OVER6", "multiplies NVFP4 weights and activations", "FP4 activations add error"):
         assert words not in text
-    measured = changed(report, input_scale={"gate_up": 0.5, "down": 1.0})
+    measured = changed(report, input_scale=InputScale(gate_up=0.5, down=1.0))
     assert "0.5 for gate and up" in card(measured, config)[1]["What was converted"]
     assert "Keep `input_scale`" not in card(measured, config)[1]["What was converted"]
 
@@ -146,7 +147,7 @@ def test_unknown_licence_and_base_are_said_to_be_unknown(report: Report, config:
 
 
 def with_source(report: Report, **facts: Any) -> Report:
-    return replace(report, ledger=replace(report.ledger, **facts))
+    return replace(report, ledger=replace(report.ledger, source=replace(report.ledger.source, **facts)))
 
 
 def test_hostile_names_are_shown_and_do_nothing(report: Report, config: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.records.checksum import seal
+from k2convert.records.document import seal
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.charts import draw_block_scales
 from k2convert.report.checks import read_checks
@@ -106,7 +106,6 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, edit_json: E
         document["source_headers"] = {HOSTILE: HOSTILE}
 
     def poison_ledger(document: dict[str, Any]) -> None:
-        document["recipe"].update(name=HOSTILE)
         document["source"].update(repo=HOSTILE, revision=HOSTILE)
         document["versions"] = {HOSTILE: HOSTILE}
         document["shards"][shard] = {"blake3": HOSTILE, "bytes": 1, "tensors": 1}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from k2convert.records.checksum import seal
+from k2convert.records.document import seal
 from k2convert.records.fingerprint import fingerprint_digest
 from k2convert.report import write_report
 

@@ -56,7 +56,7 @@ def measure_quantized(
     is_int4 = isinstance(source, Int4Weight)
     histogram = np.zeros(256, dtype=np.int64)
     _cpu.count_bytes(flat(result.block_scales), histogram)
-    used = tuple((byte, int(count)) for byte, count in enumerate(histogram) if count)
+    used = {byte: int(count) for byte, count in enumerate(histogram) if count}
     sampled, achieved, plain, bound = _sample(source, result, magnitude, zlib.crc32(name.encode()))
     return WeightMetrics(
         num_weights=2 * result.packed.size,
@@ -73,8 +73,8 @@ def measure_quantized(
         num_minus_eight=found.num_minus_eight if is_int4 else None,
         blocks_outside_normal=outside,
         scale_spread_exceeded=int(magnitude.scale_max / found.least_scale > MAX_SCALE_SPREAD) if is_int4 else None,
-        min_scale_byte=used[0][0] if used else None,
-        max_scale_byte=used[-1][0] if used else None,
+        min_scale_byte=min(used, default=None),
+        max_scale_byte=max(used, default=None),
         scale_histogram=used,
         sampled_blocks=sampled,
         sampled_error_achieved=achieved,

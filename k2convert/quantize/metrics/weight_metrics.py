@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Final, TypeVar, cast
-
-from k2convert.errors import quoted
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
 
 T = TypeVar("T", int, float)
-
-WEIGHTED: Final = ("weighted_energy", "weighted_error")
-"""The fields that a record has only if columns had an importance: both or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +51,8 @@ class WeightMetrics:
     """1 if the source scales of the set that shares g differ by more than 2**13; totals count tensors."""
     min_scale_byte: int | None
     max_scale_byte: int | None
-    scale_histogram: tuple[tuple[int, int], ...]
-    """(E4M3 byte, number of blocks), ascending, without empty entries."""
+    scale_histogram: dict[int, int]
+    """E4M3 byte -> number of blocks, ascending, without empty entries."""
     sampled_blocks: int
     sampled_error_achieved: float
     sampled_error_max: float
@@ -111,59 +106,6 @@ class WeightMetrics:
             return None
         return self.sqnr_db + 10.0 * math.log10(self.sampled_error_achieved / other_error)
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the stored fields, ready for JSON; `from_dict` restores an equal object."""
-        record: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in WEIGHTED:
-            if record[name] is None:
-                del record[name]
-        record["scale_histogram"] = {str(byte): count for byte, count in self.scale_histogram}
-        return record
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, object]) -> WeightMetrics:
-        """Rebuild metrics from `to_dict`; ValueError if a field is missing or unknown."""
-        odd = _odd_names(record)
-        if odd:
-            raise ValueError(f"not a metrics record: {odd} are missing or unknown")
-        values = dict(record)
-        histogram = cast(Mapping[str, int], values["scale_histogram"])
-        values["scale_histogram"] = tuple((int(byte), count) for byte, count in histogram.items())
-        return cls(**values)  # pyright: ignore[reportArgumentType]
-
-
-_OPTIONAL = {field.name: "None" in str(field.type) for field in fields(WeightMetrics)}
-
-
-def _odd_names(record: Mapping[str, object]) -> list[str]:
-    """Return the names that are missing from a record or unknown, sorted."""
-    names = _OPTIONAL.keys() if any(name in record for name in WEIGHTED) else _OPTIONAL.keys() - set(WEIGHTED)
-    return sorted(record.keys() ^ names)
-
-
-def check_metrics(record: Mapping[str, Any] | None, *, where: str) -> None:
-    """Check that a record is None or has the form of `WeightMetrics.to_dict()`; ValueError naming a field."""
-    if record is None:
-        return
-    odd = _odd_names(record)
-    if odd:
-        raise ValueError(f"{where}: metrics: {quoted(odd)} missing or unknown")
-    for name, value in record.items():
-        if name == "scale_histogram":
-            is_right = isinstance(value, dict) and _is_histogram(cast(dict[str, Any], value))
-        else:
-            # `value >= 0` is false for NaN.
-            may_be_none = _OPTIONAL[name] and name not in WEIGHTED
-            is_right = (type(value) in (int, float) and value >= 0) or (value is None and may_be_none)
-        if not is_right:
-            raise ValueError(f"{where}: metrics: {name} is {quoted(record[name])}")
-
-
-def _is_histogram(value: dict[str, Any]) -> bool:
-    """Return whether this maps non-negative E4M3 bytes, in decimal, to counts."""
-    bytes_are_right = all(byte.isdecimal() and len(byte) <= 3 and int(byte) <= 127 for byte in value)
-    return bytes_are_right and all(type(count) is int and count >= 0 for count in value.values())
-
 
 def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
     """Add up the metrics of several tensors; the order does not matter. ValueError if there are none.
@@ -175,7 +117,7 @@ def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
         raise ValueError("no metrics to add up")
     histogram: Counter[int] = Counter()
     for part in metrics:
-        histogram.update(dict(part.scale_histogram))
+        histogram.update(part.scale_histogram)
     return WeightMetrics(
         num_weights=sum(part.num_weights for part in metrics),
         num_blocks=sum(part.num_blocks for part in metrics),
@@ -193,7 +135,7 @@ def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
         scale_spread_exceeded=_optional(sum, (part.scale_spread_exceeded for part in metrics)),
         min_scale_byte=_optional(min, (part.min_scale_byte for part in metrics)),
         max_scale_byte=_optional(max, (part.max_scale_byte for part in metrics)),
-        scale_histogram=tuple(sorted(histogram.items())),
+        scale_histogram=dict(sorted(histogram.items())),
         sampled_blocks=sum(part.sampled_blocks for part in metrics),
         sampled_error_achieved=math.fsum(part.sampled_error_achieved for part in metrics),
         sampled_error_max=math.fsum(part.sampled_error_max for part in metrics),

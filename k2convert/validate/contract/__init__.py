@@ -254,14 +254,12 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
         return found.skip(f"{LEDGER_NAME} is a link, see rule 16")
     if ledger is None:
         return found.error(LEDGER_NAME, result.ledger_problem)
-    for problem in ledger.problems:
-        found.error(LEDGER_NAME, problem)
     stated, used = ledger.calibration, ledger.fingerprint.get("statistics")
     # With rule gptq, the statistics come out of the conversion. They do not identify it.
     digest = None if stated is None or stated.gptq else stated.statistics
-    if digest != used and not ledger.problems:
+    if digest != used:
         found.error(f"{LEDGER_NAME}: calibration.statistics", f"is not the fingerprint's digest {quoted(used)}")
-    if not ledger.problems and not result.list_problem and (problem := _list_problem(ledger)):
+    if not result.list_problem and (problem := _list_problem(ledger)):
         found.error(PRUNING_PLACE, problem)
     for shard, digest in digests.items():
         stated, size = ledger.shards.get(shard), _file_bytes(result, scan, shard)
@@ -273,9 +271,9 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
             found.error(shard, "its blake3 is not the ledger's: the file was changed after it was written")
     for shard in sorted(set(ledger.shards) - set(digests) - set(result.unreadable)):
         found.error(shortened(shard), "in the ledger, but missing")
-    if result.source is not None and ledger.headers:
+    if result.source is not None and ledger.source.headers:
         headers = {shard: header.digest for shard, header in result.source.headers.items()}
-        if headers != ledger.headers:
+        if headers != ledger.source.headers:
             found.warn(LEDGER_NAME, "states different source headers than --source has")
     if result.is_int4:
         found.note = "no weight was converted"

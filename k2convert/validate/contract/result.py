@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from k2convert.checkpoint.files import list_folder, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from k2convert.calibrate.channels import Calibration
 
 T = TypeVar("T")
+_MISSING: Final = "missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +182,11 @@ def read_result(
     index, index_problem = _read(folder / INDEX_NAME, read_json_file)
     headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
     ledger, ledger_problem = _read(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
-    recipe = None if ledger is None else ledger.checked_recipe()
-    view, no_source, list_problem = view_source(source, ledger)
+    recipe = None if ledger is None else ledger.recipe
+    is_damaged = ledger is None and ledger_problem != _MISSING
+    view, no_source, list_problem = (
+        (None, "the ledger is damaged, see rule 19", "") if is_damaged else view_source(source, ledger)
+    )
     found = [name for header in headers.values() for name in header.tensors]
     family = detect_family(view) if view is not None else expected_family(config, found)
     result = _from_headers(folder, headers, family=family, source=view, recipe=recipe)
@@ -236,7 +240,7 @@ def _from_headers(
 
 def states_int4(ledger: Ledger | None) -> bool:
     """Whether a ledger says that the weights are the source's own."""
-    return ledger is not None and ledger.recipe.get("target") == "int4"
+    return ledger is not None and ledger.recipe.target == "int4"
 
 
 def _read(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:
@@ -245,7 +249,7 @@ def _read(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:
         found = read(path)
     except CheckpointError as error:
         return None, str(error).removeprefix(f"{path}: ").removesuffix(".")
-    return found, "missing" if found is None else ""
+    return found, _MISSING if found is None else ""
 
 
 def _read_headers(
@@ -341,8 +345,6 @@ def view_source(source: Checkpoint | None, ledger: Ledger | None) -> tuple[Check
     """
     if source is None:
         return None, NO_SOURCE, ""
-    if ledger is not None and any(problem.startswith("pruning:") for problem in ledger.problems):
-        return None, "the ledger's list of kept experts is damaged, see rule 19", ""
     detect_family(source)
     try:
         return pruned_source(source, ledger), "", ""

@@ -30,6 +30,7 @@ from k2convert.models.projections import load_projection, projection_of
 from k2convert.quantize.formats.channels import divide_columns
 from k2convert.quantize.quantizer import create_native_quantizer
 from k2convert.records.calibration import GptqLayer, OutputErrors
+from k2convert.records.document import plain
 from k2convert.validate.results import ValidationReport, Verdict, validation_document
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
 from scripts.fixture_maker import make_k25
@@ -319,10 +320,9 @@ def test_other_statistics_are_refused_in_one_line(
 
 def test_rule_gptq_has_statistics_that_do_not_identify_it(cut: Path, damaged: Path) -> None:
     def feed_back(document: dict[str, Any]) -> None:
-        document["calibration"]["gptq"] = True
         for layer in document["calibration"]["layers"].values():
-            none = [None] * len(layer["tokens"])
-            layer["gptq"] = GptqLayer(None, 0.0, None, none, none, OutputErrors(0.0, 0.0, 0.0)).to_dict()  # type: ignore[arg-type]
+            none = (None,) * len(layer["tokens"])
+            layer["gptq"] = plain(GptqLayer(None, 0.0, None, none, none, OutputErrors(0.0, 0.0, 0.0)))
 
     edit_json(damaged / "k2convert.json", feed_back)
     assert list(offenders(validate(damaged, cut))[19]) == ["k2convert.json: calibration.statistics"]
