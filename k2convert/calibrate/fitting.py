@@ -125,7 +125,7 @@ def calibration_record(found: Statistics, calibration: Calibration, architecture
         windows=found.windows,
         dropped_windows=found.dropped,
         seed=found.seed,
-        weighted=calibration.weighted,
+        imatrix=calibration.weighted,
         smoothing=calibration.smoothing,
         exponents_digest=calibration.exponents_digest(),
         layers={number: _layer_record(calibration, number) for number in architecture.moe_layers},

@@ -287,7 +287,7 @@ def job_document(job: Job, plan: CalibrationPlan) -> dict[str, object]:
 def show_outputs(found: CalibrationRecord) -> None:
     """Print what a calibrated conversion made small: the error of outputs, or that of weights by their inputs."""
     if not found.gptq:
-        if found.weighted:
+        if found.imatrix:
             console.print_line(IMATRIX_NOTE)
         return
     if layers := found.held_out:

@@ -71,7 +71,7 @@ def calibration_document(job: Job) -> dict[str, Any]:
             "statistics": found.statistics,
             "texts": [name for name, _ in found.texts],
             "tokens": found.tokens,
-            "imatrix": found.weighted,
+            "imatrix": found.imatrix,
             "smoothing": found.smoothing,
             "fallback_experts": sum(len(layer.fallback) for layer in found.layers.values()),
             "scaled_channels": sum(

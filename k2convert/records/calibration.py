@@ -100,7 +100,7 @@ class CalibrationRecord:
     windows: Count
     dropped_windows: Count
     seed: Count
-    weighted: bool
+    imatrix: bool
     smoothing: bool
     exponents_digest: str | None
     layers: dict[LayerNumber, LayerCalibration]

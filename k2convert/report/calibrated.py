@@ -90,7 +90,7 @@ def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
     )
     if record.dropped_windows:
         yield f"Windows left out because their activations were not finite: {record.dropped_windows:,}."
-    if record.weighted:
+    if record.imatrix:
         count, fallback = len(tokens_by_expert(record)), sum(len(layer.fallback) for layer in record.layers.values())
         yield (
             f"{fallback:,} of {count:,} experts saw fewer than {MIN_TOKENS} tokens. The importance of their down "

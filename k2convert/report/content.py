@@ -115,7 +115,7 @@ def caution(report: Report) -> str:
             " Rule gptq keeps the outputs of layers, not the weights, so its errors of weights are larger than "
             "those of rule mse. See the error after each layer."
         )
-    elif calibration is not None and calibration.weighted:
+    elif calibration is not None and calibration.imatrix:
         text += f" {IMATRIX_NOTE}"
     if report.ledger.recipe.activations == "w4a4":
         text += " FP4 activations add error at run time, which "

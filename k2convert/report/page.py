@@ -100,7 +100,7 @@ def _charts(report: Report) -> dict[str, Markup]:
         found["heat_map"] = _focusable(svg)
     if (record := report.ledger.calibration) is not None:
         if tokens := tokens_by_expert(record):
-            figure = draw_tokens(tokens, THEMED, is_weighted=record.weighted)
+            figure = draw_tokens(tokens, THEMED, is_weighted=record.imatrix)
             found["tokens"] = _svg(figure, "Histogram of tokens by expert")
         if channels := channels_by_exponent(record):
             found["exponents"] = _svg(draw_exponents(channels, THEMED), "Channels by power of two")

@@ -37,7 +37,7 @@ def calibration_of(result: Result, statistics: Statistics) -> Calibration:
         )
     pruning = None if result.ledger is None else result.ledger.pruning
     statistics = statistics if pruning is None else statistics.keep_experts(pruning)
-    return Calibration(statistics, weighted=record.weighted, smoothing=record.smoothing)
+    return Calibration(statistics, weighted=record.imatrix, smoothing=record.smoothing)
 
 
 def read_scaling(result: Result, *, shards: Shards) -> Scaling:

@@ -283,7 +283,7 @@ def test_the_list_travels_with_the_result(tiny: Path, kept: Path, reap: Path, pr
     assert ledger.pruning is not None
     assert encode(ledger) == (pruned / "k2convert.json").read_bytes()
     assert (ledger.pruning.num_source_experts, ledger.pruning.scores) == (16, "a made-up list")
-    assert ledger.recipe["target"] == "int4"
+    assert ledger.recipe.target == "int4"
     assert {"keep_experts", "experts"}.isdisjoint(ledger.recipe), "a path is not part of the result"
     view = pruned_source(open_checkpoint(tiny), ledger)
     assert view.config == open_checkpoint(reap).config

@@ -230,7 +230,7 @@ def test_smoothing_serves_the_rules_without_weights_too(
     assert_equal(raw_tensors(tmp_path / "out"), expected)
     calibration = read_ledger(tmp_path / "out").calibration
     assert calibration is not None
-    assert (calibration.weighted, calibration.smoothing) == (False, True)
+    assert (calibration.imatrix, calibration.smoothing) == (False, True)
     assert all(layer.fallback == () for layer in calibration.layers.values())
 
 
@@ -252,7 +252,7 @@ def test_ledger_and_fingerprint_name_the_statistics(cut: Path, statistics: Path,
     ledger, found = read_ledger(tmp_path / "out"), open_statistics(statistics)
     digest = blake3(statistics.read_bytes()).hexdigest()
     assert ledger.fingerprint["statistics"] == digest
-    assert (ledger.recipe["rule"], ledger.recipe["smoothing"]) == ("imatrix", True)
+    assert (ledger.recipe.rule, ledger.recipe.smoothing) == ("imatrix", True)
     record, layer = ledger.calibration, found.layer(1)
     assert record is not None
     assert (record.statistics, record.texts, record.tokens, record.seed) == (digest, found.texts, 8192, 3)
@@ -409,7 +409,7 @@ def test_a_recipe_may_ask_for_weights_and_refuse_smoothing(cut: Path, statistics
     recipe = tmp_path / "own.yaml"
     recipe.write_text("name: own\nrule: imatrix\nsmoothing: false\n")
     assert run("run", cut, tmp_path / "out", "--recipe", recipe, "--statistics", statistics, "--quiet") == 0
-    assert read_ledger(tmp_path / "out").recipe["smoothing"] is False
+    assert read_ledger(tmp_path / "out").recipe.smoothing is False
     assert_equal(unconverted(raw_tensors(tmp_path / "out")), unconverted(raw_tensors(cut)))
 
 

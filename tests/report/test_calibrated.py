@@ -260,7 +260,7 @@ def record(*, tokens: tuple[int, ...], weighted: bool = True, smoothing: bool = 
         windows=1,
         dropped_windows=0,
         seed=0,
-        weighted=weighted,
+        imatrix=weighted,
         smoothing=smoothing,
         exponents_digest="2" * 64 if smoothing else None,
         layers={1: LayerCalibration(tokens, few if weighted else (), exponents)},
