@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from k2convert.checkpoint.files import list_folder, read_json_file
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from k2convert.calibrate.channels import Calibration
 
 T = TypeVar("T")
-_MISSING: Final = "missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +182,9 @@ def read_result(
     headers, unreadable = _read_headers(folder, index, read) if known_headers is None else (known_headers, {})
     ledger, ledger_problem = _read(folder / LEDGER_NAME, lambda path: find_ledger(path.parent))
     recipe = None if ledger is None else ledger.recipe
-    is_damaged = ledger is None and ledger_problem != _MISSING
-    view, no_source, list_problem = (
-        (None, "the ledger is damaged, see rule 19", "") if is_damaged else view_source(source, ledger)
-    )
+    view, no_source, list_problem = view_source(source, ledger)
+    if ledger is None and ledger_problem != "missing":
+        view, no_source = None, "the ledger is damaged, see rule 19"
     found = [name for header in headers.values() for name in header.tensors]
     family = detect_family(view) if view is not None else expected_family(config, found)
     result = _from_headers(folder, headers, family=family, source=view, recipe=recipe)
@@ -249,7 +247,7 @@ def _read(path: Path, read: Callable[[Path], T | None]) -> tuple[T | None, str]:
         found = read(path)
     except CheckpointError as error:
         return None, str(error).removeprefix(f"{path}: ").removesuffix(".")
-    return found, _MISSING if found is None else ""
+    return found, "missing" if found is None else ""
 
 
 def _read_headers(
