@@ -33,7 +33,7 @@ def hub_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def quick_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without charts, whose drawing is half of a job's time here; tests/report looks at them."""
     monkeypatch.setattr("k2convert.report.page._charts", lambda _report: defaultdict(Markup))
-    monkeypatch.setattr("k2convert.report.picture.render_picture", lambda _report: b"\x89PNG")
+    monkeypatch.setattr("k2convert.report.page.render_picture", lambda _report: b"\x89PNG")
 
 
 @pytest.fixture
