@@ -3,11 +3,11 @@ gptq, the experts are converted in the same walk.
 
 tokenizers, chat              a source's own tokenizer and chat template; ..._process: in processes of their own
 text                          texts and token ids as windows
-calibration                   a calibration, planned, with or without a conversion; layer_shards: its fetch stage
+calibration                   a calibration, planned, with or without a conversion
 accumulate                    a calibration, done: each layer's statistics, summed while it runs
 smoothing                     the exponents of smoothing
 layer_statistics, statistics  the file
-layer_files                   what a walk keeps of each layer
+layer_files                   what a walk keeps of each layer, and what it fetches for it
 fitting, channels             statistics for a conversion: do they fit, importance and exponents
 gptq_walk, gptq_layer         rule `gptq`: both streams, layer by layer, and one layer's experts
 conversion                    its walk, next to the pipeline of a job

@@ -22,7 +22,7 @@ from typing import Any, Final
 from blake3 import blake3
 
 from k2convert import __version__
-from k2convert.calibrate.layer_shards import LayerShards, layer_ranges
+from k2convert.calibrate.layer_files import LayerShards, layer_ranges
 from k2convert.calibrate.statistics import StatisticsHeader, open_statistics
 from k2convert.calibrate.text import Windows, held_out
 from k2convert.checkpoint.index import Checkpoint

@@ -19,11 +19,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import Any, BinaryIO, Final, cast
 
 import numpy as np
@@ -97,8 +96,7 @@ class Statistics:
         self._norms = norms
         self._shard = shard
         self._header, self._identity, self._pruning = header, identity, pruning
-        self._cache: OrderedDict[int, LayerStatistics] = OrderedDict()
-        self._lock = Lock()
+        self._read_once = lru_cache(_CACHED_LAYERS)(self._read)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.path, self.digest, self._pruning)
@@ -114,13 +112,7 @@ class Statistics:
                 f"{self.path}: has no layer {number}: these statistics are of a different model. "
                 "Make them for this source with `k2convert calibrate`."
             )
-        with self._lock:
-            if number not in self._cache:
-                self._cache[number] = self._read(number)
-                if len(self._cache) > _CACHED_LAYERS:
-                    self._cache.popitem(last=False)
-            self._cache.move_to_end(number)
-            return self._cache[number]
+        return self._read_once(number)
 
     def _read(self, number: int) -> LayerStatistics:
         stem = f"layers.{number}."
