@@ -11,7 +11,6 @@ DECORATED = {"command", "callback"}  # typer calls these
 
 ALLOWED = {
     "model_config": "pydantic reads it",
-    "extend": "refused by FrozenList",
     "collect_usage_pieces": "typer calls it",
     "format_options": "typer calls it",
 }

@@ -34,8 +34,6 @@ def _refuse(_self: object, *_args: object, **_options: object) -> NoReturn:
 class FrozenDict(dict[str, Any]):
     """A dict without its methods that change it."""
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
-
     def __reduce__(self) -> tuple[Any, ...]:
         return freeze, (dict(self),)
 
@@ -46,14 +44,19 @@ class FrozenDict(dict[str, Any]):
 class FrozenList(list[Any]):
     """A list without its methods that change it."""
 
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
-    append = clear = extend = insert = pop = remove = reverse = sort = _refuse  # type: ignore[assignment]
-
     def __reduce__(self) -> tuple[Any, ...]:
         return freeze, (list(self),)
 
     def __deepcopy__(self, memo: object) -> list[Any]:
         return thaw(self)
+
+
+for _kind, _methods in (
+    (FrozenDict, "__setitem__ __delitem__ __ior__ clear pop popitem setdefault update"),
+    (FrozenList, "__setitem__ __delitem__ __iadd__ __imul__ append clear extend insert pop remove reverse sort"),
+):
+    for _name in _methods.split():
+        setattr(_kind, _name, _refuse)
 
 
 def freeze(document: Any) -> Any:
