@@ -21,8 +21,6 @@ from scripts import fixture_maker as fixtures
 from scripts.fixture_maker.damage import edit_checkpoint, edit_config, edit_json, edit_tensor
 from scripts.fixture_maker.folder import SmallCheckpoint
 
-SHARD = "model-00002-of-000005.safetensors"
-
 Refuse = Callable[..., str]
 
 

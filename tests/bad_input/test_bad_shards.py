@@ -11,12 +11,8 @@ import pytest
 
 from scripts.fixture_maker.damage import edit_entry, edit_header, split_shard, write_raw
 
-INDEX = "model.safetensors.index.json"
 SHARD = "model-00002-of-000005.safetensors"
-OTHER = "model-00003-of-000005.safetensors"
 LAYER = "model.layers.1"
-GATE = f"{LAYER}.mlp.experts.3.gate_proj"
-DOWN = f"{LAYER}.mlp.experts.3.down_proj"
 NORM = f"{LAYER}.input_layernorm.weight"
 
 Damage = Callable[[Path], object]

@@ -15,13 +15,10 @@ from k2convert.errors import SourceReadError
 from scripts.fixture_maker.damage import edit_checkpoint, edit_config, edit_tensor
 from scripts.fixture_maker.folder import SmallCheckpoint
 
-INDEX = "model.safetensors.index.json"
 SHARD = "model-00002-of-000005.safetensors"
-OTHER = "model-00003-of-000005.safetensors"
 LAYER = "model.layers.1"
 GATE = f"{LAYER}.mlp.experts.3.gate_proj"
 DOWN = f"{LAYER}.mlp.experts.3.down_proj"
-NORM = f"{LAYER}.input_layernorm.weight"
 
 Damage = Callable[[Path], object]
 Refuse = Callable[..., str]

@@ -184,9 +184,7 @@ def random_lists(seed: int, count: int, pool: Sequence[str]) -> Iterator[list[st
             begin = draw.randrange(len(parts))
             end = draw.randint(begin + 1, len(parts))
             text = ".".join(parts[begin:end] if draw.random() < 0.6 else parts)
-            entries.append(
-                draw.choice(("{}", "{}", "*{}", "{}*", "*{}*", "{}.*", "re:.*{}", "re:{}.*", "re:.*{}$")).format(text)
-            )
+            entries.append(draw.choice(FORMS).format(text))
         yield entries
 
 

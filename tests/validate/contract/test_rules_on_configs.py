@@ -69,27 +69,18 @@ COMPRESSED_TENSORS: list[tuple[str, Change, str]] = [
 ]
 
 
-def check_rule_11(converted: Converted, apply: Change, field: str) -> None:
-    edit_quantization(converted, apply)
-    rule = only(converted.check(), 11)
-    assert field in rule.offenders[0].name
-
-
-@pytest.mark.parametrize(("apply", "field"), [c[1:] for c in BOTH], ids=[c[0] for c in BOTH])
-def test_rule_11_declares_what_is_there(breakable: Converted, apply: Change, field: str) -> None:
-    check_rule_11(breakable, apply, field)
-
-
-@pytest.mark.parametrize(("apply", "field"), [c[1:] for c in MODELOPT], ids=[c[0] for c in MODELOPT])
-def test_rule_11_in_the_modelopt_layout(modelopt: Converted, apply: Change, field: str) -> None:
-    check_rule_11(modelopt, apply, field)
-
-
 @pytest.mark.parametrize(
-    ("apply", "field"), [c[1:] for c in COMPRESSED_TENSORS], ids=[c[0] for c in COMPRESSED_TENSORS]
+    ("layout", "apply", "field"),
+    [
+        pytest.param(layout, apply, field, id=f"{name}, {layout}")
+        for layout, cases in (("modelopt", BOTH + MODELOPT), ("packed", BOTH + COMPRESSED_TENSORS))
+        for name, apply, field in cases
+    ],
 )
-def test_rule_11_in_the_compressed_tensors_layout(packed: Converted, apply: Change, field: str) -> None:
-    check_rule_11(packed, apply, field)
+def test_rule_11_declares_what_is_there(layout: str, apply: Change, field: str, request: pytest.FixtureRequest) -> None:
+    converted: Converted = request.getfixturevalue(layout)
+    edit_quantization(converted, apply)
+    assert field in only(converted.check(), 11).offenders[0].name
 
 
 def test_rule_11_activations_declared_for_a_weight_only_checkpoint(weight_only: Converted) -> None:
@@ -224,20 +215,16 @@ def test_rule_14_vision_and_projector(packed: Converted, entry: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry",
-    ["*mlp*", "*layers.1*", "model.layers.1.mlp.experts.2.up_proj", "*experts*", "model.layers.2*"],
+    ("layout", "entry"),
+    [("modelopt", e) for e in ("*mlp*", "*layers.1*", "model.layers.1.mlp.experts.2.up_proj", "*experts*")]
+    + [("packed", e) for e in ("re:.*mlp.*", "re:.*experts\\.3\\.up_proj", "re:.*layers\\.1\\.")],
 )
-def test_rule_14_an_entry_that_takes_experts_along(modelopt: Converted, entry: str) -> None:
-    edit_list(modelopt, lambda entries: entries.append(entry))
-    rule = only(modelopt.check(), 14)
-    assert rule.offenders[0].name.endswith(".mlp.experts")
-    assert entry in rule.offenders[0].problem
-
-
-@pytest.mark.parametrize("entry", ["re:.*mlp.*", "re:.*experts\\.3\\.up_proj", "re:.*layers\\.1\\."])
-def test_rule_14_a_regular_expression_that_takes_experts_along(packed: Converted, entry: str) -> None:
-    edit_list(packed, lambda entries: entries.append(entry))
-    assert entry in only(packed.check(), 14).offenders[0].problem
+def test_rule_14_an_entry_that_takes_experts_along(layout: str, entry: str, request: pytest.FixtureRequest) -> None:
+    converted: Converted = request.getfixturevalue(layout)
+    edit_list(converted, lambda entries: entries.append(entry))
+    offender = only(converted.check(), 14).offenders[0]
+    assert layout == "packed" or offender.name.endswith(".mlp.experts")
+    assert entry in offender.problem
 
 
 def test_rule_14_no_regular_expression_in_the_modelopt_layout(modelopt: Converted) -> None:

@@ -44,27 +44,22 @@ def test_rule_16_a_tensor_that_is_not_where_the_index_says(breakable: Converted,
     assert only(breakable.check(), 16).offenders[0].name == name
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"metadata": {}}'])
-def test_rule_16_no_index_to_read(breakable: Converted, text: str) -> None:
-    (breakable.folder / INDEX_NAME).write_text(text)
+@pytest.mark.parametrize("text", [None, "", "[]", '{"metadata": {}}'])
+def test_rule_16_no_index_to_read(breakable: Converted, text: str | None) -> None:
+    (breakable.folder / INDEX_NAME).unlink()
+    if text is not None:
+        (breakable.folder / INDEX_NAME).write_text(text)
     assert only(breakable.check(), 16).offenders[0].name.startswith(INDEX_NAME)
 
 
-def test_rule_16_no_index(breakable: Converted) -> None:
-    (breakable.folder / INDEX_NAME).unlink()
-    assert only(breakable.check(), 16).offenders[0].name == INDEX_NAME
-
-
-def test_rule_16_a_stray_shard(breakable: Converted) -> None:
-    save_file({"x": torch.zeros(4)}, breakable.folder / "model-extra.safetensors")
-    assert only(breakable.check(), 16).offenders[0].name == "model-extra.safetensors"
-
-
-@pytest.mark.parametrize("name", ["model-00001-of-000005.safetensors.tmp", "config.json.part", "docs/x.incomplete"])
-def test_rule_16_a_temporary_file(breakable: Converted, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["model-extra.safetensors", "model-00001-of-000005.safetensors.tmp", "config.json.part", "docs/x.incomplete"],
+)
+def test_rule_16_a_stray_shard_or_a_temporary_file(breakable: Converted, name: str) -> None:
     path = breakable.folder / name
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"half")
+    save_file({"x": torch.zeros(4)}, path)
     assert only(breakable.check(), 16).offenders[0].name == name
 
 

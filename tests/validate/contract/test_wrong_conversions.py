@@ -130,13 +130,6 @@ def test_all_scales_of_the_checkpoint_one_step_away(mse: Converted, by: int) -> 
     assert len(found_by_rule_alone(mse)) == 36
 
 
-@pytest.mark.parametrize("by", [1, -1])
-def test_all_scales_of_one_tensor_one_step_away(mse: Converted, by: int) -> None:
-    module = mse.expert(2, 3, "up")
-    change_tensor(mse, f"{module}.{mse.names.block_scale}", step(by))
-    assert list(found_by_rule_alone(mse)) == [module]
-
-
 def test_one_block_scale_one_step_away(converted: Converted) -> None:
     module = converted.expert(1, 0, "down")
     change_tensor(converted, f"{module}.{converted.names.block_scale}", one_block)
@@ -145,7 +138,7 @@ def test_one_block_scale_one_step_away(converted: Converted) -> None:
     assert "1 of 2,048 block scales and 0 of 32,768 codes differ" in found[module]
 
 
-@pytest.mark.parametrize("apply", [one_code, one_sign, row_of_zeros])
+@pytest.mark.parametrize("apply", [one_code, row_of_zeros])
 def test_codes_that_are_not_the_nearest(mse: Converted, apply: Change) -> None:
     module = mse.expert(3, 2, "gate")
     change_tensor(mse, f"{module}.{mse.names.weight}", apply)
@@ -232,27 +225,24 @@ def test_the_output_says_what_was_made_again(mse: Converted) -> None:
         (lambda ledger: ledger["recipe"].update(rule="imatrix"), "imatrix"),
         (lambda ledger: ledger["recipe"].update(rule="max", quantizer="reference"), "reference"),
         (lambda ledger: ledger["fingerprint"].update(arithmetic=99), "arithmetic 99"),
+        (None, "no ledger"),
     ],
-    ids=["unknown rule", "reference quantizer", "other arithmetic"],
+    ids=["unknown rule", "reference quantizer", "other arithmetic", "no ledger"],
 )
 def test_what_cannot_be_made_again_is_skipped(
-    mse: Converted, edit: Callable[[dict[str, Any]], Any], reason: str
+    mse: Converted, edit: Callable[[dict[str, Any]], Any] | None, reason: str
 ) -> None:
-    damage.edit_json(mse.folder / "k2convert.json", edit)
+    if edit is None:
+        (mse.folder / "k2convert.json").unlink()
+    else:
+        damage.edit_json(mse.folder / "k2convert.json", edit)
     found = validation_document(validate(mse))["weights"]
     assert found["verdicts"]["rule"] == "skipped"
     assert reason in found["rule"]["skip_reason"]
     assert (found["rule"]["tensors"], found["rule"]["blocks"]) == (0, 0)
 
 
-def test_without_a_ledger_the_check_is_skipped(mse: Converted) -> None:
-    (mse.folder / "k2convert.json").unlink()
-    found = validation_document(validate(mse))["weights"]
-    assert found["verdicts"]["rule"] == "skipped"
-    assert "no ledger" in found["rule"]["skip_reason"]
-
-
-@pytest.mark.parametrize(("source", "rule"), [("split", "max"), ("zeros", "max"), ("zeros", "mse")])
+@pytest.mark.parametrize(("source", "rule"), [("split", "max"), ("zeros", "mse")])
 def test_every_kind_of_source_weight(source: str, rule: str, tmp_path: Path) -> None:
     """INT4 and BF16 weights, with partners in other shards; the layout rounds the global scale of `max`."""
     made = {"split": fixtures.make_split, "zeros": fixtures.make_zeros}[source](tmp_path / "source")
