@@ -1,4 +1,4 @@
-"""`calibrate`: plan a walk through the layers, show what it needs, and do it."""
+"""`calibrate`: plan a calibration, show what it needs, and do it."""
 
 from dataclasses import replace
 from pathlib import Path

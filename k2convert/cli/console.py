@@ -64,10 +64,10 @@ def _on_stdout() -> Generator[None]:
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document on stdout, in ASCII if stdout takes nothing else."""
-    takes_all = (sys.stdout.encoding or "").lower().startswith("utf")
+    """Print one JSON document on stdout, in ASCII if stdout accepts nothing else."""
+    accepts_all = (sys.stdout.encoding or "").lower().startswith("utf")
     with _on_stdout():
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not takes_all).translate(_JSON_CONTROLS) + "\n")
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=not accepts_all).translate(_JSON_CONTROLS) + "\n")
 
 
 def print_table(
@@ -183,7 +183,7 @@ def print_event(text: str) -> None:
 
 
 def notifier(*, quiet: bool) -> Callable[[str], None]:
-    """Return what takes lines about a running stage: print_event, or nothing if the user asked for quiet."""
+    """Return the printer of lines about a running stage: print_event, or none if the user asked for quiet."""
     return ignore if quiet else print_event
 
 

@@ -106,7 +106,7 @@ def _chosen_gpu(options: FitOptions) -> Gpu | None:
 
 
 def _answer_all(asked: _Asked, gpu: Gpu | None) -> bool:
-    """Say which GPUs, or which counts of one, hold the model. Return whether any do."""
+    """Show which GPUs, or which counts of one, hold the model. Return whether any do."""
     model, settings = asked.model, asked.settings
     gpus = GPUS.values() if gpu is None else (gpu,)
     holders = find_holders(model, settings=settings, gpus=gpus)
@@ -120,7 +120,7 @@ def _answer_all(asked: _Asked, gpu: Gpu | None) -> bool:
 
 
 def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
-    """Say what a count of GPUs holds, with memory by role and speed, or what would fit. Return whether it fits."""
+    """Show the memory by role and the speed of a count of GPUs, or what would fit. Return whether it fits."""
     options, settings = asked.options, asked.settings
     holder = Holder(gpu, _fit(asked, gpu, count))
     if options.experts == AUTO and (most := most_experts(asked.whole, holder, settings=settings)) is not None:

@@ -89,7 +89,7 @@ def choose_computer(name: str, *, dry_run: bool) -> Computer:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a pass or a walk of `size` will need. `main` is the memory of the whole process."""
+    """The needs of a calibration of `size`. `main` is the memory of the whole process."""
 
     source: Checkpoint
     size: PassSize
@@ -98,7 +98,7 @@ class Forecast:
     memory: Memory
 
     def main_bytes(self) -> int:
-        """The memory of the whole process. Ask before anything is measured: that takes memory too."""
+        """The memory of the whole process. Ask before anything is measured: that needs memory too."""
         return peak_bytes() + self.memory.main
 
     def check(self, place: str, *, needed: int) -> None:
@@ -123,7 +123,7 @@ class Forecast:
         )
 
     def memory_lines(self, needed: int) -> list[str]:
-        """Say what memory is needed, and what is there."""
+        """Return the memory that is needed and the memory that is there, in lines."""
         gpu, text = self.computer.gpu, f"memory: needs about {console.format_bytes(needed)}"
         lines = [text if self.computer.elsewhere else f"{text}, available {console.format_bytes(available_memory())}"]
         if self.memory.gpu:
@@ -134,7 +134,7 @@ class Forecast:
         return lines
 
     def time_line(self, time: Time, *, of: str = "") -> str:
-        """Say how long it takes, and where that comes from."""
+        """Return the time in a line, and where the estimate comes from."""
         elsewhere, span = self.computer.elsewhere, console.format_span(time.least, time.most)
         if not elsewhere:
             return f"time{of}: {span}, an estimate from one expert on this machine{self._advice(time)}"
@@ -185,11 +185,11 @@ def read_texts(source: Source, files: Sequence[Path], *, tokens: int, window: in
 
 
 def check_time(time: Time, *, source: str, yes: bool) -> None:
-    """Refuse a pass of more than half a day, unless the user agreed; raises CalibrationError."""
+    """Refuse a calibration of more than half a day, unless the user agreed; raises CalibrationError."""
     if time.middle > MAX_HOURS * 3600 and not yes:
         raise CalibrationError(
-            f"{source}: the pass would take {console.format_span(time.least, time.most)} on this machine, more than "
-            f"{MAX_HOURS} hours. Use a machine with a GPU, or fewer tokens, or repeat the command with --yes."
+            f"{source}: the calibration would take {console.format_span(time.least, time.most)} on this machine, more "
+            f"than {MAX_HOURS} hours. Use a machine with a GPU, or fewer tokens, or repeat the command with --yes."
         )
 
 
@@ -209,19 +209,19 @@ def read_calibration_text(
 
 
 def layers_left(job: Job, plan: CalibrationPlan) -> int:
-    """Return how many layers the walk of a job has to do, as far as that is known before it starts."""
+    """Return how many layers are left to calibrate, as far as that is known before the job starts."""
     if job.calibrated is not None and len(job.finished) == len(job.plan.jobs):
         return 0
     return plan.num_layers - plan.num_finished
 
 
 def forecast_walk(job: Job, plan: CalibrationPlan, computer: Computer) -> Forecast:
-    """Count what the rest of the walk needs."""
+    """Count the needs of the rest of a calibration."""
     return forecast(plan, computer, layers=layers_left(job, plan))
 
 
 def plan_line(plan: CalibrationPlan) -> str:
-    """Return what is walked over, in a line."""
+    """Return layers and text of a calibration, in a line."""
     windows = plan.text.windows
     names = ", ".join(name for name, _ in windows.texts)
     line = (
@@ -246,7 +246,7 @@ def _held_out(count: int) -> str:
 
 
 def show_walk(walk: Forecast, time: Time, converting: Estimate, *, needed: int) -> None:
-    """Print the memory and the time of a walk, of converting next to it, and of both."""
+    """Print the memory and the time of a calibration, of converting beside it, and of both."""
     for line in walk.memory_lines(needed):
         console.print_line(line)
     if not walk.size.num_layers:
@@ -262,7 +262,7 @@ def show_walk(walk: Forecast, time: Time, converting: Estimate, *, needed: int) 
 
 
 def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, object]:
-    """Return what is walked over, as plain data."""
+    """Return layers and text of a calibration, as plain data."""
     text, windows = plan.text, plan.text.windows
     return {
         "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
@@ -279,7 +279,7 @@ def plan_document(plan: CalibrationPlan, *, finished_layers: int) -> dict[str, o
 
 
 def job_document(job: Job, plan: CalibrationPlan) -> dict[str, object]:
-    """Return what the walk of a job is, as plain data."""
+    """Return the calibration of a job, as plain data."""
     done = plan.num_layers - layers_left(job, plan)
     return plan_document(plan, finished_layers=done) | {"smoothing": bool(job.plan.recipe.smoothing)}
 

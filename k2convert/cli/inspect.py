@@ -43,7 +43,7 @@ def inspect(options: InspectOptions) -> None:
 
 
 def _stated_pruning(folder: Path) -> Mapping[str, object] | None:
-    """Return what a folder's ledger says of the experts that are kept; None for all, or without a sound ledger."""
+    """Return the ledger's entry on the experts that are kept; None for all, or without a sound ledger."""
     try:
         ledger = find_ledger(folder)
     except CheckpointError:

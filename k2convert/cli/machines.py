@@ -36,7 +36,7 @@ def capacity_line(found: "Capacity") -> str:
 
 
 def run_part(job: "Job", part: "Part", options: "RunOptions") -> None:
-    """Do one part, and say which command ends the job."""
+    """Do one part, and print the command that ends the job."""
     from k2convert.cli import console
     from k2convert.cli.options import command_words
     from k2convert.cli.progress import Display

@@ -220,7 +220,7 @@ def _fitting(parts: list[str], width: int) -> str:
 
 
 class Waiting:
-    """Says what is being waited for before there is progress: a spinner, or one line after half a second."""
+    """Shows what a command waits for before there is progress: a spinner, or one line after half a second."""
 
     def __init__(self, text: str, *, quiet: bool = False) -> None:
         self._status: Status | None = None

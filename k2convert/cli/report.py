@@ -70,7 +70,7 @@ def _tensors(opened: Opened) -> list[Tensor] | None:
 
 
 def _print_next(destination: Path, *, is_complete: bool) -> None:
-    """A result is published next; a conversion that is not finished, or whose shards are gone, says how it stands."""
+    """Print the next command: `publish` for a result, `status` for a conversion that is not finished or has left."""
     if is_complete and can_be_validated(destination) and find_ledger(destination) is not None:
         console.print_next(console.command("k2convert", "publish", destination, "--repo", "owner/name"))
     elif Journal(destination).job() is not None:

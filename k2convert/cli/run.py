@@ -269,7 +269,7 @@ def _do(job: Job, options: RunOptions) -> None:
 
 
 def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> float:
-    """Say how long the rest of the walk takes, and return the seconds.
+    """Print how long the rest of the calibration will be, and return the seconds.
 
     Raises CalibrationError if it is too long, PlanError if the memory is not there.
     """

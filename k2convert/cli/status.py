@@ -190,7 +190,7 @@ def show_progress(progress: Mapping[str, Any], age: float) -> None:
 
 
 def show_repository(text: str, *, as_json: bool) -> None:
-    """Say what hf://owner/name[@revision] holds; raises HubError if it is not a result of k2convert."""
+    """Show the result at hf://owner/name[@revision]; raises HubError if it is not a result of k2convert."""
     hub, ref = Hub(notify=console.print_note), parse_repo(text)
     assert ref is not None  # with the scheme it is a repository or an error
     repo = resolve_source(hub, ref)

@@ -123,7 +123,7 @@ def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
 
 
 def _read_text(files: Sequence[Path], source: Checkpoint, *, tokens: int) -> "Windows":
-    """Read the text for --layers with the source's tokenizer, and say what it has less than asked for."""
+    """Read the text for --layers with the source's tokenizer, and note where it has less than asked for."""
     from k2convert.calibrate.text import read_windows
 
     found = read_windows(
@@ -140,7 +140,7 @@ def _read_text(files: Sequence[Path], source: Checkpoint, *, tokens: int) -> "Wi
 
 
 def _display(opened: Opened, request: LayersRequest | None, total: int, *, quiet: bool) -> Display:
-    """Return the display of a validation. Says what the layers will take, if some are to be computed."""
+    """Return the display of a validation. Prints the cost of the layers, if some are to be computed."""
     cost = None if request is None else _say_layers_cost(opened, request, quiet=quiet)
     extent = Extent({"check": (total, 0)}, num_experts=cost.num_experts if cost is not None else 0)
     display = Display("validate", extent, quiet=quiet)
@@ -201,7 +201,7 @@ def named(found: ValidationReport, destination: str) -> ValidationReport:
 
 
 def _say_layers_cost(opened: Opened, request: LayersRequest, *, quiet: bool) -> "LayersCost | None":
-    """Say what --layers will take, before anything is read; None if the result cannot be opened."""
+    """Print the cost of --layers before anything is read; None if the result cannot be opened."""
     from k2convert.validate.layers.cost import layers_cost
 
     if (source := opened.seen) is None or opened.source is None:

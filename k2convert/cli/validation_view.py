@@ -95,7 +95,7 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
     if rule.measured:
         print_line(
             f"rule {rule.rule}: {rule.measured:,} tensors measured against the source, not regenerated, because their "
-            "codes come from a walk through the layers; their global scales were regenerated"
+            "rule needs the calibration; their global scales were regenerated"
         )
     for module, problem in list(rule.mismatches.items())[:MAX_OFFENDERS]:
         print_line(f"rule {rule.rule}: {module}: {problem}")

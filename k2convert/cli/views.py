@@ -61,7 +61,7 @@ def plan_document(job: Job, *, source: str) -> dict[str, Any]:
 
 
 def calibration_document(job: Job) -> dict[str, Any]:
-    """Return what a job takes from its statistics as plain data; empty without statistics."""
+    """Return the calibration of a job as plain data; empty without statistics."""
     found = job.calibrated
     if found is None or job.calibration is None:
         return {}

@@ -13,7 +13,7 @@ from k2convert.errors import FitError
 from k2convert.fit.model import ModelShape
 
 WIDTH_ALIGNMENT: Final = 64
-"""Columns of an expert on one GPU: TensorRT-LLM's kernels take multiples of 64, the largest alignment of all."""
+"""Columns of an expert on one GPU: TensorRT-LLM's kernels need multiples of 64, the largest alignment of all."""
 
 _MOST_GPUS: Final = 1024
 _MAX_NODE: Final = 8  # GPUs of tensor parallelism if the caller does not say: those of one machine
@@ -58,7 +58,7 @@ def check_layout(layout: Parallelism, shape: ModelShape) -> None:
 
 
 def _check_experts(layout: Parallelism, shape: ModelShape) -> None:
-    """Refuse experts that cannot be dealt out evenly, or whose pieces no kernel takes."""
+    """Refuse experts that cannot be dealt out evenly, or whose pieces no kernel accepts."""
     choices = _expert_sizes(layout.tensor, shape)
     if layout.expert in choices:
         return
@@ -124,7 +124,7 @@ def complete_layout(
 ) -> Parallelism:
     """Return the layout of `count` GPUs with what the caller chose; raises FitError if there is none.
 
-    What is open: as much tensor parallelism as one machine takes, and pipeline stages over machines. DP attention gives
+    What is open: as much tensor parallelism as one machine has, and pipeline stages over machines. DP attention gives
     whole experts to each GPU; else experts are split.
     """
     if tensor is None:

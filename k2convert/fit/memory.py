@@ -28,7 +28,7 @@ CONTEXT: Final = 8192
 """The length of a request if the user does not say."""
 
 UTILIZATION: Final = 0.92
-"""The share of memory that vLLM 0.33 takes by default."""
+"""The share of memory that vLLM 0.33 uses by default."""
 
 OVERHEAD_BYTES: Final = 3_000_000_000
 """Activations, CUDA graphs, NCCL and libraries on one GPU: an assumption.

@@ -44,7 +44,7 @@ class ModelShape:
         """Return the shape of a pruned model; raises FitError if the router cannot choose from that many experts."""
         if not self.experts_per_token <= count <= self.num_experts:
             raise FitError(
-                f"--experts {count}: a layer has {self.num_experts} experts and each token takes "
+                f"--experts {count}: a layer has {self.num_experts} experts and each token uses "
                 f"{self.experts_per_token}. Pass {self.experts_per_token} to {self.num_experts}."
             )
         if count % self.num_groups:
@@ -205,7 +205,7 @@ class Model:
     weights: Weights
     recipe: Recipe | None
     kv: ServedKvCache
-    """What engines take without an option: FP8 if config.json declares it, else BF16."""
+    """The KV cache of engines without an option: FP8 if config.json declares it, else BF16."""
 
     @property
     def kv_values(self) -> int:

@@ -105,7 +105,7 @@ NEEDS_COLUMNS: Final = ("GPUs", "layout", "weights on each", "KV tokens, FP8", "
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A sentence of what the weights and a token take, and a row for each kind of GPU that holds it."""
+    """A sentence on the bytes of weights and of a token, and a row for each kind of GPU that holds it."""
 
     summary: str
     rows: tuple[tuple[str, ...], ...]
@@ -113,7 +113,7 @@ class Needs:
 
 
 def state_needs(model: Model) -> Needs:
-    """Say what a model needs, and the fewest GPUs of each kind that hold it with a request of 8,192 tokens in BF16."""
+    """Return the memory of a model, and the fewest GPUs of each kind that hold it and 8,192 tokens in BF16."""
     settings = Settings(kv="bf16")
     fewest: dict[str, Holder] = {}
     for holder in find_holders(model, settings=settings):

@@ -79,7 +79,7 @@ class Deployment:
 class ServeCommand:
     """A command, word by word, and what to know about it, one sentence or two a note.
 
-    Without words, the engine cannot serve the deployment, and the notes say why.
+    Without words, the engine cannot serve the deployment, for the reason in the notes.
     """
 
     words: tuple[str, ...]
@@ -115,7 +115,7 @@ def _options(words: tuple[str, ...]) -> Iterator[str]:
 
 
 def usual_parallelism(config: Mapping[str, Any]) -> Parallelism:
-    """Return the largest usual tensor parallelism at which every engine's kernels take the experts without padding."""
+    """Return the largest usual tensor parallelism at which no engine's kernels pad the experts."""
     width = text_config(config).get("moe_intermediate_size")
     fitting = (size for size in _USUAL_SIZES if isinstance(width, int) and width and width % (64 * size) == 0)
     return Parallelism(tensor=next(fitting, 1))

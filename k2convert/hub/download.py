@@ -30,7 +30,7 @@ from k2convert.hub.segments import PartialFile, open_partial, range_segment_byte
 from k2convert.hub.source import DATASET, MODEL, RemoteRepo, fetch_file, file_url, resolve_source
 
 NUM_CONNECTIONS = 8  # one connection seldom fills a line
-RUN_BYTES = 256 << 20  # one request fetches at most this much, so a 10 GB shard takes about 40 requests
+RUN_BYTES = 256 << 20  # one request fetches at most this much, so a 10 GB shard needs about 40 requests
 _NUM_ROUNDS = 3  # how often to fetch a whole file that arrives with wrong bytes
 _HASH_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 20
@@ -64,7 +64,7 @@ def download_shard(
         if target.is_file() and target.stat().st_size == file.num_bytes and file_sha256(target) == file.sha256:
             arrived(file.num_bytes, False)
             return
-        target.unlink(missing_ok=True)  # else it takes room beside the file that is fetched
+        target.unlink(missing_ok=True)  # else it needs room beside the file that is fetched
     partial = open_partial(target, file)
     try:
         url = file_url(hub, source, shard)
@@ -89,7 +89,7 @@ def download_shard(
 def download_ranges(
     hub: Hub, source: RemoteRepo, shard: str, *, target: Path, ranges: Iterable[tuple[int, int]]
 ) -> None:
-    """Fetch the byte ranges [begin, end) of `shard` into a sparse file of its size; the rest of it takes no disk.
+    """Fetch the byte ranges [begin, end) of `shard` into a sparse file of its size; the rest of it needs no disk.
 
     Whole segments are fetched (see segments.py). There is no hash of a part, so nothing but TLS checks the bytes.
     Raises as `download_shard`.
@@ -97,7 +97,7 @@ def download_ranges(
     file = source.shard(shard)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # else it takes room beside the file that is fetched
+        target.unlink(missing_ok=True)  # else it needs room beside the file that is fetched
     partial = open_partial(target, file, segment_bytes=range_segment_bytes(file.num_bytes))
     try:
         partial.keep_only(ranges)

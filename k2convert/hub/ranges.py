@@ -45,7 +45,7 @@ class RemoteShards:
         return {shard: found for shard, found in ranges.items() if shard in self.repo.files}
 
     def takes(self, ranges: Ranges) -> int:
-        """Return the bytes of disk that `bring` takes for these ranges."""
+        """Return the bytes of disk that `bring` needs for these ranges."""
         return sum(self._needed(shard, found) for shard, found in ranges.items())
 
     def _needed(self, shard: str, ranges: Iterable[tuple[int, int]]) -> int:

@@ -1,9 +1,9 @@
-"""Bounds for the memory that hf_xet takes while it uploads.
+"""Bounds for the memory that hf_xet uses while it uploads.
 
 hf_xet assembles objects of 64 MB, holds one per stream, and uses up to 64 streams on a fast line. It also has about a
 hundred threads, and each thread's malloc heap keeps part of what it frees. A Hub-to-Hub job of 5 GB took 1.0 GB before
 these bounds and smaller buffers, and 0.57 GB with both (`python -m scripts.bench.hub`). One upload of 1 GB to a local
-store has few streams: it takes 0.34 GB with or without the bounds.
+store has few streams: it uses 0.34 GB with or without the bounds.
 """
 
 import ctypes

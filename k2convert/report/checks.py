@@ -16,7 +16,7 @@ LAYER_COLUMNS: Final = ("layer", "computed with", "output SQNR", "cosine", "wors
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """A validation ready to be shown. `layers` are table rows, `sentences` say what else was compared.
+    """A validation ready to be shown. `layers` are table rows, `sentences` are about what else was compared.
 
     `has_passed` is false if a rule is broken, or if a weight, a layer or the journal does not fit. `against` is what
     the layers' rows are compared with. `router_weights` is the share of the router's weight in each layer that the
@@ -114,8 +114,8 @@ def _weight_sentences(weights: Mapping[str, Any]) -> Iterator[str]:
         )
     if measured:
         yield (
-            f"{measured:,} tensors were measured against the source. The rule {rule['rule']} chooses them in a walk "
-            "through the layers, so they were not regenerated."
+            f"{measured:,} tensors were measured against the source. The rule {rule['rule']} chooses them in the "
+            "calibration, so they were not regenerated."
         )
     for key, what in (("journal", "the journal's figures"), ("library_decoder", "the library's own decoder")):
         if compared := int(weights[key]["compared"]):

@@ -108,7 +108,7 @@ def caution(report: Report) -> str:
     text = (
         f"These are errors of weights against {exact}. The conversion is not lossless: INT4 has sixteen evenly spaced "
         "levels, and E2M1 has no 5 and no 7, so blocks with these values change. "
-        f"{space}: INT4 and NVFP4 both take 4.5 bits per weight."
+        f"{space}: INT4 and NVFP4 both have 4.5 bits per weight."
     )
     if calibration is not None and calibration.gptq:
         text += (

@@ -1,7 +1,7 @@
 """Heat maps: SQNR by layer and expert, one map each for gate, up and down, side by side on one color scale.
 
 K2 has 60 layers x 384 experts, so a cell is a pixel or two: experts are rows, layers are columns. Each map is embedded
-as an image of one pixel per cell, which the browser enlarges: 69,120 cells take about 100 kB.
+as an image of one pixel per cell, which the browser enlarges: 69,120 cells need about 100 kB.
 """
 
 # matplotlib does not type its keyword arguments, so every call is "partially unknown".

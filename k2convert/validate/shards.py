@@ -130,7 +130,7 @@ class _Measurer:
     _room: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(MAX_PENDING))
 
     def tensor(self, module: str, parameter: str, data: Bytes) -> None:
-        """Take one tensor; check its module once codes, block scales and global scale are there."""
+        """Keep one tensor; check its module once codes, block scales and global scale are there."""
         names = self.result.names
         needed = (names.weight, names.block_scale, names.global_scale)
         if parameter not in needed:  # keeping the view would keep the whole batch in memory
@@ -180,7 +180,7 @@ class _Measurer:
         recorded_scale = None if record is None else record.global_scale
         calibration = self.result.calibration
         importance = None if calibration is None else calibration.importance(place)
-        # Codes that a walk made cannot be regenerated, nor can others without their statistics.
+        # Weights that a calibration chose cannot be regenerated, nor can others without their statistics.
         needs_walk = self.rule is not None and RULES[self.rule].needs_walk
         return WrittenWeight(
             module,

@@ -78,7 +78,7 @@ def validate_checkpoint(
     Weights, `layers` and the comparison with the folder `against` need `source`, the whole one also of a pruned result;
     without it they are left out.
     `reference` also decodes every tensor with the layout's own library. `visitor` gets all bytes of the folder's
-    shards. Reference layers are computed only if the contract holds; else the report says why not. `shards` brings
+    shards. Reference layers are computed only if the contract holds; else the report has the reason. `shards` brings
     those that are on the Hub; of a result or source there, only the given `layers` are read. `statistics` are those of
     the conversion, from which its weights are regenerated; CalibrationError if they are others.
     """

@@ -5,8 +5,8 @@ block scale and global scale. So the bytes are regenerated and compared: all blo
 with the reference arithmetic of quantize/rules, which would find a kernel that is wrong in the same way as the one that
 converted. The error is measured by the independent decoder, whatever the rule.
 
-Codes that come from a walk through the layers (`RuleArithmetic.needs_walk`) cannot be regenerated from one weight. Its
-global scale is regenerated, and their figures are measured: they must be those of the conversion.
+Weights that a calibration chose (`RuleArithmetic.needs_walk`) cannot be regenerated from one source weight. Their
+global scales are regenerated, and their figures are measured: they must be those of the conversion.
 """
 
 import struct
@@ -49,7 +49,7 @@ class WrittenWeight:
     if the file has exactly its bytes: a divisor is a rounded 1/g, and the figures of a conversion are measured with g.
 
     With `is_measured_only`, codes and block scales cannot be regenerated from the source weight, so only the global
-    scale is, and the figures are measured. `codes` are those that a walk through the layers made, if they are here.
+    scale is, and the figures are measured. `codes` are those that the calibration chose, if they are here.
     """
 
     module: str

@@ -232,7 +232,7 @@ def test_tables_name_the_layout_the_gpu_and_the_next_command(tiny: Path, capsys:
     [
         (("--gpu", "b100", "--count", "8"), "--gpu 'b100': unknown. Known: b200, b300,"),
         (("--gpu", "b200", "--count", "3", "--tp", "3"), "--tp 3: it must divide the 4 attention heads. Nearest:"),
-        (("--experts", "3"), "--experts 3: a layer has 16 experts and each token takes 4. Pass 4 to 16."),
+        (("--experts", "3"), "--experts 3: a layer has 16 experts and each token uses 4. Pass 4 to 16."),
         (("--experts", "17"), "--experts 17: a layer has 16 experts"),
     ],
 )

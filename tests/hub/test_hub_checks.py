@@ -20,6 +20,7 @@ from sealed_files import edit_sealed
 from k2convert.checkpoint.header import read_header
 from k2convert.cli import publish as command
 from k2convert.job import run as executor
+from k2convert.job import transfers
 from k2convert.job.shard import ShardTask
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cpu
@@ -166,14 +167,14 @@ def low(record: dict[str, Any]) -> dict[str, Any]:
 def test_a_side_file_that_differs_from_the_hubs_stops_the_job(
     tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep = executor.keep_small_files
+    keep = transfers.keep_small_files
 
     def keep_changed(job: Any) -> Path:
         folder = keep(job)
         flip(folder / "tokenizer_config.json", 5)
         return folder
 
-    monkeypatch.setattr(executor, "keep_small_files", keep_changed)
+    monkeypatch.setattr(transfers, "keep_small_files", keep_changed)
     done = hub_cli(*JOB)
     assert done.returncode == 1
     assert "tokenizer_config.json: differs from the file of moon/tiny" in " ".join(done.stderr.split())

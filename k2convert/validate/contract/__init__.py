@@ -73,7 +73,7 @@ def check_result(
 
     `errors` maps modules to their measured errors, for rule 18. The rule is skipped if they are None. `totals` are the
     measured figures by role, for rule 19; None if not every converted weight was measured. If the result is a part,
-    headers and configs of the whole are checked, and the rules on data say which part they looked at.
+    headers and configs of the whole are checked, and the rules on data note which part was read.
     """
     whole = result.whole or result
     found = [
@@ -289,7 +289,7 @@ def _list_problem(ledger: Ledger) -> str:
     """Return how the list of kept experts differs from what the conversion used; empty if it does not."""
     used, kept = ledger.fingerprint.get("kept_experts"), ledger.fingerprint.get("num_kept_experts")
     if ledger.pruning is None:
-        return "" if used is None else f"missing, but {quoted(kept)} experts a layer were kept, by the fingerprint"
+        return "" if used is None else f"missing, but {quoted(kept)} experts per layer were kept, by the fingerprint"
     return "" if ledger.pruning.digest == used else f"its digest is not the fingerprint's {quoted(used)}"
 
 

@@ -44,8 +44,8 @@ class Module:
 class Result:
     """What headers and JSON files say about a folder, and the source it was converted from, if given.
 
-    config, index, ledger      None if the file is missing or damaged; `*_problem` says why
-    source                     as the ledger's list of kept experts asks for it; if it is None, no_source says why
+    config, index, ledger      None if the file is missing or damaged; `*_problem` has the reason
+    source                     as the ledger's list of kept experts asks for it; if it is None, no_source has the reason
     list_problem               what is wrong with that list, if it is not one of this source
     headers, unreadable        shards that could be read, and why others could not
     tensors                    the name a tensor should have -> where it is

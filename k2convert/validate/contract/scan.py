@@ -34,7 +34,7 @@ class ShardVisitor(Protocol):
     """Gets all bytes of all shards."""
 
     def shard_bytes(self, shard: str, data: Bytes) -> None:
-        """Take the next bytes of a shard. Called in file order, mostly from another thread."""
+        """Get the next bytes of a shard. Called in file order, mostly from another thread."""
         ...
 
 
@@ -42,7 +42,7 @@ class TensorVisitor(Protocol):
     """Gets the tensors of converted modules."""
 
     def tensor(self, module: str, parameter: str, data: Bytes) -> None:
-        """Take one whole tensor. Called in file order."""
+        """Get one whole tensor. Called in file order."""
         ...
 
 

@@ -232,7 +232,7 @@ def _compare_count(source: Checkpoint, architecture: Architecture, family: Famil
     if total != architecture.num_experts:
         found.error(
             LEDGER_NAME,
-            f"the result has {architecture.num_experts} experts a layer, the source {total}, and the ledger has no "
+            f"the result has {architecture.num_experts} experts per layer, the source {total}, and the ledger has no "
             "list of kept experts. Pass the source that it was converted from, or restore the ledger",
         )
 

@@ -25,7 +25,7 @@ _TOKENS_AN_EXPERT = 8
 
 @dataclass(frozen=True, slots=True)
 class LayersCost:
-    """What computing `layers` takes; `seconds` is None if the first expert cannot be computed.
+    """The cost of computing `layers`; `seconds` is None if the first expert cannot be computed.
 
     `num_below` of the layers are computed only to get the hidden states of a text; `num_experts` has theirs too, and
     those of the whole layers that a pruned result is compared with.
@@ -89,7 +89,7 @@ def _seconds(stem: str, source: Checkpoint, converted: Checkpoint, *, experts: i
                 mlp(torch.ones(_TOKENS_AN_EXPERT, mlp.gate.weight.shape[1]))
 
             total = experts * _second_time(check) + (experts_below * _second_time(run) if experts_below else 0)
-    except K2ConvertError:  # the check itself says what is wrong
+    except K2ConvertError:  # the check itself names the problem
         return None
     finally:
         torch.set_num_threads(threads)
@@ -97,7 +97,7 @@ def _seconds(stem: str, source: Checkpoint, converted: Checkpoint, *, experts: i
 
 
 def _second_time(call: Callable[[], None]) -> float:
-    """Return the seconds that a second call takes; the first one warms up."""
+    """Return the seconds of a second call; the first one warms up."""
     call()
     begin = time.monotonic()
     call()

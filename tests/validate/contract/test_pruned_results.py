@@ -233,11 +233,11 @@ def test_another_list_fails_the_experts_that_it_names(by_max: Converted) -> None
 def test_without_the_list_the_result_is_not_of_the_source(by_max: Converted) -> None:
     damage.edit_json(by_max.folder / "k2convert.json", lambda ledger: ledger.pop("pruning"))
     report = validate(by_max)
-    missing = "missing, but '2 of 4' experts a layer were kept, by the fingerprint"
+    missing = "missing, but '2 of 4' experts per layer were kept, by the fingerprint"
     assert offenders(report, 19)[LEDGER_LIST] == missing
     assert offenders(validate(by_max, with_source=False), 19) == {LEDGER_LIST: missing}
     assert offenders(report, 9) == {
-        "k2convert.json": "the result has 2 experts a layer, the source 4, and the ledger has no list of kept experts. "
+        "k2convert.json": "the result has 2 experts per layer, the source 4, and the ledger has no list of kept experts. "
         "Pass the source that it was converted from, or restore the ledger"
     }
 
