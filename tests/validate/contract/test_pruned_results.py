@@ -237,8 +237,8 @@ def test_without_the_list_the_result_is_not_of_the_source(by_max: Converted) -> 
     assert offenders(report, 19)[LEDGER_LIST] == missing
     assert offenders(validate(by_max, with_source=False), 19) == {LEDGER_LIST: missing}
     assert offenders(report, 9) == {
-        "k2convert.json": "the result has 2 experts per layer, the source 4, and the ledger has no list of kept experts. "
-        "Pass the source that it was converted from, or restore the ledger"
+        "k2convert.json": "the result has 2 experts per layer, the source 4, and the ledger has no list of kept "
+        "experts. Pass the source that it was converted from, or restore the ledger"
     }
 
 
