@@ -44,8 +44,7 @@ def test_json_leaves_progress_on_stderr_and_quiet_silences_it(run_cli: RunCli, t
     assert run_cli("run", tiny, out, "--json", "--quiet").stderr == ""
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",)])
-@pytest.mark.parametrize("checkpoint", ["tiny", "split"])
+@pytest.mark.parametrize(("checkpoint", "flags"), [("tiny", ()), ("split", ("--json",))])
 def test_every_resume_says_how_many_shards_are_done(
     checkpoint: str, flags: tuple[str, ...], run_cli: RunCli, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
