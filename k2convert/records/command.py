@@ -3,14 +3,15 @@
 DEST/.k2convert/command.json    the words of the command and the folder it was given in
 """
 
+import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, write_atomically
 from k2convert.checkpoint.names import COMMAND_NAME, WORK_FOLDER
 from k2convert.errors import K2ConvertError
-from k2convert.records.document import encode, read_document
+from k2convert.records.document import read_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,9 @@ class JobCommand:
 
 def keep_command(destination: Path, command: JobCommand, *, suffix: str = TEMPORARY_SUFFIX) -> None:
     """Keep the command of a job. `suffix` is that of the temporary file."""
-    write_atomically(_path(destination), encode(command), root=destination, suffix=suffix)
+    # In ASCII: the name of a file need not be UTF-8.
+    content = json.dumps(asdict(command)).encode()
+    write_atomically(_path(destination), content, root=destination, suffix=suffix)
 
 
 def say_own_command(destination: Path) -> str:

@@ -59,7 +59,7 @@ def test_a_text_of_any_name_is_calibrated_on(text: Path, cut: Path, run_cli: Run
         assert json.loads(done.stdout)
         assert done.returncode == 0 or (words[0] == "validate" and done.returncode == 3), done.stderr
     assert STATED in json.loads(done.stdout)["layers"]["hidden_states"]
-    assert json.loads((out / "k2convert.json").read_text())["calibration"]["texts"][0]["name"] == STATED
+    assert json.loads((out / "k2convert.json").read_text())["calibration"]["texts"][0][0] == STATED
 
 
 def test_a_seed_that_no_file_can_hold_is_refused(text: Path, cut: Path, run_cli: RunCli) -> None:
