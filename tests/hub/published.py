@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+from command import RunCli
+from faults import Fault
 from loopback import LoopbackHub
+
+JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes")
 
 ALL_RULES = "19 of 19 rules of the servable contract were checked, with the source."
 WITHOUT_SOURCE = "14 of 19 rules of the servable contract were checked. Not checked: rules 7, 8, 12, 17, 18"
@@ -25,3 +29,10 @@ def assert_published(server: LoopbackHub, local: Path, repo: str = "me/out", *, 
         assert checked in text, name
         assert "## Needs\n\nWeights: " in text, name
     assert not any(name.startswith(".k2convert") for name in stored.files())
+
+
+def stop_before_main(server: LoopbackHub, hub_cli: RunCli) -> None:
+    """Do the whole job except its last commit."""
+    server.traffic.inject(Fault("POST", "/commit/main", status=403))
+    assert hub_cli(*JOB).returncode == 1
+    server.traffic.clear()

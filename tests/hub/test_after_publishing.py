@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from command import RunCli, run_here
-from faults import Fault
 from loopback import TOKEN, LoopbackHub
 from said import said
 
@@ -100,17 +99,6 @@ def test_running_again_answers_at_once_and_notes_the_commit(
 def test_a_damaged_note_of_the_publication_is_as_none(done: str, hub_cli: RunCli, workplace: Path) -> None:
     (workplace / WORK / ".k2convert" / "published.json").write_text('{"repo": 5}')
     assert json.loads(hub_cli("status", WORK, "--json").stdout)["published"] is None
-
-
-def test_a_job_that_could_not_commit_to_main_is_not_called_published(tiny_on_hub: LoopbackHub, hub_cli: RunCli) -> None:
-    tiny_on_hub.traffic.inject(Fault("POST", "/commit/main", status=403))
-    assert hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes").returncode == 1
-    shown = hub_cli("status", WORK)
-    assert "published" not in shown.stdout
-    assert "the same `k2convert run` command finishes the job" in shown.stderr
-    found = hub_cli("status", "hf://me/out")
-    assert (found.returncode, found.stdout) == (1, "")
-    assert "has no k2convert.json" in found.stderr
 
 
 def test_a_folder_that_was_published_says_so_and_can_still_be_validated(

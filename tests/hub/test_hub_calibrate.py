@@ -1,6 +1,5 @@
 """A pass over a source on the Hub: layer by layer in bounded disk, with the statistics of the same files here."""
 
-import contextlib
 import json
 import threading
 import time
@@ -9,34 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import RunCli, run_here
+from disk import Watched
 from faults import Fault, Line
 from loopback import LoopbackHub
 from said import said
 
 LAYERS = ("--tokens", "64", "--window", "32", "--device", "cpu")
-
-
-class Watched:
-    """The most bytes of disk that the files of a folder took at once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.most = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.001):
-            with contextlib.suppress(OSError):  # a file may be gone
-                self.most = max(self.most, sum(p.stat().st_blocks * 512 for p in self.folder.rglob("*")))
-
-    def __enter__(self) -> "Watched":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from blake3 import blake3
 from command import RunCli
-from faults import Fault
 from loopback import LoopbackHub
-from published import ALL_RULES, assert_published
+from published import ALL_RULES, JOB, assert_published, stop_before_main
 from said import said
 from sealed_files import edit_sealed
 
@@ -26,7 +25,6 @@ from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cpu
 from k2convert.records.shard_record import ShardRecord
 
-JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes")
 SHARD = "model-00003-of-000005.safetensors"
 
 
@@ -112,13 +110,6 @@ def test_a_result_below_the_error_budget_does_not_reach_main(
     assert_nothing_on_main(tiny_on_hub)
 
 
-def stopped_before_main(server: LoopbackHub, hub_cli: RunCli) -> None:
-    """Do the whole job except its last commit."""
-    server.traffic.inject(Fault("POST", "/commit/main", status=403))
-    assert hub_cli(*JOB).returncode == 1
-    server.traffic.clear()
-
-
 def edit_records(workplace: Path, change: Callable[[dict[str, Any]], object]) -> int:
     folder = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
     paths = sorted(folder.iterdir())
@@ -130,7 +121,7 @@ def edit_records(workplace: Path, change: Callable[[dict[str, Any]], object]) ->
 def test_shards_whose_records_have_no_comparison_are_made_again_not_passed(
     tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
-    stopped_before_main(tiny_on_hub, hub_cli)
+    stop_before_main(tiny_on_hub, hub_cli)
     number = edit_records(workplace, lambda record: record.pop("checked"))
     done = hub_cli(*JOB, "--json")
     assert done.returncode == 0, done.stderr
@@ -140,21 +131,26 @@ def test_shards_whose_records_have_no_comparison_are_made_again_not_passed(
 
 
 @pytest.mark.parametrize(
-    ("change", "rule"),
+    ("change", "rules"),
     [
-        (lambda record: record["checked"]["copied"].pop(), "7"),
-        (lambda record: record["checked"]["decoded"].update(low(record)), "18, 19"),
+        (lambda record: record["checked"]["copied"].pop(), [7]),
+        (lambda record: record["checked"]["decoded"].update(low(record)), [18, 19]),
     ],
     ids=["a copy not compared", "below the budget"],
 )
 def test_findings_of_an_earlier_run_decide_too(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, change: Callable[[dict[str, Any]], object], rule: str
+    tiny_on_hub: LoopbackHub,
+    hub_cli: RunCli,
+    workplace: Path,
+    change: Callable[[dict[str, Any]], object],
+    rules: list[int],
 ) -> None:
-    stopped_before_main(tiny_on_hub, hub_cli)
+    stop_before_main(tiny_on_hub, hub_cli)
     edit_records(workplace, change)
-    done = hub_cli(*JOB)
-    assert done.returncode == 3
-    assert f"does not validate (rules {rule}), so main was not changed" in " ".join(done.stderr.split())
+    done = hub_cli(*JOB, "--json")
+    assert (done.returncode, json.loads(done.stdout)["contract"]["failed"]) == (3, rules)
+    named = ", ".join(map(str, rules))
+    assert f"does not validate (rules {named}), so main was not changed" in " ".join(done.stderr.split())
     assert_nothing_on_main(tiny_on_hub)
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from command import RunCli, run_here
+from disk import Watched
 from faults import Fault
 from loopback import LoopbackHub
 from published import assert_published
-from test_hub_calibrate import Watched
 from test_hub_interrupted import kill_after
 
 NUM_KILLS, NUM_SLOW_KILLS = 1, 20

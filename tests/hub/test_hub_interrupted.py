@@ -1,26 +1,21 @@
 """Hub-to-Hub jobs that are killed, hit by faults, or short of disk still end with the local run's bytes."""
 
-import contextlib
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command import RunCli, cli_environment, command
+from command import RunCli, cli_environment, start_cli
+from disk import Watched, used_bytes
 from faults import Fault, Kind, Line
 from loopback import LoopbackHub
 from loopback_store import Entry
-from published import assert_published
-from sealed_files import edit_sealed
+from published import JOB, assert_published, stop_before_main
 
-JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes")
 NUM_KILLS, NUM_SLOW_KILLS, NUM_SLOW_FAULTS = 3, 20, 30
 
 
@@ -38,13 +33,7 @@ def kill_after(
 ) -> bool:
     """Start a job and SIGKILL it `seconds` after `num_requests` requests; returns whether it still ran."""
     seen = len(server.traffic.requests)
-    with subprocess.Popen(
-        command(*map(str, job)),
-        env=cli_environment(),
-        cwd=workplace,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
+    with start_cli(*job, cwd=workplace) as process:
         while len(server.traffic.requests) < seen + num_requests and process.poll() is None:
             time.sleep(0.005)
         time.sleep(seconds)
@@ -106,9 +95,7 @@ def test_a_shard_half_downloaded_when_killed_is_continued(
     shard = "model-00001-of-000005.safetensors"
     tiny_on_hub.traffic.bytes_per_second = 60_000.0
     record = workplace / "k2convert-work" / "me--out" / ".k2convert" / "download" / f"{shard}.part.json"
-    with subprocess.Popen(
-        command(*JOB), env=cli_environment(), cwd=workplace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+    with start_cli(*JOB, cwd=workplace) as process:
         while not record.exists() and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
@@ -129,52 +116,6 @@ _PLACES = [
     ("POST", "/preupload/"),
     ("POST", "/commit/"),
 ]
-
-
-def test_an_interrupt_leaves_at_once_and_the_same_command_continues(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
-) -> None:
-    tiny_on_hub.traffic.bytes_per_second = 20_000.0  # the rest would take minutes
-    with subprocess.Popen(
-        command(*JOB),
-        env=cli_environment(),
-        cwd=workplace,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        while not tiny_on_hub.traffic.matching("GET", r"00001-of.*\.safetensors$")[2:] and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=120) == 130
-        assert process.stderr is not None
-        assert "The same command resumes" in process.stderr.read()
-    tiny_on_hub.traffic.bytes_per_second = None
-    assert hub_cli(*JOB).returncode == 0
-    assert_published(tiny_on_hub, local_result)
-
-
-@pytest.mark.parametrize("disable_xet", ["0", "1"], ids=["Xet", "LFS"])
-def test_a_shard_damaged_before_its_upload_never_arrives(
-    tiny_on_hub: LoopbackHub, hub_process: RunCli, workplace: Path, local_result: Path, disable_xet: str
-) -> None:
-    environment = {"HF_HUB_DISABLE_XET": disable_xet}
-    upload = ("PUT", "/_lfs/") if disable_xet == "1" else ("GET", "/xet-write-token/")
-    tiny_on_hub.traffic.inject(Fault(*upload, status=403, times=50))
-    assert "403" in hub_process(*JOB, **environment).stderr
-    tiny_on_hub.traffic.clear()
-    shard = next((workplace / "k2convert-work" / "me--out").glob("*.safetensors"))
-    data, before = bytearray(shard.read_bytes()), shard.stat()
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # otherwise it is found at the start and regenerated
-    done = hub_process(*JOB, **environment)
-    assert done.returncode == 1
-    assert f"{shard.name}: does not match its recorded hash" in done.stderr
-    assert "Traceback" not in done.stderr
-    shard.unlink()
-    assert hub_process(*JOB, **environment).returncode == 0
-    assert_published(tiny_on_hub, local_result)
 
 
 def random_fault(choice: random.Random) -> Fault:
@@ -218,34 +159,6 @@ def test_thirty_faults_are_survived(
     check_faulty_job(tiny_on_hub, hub_cli, local_result, seed=50 + seed, num_faults=5)
 
 
-def used_bytes(folder: Path) -> int:
-    """Disk space of all files; files that disappear meanwhile are left out."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += (Path(parent) / name).stat().st_blocks * 512
-    return total
-
-
-@contextlib.contextmanager
-def most_used(folder: Path) -> Iterator[list[int]]:
-    """The peak disk space of a folder's files during the block, as the only item of a list."""
-    peak, over = [0], threading.Event()
-
-    def sample() -> None:
-        while not over.wait(0.002):
-            peak[0] = max(peak[0], used_bytes(folder))
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    try:
-        yield peak
-    finally:
-        over.set()
-        sampler.join()
-
-
 def test_disk_stays_under_its_limit(
     tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, tiny: Path
 ) -> None:
@@ -254,11 +167,11 @@ def test_disk_stays_under_its_limit(
     largest, room = max(p.stat().st_size for p in tiny.glob("*.safetensors")), plan["disk_needed"]
     assert 2 * largest < room < 3 * largest
     tiny_on_hub.traffic.bytes_per_second = 3_000_000.0
-    with most_used(workplace) as peak:
+    with Watched(workplace) as watched:
         done = hub_cli(*JOB, "--max-disk", str(room))
     assert done.returncode == 0, done.stderr
     assert_published(tiny_on_hub, local_result)
-    assert largest < peak[0] < room
+    assert largest < watched.most < room
 
 
 def test_a_job_continued_with_less_room_keeps_to_it(
@@ -268,9 +181,7 @@ def test_a_job_continued_with_less_room_keeps_to_it(
     room, work = 7_000_000, workplace / "k2convert-work" / "me--out"
     shards = sorted(path.name for path in tiny.glob("*.safetensors"))
     tiny_on_hub.traffic.up = Line(1000.0)
-    with subprocess.Popen(
-        command(*JOB), env=cli_environment() | {"HF_HUB_DISABLE_XET": "1"}, cwd=workplace, stderr=subprocess.DEVNULL
-    ) as process:
+    with start_cli(*JOB, cwd=workplace, env=cli_environment() | {"HF_HUB_DISABLE_XET": "1"}) as process:
         while len(list((work / ".k2convert" / "shards").glob("*.json"))) < len(shards) and process.poll() is None:
             time.sleep(0.01)
         process.kill()
@@ -283,47 +194,22 @@ def test_a_job_continued_with_less_room_keeps_to_it(
         shutil.copy(tiny / name, work / ".k2convert" / "download")
     assert used_bytes(workplace) < room
     tiny_on_hub.traffic.up = Line(1_500_000.0)
-    with most_used(workplace) as peak:
+    with Watched(workplace) as watched:
         done = hub_cli(*JOB, "--max-disk", str(room))
     assert done.returncode == 0, done.stderr
     assert_published(tiny_on_hub, local_result)
-    assert peak[0] < room
+    assert watched.most < room
 
 
 @pytest.mark.parametrize("name", ["00002-of-000005.safetensors", "tokenizer.json"], ids=["header", "small file"])
 def test_an_interrupt_while_planning_waits_for_no_answer(tiny_on_hub: LoopbackHub, workplace: Path, name: str) -> None:
     tiny_on_hub.traffic.inject(Fault("GET", name, status=429, retry_after=300))
-    with subprocess.Popen(
-        command("inspect", "hf://moon/tiny"), env=cli_environment(), cwd=workplace, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with start_cli("inspect", "hf://moon/tiny", cwd=workplace) as process:
         while not tiny_on_hub.traffic.injected and process.poll() is None:
             time.sleep(0.01)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 130, "the Hub asked for a pause of 300 s"
-
-
-def stop_before_main(server: LoopbackHub, hub_cli: RunCli) -> None:
-    """Do the whole job except its last commit."""
-    server.traffic.inject(Fault("POST", "/commit/main", status=403))
-    assert hub_cli(*JOB).returncode == 1
-    server.traffic.clear()
-
-
-def test_a_flipped_byte_in_a_record_is_found(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
-) -> None:
-    """The branch has the same record, undamaged: nothing is converted or sent again."""
-    stop_before_main(tiny_on_hub, hub_cli)
-    records = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
-    record = sorted(records.iterdir())[0]
-    whole = record.read_bytes()
-    record.write_bytes(whole.replace(b'"file_bytes":1', b'"file_bytes":2', 1))
-    assert record.read_bytes() != whole
-    assert hub_cli(*JOB).returncode == 0
-    assert record.read_bytes() == whole
-    assert_published(tiny_on_hub, local_result)
-    assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000, "only headers were fetched"
 
 
 def test_damaged_records_on_the_branch_are_ignored(
@@ -339,15 +225,3 @@ def test_damaged_records_on_the_branch_are_ignored(
     done = hub_cli(*JOB)
     assert done.returncode == 0, done.stderr
     assert_published(tiny_on_hub, local_result)
-
-
-def test_a_result_that_does_not_validate_is_a_document_for_programs(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path
-) -> None:
-    stop_before_main(tiny_on_hub, hub_cli)
-    records = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
-    record = sorted(records.iterdir())[0]
-    edit_sealed(record, lambda document: document["checked"]["copied"].pop())
-    done = hub_cli(*JOB, "--json")
-    assert (done.returncode, json.loads(done.stdout)["contract"]["failed"]) == (3, [7])
-    assert "does not validate (rules 7)" in done.stderr

@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from command import RunCli, cli_environment, command
+from command import RunCli, start_cli
 from loopback import LoopbackHub
+from published import JOB, assert_published
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cli"))
 from screen import Screen, in_terminal, same_as_golden
-
-JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes")
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50)])
@@ -37,21 +36,14 @@ def test_a_hub_job_looks_as_it_should(
 
 
 def test_an_interrupted_hub_job_says_what_is_done_and_its_status_gives_the_command(
-    tiny_on_hub: LoopbackHub, hub_process: RunCli, workplace: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
 ) -> None:
     tiny_on_hub.traffic.bytes_per_second = 100_000.0
     records = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
-    with subprocess.Popen(
-        command(*JOB),
-        env=cli_environment(),
-        cwd=workplace,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with start_cli(*JOB, cwd=workplace, stderr=subprocess.PIPE) as process:
         while len(list(records.glob("*.json"))) < 2 and process.poll() is None:
             time.sleep(0.05)
-        running = hub_process("status", "k2convert-work/me--out").stdout
+        running = hub_cli("status", "k2convert-work/me--out").stdout
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
@@ -62,9 +54,10 @@ def test_an_interrupted_hub_job_says_what_is_done_and_its_status_gives_the_comma
     assert re.search(r"^download: [\d.]+ [kM]B of 7\.\d+ MB", running, re.MULTILINE)
 
     tiny_on_hub.traffic.bytes_per_second = None
-    stopped = hub_process("status", "k2convert-work/me--out", "--json")
+    stopped = hub_cli("status", "k2convert-work/me--out", "--json")
     assert json.loads(stopped.stdout)["resume"] == "k2convert run hf://moon/tiny hf://me/out --yes"
-    again = hub_process(*JOB, "--json")
+    again = hub_cli(*JOB, "--json")
     assert again.returncode == 0, again.stderr
     json.loads(again.stdout)
     assert re.search(r"hf://me/out: resuming: \d of 5 shards done", again.stderr)
+    assert_published(tiny_on_hub, local_result)

@@ -6,27 +6,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from command import RunCli, run_here
+from command import RunCli
 from loopback import LoopbackHub
 from said import said
-from statistics_makers import random_statistics
 
 from k2convert.calibrate.statistics import StatisticsHeader, open_statistics, write_statistics
 from k2convert.checkpoint.header import read_header
 
 NORM = "model-00002-of-000005.safetensors: model.layers.1.post_attention_layernorm.weight"
-
-
-@pytest.fixture(scope="module")
-def statistics(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_statistics(tmp_path_factory.mktemp("statistics") / "cut.stats", cut)
-
-
-@pytest.fixture(scope="module")
-def local(cut: Path, statistics: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("local") / "out"
-    assert run_here("run", cut, folder, "--statistics", statistics).returncode == 0
-    return folder
 
 
 @pytest.fixture
@@ -38,23 +25,23 @@ def source(server: LoopbackHub, cut: Path) -> LoopbackHub:
 
 @pytest.mark.usefixtures("source")
 def test_hub_to_folder_gives_the_bytes_of_a_local_job(
-    hub_cli: RunCli, workplace: Path, local: Path, statistics: Path
+    hub_cli: RunCli, workplace: Path, by_imatrix: Path, cut_statistics: Path
 ) -> None:
-    done = hub_cli("run", "hf://moon/cut", "out", "--statistics", statistics, "--workers", "2", "--json")
+    done = hub_cli("run", "hf://moon/cut", "out", "--statistics", cut_statistics, "--workers", "2", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["calibration"]["smoothing"] is True
-    for path in local.glob("*.safetensors"):
+    for path in by_imatrix.glob("*.safetensors"):
         assert (workplace / "out" / path.name).read_bytes() == path.read_bytes()
-    ledgers = [json.loads((folder / "k2convert.json").read_text()) for folder in (local, workplace / "out")]
+    ledgers = [json.loads((folder / "k2convert.json").read_text()) for folder in (by_imatrix, workplace / "out")]
     assert ledgers[0]["calibration"] == ledgers[1]["calibration"]
 
 
 def test_hub_to_hub_publishes_the_bytes_of_a_local_job(
-    source: LoopbackHub, hub_cli: RunCli, local: Path, statistics: Path
+    source: LoopbackHub, hub_cli: RunCli, by_imatrix: Path, cut_statistics: Path
 ) -> None:
-    done = hub_cli("run", "hf://moon/cut", "hf://me/out", "--statistics", statistics, "--yes")
+    done = hub_cli("run", "hf://moon/cut", "hf://me/out", "--statistics", cut_statistics, "--yes")
     assert done.returncode == 0, done.stderr
-    for path in local.glob("*.safetensors"):
+    for path in by_imatrix.glob("*.safetensors"):
         assert source.store.read("me/out", path.name) == path.read_bytes()
     card = source.store.read("me/out", "README.md").decode()
     assert "Calibrated on 8,192 tokens of emma.txt" in card
@@ -63,7 +50,7 @@ def test_hub_to_hub_publishes_the_bytes_of_a_local_job(
     report = source.store.read("me/out", "report.html").decode()
     assert "<h2>Calibration</h2>" in report
     assert "byte for byte or scaled exactly by the norm" in report
-    again = hub_cli("run", "hf://moon/cut", "hf://me/out", "--statistics", statistics, "--yes")
+    again = hub_cli("run", "hf://moon/cut", "hf://me/out", "--statistics", cut_statistics, "--yes")
     assert "already holds this result" in again.stderr
     other = hub_cli("run", "hf://moon/cut", "hf://me/out", "--yes")
     assert other.returncode == 1
@@ -71,9 +58,9 @@ def test_hub_to_hub_publishes_the_bytes_of_a_local_job(
 
 @pytest.mark.usefixtures("source")
 def test_another_norm_is_found_when_its_shard_has_arrived(
-    hub_cli: RunCli, workplace: Path, statistics: Path, tmp_path: Path
+    hub_cli: RunCli, workplace: Path, cut_statistics: Path, tmp_path: Path
 ) -> None:
-    found = open_statistics(statistics)
+    found = open_statistics(cut_statistics)
     header = StatisticsHeader(**{field.name: getattr(found, field.name) for field in fields(StatisticsHeader)})
     wrong = [replace(found.layer(number), norm_digest="0" * 64) for number in found.layers if number]
     write_statistics(tmp_path / "wrong", [found.layer(0), *wrong], header)
@@ -87,10 +74,10 @@ def test_another_norm_is_found_when_its_shard_has_arrived(
 
 @pytest.mark.parametrize("layers", [(), ("--layers", "1", "--tokens", "8")], ids=["everything", "one layer"])
 def test_a_published_result_is_validated_from_the_hub(
-    source: LoopbackHub, hub_cli: RunCli, local: Path, statistics: Path, layers: tuple[str, ...]
+    source: LoopbackHub, hub_cli: RunCli, by_imatrix: Path, cut_statistics: Path, layers: tuple[str, ...]
 ) -> None:
-    source.store.add_folder("me/out", local)
-    words = ("validate", "hf://me/out", "--source", "hf://moon/cut", "--statistics", statistics, *layers, "--json")
+    source.store.add_folder("me/out", by_imatrix)
+    words = ("validate", "hf://me/out", "--source", "hf://moon/cut", "--statistics", cut_statistics, *layers, "--json")
     found = json.loads(hub_cli(*words).stdout)
     assert found["contract"]["failed"] == []
     assert found["weights"]["verdicts"]["rule"] == "pass"
@@ -103,9 +90,9 @@ def test_a_published_result_is_validated_from_the_hub(
 
 
 def test_a_changed_exponent_is_found_from_the_hub(
-    source: LoopbackHub, hub_cli: RunCli, local: Path, tmp_path: Path
+    source: LoopbackHub, hub_cli: RunCli, by_imatrix: Path, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(local, tmp_path / "out", ignore=shutil.ignore_patterns(".k2convert")))
+    folder = Path(shutil.copytree(by_imatrix, tmp_path / "out", ignore=shutil.ignore_patterns(".k2convert")))
     name = "model.layers.1.mlp.shared_experts.up_proj.weight"
     for path in folder.glob("*.safetensors"):
         if (place := read_header(path).tensors.get(name)) is not None:

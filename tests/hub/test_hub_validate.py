@@ -1,12 +1,10 @@
 """A published result: validate, report and status read it from the Hub, in bounded disk, with the local verdict."""
 
-import contextlib
 import json
 import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 from command import RunCli, cli_environment, command
+from disk import Watched
 from faults import Fault, Kind
 from loopback import LoopbackHub
 from said import said
@@ -22,40 +21,11 @@ from k2convert.checkpoint.header import read_header as header_of
 from scripts.fixture_maker.damage import edit_json
 
 
-class Watched:
-    """A folder for temporary files, and the most bytes of disk that shards took in it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.most = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.001):
-            with contextlib.suppress(FileNotFoundError):  # a folder may be gone
-                shards = [p for p in self.folder.rglob("*") if p.name.endswith((".safetensors", ".safetensors.part"))]
-                self.most = max(self.most, sum(map(self._size, shards)))
-
-    def _size(self, path: Path) -> int:
-        with contextlib.suppress(FileNotFoundError):
-            return path.stat().st_blocks * 512
-        return 0
-
-    def __enter__(self) -> "Watched":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    with Watched(tmp_path / "temporary") as watched:
+    with Watched(tmp_path / "temporary", ".safetensors", ".safetensors.part") as watched:
         yield watched
     assert list(watched.folder.iterdir()) == []
 

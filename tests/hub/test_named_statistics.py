@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command import RunCli, run_here
+from command import RunCli
 from loopback import LoopbackHub
 from statistics_makers import random_statistics
 
@@ -13,23 +13,10 @@ from k2convert.calibrate.statistics import open_statistics
 from k2convert.checkpoint.header import read_header
 
 
-@pytest.fixture(scope="module")
-def statistics(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_statistics(tmp_path_factory.mktemp("statistics") / "cut.stats", cut)
-
-
-@pytest.fixture(scope="module")
-def local(cut: Path, statistics: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small checkpoint, converted with the statistics."""
-    folder = tmp_path_factory.mktemp("local") / "out"
-    assert run_here("run", cut, folder, "--statistics", statistics).returncode == 0
-    return folder
-
-
-def put(server: LoopbackHub, name: str, folder: Path, statistics: Path, *, as_file: str) -> str:
+def put(server: LoopbackHub, name: str, folder: Path, cut_statistics: Path, *, as_file: str) -> str:
     """Put the statistics into a repository under a name; returns the commit."""
     folder.mkdir(parents=True)
-    shutil.copy(statistics, folder / as_file)
+    shutil.copy(cut_statistics, folder / as_file)
     return server.store.add_folder(name, folder).refs["main"]
 
 
@@ -47,21 +34,21 @@ def test_statistics_of_the_hub_give_the_bytes_of_the_file(
     hub_cli: RunCli,
     workplace: Path,
     cut: Path,
-    statistics: Path,
-    local: Path,
+    cut_statistics: Path,
+    by_imatrix: Path,
     tmp_path: Path,
     repo: str,
     as_file: str,
     address: str,
 ) -> None:
-    commit = put(server, repo, tmp_path / "uploaded", statistics, as_file=as_file)
+    commit = put(server, repo, tmp_path / "uploaded", cut_statistics, as_file=as_file)
     done = hub_cli("run", cut, "out", "--statistics", address)
     assert done.returncode == 0, done.stderr
-    for path in local.glob("*.safetensors"):
+    for path in by_imatrix.glob("*.safetensors"):
         assert (workplace / "out" / path.name).read_bytes() == path.read_bytes()
     pinned = f"hf://{repo}@{commit}/{as_file}"
     stated = json.loads((workplace / "out" / "k2convert.json").read_text())["calibration"]
-    assert stated["statistics"] == open_statistics(statistics).digest
+    assert stated["statistics"] == open_statistics(cut_statistics).digest
     assert stated["statistics_from"] == pinned
     assert pinned in done.stderr.splitlines()[-1]
     checked = hub_cli("validate", "out", "--source", cut, "--statistics", pinned, "--json", "--quiet")
@@ -104,14 +91,14 @@ def test_publish_refuses_wrong_statistics_and_uploads_nothing(
     workplace: Path,
     cut: Path,
     short: Path,
-    statistics: Path,
-    local: Path,
+    cut_statistics: Path,
+    by_imatrix: Path,
     wrong: str,
 ) -> None:
-    shutil.copytree(local, workplace / "out")
+    shutil.copytree(by_imatrix, workplace / "out")
     given = workplace / "given.stats"
     if wrong == "damaged":
-        given.write_bytes(statistics.read_bytes()[:-100])
+        given.write_bytes(cut_statistics.read_bytes()[:-100])
     elif wrong == "foreign":
         random_statistics(given, short)
     source = () if wrong == "without source" else ("--source", cut)
@@ -132,16 +119,16 @@ def test_publish_refuses_wrong_statistics_and_uploads_nothing(
 
 
 def test_publish_regenerates_the_weights_with_the_right_statistics(
-    server: LoopbackHub, hub_cli: RunCli, workplace: Path, cut: Path, statistics: Path, local: Path
+    server: LoopbackHub, hub_cli: RunCli, workplace: Path, cut: Path, cut_statistics: Path, by_imatrix: Path
 ) -> None:
-    shutil.copytree(local, workplace / "out")
-    words = ("publish", "out", "--repo", "me/out", "--source", cut, "--statistics", statistics, "--yes")
+    shutil.copytree(by_imatrix, workplace / "out")
+    words = ("publish", "out", "--repo", "me/out", "--source", cut, "--statistics", cut_statistics, "--yes")
     done = hub_cli(*words)
     assert done.returncode == 0, done.stderr
     assert "by rule imatrix" in server.store.read("me/out", "report.md").decode() or done.stdout
-    report = hub_cli("report", "out", "--source", cut, "--statistics", statistics, "--json", "--quiet")
+    report = hub_cli("report", "out", "--source", cut, "--statistics", cut_statistics, "--json", "--quiet")
     assert report.returncode == 0, report.stderr
-    assert hub_cli("report", "out", "--statistics", statistics).returncode == 2
+    assert hub_cli("report", "out", "--statistics", cut_statistics).returncode == 2
     name = next(path.name for path in (workplace / "out").glob("*.safetensors") if "experts" in str(read_header(path)))
     data = bytearray((workplace / "out" / name).read_bytes())
     data[-1] ^= 1
@@ -151,10 +138,10 @@ def test_publish_regenerates_the_weights_with_the_right_statistics(
 
 
 def test_quiet_leaves_the_result_and_the_next_command(
-    server: LoopbackHub, hub_cli: RunCli, cut: Path, local: Path, tmp_path: Path
+    server: LoopbackHub, hub_cli: RunCli, cut: Path, by_imatrix: Path, tmp_path: Path
 ) -> None:
     server.store.add_folder("moon/cut", cut)
-    server.store.add_folder("me/out", local)
+    server.store.add_folder("me/out", by_imatrix)
     ids = tmp_path / "ids.jsonl"
     ids.write_text(json.dumps({"input_ids": list(range(64))}) + "\n")
     verbs = (
