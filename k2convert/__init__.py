@@ -20,6 +20,167 @@ The package from the ground up. A wing imports itself and what is above it in th
     cli         the command line
 
 The folder guide/ has the pages of `k2convert guide`.
+
+The functions below are the verbs of the command line for a program. They raise K2ConvertError (`errors`), print
+nothing, and load what they need when they are called:
+
+    import k2convert
+
+    outcome = k2convert.convert("Kimi-K2-Thinking", "Kimi-K2-Thinking-NVFP4")
+    report = k2convert.validate("Kimi-K2-Thinking-NVFP4", source="Kimi-K2-Thinking")
+    assert report.passed
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.statistics import StatisticsHeader
+    from k2convert.job.run import Outcome
+    from k2convert.plan.inspection import Inspection
+    from k2convert.records.events import Events
+    from k2convert.validate.results import ValidationReport
+
 __version__ = "0.2.0"
+
+
+def convert(
+    source: str | PathLike[str],
+    destination: str | PathLike[str],
+    *,
+    recipe: str | PathLike[str] | None = None,
+    settings: Mapping[str, object] | None = None,
+    statistics: str | PathLike[str] | None = None,
+    text: Sequence[str | PathLike[str]] = (),
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    workers: int | None = None,
+    max_disk: int | None = None,
+    private: bool = True,
+    verify: bool = False,
+    events: Events | None = None,
+) -> Outcome:
+    """Convert a checkpoint: `k2convert run`. Called again after a failure, it resumes.
+
+    `source` and `destination` are folders or hf://owner/name. `recipe` is a name or a file, that of the source's family
+    by default; `settings` replace its keys, like {"rule": "max"}. `statistics` is a file that `calibrate` wrote; the
+    files `text` convert by rule gptq. `max_disk` is in bytes. Without `private`, a new repository is public. With
+    `verify`, finished shards are hashed first. `events` gets the progress.
+
+    Raises InvalidCheckpointError if a tensor is below the recipe's error budget (the result stays), UnservableError if
+    a result for the Hub breaks a rule (nothing is published), and any other K2ConvertError.
+    """
+    from k2convert.hub.client import Hub
+    from k2convert.job.opening import open_job, text_files
+    from k2convert.job.run import Outcome, execute
+    from k2convert.records.events import SILENT
+    from k2convert.records.ledger import below_budget, check_budget
+
+    with open_job(
+        str(source),
+        str(destination),
+        hub=Hub(),
+        recipe=None if recipe is None else str(recipe),
+        settings=settings,
+        statistics=None if statistics is None else str(statistics),
+        text=text_files(text, device=device) if text else None,
+        device=device,
+        workers=workers,
+        max_disk=max_disk,
+        private=private,
+    ) as job:
+        if job.target is not None and job.is_published:
+            from k2convert.job.publish import settle_published
+
+            return Outcome({}, job.finished, commit=settle_published(job, job.target))
+        outcome = execute(job, verify=verify, events=events or SILENT)
+        recipe_used = job.plan.recipe
+        check_budget(job.destination.folder, recipe_used, below_budget(outcome.records.values(), recipe_used))
+        return outcome
+
+
+def calibrate(
+    source: str | PathLike[str],
+    statistics: str | PathLike[str],
+    text: Sequence[str | PathLike[str]],
+    *,
+    tokens: int | None = None,
+    window: int | None = None,
+    seed: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    max_disk: int | None = None,
+    events: Events | None = None,
+) -> StatisticsHeader:
+    """Collect statistics of activations on a text, and write them to the file `statistics`: `k2convert calibrate`.
+
+    `tokens`, `window` and `seed` have the command's defaults. `max_disk`, in bytes, is for a source on the Hub. Called
+    again after a failure, it resumes. Raises any K2ConvertError.
+    """
+    from k2convert.calibrate.accumulate import calibrate as collect
+    from k2convert.hub.client import Hub
+    from k2convert.job.opening import open_calibration, text_files
+    from k2convert.job.resources import choose_devices
+    from k2convert.plan.recipe import TextUse
+    from k2convert.records.events import SILENT
+
+    given = {"tokens": tokens, "window": window, "seed": seed, "save_statistics": Path(statistics)}
+    with open_calibration(
+        str(source),
+        Path(statistics),
+        text_files(text, device=device),
+        TextUse.model_validate({key: value for key, value in given.items() if value is not None}),
+        hub=Hub(),
+        devices=choose_devices(device),
+        max_disk=max_disk,
+    ) as plan:
+        return plan.finished_header() or collect(plan, events=events or SILENT)
+
+
+def validate(
+    result: str | PathLike[str],
+    source: str | PathLike[str] | None = None,
+    *,
+    statistics: str | PathLike[str] | None = None,
+    reference: bool = False,
+    against: str | PathLike[str] | None = None,
+    events: Events | None = None,
+) -> ValidationReport:
+    """Check a result against the rules of a servable checkpoint, and measure its weights against the source's:
+    `k2convert validate`.
+
+    `result` and `source` are folders or hf://owner/name. `statistics` are those of the conversion. With `reference`,
+    the layout's own library decodes every tensor too; `against` is another result in a folder, to compare with.
+    `passed` of the report says whether to serve it. Raises CheckpointError if a checkpoint cannot be read, and any
+    other K2ConvertError.
+    """
+    from k2convert.hub.client import Hub
+    from k2convert.job.opened import open_ends
+    from k2convert.records.events import SILENT
+    from k2convert.validate.validation import validate_checkpoint
+
+    origin, calibrated = (None if given is None else str(given) for given in (source, statistics))
+    with open_ends(str(result), origin, hub=Hub(), statistics=calibrated) as opened:
+        found = validate_checkpoint(
+            folder=opened.folder,
+            source=opened.source,
+            reference=reference,
+            against=None if against is None else Path(against),
+            events=events or SILENT,
+            shards=opened.shards,
+            statistics=opened.statistics,
+        )
+        return opened.named(found)
+
+
+def inspect(source: str | PathLike[str]) -> Inspection:
+    """Describe a checkpoint, in a folder or at hf://owner/name, from its headers: `k2convert inspect`.
+
+    Raises CheckpointError, PlanError for an unknown family, and HubError.
+    """
+    from k2convert.hub.client import Hub
+    from k2convert.job.opening import inspect_source
+
+    return inspect_source(str(source), hub=Hub())

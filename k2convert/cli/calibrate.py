@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,16 +15,12 @@ from k2convert.cli.forecast import (
     forecast,
     plan_document,
     plan_line,
-    read_calibration_text,
 )
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CalibrateOptions
-from k2convert.errors import require_extra
-from k2convert.hub.client import Hub
-from k2convert.job.locations import check_statistics_path, open_source
-from k2convert.job.prepare import plan_statistics
-from k2convert.models import read_architecture
+from k2convert.hub.client import SCHEME, Hub
+from k2convert.job.opening import open_calibration
 from k2convert.plan.recipe import TextUse
 from k2convert.records.command import JobCommand
 
@@ -36,26 +32,21 @@ if TYPE_CHECKING:
 
 def calibrate(options: CalibrateOptions) -> None:
     """Plan a calibration, then show it (--dry-run) or do it."""
-    require_extra("calibrate", purpose="calibrate")
-    from k2convert.calibrate.layer_files import statistics_work
-
-    computer = choose_computer(options.device, dry_run=options.dry_run)
-    statistics = options.statistics
-    check_statistics_path(statistics, source=None)
-    hub = Hub(notify=console.notifier(quiet=options.quiet))
-    begun = statistics_work(statistics).job()
-    pinned: Any = None if begun is None else begun.identity.get("source_revision")
+    if options.max_disk is not None and not options.source.startswith(SCHEME):
+        raise typer.BadParameter("--max-disk only applies to hf:// sources")
+    computer, statistics = choose_computer(options.device, dry_run=options.dry_run), options.statistics
     with (
         Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
-        open_source(options.source, hub=hub, pinned=pinned) as source,
+        open_calibration(
+            options.source,
+            statistics,
+            computer.text_files(options.text),
+            TextUse(tokens=options.tokens, window=options.window, seed=options.seed, save_statistics=statistics),
+            hub=Hub(notify=console.notifier(quiet=options.quiet)),
+            devices=computer.planned,
+            max_disk=None if options.max_disk is None else parse_size(options.max_disk),
+        ) as plan,
     ):
-        if source.remote is None and options.max_disk is not None:
-            raise typer.BadParameter("--max-disk only applies to hf:// sources")
-        read_architecture(source.checkpoint)  # refuses a config of an absurd size before its tokenizer is started
-        use = TextUse(tokens=options.tokens, window=options.window, seed=options.seed, save_statistics=statistics)
-        text = read_calibration_text(options.text, use, source, computer, quiet=options.quiet)
-        max_disk = None if options.max_disk is None else parse_size(options.max_disk)
-        plan = plan_statistics(text, source, statistics, devices=computer.planned, hub=hub, max_disk=max_disk)
         waiting.end()
         finished = plan.finished_header()
         if finished is not None:

@@ -16,7 +16,7 @@ from k2convert.cli.options import parse_device
 from k2convert.cli.views import conversion_span
 from k2convert.errors import CalibrationError, PlanError
 from k2convert.job.estimate import Estimate
-from k2convert.job.locations import Source
+from k2convert.job.opening import TextFiles
 from k2convert.job.prepare import Job
 from k2convert.job.resources import (
     THREADS_PER_GPU,
@@ -27,9 +27,6 @@ from k2convert.job.resources import (
     layer_threads,
     peak_bytes,
 )
-from k2convert.models import vocabulary_size
-from k2convert.models.config import max_positions
-from k2convert.plan.recipe import TextUse
 from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
 
@@ -37,13 +34,7 @@ if TYPE_CHECKING:
     from k2convert.calibrate.calibration import CalibrationPlan
     from k2convert.calibrate.cost import Time
     from k2convert.calibrate.sizes import Memory, PassSize
-    from k2convert.calibrate.text import Windows
     from k2convert.fit.gpus import Gpu
-
-if TYPE_CHECKING:
-    from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
-    from k2convert.calibrate.cost import Time
-
 
 DAY_SECONDS: Final = 86400
 MAX_HOURS: Final = 12
@@ -63,10 +54,10 @@ class Computer:
         """The devices that a job here is planned for."""
         return ("cpu",) if self.elsewhere else self.devices
 
-    @property
-    def gpu_bytes(self) -> int:
-        """The whole memory of the smallest GPU, 0 without one."""
-        return gpu_memory(self.devices)[1] if self.gpu is None else self.gpu.memory_bytes
+    def text_files(self, files: Sequence[Path]) -> TextFiles:
+        """Return the files of a text, to be computed here."""
+        gpu_bytes = gpu_memory(self.devices)[1] if self.gpu is None else self.gpu.memory_bytes
+        return TextFiles(files, self.threads, gpu_bytes)
 
 
 def choose_computer(name: str, *, dry_run: bool) -> Computer:
@@ -170,20 +161,6 @@ def forecast(plan: CalibrationPlan, computer: Computer, *, layers: int) -> Forec
     return Forecast(plan.source, size, is_walk, computer, held)
 
 
-def read_texts(source: Source, files: Sequence[Path], *, tokens: int, window: int, seed: int) -> Windows:
-    """Read texts with the source's tokenizer, and token ids, in windows that the model's positions allow."""
-    from k2convert.calibrate.text import read_windows  # a run without a text needs no tokenizers
-
-    return read_windows(
-        files,
-        tokenizer=source.checkpoint.folder,
-        vocab_size=vocabulary_size(source.checkpoint),
-        tokens=tokens,
-        window=min(window, max_positions(source.checkpoint.config) or window),
-        seed=seed,
-    )
-
-
 def check_time(time: Time, *, source: str, yes: bool) -> None:
     """Refuse a calibration of more than half a day, unless the user agreed; raises CalibrationError."""
     if time.middle > MAX_HOURS * 3600 and not yes:
@@ -191,21 +168,6 @@ def check_time(time: Time, *, source: str, yes: bool) -> None:
             f"{source}: the calibration would take {console.format_span(time.least, time.most)} on this machine, more "
             f"than {MAX_HOURS} hours. Use a machine with a GPU, or fewer tokens, or repeat the command with --yes."
         )
-
-
-def read_calibration_text(
-    files: Sequence[Path], use: TextUse, source: Source, computer: Computer, *, quiet: bool
-) -> CalibrationText:
-    """Read the text of a calibration; raises CalibrationError."""
-    from k2convert.calibrate.calibration import CalibrationText
-    from k2convert.calibrate.sizes import chunk_windows
-
-    windows = read_texts(source, files, tokens=use.tokens, window=use.window, seed=use.seed)
-    for note in () if quiet else windows.notes:
-        console.print_note(f"note: {note}")
-    chunk = chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=computer.gpu_bytes)
-    saved = use.save_statistics
-    return CalibrationText(windows, use.tokens, use.window, use.seed, chunk, computer.threads, saved)
 
 
 def layers_left(job: Job, plan: CalibrationPlan) -> int:

@@ -1,7 +1,5 @@
 """`inspect`: what a checkpoint or a statistics file holds, as tables for people and plain data for --json."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,14 +8,13 @@ import numpy as np
 from k2convert.calibrate.channels import MIN_TOKENS, Calibration
 from k2convert.calibrate.layer_statistics import LayerStatistics
 from k2convert.calibrate.statistics import Statistics, open_statistics
-from k2convert.checkpoint.names import CONFIG_NAME, LEDGER_NAME, SHARD_SUFFIX
+from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
 from k2convert.cli.console import command, format_bytes, print_json, print_line, print_next, print_note, print_table
 from k2convert.cli.verbs import InspectOptions
-from k2convert.errors import CalibrationError, CheckpointError, shortened
+from k2convert.errors import CalibrationError, shortened
 from k2convert.hub.client import Hub
-from k2convert.job.locations import open_source
-from k2convert.plan.inspection import Inspection, inspect_checkpoint
-from k2convert.records.ledger import find_ledger
+from k2convert.job.opening import inspect_source
+from k2convert.plan.inspection import Inspection
 
 _CHECKPOINT_SUFFIXES: Final = (".json", SHARD_SUFFIX)
 
@@ -28,32 +25,15 @@ def inspect(options: InspectOptions) -> None:
     if Path(source).is_file():
         _inspect_statistics(Path(source), as_json=options.as_json)
         return
-    with open_source(source, hub=Hub(notify=print_note)) as opened:
-        folder = opened.checkpoint.folder
-        found = inspect_checkpoint(opened.checkpoint, shown_as=source, pruning=_stated_pruning(folder))
-        is_result = (folder / LEDGER_NAME).is_file()
+    found = inspect_source(source, hub=Hub(notify=print_note))
     if options.as_json:
         print_json(found.to_dict())
         return
     _show_inspection(found)
     if found.recipe is not None:
         print_next(command("k2convert", "run", source, "DEST", "--dry-run"))
-    elif found.nvfp4_projections and is_result:
+    elif found.nvfp4_projections:
         print_next(command("k2convert", "validate", source))
-
-
-def _stated_pruning(folder: Path) -> Mapping[str, object] | None:
-    """Return the ledger's entry on the experts that are kept; None for all, or without a sound ledger."""
-    try:
-        ledger = find_ledger(folder)
-    except CheckpointError:
-        return None
-    record = None if ledger is None else ledger.pruning
-    if record is None:
-        return None
-    shares = {str(layer): asdict(part) for layer, part in (record.left_out or {}).items()}
-    counts = {"kept": record.kept.num_experts, "of": record.num_source_experts, "chosen_by": record.scores}
-    return counts | ({"left_out": shares} if shares else {})
 
 
 def _projections(found: Inspection) -> str:

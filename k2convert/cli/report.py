@@ -10,10 +10,11 @@ from k2convert.checkpoint.header import ShardHeader
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.cli import console
 from k2convert.cli.progress import Display
-from k2convert.cli.validate import Opened, named, open_ends
 from k2convert.cli.verbs import ReportOptions
 from k2convert.errors import CheckpointError, K2ConvertError, remedy
 from k2convert.fit.model import Tensor
+from k2convert.hub.client import Hub
+from k2convert.job.opened import Opened, open_ends
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger
@@ -35,7 +36,8 @@ def report(options: ReportOptions) -> None:
         raise typer.BadParameter("--validation replaces the measurement: leave out --source")
     if options.statistics is not None and options.source is None:
         raise typer.BadParameter("--statistics needs --source")
-    with open_ends(options) as opened:
+    hub = Hub(notify=console.notifier(quiet=options.quiet))
+    with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
         folder, is_remote = opened.folder, opened.shards.result is not None
         check_folder(folder)
         out = Path() if options.out is None and is_remote else options.out
@@ -93,7 +95,7 @@ def _validate(opened: Opened, options: ReportOptions) -> ValidationReport | None
             shards=opened.shards,
             statistics=opened.statistics,
         )
-    return named(found, options.destination)
+    return opened.named(found)
 
 
 def _show(files: ReportFiles, as_json: bool) -> bool:

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from k2convert.cli.forecast import (
     forecast_walk,
     job_document,
     plan_line,
-    read_calibration_text,
     show_outputs,
     show_walk,
     smoothing_line,
@@ -39,23 +38,20 @@ from k2convert.cli.views import (
     show_plan,
     show_run,
 )
-from k2convert.errors import HubError, InvalidCheckpointError, UnservableError, missing_module, require_extra
+from k2convert.errors import HubError, UnservableError, missing_module, require_extra
 from k2convert.hub.client import SCHEME, Hub
-from k2convert.hub.xet import bound_memory
 from k2convert.job.estimate import estimate, memory_bytes
-from k2convert.job.locations import Source, open_named_statistics, open_source, read_destination
-from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
+from k2convert.job.opening import open_job
+from k2convert.job.prepare import Job, check_room
 from k2convert.job.resources import has_driver
 from k2convert.job.run import Outcome, execute
-from k2convert.plan.recipe import TextUse, parse_settings, settle_recipe
+from k2convert.plan.recipe import parse_settings
 from k2convert.records.command import JobCommand
 from k2convert.records.events import Extent
-from k2convert.records.journal import Journal
-from k2convert.records.ledger import below_budget, summarize
-from k2convert.records.publication import Published, record_published
+from k2convert.records.ledger import below_budget, check_budget, summarize
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
+    from k2convert.calibrate.calibration import CalibrationPlan
     from k2convert.hub.preflight import Target
     from k2convert.job.parts import Part
 
@@ -74,42 +70,31 @@ def run(options: RunOptions) -> None:
     part = None if options.part is None else _read_part(options.part)
     computer = choose_computer(options.device, dry_run=options.dry_run) if options.calibrate else None
     overrides = _recipe_overrides(options)
-    destination = read_destination(options.destination, work_folder=options.work_dir)
-    if destination.repo is not None:
-        bound_memory()
     if options.calibrate:
         require_extra("calibrate", purpose="--calibrate")
     if options.ray is not None:
         require_extra("ray", purpose="--ray")
-    hub = Hub(notify=console.notifier(quiet=options.quiet))
     with (
         Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
-        open_named_statistics(options.statistics, hub=hub) as statistics,
-        open_source(options.source, hub=hub, pinned=Journal(destination.folder).pinned_revision()) as source,
-    ):
-        if statistics is not None and statistics.origin is not None:
-            options = replace(options, statistics=statistics.origin)  # the commands that are kept or printed name it
-        recipe = choose_recipe(source.checkpoint, options.recipe, overrides)
-        has_statistics, has_text, to_hub = (it is not None for it in (statistics, computer, destination.repo))
-        recipe = settle_recipe(recipe, has_statistics=has_statistics, has_text=has_text, to_hub=to_hub)
-        if recipe.keep_experts is not None:
-            from k2convert.job.kept_experts import prune_source
-
-            source = prune_source(source, recipe, hub=hub)
-        job = prepare(
-            source=source,
-            destination=destination,
-            recipe=recipe,
-            statistics=statistics,
-            text=_read_text(options, recipe.calibration, source, computer),
+        open_job(
+            options.source,
+            options.destination,
+            hub=Hub(notify=console.notifier(quiet=options.quiet)),
+            recipe=options.recipe,
+            settings=overrides,
+            statistics=options.statistics,
+            text=None if computer is None else computer.text_files(options.calibrate or ()),
+            work_folder=options.work_dir,
             device=parse_device(options.device)[0] or "cpu",
             workers=options.workers,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
             private=not options.public,
-            hub=hub,
             on_cluster=options.ray is not None,
-        )
+        ) as job,
+    ):
         waiting.end()
+        if job.calibrated is not None and (origin := job.calibrated.statistics_from) is not None:
+            options = replace(options, statistics=origin)  # the commands that are kept or printed name its commit
         if job.target is not None:
             print_notices(job.target)
         if options.device == "auto" and has_driver() and missing_module("torch") is not None:
@@ -128,13 +113,6 @@ def _read_part(text: str) -> "Part":
     from k2convert.job.parts import read_part
 
     return read_part(text, os.environ)
-
-
-def _read_text(
-    options: RunOptions, use: TextUse, source: Source, computer: Computer | None
-) -> "CalibrationText | None":
-    files, quiet = options.calibrate or (), options.quiet
-    return None if computer is None else read_calibration_text(files, use, source, computer, quiet=quiet)
 
 
 def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
@@ -231,10 +209,9 @@ def _show_cluster_plan(job: Job, options: RunOptions) -> None:
 
 
 def _show_published(job: Job, target: "Target", *, as_json: bool) -> None:
-    from k2convert.hub.branch import Branch, branch_name
+    from k2convert.job.publish import settle_published
 
-    Branch(job.hub, target, branch_name(job.digest)).delete()  # a run killed after its last commit leaves it
-    record_published(job.destination.folder, Published(target.name, str(target.head)))
+    settle_published(job, target)
     console.print_note(f"{target.repo}: {target.revision} already holds this result")
     if as_json:
         console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
@@ -263,8 +240,6 @@ def _do(job: Job, options: RunOptions) -> None:
         error.add_note(command.line(here=command.folder))  # both are shown after an interrupt
         raise
     job = replace(job, finished=outcome.finished)
-    if job.target is not None and outcome.commit is not None:
-        record_published(job.destination.folder, Published(job.target.name, outcome.commit))
     _show_outcome(job, outcome, options, seconds=time.monotonic() - start)
 
 
@@ -305,7 +280,7 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
                 counts = {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
                 document["contract"] = counts
         console.print_json(document)
-        _refuse_below_budget(job, missed)
+        check_budget(job.destination.folder, job.plan.recipe, missed)
         return
     if outcome.calibrated is not None:
         show_outputs(outcome.calibrated)
@@ -319,18 +294,7 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
         if given and options.statistics is not None:
             given += ("--statistics", options.statistics)
         console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
-    _refuse_below_budget(job, missed)
-
-
-def _refuse_below_budget(job: Job, missed: Mapping[str, float]) -> None:
-    """Raise InvalidCheckpointError if `validate` will not accept the weight error. The result stays."""
-    if missed:
-        worst = ", ".join(f"{name} has {figure:.2f} dB" for name, figure in list(missed.items())[:3])
-        raise InvalidCheckpointError(
-            f"{job.destination.folder}: {len(missed)} {'tensor is' if len(missed) == 1 else 'tensors are'} below the "
-            f"error budget of {job.plan.recipe.budget.tensor_sqnr_db:g} dB, so `validate` fails: {worst}"
-            f"{', ...' if len(missed) > 3 else ''}. Choose a different rule, or set `budget` in the recipe."
-        )
+    check_budget(job.destination.folder, job.plan.recipe, missed)
 
 
 def confirm(target: "Target", *, total_bytes: int, yes: bool, ask: Callable[[str], bool]) -> None:

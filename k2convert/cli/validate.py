@@ -1,8 +1,7 @@
 """`validate`: check and measure a result in a folder or on the Hub, and show the findings."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,25 +12,19 @@ from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.cli import console
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.validation_view import print_serve, show_validation
-from k2convert.cli.verbs import ReportOptions, ValidateOptions
+from k2convert.cli.verbs import ValidateOptions
 from k2convert.errors import CheckpointError, InvalidCheckpointError, K2ConvertError, remedy, require_extra
 from k2convert.hub.client import SCHEME, Hub, parse_repo
-from k2convert.hub.ranges import RemoteShards
-from k2convert.hub.source import read_headers
-from k2convert.job.locations import open_named_statistics, open_result, open_source
-from k2convert.models import vocabulary_size
-from k2convert.models.config import max_positions
-from k2convert.models.projections import SOURCE_REMEDY
+from k2convert.job.opened import Opened, open_ends
+from k2convert.job.opening import read_windows_of
+from k2convert.plan.recipe import TextUse
 from k2convert.records.events import Extent
-from k2convert.records.ledger import find_ledger
 from k2convert.records.publication import check_shards_are_here
-from k2convert.validate.contract.result import view_source
-from k2convert.validate.remote import Shards, folder_bytes, layer_bytes
+from k2convert.validate.remote import folder_bytes
 from k2convert.validate.results import ValidationReport
 from k2convert.validate.validation import LayersRequest, validate_checkpoint
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.statistics import Statistics
     from k2convert.calibrate.text import Windows
     from k2convert.validate.layers.cost import LayersCost
 
@@ -39,40 +32,12 @@ _MAX_NUMBERS: Final = 8  # layers that are listed one by one
 TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A result and its source, open: folders, and where shards that are not in them come from."""
-
-    folder: Path
-    source: Checkpoint | None
-    shards: Shards
-    statistics: "Statistics | None"
-
-    @property
-    def seen(self) -> Checkpoint | None:
-        """The source with the experts that the result keeps, as far as its ledger can be read."""
-        try:
-            return view_source(self.source, find_ledger(self.folder))[0] or self.source
-        except K2ConvertError:  # the validation names the problem
-            return self.source
-
-    @property
-    def num_bytes(self) -> int:
-        """The tensor bytes of the result's shards."""
-        return self.shards.result_bytes() if self.shards.result is not None else folder_bytes(self.folder)
-
-    def bytes_to_read(self, layers: tuple[int, ...] | None) -> int:
-        """The bytes of the result that a validation reads; of `layers`, about as many as the source's."""
-        if not layers or self.source is None or not self.shards.is_remote:
-            return self.num_bytes
-        return layer_bytes(self.source, layers)
-
-
 def validate(options: ValidateOptions) -> None:
     """Validate and show the findings; raises InvalidCheckpointError if the validation fails."""
     layers, against, text = _check_options(options), options.against, options.text
     request = None if layers is None else LayersRequest(layers, options.hidden_states, options.tokens)
-    with open_ends(options) as opened:
+    hub = Hub(notify=console.notifier(quiet=options.quiet))
+    with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
         _check_operands(opened.source, layers=layers, hidden_states=options.hidden_states, against=against)
         if request is not None and opened.source is not None and text:
             request = replace(request, hidden_states=_read_text(text, opened.source, tokens=options.tokens))
@@ -94,7 +59,7 @@ def validate(options: ValidateOptions) -> None:
                 shards=opened.shards,
                 statistics=opened.statistics,
             )
-        _show_found(named(found, options.destination), opened.folder, as_json=options.as_json)
+        _show_found(opened.named(found), opened.folder, as_json=options.as_json)
 
 
 def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
@@ -124,16 +89,8 @@ def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
 
 def _read_text(files: Sequence[Path], source: Checkpoint, *, tokens: int) -> "Windows":
     """Read the text for --layers with the source's tokenizer, and note where it has less than asked for."""
-    from k2convert.calibrate.text import read_windows
 
-    found = read_windows(
-        files,
-        tokenizer=source.folder,
-        vocab_size=vocabulary_size(source),
-        tokens=tokens,
-        window=min(TEXT_WINDOW, max_positions(source.config) or TEXT_WINDOW),
-        seed=0,
-    )
+    found = read_windows_of(source, files, TextUse(tokens=tokens, window=TEXT_WINDOW, seed=0))
     for note in found.notes:
         console.print_note(note)
     return found
@@ -160,44 +117,6 @@ def _show_found(found: ValidationReport, folder: Path, *, as_json: bool) -> None
             print_serve(found.folder, folder=folder)
         else:
             print_serve(ref.repo, folder=folder, revision=ref.revision)
-
-
-@contextmanager
-def open_ends(options: ValidateOptions | ReportOptions) -> Generator[Opened]:
-    """Open a result and, if given, its source and statistics; any may be on the Hub."""
-    hub = Hub(notify=console.notifier(quiet=options.quiet))
-    with (
-        open_named_statistics(options.statistics, hub=hub) as calibrated,
-        open_result(options.destination, hub=hub) as result,
-        open_origin(options.source, hub=hub) as (origin, shards),
-    ):
-        if result.remote is not None:
-            headers = read_headers(hub, result.remote, folder=result.folder)
-            shards = replace(shards, result=RemoteShards(hub, result.remote, result.folder, headers))
-        yield Opened(result.folder, origin, shards, calibrated)
-
-
-@contextmanager
-def open_origin(text: str | None, *, hub: Hub) -> Generator[tuple[Checkpoint | None, Shards]]:
-    """Open the source, and say where its shards are.
-
-    A name without hf:// is a folder here, so that a mistyped one is not looked up on the Hub.
-    """
-    if text is None:
-        yield None, Shards()
-    elif text.startswith(SCHEME):
-        with open_source(text, hub=hub) as source:
-            assert source.remote is not None
-            yield source.checkpoint, Shards(source=RemoteShards(hub, source.remote, source.checkpoint.folder))
-    else:
-        with remedy(SOURCE_REMEDY):
-            checkpoint = open_checkpoint(Path(text))
-        yield checkpoint, Shards()
-
-
-def named(found: ValidationReport, destination: str) -> ValidationReport:
-    """Name what was validated as the user did, not by its temporary folder."""
-    return replace(found, folder=destination, contract=replace(found.contract, folder=destination))
 
 
 def _say_layers_cost(opened: Opened, request: LayersRequest, *, quiet: bool) -> "LayersCost | None":

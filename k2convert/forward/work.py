@@ -34,7 +34,7 @@ from k2convert.errors import CheckpointError, DestinationError, MalformedFileErr
 from k2convert.records.command import say_own_command
 from k2convert.records.document import Count, JsonObject, read_sealed, seal
 from k2convert.records.events import SILENT, Events, Keep
-from k2convert.records.job_description import changed_shards, describe_changes, source_error
+from k2convert.records.fingerprint import changed_shards, describe_changes, source_error
 from k2convert.records.lock import lock_destination
 
 HIDDEN_STATES: Final = "hidden_states"

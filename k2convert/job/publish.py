@@ -27,6 +27,7 @@ from k2convert.job.resources import Item, Room, output_headers, release_buffers
 from k2convert.job.transfers import ShardHashes, Uploads
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
+from k2convert.records.publication import Published, record_published
 from k2convert.validate.remote import LOCAL, Shards
 from k2convert.validate.results import ValidationReport
 from k2convert.validate.validation import validate_checkpoint, validate_sent
@@ -65,7 +66,16 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         validation=validation,
         tensors=(output for shard in job.plan.jobs for output in shard.outputs),
     )
-    return uploads.commit_to_main(files=files | extra, message=_commit_message(target.repo)), validation
+    commit = uploads.commit_to_main(files=files | extra, message=_commit_message(target.repo))
+    record_published(folder, Published(target.name, commit))
+    return commit, validation
+
+
+def settle_published(job: Job, target: Target) -> str:
+    """Clean up after a job whose result the target's branch already holds; returns the commit."""
+    Branch(job.hub, target, branch_name(job.digest)).delete()  # a run killed after its last commit leaves it
+    record_published(job.destination.folder, Published(target.name, str(target.head)))
+    return str(target.head)
 
 
 def _check_small_files(folder: Path, remote: RemoteRepo) -> None:

@@ -3,7 +3,6 @@
 fingerprint      everything that the bytes of a result depend on
 document         JSON files as dataclasses that pydantic checks, and their checksum
 shard_record     one finished shard
-job_description  what a job is: fingerprint, recipe, shards, source
 journal          the records of one destination, its job description and its lock
 calibration      what a result was calibrated with
 ledger           k2convert.json, which travels with the result

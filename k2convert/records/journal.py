@@ -44,7 +44,7 @@ from k2convert.errors import (
 from k2convert.records.command import JobCommand, read_command, say_own_command
 from k2convert.records.document import encode, read_document, read_sealed, seal
 from k2convert.records.events import SILENT, Events, Keep
-from k2convert.records.job_description import JobDescription, changed_shards, describe_changes, source_error
+from k2convert.records.fingerprint import JobDescription, changed_shards, describe_changes, source_error
 from k2convert.records.lock import lock_destination, read_lock, share_destination
 from k2convert.records.shard_record import ShardRecord
 

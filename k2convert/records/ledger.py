@@ -19,15 +19,14 @@ from k2convert import __version__
 from k2convert.checkpoint.files import read_text_file
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.errors import CheckpointError, quoted, remedy, shortened
+from k2convert.errors import CheckpointError, InvalidCheckpointError, quoted, remedy, shortened
 from k2convert.plan.plan import Plan
 from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import Count, JsonObject, encode, parse, plain
-from k2convert.records.fingerprint import fingerprint_digest
-from k2convert.records.job_description import StoredRecipe
+from k2convert.records.fingerprint import StoredRecipe, fingerprint_digest
 from k2convert.records.pruning import PruningRecord
 from k2convert.records.shard_record import Metrics, ShardRecord
 
@@ -170,6 +169,17 @@ def below_budget(records: Iterable[ShardRecord], recipe: Recipe) -> dict[str, fl
     figures = {name: metrics.sqnr_db for name, metrics in measured.items() if metrics.energy > 0.0}
     missed = {name: figure for name, figure in figures.items() if not figure >= recipe.budget.tensor_sqnr_db}
     return dict(sorted(missed.items(), key=lambda item: item[1]))
+
+
+def check_budget(folder: Path, recipe: Recipe, missed: Mapping[str, float]) -> None:
+    """Raise InvalidCheckpointError if tensors are below the recipe's budget: `validate` fails. The result stays."""
+    if missed:
+        worst = ", ".join(f"{name} has {figure:.2f} dB" for name, figure in list(missed.items())[:3])
+        raise InvalidCheckpointError(
+            f"{folder}: {len(missed)} {'tensor is' if len(missed) == 1 else 'tensors are'} below the error budget of "
+            f"{recipe.budget.tensor_sqnr_db:g} dB, so `validate` fails: {worst}{', ...' if len(missed) > 3 else ''}. "
+            "Choose a different rule, or set `budget` in the recipe."
+        )
 
 
 def encode_ledger(path: Path, ledger: Ledger) -> bytes:

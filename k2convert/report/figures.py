@@ -25,8 +25,7 @@ from k2convert.fit.search import Needs, state_needs
 from k2convert.models import find_family, locate_module
 from k2convert.models.names import ModulePlace, Role
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.records.fingerprint import fingerprint_digest
-from k2convert.records.job_description import JobDescription
+from k2convert.records.fingerprint import JobDescription, fingerprint_digest
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, LedgerSource, find_ledger, summarize
 from k2convert.records.shard_record import ShardRecord

@@ -1,0 +1,88 @@
+"""A result and its source, open for a validation: folders, or repositories of the Hub."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from k2convert.checkpoint.index import Checkpoint, open_checkpoint
+from k2convert.errors import K2ConvertError, remedy
+from k2convert.hub.client import SCHEME, Hub
+from k2convert.hub.ranges import RemoteShards
+from k2convert.hub.source import read_headers
+from k2convert.job.locations import open_named_statistics, open_result, open_source
+from k2convert.models.projections import SOURCE_REMEDY
+from k2convert.records.ledger import find_ledger
+from k2convert.validate.contract.result import view_source
+from k2convert.validate.remote import Shards, folder_bytes, layer_bytes
+from k2convert.validate.results import ValidationReport
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.statistics import Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A result and its source, open: folders, and where shards that are not in them come from."""
+
+    name: str
+    folder: Path
+    source: Checkpoint | None
+    shards: Shards
+    statistics: "Statistics | None"
+
+    @property
+    def seen(self) -> Checkpoint | None:
+        """The source with the experts that the result keeps, as far as its ledger can be read."""
+        try:
+            return view_source(self.source, find_ledger(self.folder))[0] or self.source
+        except K2ConvertError:  # the validation names the problem
+            return self.source
+
+    @property
+    def num_bytes(self) -> int:
+        """The tensor bytes of the result's shards."""
+        return self.shards.result_bytes() if self.shards.result is not None else folder_bytes(self.folder)
+
+    def bytes_to_read(self, layers: tuple[int, ...] | None) -> int:
+        """The bytes of the result that a validation reads; of `layers`, about as many as the source's."""
+        if not layers or self.source is None or not self.shards.is_remote:
+            return self.num_bytes
+        return layer_bytes(self.source, layers)
+
+    def named(self, found: ValidationReport) -> ValidationReport:
+        """Name what was validated as the user did, not by its temporary folder."""
+        return replace(found, folder=self.name, contract=replace(found.contract, folder=self.name))
+
+
+@contextmanager
+def open_ends(result: str, source: str | None, *, hub: Hub, statistics: str | None = None) -> Generator[Opened]:
+    """Open a result and, if given, its source and statistics; any may be on the Hub. Raises any K2ConvertError."""
+    with (
+        open_named_statistics(statistics, hub=hub) as calibrated,
+        open_result(result, hub=hub) as opened,
+        open_origin(source, hub=hub) as (origin, shards),
+    ):
+        if opened.remote is not None:
+            headers = read_headers(hub, opened.remote, folder=opened.folder)
+            shards = replace(shards, result=RemoteShards(hub, opened.remote, opened.folder, headers))
+        yield Opened(result, opened.folder, origin, shards, calibrated)
+
+
+@contextmanager
+def open_origin(text: str | None, *, hub: Hub) -> Generator[tuple[Checkpoint | None, Shards]]:
+    """Open the source, and say where its shards are.
+
+    A name without hf:// is a folder here, so that a mistyped one is not looked up on the Hub.
+    """
+    if text is None:
+        yield None, Shards()
+    elif text.startswith(SCHEME):
+        with open_source(text, hub=hub) as source:
+            assert source.remote is not None
+            yield source.checkpoint, Shards(source=RemoteShards(hub, source.remote, source.checkpoint.folder))
+    else:
+        with remedy(SOURCE_REMEDY):
+            checkpoint = open_checkpoint(Path(text))
+        yield checkpoint, Shards()

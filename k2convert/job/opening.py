@@ -1,0 +1,166 @@
+"""Open what a conversion or a calibration needs, and plan it: for the command line and the functions of the package."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.choices import Device
+from k2convert.errors import CheckpointError, require_extra
+from k2convert.hub.client import Hub
+from k2convert.hub.xet import bound_memory
+from k2convert.job.locations import Source, check_statistics_path, open_named_statistics, open_source, read_destination
+from k2convert.job.prepare import Job, choose_recipe, plan_statistics, prepare
+from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
+from k2convert.models import read_architecture, vocabulary_size
+from k2convert.models.config import max_positions
+from k2convert.plan.recipe import TextUse, settle_recipe
+from k2convert.records.journal import Journal
+from k2convert.records.ledger import find_ledger
+
+if TYPE_CHECKING:
+    from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
+    from k2convert.calibrate.text import Windows
+    from k2convert.plan.inspection import Inspection
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """The files of a calibration's text, and what computes: CPU threads, and bytes of the smallest GPU, 0 without."""
+
+    files: Sequence[Path]
+    threads: int
+    gpu_bytes: int
+
+
+def text_files(files: Sequence[str | PathLike[str]], *, device: Device) -> TextFiles:
+    """Return a text that this machine's devices compute."""
+    devices = choose_devices(device)
+    return TextFiles([Path(file) for file in files], layer_threads(devices), gpu_memory(devices)[1])
+
+
+@contextmanager
+def open_job(
+    source: str,
+    destination: str,
+    *,
+    hub: Hub,
+    recipe: str | None = None,
+    settings: Mapping[str, object] | None = None,
+    statistics: str | None = None,
+    text: TextFiles | None = None,
+    work_folder: Path | None = None,
+    device: Device = "auto",
+    workers: int | None = None,
+    max_disk: int | None = None,
+    private: bool = True,
+    on_cluster: bool = False,
+) -> Generator[Job]:
+    """Open both ends of a conversion and plan it; the source stays open for the block. Writes nothing.
+
+    `recipe` is a name or a file, that of the source's family by default; `settings` replace its keys. Raises any
+    K2ConvertError.
+    """
+    target = read_destination(destination, work_folder=work_folder)
+    if target.repo is not None:
+        bound_memory()
+    with (
+        open_named_statistics(statistics, hub=hub) as found,
+        open_source(source, hub=hub, pinned=Journal(target.folder).pinned_revision()) as opened,
+    ):
+        chosen = choose_recipe(opened.checkpoint, recipe, settings or {})
+        has_statistics, has_text, to_hub = (it is not None for it in (found, text, target.repo))
+        chosen = settle_recipe(chosen, has_statistics=has_statistics, has_text=has_text, to_hub=to_hub)
+        if chosen.keep_experts is not None:
+            from k2convert.job.kept_experts import prune_source
+
+            opened = prune_source(opened, chosen, hub=hub)
+        yield prepare(
+            source=opened,
+            destination=target,
+            recipe=chosen,
+            statistics=found,
+            text=None if text is None else _read_text(text, chosen.calibration, opened, hub),
+            device=device,
+            workers=workers,
+            max_disk=max_disk,
+            private=private,
+            hub=hub,
+            on_cluster=on_cluster,
+        )
+
+
+@contextmanager
+def open_calibration(
+    source: str,
+    statistics: Path,
+    text: TextFiles,
+    use: TextUse,
+    *,
+    hub: Hub,
+    devices: tuple[str, ...],
+    max_disk: int | None = None,
+) -> "Generator[CalibrationPlan]":
+    """Open the source of a calibration and plan it; it stays open for the block. Raises any K2ConvertError."""
+    require_extra("calibrate", purpose="calibrate")
+    from k2convert.calibrate.layer_files import statistics_work
+
+    check_statistics_path(statistics, source=None)
+    begun = statistics_work(statistics).job()
+    pinned = None if begun is None else begun.identity.get("source_revision")
+    with open_source(source, hub=hub, pinned=None if pinned is None else str(pinned)) as opened:
+        read_architecture(opened.checkpoint)  # refuses a config of an absurd size before its tokenizer is started
+        found = _read_text(text, use, opened, hub)
+        yield plan_statistics(found, opened, statistics, devices=devices, hub=hub, max_disk=max_disk)
+
+
+def _read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "CalibrationText":
+    """Read the text of a calibration with the source's tokenizer, and token ids; raises CalibrationError."""
+    from k2convert.calibrate.calibration import CalibrationText
+    from k2convert.calibrate.sizes import chunk_windows
+
+    windows = read_windows_of(source.checkpoint, text.files, use)
+    for note in windows.notes:
+        hub.notify(f"note: {note}")
+    chunk = chunk_windows(source.checkpoint, window=windows.ids.shape[1], gpu_bytes=text.gpu_bytes)
+    return CalibrationText(windows, use.tokens, use.window, use.seed, chunk, text.threads, use.save_statistics)
+
+
+def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":
+    """Read files as windows of tokens, of which the model's positions allow; raises CalibrationError."""
+    from k2convert.calibrate.text import read_windows  # a run without a text needs no tokenizers
+
+    return read_windows(
+        files,
+        tokenizer=source.folder,
+        vocab_size=vocabulary_size(source),
+        tokens=use.tokens,
+        window=min(use.window, max_positions(source.config) or use.window),
+        seed=use.seed,
+    )
+
+
+def inspect_source(source: str, *, hub: Hub) -> "Inspection":
+    """Describe a checkpoint in a folder or on the Hub from its headers; raises CheckpointError, PlanError, HubError."""
+    from k2convert.plan.inspection import inspect_checkpoint
+
+    with open_source(source, hub=hub) as opened:
+        pruning = _stated_pruning(opened.checkpoint.folder)
+        return inspect_checkpoint(opened.checkpoint, shown_as=source, pruning=pruning)
+
+
+def _stated_pruning(folder: Path) -> Mapping[str, object] | None:
+    """Return the ledger's entry on the experts that are kept; None for all, or without a sound ledger."""
+    try:
+        ledger = find_ledger(folder)
+    except CheckpointError:
+        return None
+    record = None if ledger is None else ledger.pruning
+    if record is None:
+        return None
+    shares = {str(layer): asdict(part) for layer, part in (record.left_out or {}).items()}
+    counts = {"kept": record.kept.num_experts, "of": record.num_source_experts, "chosen_by": record.scores}
+    return counts | ({"left_out": shares} if shares else {})
