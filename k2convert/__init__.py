@@ -13,8 +13,8 @@ The package from the ground up. A wing imports itself and what is above it in th
     fit         will it fit, and how to serve it
     records     fingerprint, journal, ledger, events
     forward     one forward pass, and the walk: the loop over the layers of a model
-    calibrate   a calibration: statistics of activations, what a conversion uses of them, conversion with gptq
-    validate    the servable contract, weight error, reference layers
+    calibration statistics of activations, what a conversion uses of them, conversion with gptq
+    validation  the servable contract, weight error, reference layers
     report      the report as page, Markdown and picture, and the model card
     job         what a run does, in order
     cli         the command line
@@ -24,11 +24,11 @@ The folder guide/ has the pages of `k2convert guide`.
 The functions below are the verbs of the command line for a program. They raise K2ConvertError (`errors`), print
 nothing, and load what they need when they are called:
 
-    import k2convert
+        import k2convert
 
-    outcome = k2convert.convert("Kimi-K2-Thinking", "Kimi-K2-Thinking-NVFP4")
-    report = k2convert.validate("Kimi-K2-Thinking-NVFP4", source="Kimi-K2-Thinking")
-    assert report.passed
+        outcome = k2convert.convert("Kimi-K2-Thinking", "Kimi-K2-Thinking-NVFP4")
+        report = k2convert.validate("Kimi-K2-Thinking-NVFP4", source="Kimi-K2-Thinking")
+        assert report.passed
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.statistics import StatisticsHeader
+    from k2convert.calibration.statistics import StatisticsHeader
     from k2convert.job.run import Outcome
     from k2convert.plan.inspection import Inspection
     from k2convert.records.events import Events
-    from k2convert.validate.results import ValidationReport
+    from k2convert.validation.results import ValidationReport
 
 __version__ = "0.2.0"
 
@@ -119,7 +119,7 @@ def calibrate(
     `tokens`, `window` and `seed` have the command's defaults. `max_disk`, in bytes, is for a source on the Hub. Called
     again after a failure, it resumes. Raises any K2ConvertError.
     """
-    from k2convert.calibrate.accumulate import calibrate as collect
+    from k2convert.calibration.accumulate import calibrate as collect
     from k2convert.hub.client import Hub
     from k2convert.job.opening import open_calibration, text_files
     from k2convert.job.resources import choose_devices
@@ -159,7 +159,7 @@ def validate(
     from k2convert.hub.client import Hub
     from k2convert.job.opened import open_ends
     from k2convert.records.events import SILENT
-    from k2convert.validate.validation import validate_checkpoint
+    from k2convert.validation.validate import validate_checkpoint
 
     origin, calibrated = (None if given is None else str(given) for given in (source, statistics))
     with open_ends(str(result), origin, hub=Hub(), statistics=calibrated) as opened:

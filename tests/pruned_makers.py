@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from k2convert.calibrate.statistics import open_statistics
+from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import choose_recipe, prepare

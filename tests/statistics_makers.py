@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from k2convert.calibrate.layer_statistics import LayerStatistics
-from k2convert.calibrate.statistics import StatisticsHeader, write_statistics
+from k2convert.calibration.layer_statistics import LayerStatistics
+from k2convert.calibration.statistics import StatisticsHeader, write_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import detect_family
 from k2convert.records.fingerprint import source_digest

@@ -19,7 +19,7 @@ def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dic
     _, found = converted
     assert len(found["entered"]) <= 50, found["entered"]
     assert len(found["loaded"]) <= 90, found["loaded"]
-    unused = ("calibrate", "evaluate", "fit", "forward", "report", "validate")
+    unused = ("calibration", "fit", "forward", "report", "validation")
     assert not [name for name in found["loaded"] if name.split(".")[1:2] and name.split(".")[1] in unused]
 
 

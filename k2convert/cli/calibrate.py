@@ -25,9 +25,9 @@ from k2convert.plan.recipe import TextUse
 from k2convert.records.command import JobCommand
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.calibration import CalibrationPlan
-    from k2convert.calibrate.cost import Time
-    from k2convert.calibrate.statistics import StatisticsHeader
+    from k2convert.calibration.cost import Time
+    from k2convert.calibration.plan import CalibrationPlan
+    from k2convert.calibration.statistics import StatisticsHeader
 
 
 def calibrate(options: CalibrateOptions) -> None:
@@ -102,7 +102,7 @@ def _do(plan: "CalibrationPlan", options: CalibrateOptions, time: "Time") -> Non
         console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
     display = Display("calibrate", plan.extent(plan.num_finished), quiet=options.quiet)
     display.tally.expected_seconds["calibrate"] = time.middle
-    from k2convert.calibrate.accumulate import calibrate as do_calibration
+    from k2convert.calibration.accumulate import calibrate as do_calibration
 
     try:
         with display as events:

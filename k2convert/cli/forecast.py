@@ -31,9 +31,9 @@ from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.calibration import CalibrationPlan
-    from k2convert.calibrate.cost import Time
-    from k2convert.calibrate.sizes import Memory, PassSize
+    from k2convert.calibration.cost import Time
+    from k2convert.calibration.plan import CalibrationPlan
+    from k2convert.calibration.sizes import Memory, PassSize
     from k2convert.fit.gpus import Gpu
 
 DAY_SECONDS: Final = 86400
@@ -102,7 +102,7 @@ class Forecast:
 
     def time(self, *, disk_bytes: int = 0) -> Time:
         """Measure or compute the time. `disk_bytes` more are read and written."""
-        from k2convert.calibrate.cost import Time, computed_time, measured_time
+        from k2convert.calibration.cost import Time, computed_time, measured_time
 
         if self.size.num_layers == 0:
             return Time(0.0, 0.0)
@@ -153,7 +153,7 @@ class Forecast:
 
 def forecast(plan: CalibrationPlan, computer: Computer, *, layers: int) -> Forecast:
     """Count what the last `layers` layers of a calibration need."""
-    from k2convert.calibrate.sizes import PassSize, pass_memory, read_sizes, walk_memory
+    from k2convert.calibration.sizes import PassSize, pass_memory, read_sizes, walk_memory
 
     windows, is_walk = plan.text.windows.ids.shape, plan.needs is not None
     size = PassSize(windows[0], windows[1], plan.text.chunk, computer.devices, computer.threads, layers)

@@ -5,9 +5,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from k2convert.calibrate.channels import MIN_TOKENS, Calibration
-from k2convert.calibrate.layer_statistics import LayerStatistics
-from k2convert.calibrate.statistics import Statistics, open_statistics
+from k2convert.calibration.channels import MIN_TOKENS, Calibration
+from k2convert.calibration.layer_statistics import LayerStatistics
+from k2convert.calibration.statistics import Statistics, open_statistics
 from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
 from k2convert.cli.console import command, format_bytes, print_json, print_line, print_next, print_note, print_table
 from k2convert.cli.verbs import InspectOptions

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from k2convert.calibrate.statistics import Statistics
+from k2convert.calibration.statistics import Statistics
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
 from k2convert.cli.progress import Display
@@ -25,7 +25,7 @@ from k2convert.job.publish import (
 )
 from k2convert.records.events import Extent
 from k2convert.records.publication import Published, check_shards_are_here, find_published, has_left, record_published
-from k2convert.validate.remote import Shards, folder_bytes
+from k2convert.validation.remote import Shards, folder_bytes
 
 
 def publish(options: PublishOptions) -> None:

@@ -21,8 +21,8 @@ from k2convert.records.ledger import find_ledger
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.content import figures_document
 from k2convert.report.figures import can_be_validated, check_folder
-from k2convert.validate.results import ValidationReport, validation_document
-from k2convert.validate.validation import validate_checkpoint
+from k2convert.validation.results import ValidationReport, validation_document
+from k2convert.validation.validate import validate_checkpoint
 
 _VALIDATION_REMEDY: Final = "Write it again: `k2convert validate DEST --json > FILE`."
 

@@ -51,7 +51,7 @@ from k2convert.records.events import Extent
 from k2convert.records.ledger import below_budget, check_budget, summarize
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.calibration import CalibrationPlan
+    from k2convert.calibration.plan import CalibrationPlan
     from k2convert.hub.preflight import Target
     from k2convert.job.parts import Part
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from k2convert.calibrate.layer_files import conversion_work, statistics_work
-from k2convert.calibrate.statistics import open_statistics
+from k2convert.calibration.layer_files import conversion_work, statistics_work
+from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME, WORK_SUFFIX
 from k2convert.cli import console

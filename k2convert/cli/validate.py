@@ -20,13 +20,13 @@ from k2convert.job.opening import read_windows_of
 from k2convert.plan.recipe import TextUse
 from k2convert.records.events import Extent
 from k2convert.records.publication import check_shards_are_here
-from k2convert.validate.remote import folder_bytes
-from k2convert.validate.results import ValidationReport
-from k2convert.validate.validation import LayersRequest, validate_checkpoint
+from k2convert.validation.remote import folder_bytes
+from k2convert.validation.results import ValidationReport
+from k2convert.validation.validate import LayersRequest, validate_checkpoint
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.text import Windows
-    from k2convert.validate.layers.cost import LayersCost
+    from k2convert.calibration.text import Windows
+    from k2convert.validation.layers.cost import LayersCost
 
 _MAX_NUMBERS: Final = 8  # layers that are listed one by one
 TEXT_WINDOW: Final = 2048  # tokens that see each other, as in calibration
@@ -121,7 +121,7 @@ def _show_found(found: ValidationReport, folder: Path, *, as_json: bool) -> None
 
 def _say_layers_cost(opened: Opened, request: LayersRequest, *, quiet: bool) -> "LayersCost | None":
     """Print the cost of --layers before anything is read; None if the result cannot be opened."""
-    from k2convert.validate.layers.cost import layers_cost
+    from k2convert.validation.layers.cost import layers_cost
 
     if (source := opened.seen) is None or opened.source is None:
         return None
@@ -154,7 +154,7 @@ def _check_operands(
     if layers is not None:
         require_extra("torch", purpose="--layers")
     if source is not None and layers:
-        from k2convert.validate.layers.check import check_layers_exist
+        from k2convert.validation.layers.check import check_layers_exist
 
         check_layers_exist(source, layers)
     if hidden_states is not None:

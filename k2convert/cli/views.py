@@ -86,7 +86,7 @@ def _show_calibration(job: Job) -> None:
     for found in calibration_document(job).values():
         texts = f"{len(found['texts'])} text{'s' if len(found['texts']) != 1 else ''}, {found['tokens']:,} tokens"
         print_line(f"statistics: {found['file']}: {texts}")
-        from k2convert.calibrate.channels import MIN_TOKENS
+        from k2convert.calibration.channels import MIN_TOKENS
 
         if num_few := found["fallback_experts"]:
             print_line(f"{num_few:,} experts have fewer than {MIN_TOKENS} tokens: importance drawn toward an even one")

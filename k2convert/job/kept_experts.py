@@ -33,7 +33,7 @@ from k2convert.records.document import Count, LayerNumber, parse
 from k2convert.records.pruning import LeftOut, Phrase, PruningRecord, left_out
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.statistics import Statistics
+    from k2convert.calibration.statistics import Statistics
 
 REAP_REPORT: Final = "the REAP report of llm-compressor"
 _REAP_MODULE: Final = re.compile(r"(?:\w+\.)*layers\.(0|[1-9][0-9]{0,5})\.\w+")
@@ -80,8 +80,8 @@ def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRec
         raise PlanError(f"experts {count}: the model has {architecture.num_experts} experts per layer. Keep fewer.")
     weights: _PerExpert = {}
     if _is_safetensors(path):
-        from k2convert.calibrate.fitting import check_statistics_source
-        from k2convert.calibrate.statistics import open_statistics
+        from k2convert.calibration.fitting import check_statistics_source
+        from k2convert.calibration.statistics import open_statistics
 
         found = open_statistics(path)
         check_statistics_source(found, checkpoint)
@@ -187,7 +187,7 @@ def _statistics_phrase(found: "Statistics") -> str:
 
 def _check_norms(found: "Statistics", source: Source, hub: Hub) -> None:
     """Compare the norms of a source with those of its statistics; fetches them from the Hub."""
-    from k2convert.calibrate.fitting import check_norms, norm_tensors
+    from k2convert.calibration.fitting import check_norms, norm_tensors
 
     if source.remote is None:
         check_norms(found, source.checkpoint, folder=source.checkpoint.folder)

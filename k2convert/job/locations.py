@@ -35,7 +35,7 @@ from k2convert.records.fingerprint import local_identity
 from k2convert.records.pruning import PruningRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.statistics import Statistics
+    from k2convert.calibration.statistics import Statistics
     from k2convert.hub.source import RemoteRepo
     from k2convert.hub.source_card import SourceCard
 
@@ -256,7 +256,7 @@ def open_named_statistics(text: str | None, *, hub: Hub) -> "Generator[Statistic
     if text is None:
         yield None
         return
-    from k2convert.calibrate.statistics import open_statistics
+    from k2convert.calibration.statistics import open_statistics
     from k2convert.hub.download import fetch_named_file
 
     if not text.startswith(SCHEME):

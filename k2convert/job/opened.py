@@ -14,12 +14,12 @@ from k2convert.hub.source import read_headers
 from k2convert.job.locations import open_named_statistics, open_result, open_source
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.records.ledger import find_ledger
-from k2convert.validate.contract.result import view_source
-from k2convert.validate.remote import Shards, folder_bytes, layer_bytes
-from k2convert.validate.results import ValidationReport
+from k2convert.validation.contract.result import view_source
+from k2convert.validation.remote import Shards, folder_bytes, layer_bytes
+from k2convert.validation.results import ValidationReport
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.statistics import Statistics
+    from k2convert.calibration.statistics import Statistics
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
-    from k2convert.calibrate.text import Windows
+    from k2convert.calibration.plan import CalibrationPlan, CalibrationText
+    from k2convert.calibration.text import Windows
     from k2convert.plan.inspection import Inspection
 
 
@@ -106,7 +106,7 @@ def open_calibration(
 ) -> "Generator[CalibrationPlan]":
     """Open the source of a calibration and plan it; it stays open for the block. Raises any K2ConvertError."""
     require_extra("calibrate", purpose="calibrate")
-    from k2convert.calibrate.layer_files import statistics_work
+    from k2convert.calibration.layer_files import statistics_work
 
     check_statistics_path(statistics, source=None)
     begun = statistics_work(statistics).job()
@@ -119,8 +119,8 @@ def open_calibration(
 
 def _read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "CalibrationText":
     """Read the text of a calibration with the source's tokenizer, and token ids; raises CalibrationError."""
-    from k2convert.calibrate.calibration import CalibrationText
-    from k2convert.calibrate.sizes import chunk_windows
+    from k2convert.calibration.plan import CalibrationText
+    from k2convert.calibration.sizes import chunk_windows
 
     windows = read_windows_of(source.checkpoint, text.files, use)
     for note in windows.notes:
@@ -131,7 +131,7 @@ def _read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "Cali
 
 def read_windows_of(source: Checkpoint, files: Sequence[Path], use: TextUse) -> "Windows":
     """Read files as windows of tokens, of which the model's positions allow; raises CalibrationError."""
-    from k2convert.calibrate.text import read_windows  # a run without a text needs no tokenizers
+    from k2convert.calibration.text import read_windows  # a run without a text needs no tokenizers
 
     return read_windows(
         files,

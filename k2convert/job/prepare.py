@@ -33,9 +33,9 @@ from k2convert.records.ledger import find_ledger, parse_ledger
 from k2convert.records.shard_record import ShardRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.calibration import CalibrationPlan, CalibrationText
-    from k2convert.calibrate.channels import Calibration
-    from k2convert.calibrate.statistics import Statistics
+    from k2convert.calibration.channels import Calibration
+    from k2convert.calibration.plan import CalibrationPlan, CalibrationText
+    from k2convert.calibration.statistics import Statistics
     from k2convert.hub.preflight import Target
     from k2convert.hub.source_card import SourceCard
 
@@ -165,7 +165,7 @@ def _plan(source: Source, recipe: Recipe, calibration: "Calibration | None", *, 
         is_scaled = has_text and recipe.smoothing
         layers = read_architecture(checkpoint).moe_layers if is_scaled else ()
         return plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
-    from k2convert.calibrate.fitting import check_norms, check_widths, scaled_layers
+    from k2convert.calibration.fitting import check_norms, check_widths, scaled_layers
 
     layers = scaled_layers(calibration, read_architecture(checkpoint))
     plan = plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
@@ -176,7 +176,7 @@ def _plan(source: Source, recipe: Recipe, calibration: "Calibration | None", *, 
 
 
 def _choose_calibration(statistics: "Statistics", recipe: Recipe, source: Source) -> "Calibration":
-    from k2convert.calibrate.fitting import choose_calibration
+    from k2convert.calibration.fitting import choose_calibration
 
     return choose_calibration(statistics, recipe=recipe, source=source.checkpoint, pruning=source.pruning)
 
@@ -186,7 +186,7 @@ def _calibration_record(
 ) -> CalibrationRecord | None:
     if statistics is None or calibration is None:
         return None
-    from k2convert.calibrate.fitting import calibration_record
+    from k2convert.calibration.fitting import calibration_record
 
     return calibration_record(statistics, calibration, read_architecture(source))
 
@@ -296,8 +296,8 @@ def plan_walk(
     hub: Hub,
 ) -> "CalibrationPlan":
     """Plan the walk of a conversion; raises DestinationError if its statistics cannot be saved."""
-    from k2convert.calibrate.calibration import WalkSource, plan_calibration
-    from k2convert.calibrate.layer_files import conversion_work
+    from k2convert.calibration.layer_files import conversion_work
+    from k2convert.calibration.plan import WalkSource, plan_calibration
 
     path = text.saved
     if path is not None:
@@ -328,8 +328,8 @@ def plan_statistics(
     max_disk: int | None = None,
 ) -> "CalibrationPlan":
     """Plan the calibration that writes a statistics file; raises PlanError, DiskFullError, DestinationError."""
-    from k2convert.calibrate.calibration import WalkSource, plan_calibration, source_fields
-    from k2convert.calibrate.layer_files import statistics_work
+    from k2convert.calibration.layer_files import statistics_work
+    from k2convert.calibration.plan import WalkSource, plan_calibration, source_fields
 
     checkpoint, work = source.checkpoint, statistics_work(statistics)
     check_statistics_path(statistics, source=checkpoint.folder if source.remote is None else None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from k2convert.calibrate.statistics import Statistics
+from k2convert.calibration.statistics import Statistics
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
 from k2convert.checkpoint.index import Checkpoint, list_sidecars, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME
@@ -28,9 +28,9 @@ from k2convert.job.transfers import ShardHashes, Uploads
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.records.publication import Published, record_published
-from k2convert.validate.remote import LOCAL, Shards
-from k2convert.validate.results import ValidationReport
-from k2convert.validate.validation import validate_checkpoint, validate_sent
+from k2convert.validation.remote import LOCAL, Shards
+from k2convert.validation.results import ValidationReport
+from k2convert.validation.validate import validate_checkpoint, validate_sent
 
 
 def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> tuple[str, ValidationReport]:

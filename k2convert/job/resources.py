@@ -29,7 +29,7 @@ from k2convert.plan.plan import Plan, ShardJob
 from k2convert.quantize.kernels import _cpu
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.calibration import CalibrationPlan
+    from k2convert.calibration.plan import CalibrationPlan
 
 CORES_PER_WORKER: Final = 8  # the writer of one shard keeps up with about this many converting threads
 MAX_WORKERS: Final = 8

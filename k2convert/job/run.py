@@ -38,12 +38,12 @@ from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.conversion import OpenWalk, ShardWalk
+    from k2convert.calibration.conversion import OpenWalk, ShardWalk
     from k2convert.hub.source import RemoteRepo
     from k2convert.job.parts import Part
     from k2convert.job.ray import Cluster
     from k2convert.job.transfers import Uploads
-    from k2convert.validate.results import ValidationReport
+    from k2convert.validation.results import ValidationReport
 
 
 _NOT_HASHED: Final = "finished shards have their recorded size and time (--verify hashes them too)"
@@ -191,7 +191,7 @@ def _open_walk(run: _Run) -> "OpenWalk | None":
     job = run.job
     if job.gptq is None:
         return None
-    from k2convert.calibrate.conversion import open_walk
+    from k2convert.calibration.conversion import open_walk
 
     names, is_scaled = [item.name for item in run.items], bool(job.plan.recipe.smoothing)
     return open_walk(job.gptq, names, smoothing=is_scaled, calibrated=job.calibrated, events=run.events)
@@ -262,7 +262,7 @@ class _LocalStage:
         device = self.devices.get()
         try:
             if job.source.remote is not None and calibration is not None:
-                from k2convert.calibrate.fitting import check_norms
+                from k2convert.calibration.fitting import check_norms
 
                 check_norms(calibration.statistics, job.source.checkpoint, folder=job.downloads, shards=item.sources)
             task = replace(shard_task(job, item.name, device), calibration=calibration, suffix=run.journal.suffix)

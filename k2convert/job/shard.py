@@ -38,7 +38,7 @@ from k2convert.records.events import SILENT, Events
 from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord
 
 if TYPE_CHECKING:
-    from k2convert.calibrate.channels import Calibration
+    from k2convert.calibration.channels import Calibration
     from k2convert.job.prepare import Job
 
 COPY_BYTES: Final = 16 << 20
@@ -110,7 +110,7 @@ def convert_shard(
 
 def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
     """Validate the written shard with its source shards."""
-    from k2convert.validate.finished_shard import check_finished_shard
+    from k2convert.validation.finished_shard import check_finished_shard
 
     path = task.destination / record.shard
     try:

@@ -26,8 +26,8 @@ from k2convert.report.figures import Report, collect_report
 
 if TYPE_CHECKING:
     from k2convert.hub.source_card import SourceCard
-    from k2convert.validate.decode import DecodedError
-    from k2convert.validate.results import ValidationReport
+    from k2convert.validation.decode import DecodedError
+    from k2convert.validation.results import ValidationReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def card_files(
     `tensors` are those of the result's shards, which need not be here. `revision` is the branch if it is not main.
     """
     from k2convert.report.markdown import render_card
-    from k2convert.validate.results import validation_document
+    from k2convert.validation.results import validation_document
 
     report = collect_report(folder=folder, validation=validation_document(validation), tensors=tensors, name=repo)
     files = {name: data for name, data in render_report(report).items() if not (folder / name).exists()}

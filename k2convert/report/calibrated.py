@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from k2convert.calibrate.channels import MIN_TOKENS
+from k2convert.calibration.channels import MIN_TOKENS
 from k2convert.choices import counted
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration
 from k2convert.records.pruning import PruningRecord, share_words

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
-from k2convert.calibrate.channels import MIN_TOKENS
+from k2convert.calibration.channels import MIN_TOKENS
 from k2convert.records.calibration import GptqLayer, OutputErrors
 from k2convert.report.calibrated import shrinkages_by_layer
 from k2convert.report.drawing import FONT_SIZE, LEFT, Palette, Sheet

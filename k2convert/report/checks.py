@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from k2convert.errors import MalformedFileError, quoted
 from k2convert.report.wording import Rule, decibels, with_exponents
-from k2convert.validate.layers.result import labels, reference_name
+from k2convert.validation.layers.result import labels, reference_name
 
 VERDICTS: Final = ("pass", "warn", "fail", "skipped")
 LAYER_COLUMNS: Final = ("layer", "computed with", "output SQNR", "cosine", "worst expert")

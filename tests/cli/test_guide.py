@@ -9,7 +9,7 @@ import pytest
 from screen import ROOT, in_terminal
 
 from k2convert.cli.guide import read_pages, summary
-from k2convert.validate.results import CONTRACT
+from k2convert.validation.results import CONTRACT
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 FOLDER = ROOT / "k2convert" / "guide"

@@ -11,7 +11,7 @@ from command import run
 from said import said
 from statistics_makers import HEADER, dense_layer, moe_layer, write_small
 
-from k2convert.calibrate.statistics import open_statistics, write_statistics
+from k2convert.calibration.statistics import open_statistics, write_statistics
 
 
 def test_the_table_says_what_was_read_and_what_each_layer_saw(

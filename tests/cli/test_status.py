@@ -11,7 +11,7 @@ import pytest
 from command import RunCli
 from statistics_makers import random_statistics
 
-from k2convert.calibrate.layer_files import statistics_work
+from k2convert.calibration.layer_files import statistics_work
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.records.command import read_command
 from k2convert.records.events import Extent

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from screen import in_terminal
 
 import k2convert.cli
-from k2convert.calibrate.statistics import write_statistics
+from k2convert.calibration.statistics import write_statistics
 from k2convert.cli import (
     console,
     fit_view,

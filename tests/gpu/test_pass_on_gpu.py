@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from k2convert.calibrate.accumulate import LayerAccumulator
-from k2convert.calibrate.layer_statistics import LayerStatistics
+from k2convert.calibration.accumulate import LayerAccumulator
+from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.weights import WeightReader

@@ -7,7 +7,7 @@ import pytest
 from command import RunCli
 from statistics_makers import random_statistics
 
-from k2convert.calibrate.statistics import StatisticsHeader, open_statistics, write_statistics
+from k2convert.calibration.statistics import StatisticsHeader, open_statistics, write_statistics
 from k2convert.records.ledger import read_ledger
 
 

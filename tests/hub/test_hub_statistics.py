@@ -10,7 +10,7 @@ from command import RunCli
 from loopback import LoopbackHub
 from said import said
 
-from k2convert.calibrate.statistics import StatisticsHeader, open_statistics, write_statistics
+from k2convert.calibration.statistics import StatisticsHeader, open_statistics, write_statistics
 from k2convert.checkpoint.header import read_header
 
 NORM = "model-00002-of-000005.safetensors: model.layers.1.post_attention_layernorm.weight"

@@ -9,7 +9,7 @@ from command import RunCli
 from loopback import LoopbackHub
 from statistics_makers import random_statistics
 
-from k2convert.calibrate.statistics import open_statistics
+from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.header import read_header
 
 

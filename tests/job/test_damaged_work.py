@@ -13,7 +13,7 @@ from command import run
 from damaged_files import DAMAGES, damage_file
 from forked_runs import contents
 
-from k2convert.calibrate.layer_files import QuantizedLayers, conversion_work
+from k2convert.calibration.layer_files import QuantizedLayers, conversion_work
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from k2convert.calibrate.channels import Calibration
-from k2convert.calibrate.statistics import open_statistics
+from k2convert.calibration.channels import Calibration
+from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader

@@ -13,7 +13,7 @@ import pytest
 from command import run
 from statistics_makers import random_statistics
 
-from k2convert.calibrate.statistics import StatisticsHeader, open_statistics, write_statistics
+from k2convert.calibration.statistics import StatisticsHeader, open_statistics, write_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import K2ConvertError
 from k2convert.hub.client import Hub

@@ -14,7 +14,7 @@ import torch
 from command import run
 from statistics_makers import HEADER, random_statistics
 
-from k2convert.calibrate.statistics import open_statistics, write_statistics
+from k2convert.calibration.statistics import open_statistics, write_statistics
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job import run as executor

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from statistics_makers import random_statistics
 
-from k2convert.calibrate.channels import Calibration
-from k2convert.calibrate.statistics import Statistics, open_statistics
+from k2convert.calibration.channels import Calibration
+from k2convert.calibration.statistics import Statistics, open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import Layout
@@ -30,8 +30,8 @@ from k2convert.plan.recipe import build_recipe, settle_recipe
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.document import encode, parse
 from k2convert.records.shard_record import ShardRecord
-from k2convert.validate.results import Verdict, validation_document
-from k2convert.validate.validation import validate_checkpoint
+from k2convert.validation.results import Verdict, validation_document
+from k2convert.validation.validate import validate_checkpoint
 
 ROLES = ("experts", "shared_experts", "dense_mlp")
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj"

@@ -26,7 +26,7 @@ from k2convert.job.prepare import choose_recipe
 from k2convert.plan.plan import plan_conversion
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
-from k2convert.validate.library_decoders import agrees, create_decoder
+from k2convert.validation.library_decoders import agrees, create_decoder
 
 SOURCES = ("tiny", "k25", "split", "reap", "minus8", "zeros", "i64", "subnormal", "wide")
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from command import run
 
-from k2convert.calibrate.calibration import CalibrationText, ShardNeeds, shard_needs, waiting_bytes
-from k2convert.calibrate.layer_files import conversion_work
-from k2convert.calibrate.statistics import open_statistics
-from k2convert.calibrate.text import held_out, read_windows
+from k2convert.calibration.layer_files import conversion_work
+from k2convert.calibration.plan import CalibrationText, ShardNeeds, shard_needs, waiting_bytes
+from k2convert.calibration.statistics import open_statistics
+from k2convert.calibration.text import held_out, read_windows
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
@@ -177,7 +177,7 @@ def test_smoothing_is_on_for_4_bit_activations_alone_unless_asked_for(
 def test_a_job_of_the_earlier_walk_is_refused_by_name(
     short: Path, text: Path, done: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("k2convert.calibrate.calibration.WALK_VERSION", 1)
+    monkeypatch.setattr("k2convert.calibration.plan.WALK_VERSION", 1)
     assert run("run", short, done / "out", "--calibrate", text, *SMALL, "--quiet") == 1
     assert "walk was 2, now 1" in capsys.readouterr().err
 

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from said import said
 from statistics_makers import HEADER, moe_layer, random_statistics
 
-from k2convert.calibrate.channels import digest_of_exponents
-from k2convert.calibrate.layer_statistics import LayerStatistics
-from k2convert.calibrate.statistics import Statistics, StatisticsHeader, open_statistics, write_statistics
+from k2convert.calibration.channels import digest_of_exponents
+from k2convert.calibration.layer_statistics import LayerStatistics
+from k2convert.calibration.statistics import Statistics, StatisticsHeader, open_statistics, write_statistics
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.choices import Rule

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from statistics_makers import random_statistics
 
-from k2convert.calibrate.statistics import open_statistics
+from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job import run as executor
 from k2convert.job.locations import Destination, Source

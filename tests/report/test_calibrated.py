@@ -28,8 +28,8 @@ from k2convert.report.calibrated import WARNING, calibrated_sections
 from k2convert.report.charts import draw_layer_errors, draw_shrinkages, draw_tokens
 from k2convert.report.content import figures_document, headline
 from k2convert.report.drawing import LIGHT
-from k2convert.validate.results import ValidationReport, validation_document
-from k2convert.validate.validation import validate_checkpoint
+from k2convert.validation.results import ValidationReport, validation_document
+from k2convert.validation.validate import validate_checkpoint
 from scripts.fixture_maker.damage import edit_json
 
 SCORES = "REAP saliency on <novels> | of 1813"

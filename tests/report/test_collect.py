@@ -19,7 +19,7 @@ from k2convert.records.document import plain
 from k2convert.records.journal import Journal
 from k2convert.report import write_report
 from k2convert.report.figures import collect_report, heat_maps, locate_projection, tensor_figures
-from k2convert.validate.validation import validate_checkpoint
+from k2convert.validation.validate import validate_checkpoint
 
 EditJson = Callable[[Path, Callable[[dict[str, Any]], object]], None]
 

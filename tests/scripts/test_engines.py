@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import detect_family
-from k2convert.validate.library_decoders import agrees, create_decoder
+from k2convert.validation.library_decoders import agrees, create_decoder
 from scripts.engine_checks.__main__ import KINDS, Task, read_result, run_client, tolerance
 from scripts.engine_checks.agreement import BF16_WEIGHTS, FLOAT32, FP4_TIES, compare
 from scripts.engine_checks.clients.files import PROJECTIONS, Checkpoint

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer
-from k2convert.validate.layers.check import check_layers
-from k2convert.validate.layers.result import LayerBudget, Variant
+from k2convert.validation.layers.check import check_layers
+from k2convert.validation.layers.result import LayerBudget, Variant
 from scripts.evaluation import smollm2
 from scripts.evaluation.__main__ import FP4, FP32, INT4, SUBJECTS, convert, evaluate
 from scripts.evaluation.austen import paragraphs

@@ -1,0 +1,276 @@
+"""Statistics of one layer, summed while its MLP runs. It is the observer of forward/decoder.py.
+
+A token's weight is 1 / ||h||^2 of the layer's output h, which is known last, so the inner activations of a chunk are
+kept until then. Sums are FP64, added in the order of the tokens, and divided once at the end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+from blake3 import blake3
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.calibration.layer_files import gather_statistics, write_layer
+from k2convert.calibration.layer_statistics import LayerStatistics
+from k2convert.calibration.plan import CalibrationPlan
+from k2convert.calibration.smoothing import find_exponents
+from k2convert.calibration.statistics import StatisticsHeader
+from k2convert.calibration.text import is_varied
+from k2convert.errors import CalibrationError
+from k2convert.forward.moe import Routing
+from k2convert.forward.walk import States, Walk, walk_layers
+from k2convert.forward.weights import WeightReader
+from k2convert.models import detect_family
+from k2convert.models.names import WEIGHT
+from k2convert.records.command import keep_command
+from k2convert.records.events import SILENT, Events
+
+SAMPLED_TOKENS: Final = 256
+"""Tokens that smoothing is fitted to. From fewer nothing is fitted: 64 tokens made k2-tiny worse by 2 %."""
+
+Save = Callable[[LayerStatistics, int], None]
+"""Declares a layer done: accepts its statistics, and how many windows are dropped so far."""
+
+_CHUNK_ROWS: Final = 64  # in FP64 they fit into a core's cache
+
+
+@torch.no_grad()
+def collect_statistics(walk: Walk, states: States, *, seed: int, save: Save, events: Events) -> None:
+    """Collect the statistics of the layers that are not done, in order; `save` declares one done.
+
+    Raises CalibrationError if too many windows have to be dropped, and what reading and writing raise.
+    """
+    with closing(walk_layers(walk, states, events=events)) as layers:
+        for layer in layers:
+            accumulator = LayerAccumulator(layer.reader, layer.number, seed=seed, fits_norms=is_varied(walk.ids))
+            with layer.writing() as write:
+                for chunk in layer.chunks():
+                    layer.run(chunk.first, chunk.streams[0], accumulator)
+                    write(chunk.streams[0])
+            statistics = accumulator.finish()
+            layer.progress.reach(walk.ids.size)
+            save(statistics, layer.dropped)
+
+
+def calibrate(plan: CalibrationPlan, *, events: Events = SILENT) -> StatisticsHeader:
+    """Do what is left of a calibration; returns the header of the statistics file. Can be called again after a failure.
+
+    Raises any K2ConvertError.
+    """
+    plan.check_room()
+    work, text, num_layers = plan.work, plan.text, plan.num_layers
+    assert text.saved is not None
+    with work.locked(events=events) as keep:
+        was_begun = work.job() is not None
+        begun = work.begin(plan.job, events=events)
+        if plan.command is not None:
+            keep_command(work.folder, plan.command)
+        first = work.resume(num_layers=num_layers, also={}, events=events)
+        if was_begun:
+            events.note(f"{text.saved}: resuming: {first} of {num_layers} layers done")
+
+        def save(layer: LayerStatistics, dropped: int) -> None:
+            write_layer(work, layer, replace(plan.header, dropped=dropped))
+
+        with plan.opened(first, room=plan.disk_allowed - plan.disk_bytes, events=events) as around:
+            events.begun(plan.extent(first), keep=keep)
+            walk = Walk(
+                ids=text.windows.ids,
+                num_layers=num_layers,
+                hidden_size=plan.architecture.hidden_size,
+                chunk=begun.chunk,
+                devices=plan.devices,
+                workers=text.threads,
+                around=around,
+            )
+            collect_statistics(walk, work, seed=text.seed, save=save, events=events)
+        header = gather_statistics(work, text.saved, plan.header, num_layers=num_layers)
+    work.remove()
+    return header
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One MLP on the tokens int64 [t]: router weights f32 [t], inner activations f32 [t, I], output norms f64 [t]."""
+
+    expert: int | None
+    tokens: Tensor
+    weights: Tensor | None
+    inner: Tensor
+    norms: Tensor
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over the tokens of one expert: weighted squares f64 [I], p * ||f(x)||, p; the largest magnitude."""
+
+    tokens: int = 0
+    squares: Tensor | None = None
+    amax: float = 0.0
+    saliency: float = 0.0
+    router_weight: float = 0.0
+
+    def add(self, values: Tensor, weights: Tensor) -> None:
+        """Add values f32 [t, I] with weights f64 [t]."""
+        added = weighted_squares(values, weights)
+        self.squares = added if self.squares is None else self.squares + added
+        least, largest = values.aminmax()
+        self.amax = max(self.amax, -float(least), float(largest))
+        self.tokens += values.shape[0]
+
+
+class _Sample:
+    """SAMPLED_TOKENS of the tokens of a layer: those with the smallest of random numbers, however many tokens come."""
+
+    def __init__(self, seed: int, layer: int) -> None:
+        self._generator = np.random.RandomState(zlib.crc32(f"tokens/{seed}/{layer}".encode()))
+        self._numbers = np.empty(0)
+        self._inputs = torch.empty(0)
+        self._weights = torch.empty(0, dtype=torch.float64)
+
+    def add(self, x_TK: Tensor, weights: Tensor) -> None:
+        """Take from inputs f32 [T, K] with token weights f64 [T]."""
+        before = self._numbers.size
+        numbers = np.concatenate([self._numbers, self._generator.random_sample(x_TK.shape[0])])
+        kept = np.sort(np.argsort(numbers, kind="stable")[:SAMPLED_TOKENS])
+        old, new = (
+            torch.as_tensor(kept[kept < before]),
+            torch.as_tensor(kept[kept >= before] - before).to(x_TK.device),
+        )
+        inputs = x_TK[new].cpu()
+        self._numbers = numbers[kept]
+        self._inputs = torch.cat([self._inputs[old], inputs]) if before else inputs
+        self._weights = torch.cat([self._weights[old], weights[new].cpu()])
+
+    def weighted(self, mean_weight: float) -> Tensor:
+        """Return the inputs times the roots of their weights, f32 [n, K]; weights have mean 1 over the layer."""
+        return self._inputs * (self._weights / mean_weight).sqrt().float()[:, None]
+
+
+class LayerAccumulator:
+    """Sums the statistics of layer number `layer` over chunks; `seed` draws what smoothing is fitted to, if it is.
+
+    A chunk counts when its `output` is reported; without that, the next `block` begins it again.
+    """
+
+    def __init__(self, reader: WeightReader, layer: int, *, seed: int, fits_norms: bool = True) -> None:
+        self._reader = reader
+        self._layer = layer
+        self._seed = seed
+        self._fits_norms = fits_norms
+        self._weight = 0.0
+        self._num_experts = 1
+        self._is_moe = False
+        self._input = _Sums()
+        self._shared = _Sums()
+        self._experts: dict[int, _Sums] = {}
+        self._sample = _Sample(seed, layer)
+        self._x = torch.empty(0)
+        self._calls: list[_Call] = []
+
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+        """Begin a chunk with the MLP's input f32 [T, K]."""
+        self._x, self._calls = x_TK, []
+        if routing is not None:
+            self._is_moe, self._num_experts = True, routing.scores.shape[1]
+
+    def expert(
+        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
+    ) -> None:
+        """Keep what one MLP did until the token weights are known."""
+        self._calls.append(_Call(expert, tokens_t, weights_t, inner_tI, _square_sums(output_tK).sqrt()))
+
+    def output(self, h_TK: Tensor) -> None:
+        """End a chunk with the hidden states f32 [T, K] after the layer, all finite: add it to the sums."""
+        weights = token_weights(h_TK)
+        self._weight += float(weights.sum())
+        self._input.add(self._x, weights)
+        self._sample.add(self._x, weights)
+        for call in self._calls:
+            sums = self._shared if call.expert is None else self._experts.setdefault(call.expert, _Sums())
+            own, norms, routed = weights[call.tokens], call.norms, float(call.tokens.numel())
+            if call.weights is not None:
+                p = call.weights.double()
+                own, norms, routed = own * p.square(), norms * p, float(p.sum())
+            sums.add(call.inner, own)
+            sums.router_weight += routed
+            sums.saliency += float(norms.sum())
+        self._x, self._calls = torch.empty(0), []
+
+    def finish(self) -> LayerStatistics:
+        """Return the layer's statistics; searches the smoothing exponents of a MoE layer with SAMPLED_TOKENS tokens.
+
+        Raises CalibrationError if there is nothing to divide by, and what reading the source raises.
+        """
+        if not self._weight > 0:
+            raise CalibrationError(
+                f"layer {self._layer}: no hidden state is finite and not zero. Check the source and the text."
+            )
+        found = self._statistics()
+        if not (self._is_moe and self._fits_norms) or self._input.tokens < SAMPLED_TOKENS:
+            return found
+        inputs = self._sample.weighted(self._weight / self._input.tokens)
+        exponents = find_exponents(
+            self._reader, self._layer, inputs=inputs, mean_square=found.gate_up_mean_square, seed=self._seed
+        )
+        return replace(found, smoothing_exponents=exponents)
+
+    def _statistics(self) -> LayerStatistics:
+        norm = detect_family(self._reader.checkpoint).mlp_norm.format(layer=self._layer)
+        experts = [self._experts.get(expert, _Sums()) for expert in range(self._num_experts)]
+        width = next(sums.squares.shape[0] for sums in experts if sums.squares is not None)
+        has_shared = self._shared.squares is not None
+        gate_up = self._mean_square(self._input)
+        return LayerStatistics(
+            layer=self._layer,
+            norm_digest=blake3(self._reader.raw(f"{norm}.{WEIGHT}").numpy().tobytes()).hexdigest(),
+            gate_up_mean_square=gate_up,
+            gate_up_amax=np.array([self._input.amax], dtype=np.float32),
+            down_mean_square=np.stack([self._mean_square(sums, width) for sums in experts]),
+            down_amax=np.array([sums.amax for sums in experts], dtype=np.float32),
+            tokens=np.array([sums.tokens for sums in experts], dtype=np.int64),
+            saliency=np.array([sums.saliency / max(1, sums.tokens) for sums in experts], dtype=np.float32),
+            router_weight=np.array([sums.router_weight / self._input.tokens for sums in experts], dtype=np.float32),
+            smoothing_exponents=np.zeros(gate_up.size, dtype=np.int8),
+            shared_down_mean_square=self._mean_square(self._shared) if has_shared else None,
+            shared_down_amax=np.array([self._shared.amax], dtype=np.float32) if has_shared else None,
+        )
+
+    def _mean_square(self, sums: _Sums, width: int = 0) -> NDArray[np.float32]:
+        """Return the mean over the tokens of `sums`, f32 [I], with token weights of mean 1 over the layer."""
+        if sums.squares is None:
+            return np.zeros(width, dtype=np.float32)
+        mean_weight = self._weight / self._input.tokens
+        return (sums.squares / (mean_weight * sums.tokens)).float().cpu().numpy()
+
+
+def weighted_squares(values: Tensor, weights: Tensor) -> Tensor:
+    """Return sum_t weights[t] * values[t]^2 as f64 [I], for f32 [t, I] and f64 [t]."""
+    total = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
+    for start in range(0, values.shape[0], _CHUNK_ROWS):
+        rows = slice(start, start + _CHUNK_ROWS)
+        total += values[rows].double().square_().mul_(weights[rows, None]).sum(dim=0)
+    return total
+
+
+def token_weights(h_TK: Tensor) -> Tensor:
+    """Return 1 / ||h||^2 of each token, f64 [T]; 0 for a hidden state of zeros."""
+    squares = _square_sums(h_TK)
+    return torch.where(squares > 0, 1 / squares, 0.0)
+
+
+def _square_sums(values: Tensor) -> Tensor:
+    """Return the sum of squares of each row of f32 [t, K], f64 [t]."""
+    sums = torch.empty(values.shape[0], dtype=torch.float64, device=values.device)
+    for start in range(0, values.shape[0], _CHUNK_ROWS):
+        rows = slice(start, start + _CHUNK_ROWS)
+        sums[rows] = values[rows].double().square_().sum(dim=1)
+    return sums

@@ -1,0 +1,243 @@
+"""Walk through the layers next to the pipeline of a conversion, for rule `gptq`: see calibration.py.
+
+What the walk has done is in DEST/.k2convert/calibration.work until the ledger has it. A layer's converted experts are
+removed when the last shard that needs them is recorded. If a shard has to be converted again after that, the walk
+begins with the first layer once more: it makes the same bytes on the same machine.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import Condition, Event
+from typing import Final
+
+from k2convert.calibration.channels import Calibration
+from k2convert.calibration.fitting import calibration_record
+from k2convert.calibration.layer_files import (
+    LayerFiles,
+    QuantizedLayers,
+    drop_quantized,
+    gather_statistics,
+    needed_files,
+    read_gptq,
+    write_layer,
+)
+from k2convert.calibration.plan import AHEAD, CalibrationPlan, ShardNeeds
+from k2convert.calibration.statistics import LayerStatistics, open_statistics
+from k2convert.checkpoint.files import write_atomically
+from k2convert.checkpoint.folders import make_folder
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.names import SHARD_SUFFIX, WORK_FOLDER
+from k2convert.errors import CalibrationError, InterruptedRun
+from k2convert.records.calibration import CalibrationRecord
+from k2convert.records.events import Events, Phase
+
+_POLL_SECONDS: Final = 0.2
+_LEAVE_SECONDS: Final = 20.0  # a factor of K2's size takes this long, and nothing interrupts it
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWalk:
+    """A walk that can go on: its plan, whether norms are scaled, the chunk of its first run, and the layers done.
+
+    `shards` are the output shards that are not recorded yet.
+    """
+
+    plan: CalibrationPlan
+    smoothing: bool
+    chunk: int
+    first: int
+    shards: Collection[str]
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all windows."""
+        return self.plan.num_tokens
+
+    def phases(self, others: Mapping[Phase, tuple[int, int]]) -> dict[Phase, tuple[int, int]]:
+        """Return the extent of the walk's own phase, and of the download with what the walk fetches."""
+        return self.plan.phases(self.first, others)
+
+    def needs(self) -> dict[str, ShardNeeds]:
+        """Return what the shards that are not recorded need."""
+        assert self.plan.needs is not None
+        return {name: self.plan.needs[name] for name in self.shards}
+
+    def finish(self) -> CalibrationRecord:
+        """Put the statistics together, save them if asked for; returns the ledger's entry.
+
+        Raises CheckpointError if a file of a layer is damaged.
+        """
+        plan, work = self.plan, self.plan.work
+        path = work.folder / f"statistics{SHARD_SUFFIX}"
+        gather_statistics(work, path, plan.header, num_layers=plan.num_layers)
+        if plan.text.saved is not None:
+            write_atomically(plan.text.saved, path)
+        statistics = open_statistics(path)
+        calibration = Calibration(statistics, weighted=True, smoothing=self.smoothing)
+        record = calibration_record(statistics, calibration, plan.architecture)
+        layers = {n: replace(layer, gptq=read_gptq(work, n)) for n, layer in record.layers.items()}
+        return replace(record, held_out_windows=plan.held_out_windows, layers=layers)
+
+    @contextmanager
+    def running(self, *, room: int, stop: Event, events: Events) -> "Generator[ShardWalk]":
+        """Walk while the block runs, which converts shards and returns when `stop` is set; then wait for the walk.
+
+        `room` is what fetched layers may use. Raises what failed first, in the block or in the walk.
+        """
+        with QuantizedLayers(self.plan.work) as codes:
+            walk = ShardWalk(self, codes, room=room, stop=stop, events=events)
+            walk.start()
+            try:
+                yield walk
+                walk.join()
+            except InterruptedRun:  # the walk may have stopped the block
+                walk.join(seconds=_LEAVE_SECONDS)
+                if walk.failure is None:
+                    raise
+            finally:
+                stop.set()
+                walk.join(seconds=_LEAVE_SECONDS)
+        if walk.failure is not None:
+            raise walk.failure
+
+
+def open_walk(
+    plan: CalibrationPlan,
+    shards: Collection[str],
+    *,
+    smoothing: bool,
+    calibrated: CalibrationRecord | None,
+    events: Events,
+) -> OpenWalk | None:
+    """Begin or resume the walk of a job that has `shards` to convert; None if it is done: `calibrated` says so.
+
+    Begins again if something is damaged that the shards or the next layer need. Raises ResumeError.
+    """
+    work = plan.work
+    if not shards and calibrated is not None:
+        _check_kept(plan, calibrated)
+        if work.folder.exists():
+            work.remove()  # the run that wrote the ledger was killed before it could
+        return None
+    make_folder(work.folder / WORK_FOLDER, root=work.folder.parent)
+    begun = work.begin(plan.job, events=events)
+    assert plan.needs is not None
+    needed = {layer for name in shards for layer in plan.needs[name].codes}
+    first = work.resume(num_layers=plan.num_layers, also=needed_files(work, needed), events=events)
+    if first:
+        events.note(f"{work.folder}: resuming: {first} of {plan.num_layers} layers done")
+    for layer in set(range(first)) - needed:
+        drop_quantized(work, layer)
+    return OpenWalk(plan, smoothing, begun.chunk, first, shards)
+
+
+def _check_kept(plan: CalibrationPlan, calibrated: CalibrationRecord) -> None:
+    """Refuse to save statistics that a finished job did not keep; raises CalibrationError."""
+    path = plan.text.saved
+    if path is not None and not (path.exists() and open_statistics(path).digest == calibrated.statistics):
+        raise CalibrationError(
+            f"{path}: the conversion is complete, and its statistics were not kept. Leave out "
+            "calibration.save_statistics; `k2convert calibrate` makes them."
+        )
+
+
+class ShardWalk:
+    """A walk in a thread of its own. Workers of the pipeline wait for it, shard by shard."""
+
+    def __init__(self, opened: OpenWalk, codes: QuantizedLayers, *, room: int, stop: Event, events: Events) -> None:
+        self.calibration = Calibration(
+            LayerFiles(opened.plan.work), weighted=True, smoothing=opened.smoothing, codes=codes
+        )
+        self.failure: BaseException | None = None
+        self._opened, self._plan, self._room = opened, opened.plan, room
+        self._codes, self._stop, self._events = codes, stop, events
+        self._thread = threading.Thread(target=self._guard, name="walk", daemon=True)
+        self._changed = Condition()  # guards everything below
+        self._needs = opened.needs()
+        self._num_done = opened.first
+
+    def wait_for(self, shard: str) -> Calibration:
+        """Wait until the layers of a shard are done, and return them; raises InterruptedRun if the run stops before."""
+        with self._changed:
+            last = self._needs[shard].last
+            self._wait(lambda: self._num_done > last)
+        return self.calibration
+
+    def recorded(self, shard: str) -> None:
+        """Note that a shard is recorded, and remove the converted experts that no other shard needs."""
+        with self._changed:
+            layers = self._needs.pop(shard).codes.keys() - self._needed()
+            self._changed.notify_all()
+        for layer in layers:
+            self._codes.drop(layer)
+
+    def start(self) -> None:
+        """Begin to walk."""
+        self._thread.start()
+
+    def join(self, *, seconds: float | None = None) -> None:
+        """Wait until the thread has ended, at most so long."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while self._thread.is_alive() and (end is None or time.monotonic() < end):
+            self._thread.join(_POLL_SECONDS)
+
+    def _needed(self) -> set[int]:
+        return {layer for need in self._needs.values() for layer in need.codes}
+
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
+        """Wait, holding the lock, until `is_ready`; raises InterruptedRun if the run stops."""
+        self._check_stop()
+        while not is_ready():
+            self._changed.wait(_POLL_SECONDS)
+            self._check_stop()
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise InterruptedRun
+
+    def _guard(self) -> None:
+        try:
+            self._walk()
+        except BaseException as error:  # raised again in the thread that converts
+            self.failure = error
+            self._stop.set()
+
+    def _walk(self) -> None:
+        from k2convert.calibration.gptq_walk import GptqOptions, walk_gptq
+        from k2convert.forward.walk import Walk
+
+        plan, text = self._plan, self._plan.text
+        with plan.opened(self._opened.first, room=self._room, events=self._events, stop=self._stop) as layers:
+
+            @contextmanager
+            def around(layer: int) -> Generator[Checkpoint]:
+                with self._changed:  # few converted layers wait on the disk
+                    self._wait(lambda: all(need.last >= layer - AHEAD for need in self._needs.values()))
+                with layers(layer) as checkpoint:
+                    self._check_stop()
+                    yield checkpoint
+
+            walk = Walk(
+                ids=text.windows.ids,
+                num_layers=plan.num_layers,
+                hidden_size=plan.architecture.hidden_size,
+                chunk=self._opened.chunk,
+                devices=plan.devices,
+                workers=text.threads,
+                around=around,
+            )
+            options = GptqOptions(text.seed, self._opened.smoothing, self._check_stop)
+            walk_gptq(walk, options, plan.work, save=self._save, events=self._events)
+
+    def _save(self, layer: LayerStatistics, dropped: int) -> None:
+        """Declare a layer done."""
+        write_layer(self._plan.work, layer, replace(self._plan.header, dropped=dropped))
+        with self._changed:
+            self._num_done = layer.layer + 1
+            is_needed = layer.layer in self._needed()
+            self._changed.notify_all()
+        if not is_needed:
+            self._codes.drop(layer.layer)

@@ -1,0 +1,282 @@
+"""Rule `gptq`: calibration and conversion in one walk, layer by layer.
+
+    embedding ->  h of the INT4 model             -> layer -> ... -> statistics
+              ->  hh of what is converted so far  -> layer -> ... -> codes
+
+Every layer reads both streams. The INT4 stream is the walk of `calibrate`, with the same statistics. In a MoE layer the
+experts are then converted so that the other stream comes out as this one (gptq_layer.py). Attention, router and
+shared experts are the source's in both streams, and no activation is quantized: one result serves W4A16 and W4A4. All
+tokens of a layer are on the first device at a time.
+
+Some windows are kept out of everything that is fitted, the statistics too. They are the last ones of both streams, and
+each layer's error is measured on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.calibration.accumulate import LayerAccumulator, Save, token_weights
+from k2convert.calibration.gptq_layer import DOWN, GATE, UP, LayerConverter, LayerInputs
+from k2convert.calibration.layer_files import CODES, CONVERTED, write_gptq, writing_quantized_layers
+from k2convert.calibration.layer_statistics import LayerStatistics
+from k2convert.calibration.text import held_out, is_varied
+from k2convert.errors import CalibrationError
+from k2convert.forward.moe import Routing
+from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
+from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
+from k2convert.models import detect_family, read_architecture
+from k2convert.quantize.gptq.moments import Moments
+from k2convert.records.events import Events
+
+STREAMS_SHARE: Final = 0.3
+"""The share of a MoE layer's progress that computing the streams is. The rest is converting."""
+
+
+@dataclass(frozen=True, slots=True)
+class GptqOptions:
+    """The `seed` of the samples, whether norms are scaled, and `check_stop`, which is called often and may raise."""
+
+    seed: int
+    smoothing: bool
+    check_stop: Callable[[], None]
+
+
+@torch.no_grad()
+def walk_gptq(walk: Walk, options: GptqOptions, work: WorkFolder, *, save: Save, events: Events) -> None:
+    """Convert the layers that are not done, in order; `save` declares one done.
+
+    Raises CalibrationError if too many windows have to be dropped, what `check_stop` raises, and what reading and
+    writing raise.
+    """
+    order = np.argsort(held_out(walk.ids.shape[0]), kind="stable")
+    with closing(walk_layers(replace(walk, ids=walk.ids[order]), work, events=events)) as layers:
+        for layer in layers:
+            save(_LayerConversion(layer, options, work, events).run(), layer.dropped)
+
+
+class _LayerConversion:
+    """One layer of the walk."""
+
+    def __init__(self, layer: Layer, options: GptqOptions, work: WorkFolder, events: Events) -> None:
+        self._layer, self._options, self._work, self._events = layer, options, work, events
+        self._walk, self._decoder = layer.walk, layer.decoder
+        self._held_out = int(held_out(self._walk.shape[0]).sum())
+        self._num_fitted = self._walk.shape[0] - self._held_out
+        self._is_varied = is_varied(self._walk.ids[: self._num_fitted])
+        self._accumulator = LayerAccumulator(layer.reader, layer.number, seed=options.seed, fits_norms=self._is_varied)
+
+    def run(self) -> LayerStatistics:
+        """Compute both streams, and convert the experts of a MoE layer; returns the statistics."""
+        if self._decoder.is_dense:
+            self._run_dense()
+            return self._accumulator.finish()
+        self._layer.progress.share = STREAMS_SHARE
+        kept = np.zeros(self._walk.shape[0], dtype=np.bool_)
+        collected = self._collect(kept)
+        statistics = self._accumulator.finish()
+        residual_TK = self._convert(collected.finish(), statistics)
+        if not self._layer.is_last:
+            self._write_converted(residual_TK, kept)
+        return statistics
+
+    def _chunks(self) -> Iterator[tuple[int, HiddenStates, HiddenStates]]:
+        """Yield the first window and both streams of every chunk. A window that is not finite is so in both."""
+        for chunk in self._layer.chunks((HIDDEN, CONVERTED), apart=self._held_out):
+            self._options.check_stop()
+            states, converted = chunk.streams
+            states[~finite_windows(converted)] = np.nan
+            yield chunk.first, states, converted
+
+    def _run_dense(self) -> None:
+        """Run both streams through a dense layer, which is not converted with gptq."""
+        layer = self._layer
+        with layer.writing() as write, layer.writing(CONVERTED) as write_converted:
+            for first, states, converted in self._chunks():
+                layer.run(first, states, self._tee(first))
+                kept = finite_windows(states)
+                if kept.any():
+                    converted[kept] = self._decoder.run(torch.as_tensor(converted[kept])).cpu().numpy()
+                converted[~kept] = np.nan
+                write(states)
+                write_converted(converted)
+        layer.progress.reach(self._walk.ids.size)
+
+    def _collect(self, kept: NDArray[np.bool_]) -> _CollectedTokens:
+        """Run the INT4 stream through the layer, the other one up to its experts; marks the windows that are kept."""
+        walk, layer = self._walk, self._layer
+        collected = _CollectedTokens(walk.ids.size, walk.hidden_size, walk.devices[0])
+        with layer.writing() as write:
+            for first, states, converted in self._chunks():
+                tee = self._tee(first)
+                layer.run(first, states, tee)
+                write(states)
+                chunk = finite_windows(states)
+                kept[first : first + chunk.size] = chunk
+                if not chunk.any():
+                    continue
+                after_TK, x_TK, routing = self._decoder.attend(torch.as_tensor(converted[chunk]))
+                assert routing is not None
+                residual_TK = tee.hidden - after_TK - self._decoder.shared_output(x_TK)
+                if not (x_TK.isfinite().all() and residual_TK.isfinite().all()):
+                    raise CalibrationError(
+                        f"layer {layer.number}: the hidden states of the converted model are not finite, those of the "
+                        "source are. Use a different text, or convert with --statistics."
+                    )
+                halves = self._halves(first + np.flatnonzero(chunk)) if first < self._num_fitted else None
+                collected.add(x_TK, tee.x - x_TK, residual_TK, routing, token_weights(tee.hidden), halves)
+        return collected
+
+    def _tee(self, first: int) -> _Tee:
+        """Return the observer of a chunk: windows that are kept out are not in the statistics."""
+        return _Tee(self._accumulator if first < self._num_fitted else None)
+
+    def _halves(self, windows: NDArray[np.int64]) -> Tensor:
+        """Deal the tokens of windows to two halves, uint8 [T]: windows in turn, or one window in the middle."""
+        length = self._walk.shape[1]
+        if self._num_fitted == 1:
+            return (torch.arange(length) >= length // 2).to(torch.uint8)
+        return torch.as_tensor(windows % 2).to(torch.uint8).repeat_interleave(length)
+
+    def _convert(self, inputs: LayerInputs, statistics: LayerStatistics) -> Tensor:
+        """Convert the experts and keep their codes and what was decided; returns the residual f32 [T, K]."""
+        is_scaled = self._options.smoothing and statistics.smoothing_exponents.any()
+        path, record = self._work.path(CODES, self._layer.number), self._work.record
+        with writing_quantized_layers(path, self._shapes(), record=record) as write:
+            converter = LayerConverter(
+                reader=self._layer.reader,
+                mlp=self._mlp,
+                exponents=statistics.smoothing_exponents if is_scaled else None,
+                device=self._walk.devices[0],
+                workers=self._walk.workers,
+                is_varied=self._is_varied,
+                write=write,
+                advance=self._reach,
+            )
+            decided, residual_TK = converter.convert(inputs)
+        write_gptq(self._work, self._layer.number, decided)
+        if (found := decided.held_out) is not None and found.is_worse:
+            self._events.note(
+                f"warning: layer {self._layer.number}: on the windows that were kept out of the fit, the squared error "
+                f"of the outputs is {found.gptq_error:.5f}; by rule mse it would be {found.mse_error:.5f}"
+            )
+        return residual_TK
+
+    def _reach(self, share: float) -> None:
+        """Report the share of the experts that is converted."""
+        self._options.check_stop()
+        self._layer.progress.share = 1.0
+        self._layer.progress.reach(int(self._walk.ids.size * (STREAMS_SHARE + (1 - STREAMS_SHARE) * share)))
+
+    @property
+    def _mlp(self) -> str:
+        family = detect_family(self._layer.reader.checkpoint)
+        return f"{family.layer.format(layer=self._layer.number)}.mlp"
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the shapes [N, K] of the experts' projections in the order in which they are converted."""
+        architecture = read_architecture(self._layer.reader.checkpoint)
+        hidden, width = architecture.hidden_size, architecture.moe_intermediate_size
+        stems = [f"{self._mlp}.experts.{expert}" for expert in range(architecture.num_experts)]
+        inner = {f"{stem}.{kind}": (width, hidden) for stem in stems for kind in (GATE, UP)}
+        return inner | {f"{stem}.{DOWN}": (hidden, width) for stem in stems}
+
+    def _write_converted(self, residual_TK: Tensor, kept: NDArray[np.bool_]) -> None:
+        """Write what the next layer reads: the INT4 stream, less what the converted layer lacks."""
+        walk, done = self._walk, 0
+        with (
+            self._work.reading(HIDDEN, self._layer.number + 1, walk.shape) as read,
+            self._layer.writing(CONVERTED) as write,
+        ):
+            for first in range(0, walk.shape[0], walk.chunk):
+                states = read(first, min(first + walk.chunk, walk.shape[0])).copy()
+                chunk = kept[first : first + walk.chunk]
+                count = int(np.count_nonzero(chunk)) * walk.shape[1]
+                states[chunk] -= residual_TK[done : done + count].cpu().numpy().reshape(-1, *walk.shape[1:])
+                write(states)
+                done += count
+
+
+@dataclass(slots=True)
+class _Tee:
+    """Passes reports of a layer on to the accumulator, if any; keeps the MLP's input `x` and the output `hidden`.
+
+    Both are f32 [T, K].
+    """
+
+    accumulator: LayerAccumulator | None
+    x: Tensor = field(default_factory=lambda: torch.empty(0))
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+        """Take the input of the MLP."""
+        self.x = x_TK
+        if self.accumulator is not None:
+            self.accumulator.block(x_TK, routing)
+
+    def expert(
+        self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
+    ) -> None:
+        """Take what one MLP did."""
+        if self.accumulator is not None:
+            self.accumulator.expert(expert, tokens_t, weights_t, inner_tI, output_tK)
+
+    def output(self, h_TK: Tensor) -> None:
+        """Take the hidden states after the layer."""
+        self.hidden = h_TK
+        if self.accumulator is not None:
+            self.accumulator.output(h_TK)
+
+
+class _CollectedTokens:
+    """What all chunks of a layer bring, on one device. It has room for `tokens` of them."""
+
+    def __init__(self, tokens: int, hidden_size: int, device: str) -> None:
+        self._x = torch.empty(tokens, hidden_size, device=device)
+        self._residual = torch.empty_like(self._x)
+        self._routings: list[Routing] = []
+        self._weights: list[Tensor] = []
+        self._halves: list[Tensor] = []
+        self._moments = Moments.start(hidden_size, hidden_size, device=device)
+        self._count = 0
+
+    def add(
+        self,
+        x_TK: Tensor,
+        missing_TK: Tensor,
+        residual_TK: Tensor,
+        routing: Routing,
+        weights: Tensor,
+        halves: Tensor | None,
+    ) -> None:
+        """Add the tokens of one chunk; those that nothing is fitted to come last, and have no halves."""
+        places = slice(self._count, self._count + x_TK.shape[0])
+        self._x[places], self._residual[places] = x_TK, residual_TK
+        self._count = places.stop
+        self._routings.append(routing)
+        self._weights.append(weights)
+        if halves is not None:
+            halves = halves.to(x_TK.device)
+            self._moments.add(x_TK, missing_TK, weights, halves)
+            self._halves.append(halves)
+
+    def finish(self) -> LayerInputs:
+        """Return everything, and keep nothing of it."""
+        moments = self._moments
+        del self._moments
+        return LayerInputs(
+            x=self._x[: self._count],
+            residual=self._residual[: self._count],
+            routing=Routing.concatenate(self._routings),
+            token_weights=torch.cat(self._weights),
+            halves=torch.cat(self._halves),
+            gate_up=moments,
+        )

@@ -1,0 +1,335 @@
+"""The files of a walk's layers: statistics, and with a conversion what was decided and the converted experts.
+
+    layer-003.safetensors        the statistics of layer 3: the claim that it is done
+    gptq-003.json            what was decided in layer 3 (records/calibration.py), if it has experts
+    codes-003.safetensors        its converted experts, until every shard that needs them is recorded
+        MODULE.packed            U8 [N, K/2]
+        MODULE.block_scales      U8 [N, K/16]
+        MODULE.global_scale      F32 [1]
+    converted-004.safetensors    the hidden states that layer 4 reads in the model as it is converted so far
+
+Each is complete or absent, and its blake3 is kept by the work folder (forward/work.py), which checks it.
+
+If the source is on the Hub, what a layer needs of it is fetched before the layer and dropped after it. If the disk
+allows it, the next layer's bytes are fetched while a layer is computed. Each layer has a folder of its own, because two
+layers may need different parts of one shard.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any, Final
+
+import numpy as np
+
+from k2convert.calibration.layer_statistics import LayerStatistics
+from k2convert.calibration.statistics import (
+    Statistics,
+    StatisticsHeader,
+    encode_statistics,
+    open_statistics,
+    write_statistics,
+)
+from k2convert.checkpoint.files import list_folder
+from k2convert.checkpoint.folders import make_folder, remove_folder
+from k2convert.checkpoint.header import encode_header, read_header
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.names import WALK_NAME, WORK_FOLDER, WORK_SUFFIX
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
+from k2convert.choices import BLOCK_SIZE
+from k2convert.errors import CheckpointError
+from k2convert.forward.work import CLAIM, HIDDEN, WorkFolder
+from k2convert.hub.ranges import Ranges, RemoteShards
+from k2convert.models import detect_family, locate_module
+from k2convert.models.names import Role
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.records.calibration import GptqLayer
+from k2convert.records.document import encode, read_document
+from k2convert.records.events import Events
+
+CONVERTED: Final = "converted"
+CODES: Final = "codes"
+GPTQ: Final = "gptq.json"
+
+_OPEN_LAYERS: Final = 4
+_PACKED, _SCALES, _GLOBAL = "packed", "block_scales", "global_scale"
+_FP32_BYTES: Final = 4
+
+Write = Callable[[str, Nvfp4Weight], None]
+"""Appends one projection, by the name of its module."""
+
+
+def statistics_work(statistics: Path) -> WorkFolder:
+    """Return the work folder of a statistics file, NAME.work next to the file NAME."""
+    return WorkFolder(statistics.with_name(statistics.name + WORK_SUFFIX))
+
+
+def conversion_work(destination: Path) -> WorkFolder:
+    """Return the work folder of a conversion with a text, DEST/.k2convert/calibration.work."""
+    folder = destination / WORK_FOLDER / f"{WALK_NAME}{WORK_SUFFIX}"
+    return WorkFolder(folder, streams=(HIDDEN, CONVERTED), others=(GPTQ, CODES))
+
+
+def write_layer(work: WorkFolder, layer: LayerStatistics, header: StatisticsHeader) -> None:
+    """Declare a layer done, by writing its statistics."""
+    work.write(work.path(CLAIM, layer.layer), encode_statistics([layer], header))
+
+
+def read_layer(work: WorkFolder, layer: int) -> Statistics:
+    """Open the statistics of a layer that is done; raises CheckpointError if they are damaged."""
+    path = work.path(CLAIM, layer)
+    work.check(path)
+    return open_statistics(path)
+
+
+def gather_statistics(work: WorkFolder, path: Path, header: StatisticsHeader, *, num_layers: int) -> StatisticsHeader:
+    """Write the statistics file from those of the layers; returns its header.
+
+    `header` has no dropped windows yet. Raises CheckpointError if the file of a layer is damaged.
+    """
+    found = [read_layer(work, layer) for layer in range(num_layers)]
+    header = replace(header, dropped=found[-1].dropped if found else 0)
+    write_statistics(path, [statistics.layer(number) for number, statistics in enumerate(found)], header)
+    return header
+
+
+def needed_files(work: WorkFolder, codes: Collection[int]) -> dict[int, list[Path]]:
+    """Return what is needed of each layer besides its statistics: what was decided, and `codes` of some layers."""
+    paths: dict[int, list[Path]] = {}
+    for layer in range(work.num_finished()):
+        path = work.path(GPTQ, layer)
+        gptq = [path] if work.has_kept(path) else []
+        paths[layer] = [*gptq, *([work.path(CODES, layer)] if layer in codes else [])]
+    return paths
+
+
+def write_gptq(work: WorkFolder, layer: int, found: GptqLayer) -> None:
+    """Keep what was decided in a layer."""
+    work.write(work.path(GPTQ, layer), encode(found))
+
+
+def read_gptq(work: WorkFolder, layer: int) -> GptqLayer:
+    """Return what was decided in a layer that has experts; raises CheckpointError if it is damaged."""
+    path = work.path(GPTQ, layer)
+    work.check(path)
+    return read_document(GptqLayer, path)
+
+
+def drop_quantized(work: WorkFolder, layer: int) -> None:
+    """Remove a layer's converted experts: every shard has them."""
+    work.remove_file(work.path(CODES, layer))
+
+
+@contextmanager
+def writing_quantized_layers(
+    path: Path, shapes: Mapping[str, tuple[int, int]], *, record: Callable[[Path, str], None]
+) -> Generator[Write]:
+    """Yield a function that appends the projections [N, K] of `shapes`, which must come in this order.
+
+    The file appears at the end of the block. `record` gets its blake3 before that.
+    Raises DiskFullError, DestinationWriteError.
+    """
+    tensors: list[tuple[str, str, tuple[int, ...], int]] = []
+    for module, (rows, columns) in shapes.items():
+        packed, scales = (rows, columns // 2), (rows, columns // BLOCK_SIZE)
+        tensors.append((f"{module}.{_PACKED}", "U8", packed, rows * packed[1]))
+        tensors.append((f"{module}.{_SCALES}", "U8", scales, rows * scales[1]))
+        tensors.append((f"{module}.{_GLOBAL}", "F32", (1,), _FP32_BYTES))
+    header = encode_header(tensors, metadata={}, alignment=ALIGNMENT)
+    waiting = iter(shapes.items())
+    with ShardWriter(path, len(header) + sum(num_bytes for *_, num_bytes in tensors)) as writer:
+        writer.write(header)
+
+        def write(module: str, weight: Nvfp4Weight) -> None:
+            expected = next(waiting)
+            if expected != (module, weight.shape):
+                raise ValueError(f"{path}: {module} {weight.shape} is not {expected[0]} {expected[1]}")
+            for array in (weight.packed, weight.block_scales, np.array([weight.global_scale], dtype=np.float32)):
+                writer.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+        yield write
+        writer.commit(accept=partial(record, path))
+
+
+class _QuantizedLayer:
+    """The open codes of one layer; any thread may read."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, which must be whole."""
+        self._path = path
+        self._tensors = read_header(path).tensors
+        self._reader = ShardReader(lambda _: path)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._reader.close()
+
+    def read(self, module: str) -> Nvfp4Weight:
+        """Return one projection; raises CheckpointError if the file does not have it."""
+        found = [self._tensors.get(f"{module}.{name}") for name in (_PACKED, _SCALES, _GLOBAL)]
+        packed, scales, scalar = found
+        if packed is None or scales is None or scalar is None:
+            raise CheckpointError(f"{self._path}: has no codes of {module}. Delete the file and repeat the command.")
+        return Nvfp4Weight(
+            self._reader.read(packed).reshape(packed.shape),
+            self._reader.read(scales).reshape(scales.shape),
+            float(self._reader.read(scalar).view(np.float32)[0]),
+        )
+
+
+class LayerFiles:
+    """The statistics of the layers that are done so far, as calibrate.channels.Calibration reads them. Thread-safe."""
+
+    def __init__(self, work: WorkFolder) -> None:
+        self._work = work
+        self._open = lru_cache(_OPEN_LAYERS)(partial(read_layer, work))
+
+    @property
+    def path(self) -> Path:
+        """Where the files are, for messages."""
+        return self._work.folder
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that are done."""
+        return tuple(range(self._work.num_finished()))
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all windows."""
+        return self._open(0).tokens
+
+    def layer(self, number: int) -> LayerStatistics:
+        """Return the statistics of a layer that is done; raises CheckpointError."""
+        return self._open(number).layer(number)
+
+
+class QuantizedLayers:
+    """The converted experts of the layers that are done so far. Thread-safe; close it when the shards are written."""
+
+    def __init__(self, work: WorkFolder) -> None:
+        self._work = work
+        self._open: dict[int, _QuantizedLayer] = {}
+        self._lock = Lock()
+
+    def read(self, module: str) -> Nvfp4Weight:
+        """Return a converted projection; raises CheckpointError if its layer is not there or damaged."""
+        place = locate_module(module)
+        assert place is not None
+        assert place.layer is not None
+        with self._lock:
+            if place.layer not in self._open:
+                path = self._work.path(CODES, place.layer)
+                self._work.check(path)
+                self._open[place.layer] = _QuantizedLayer(path)
+            codes = self._open[place.layer]
+        return codes.read(module)
+
+    def drop(self, layer: int) -> None:
+        """Close and remove a layer's codes. No shard may need them any more."""
+        with self._lock:
+            if (codes := self._open.pop(layer, None)) is not None:
+                codes.close()
+        drop_quantized(self._work, layer)
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for codes in self._open.values():
+                codes.close()
+            self._open.clear()
+
+    def __enter__(self) -> QuantizedLayers:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+_FOLDER: Final = "layer-{:03}"
+
+
+def layer_ranges(source: Checkpoint, num_layers: int) -> tuple[Ranges, ...]:
+    """Return the byte ranges that each layer reads. The first one also reads the embedding."""
+    family = detect_family(source)
+    found: tuple[Ranges, ...] = tuple(defaultdict(set) for _ in range(num_layers))
+    for name, tensor in source.tensors.items():
+        place = family.classify(name.rpartition(".")[0])
+        layer = None if place is None else 0 if place.role is Role.EMBEDDINGS else place.layer
+        if layer is not None and layer < num_layers:
+            found[layer][tensor.shard].add((tensor.begin, tensor.end))
+    return found
+
+
+@dataclass(slots=True)
+class LayerShards:
+    """The parts of a source on the Hub, layer by layer, in folders below `remote.folder`.
+
+    `room` is how many bytes they may take at once. A set `stop` ends what is being fetched.
+    """
+
+    source: Checkpoint
+    remote: RemoteShards
+    ranges: Sequence[Ranges]
+    room: int
+    events: Events
+    stop: Event = field(default_factory=Event)
+    _fetched: dict[int, Future[None]] = field(default_factory=dict[int, Future[None]], init=False)
+    _pool: ThreadPoolExecutor = field(init=False)
+
+    def takes(self, layer: int) -> int:
+        """Return the bytes to fetch for a layer."""
+        return self.remote.takes(self.ranges[layer])
+
+    @contextmanager
+    def opened(self, first: int) -> Generator[None]:
+        """Fetch during the block. Removes earlier downloads, except what arrived of the layer `first`.
+
+        Sets `stop` if the block fails, so that nothing more is fetched.
+        """
+        root = self.remote.folder
+        make_folder(root)
+        for path in list_folder(root):
+            if path.name != _FOLDER.format(first):
+                remove_folder(path, root=root)
+        with ThreadPoolExecutor(1, thread_name_prefix="fetch") as self._pool:
+            try:
+                yield
+            except BaseException:
+                self.stop.set()
+                raise
+            finally:
+                for future in self._fetched.values():
+                    future.cancel()
+
+    @contextmanager
+    def around(self, layer: int) -> Generator[Checkpoint]:
+        """Bring what a layer needs, and drop it after the block; yields the checkpoint to read it from."""
+        remote = self._remote(layer)
+        self._submit(layer).result()
+        if layer + 1 < len(self.ranges) and self.takes(layer) + self.takes(layer + 1) <= self.room:
+            self._submit(layer + 1)
+        yield replace(self.source, folder=remote.folder)
+        remove_folder(remote.folder, root=self.remote.folder)
+
+    def _remote(self, layer: int) -> RemoteShards:
+        return replace(self.remote, folder=self.remote.folder / _FOLDER.format(layer))
+
+    def _submit(self, layer: int) -> Future[None]:
+        if layer not in self._fetched:
+            self._fetched[layer] = self._pool.submit(self._fetch, layer)
+        return self._fetched[layer]
+
+    def _fetch(self, layer: int) -> None:
+        def arrived(num_bytes: int, is_new: bool) -> None:
+            self.events.transferred(downloaded=num_bytes, is_new=is_new)
+
+        self._remote(layer).bring(self.ranges[layer], stop=self.stop, arrived=arrived)

@@ -1,0 +1,326 @@
+"""A calibration, planned from headers and text: what it depends on, what disk it needs, and how far it is.
+
+`k2convert calibrate` walks through the layers and writes a statistics file. `run --calibrate` converts on the same walk
+by rule `gptq` (conversion.py). Both are one plan.
+
+    layer 0 -> layer 1 -> layer 2 -> ...          the walk, with a conversion in a thread of its own
+                  |          |
+               shard 1    shard 2                 the pipeline: a shard is converted when its last layer is done
+
+The walk is at most AHEAD layers ahead of the shards, so that few converted layers wait on the disk.
+"""
+
+import platform
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from threading import Event
+from typing import Any, Final
+
+from blake3 import blake3
+
+from k2convert import __version__
+from k2convert.calibration.layer_files import LayerShards, layer_ranges
+from k2convert.calibration.statistics import StatisticsHeader, open_statistics
+from k2convert.calibration.text import Windows, held_out
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.names import WORK_FOLDER
+from k2convert.errors import DestinationError, DiskFullError, quoted
+from k2convert.forward.work import WalkJob, WorkFolder
+from k2convert.hub.client import Hub
+from k2convert.hub.ranges import RemoteShards
+from k2convert.hub.source import RemoteRepo
+from k2convert.models import locate_module, read_architecture
+from k2convert.models.names import Architecture, Role
+from k2convert.plan.plan import ConvertStep, ShardJob
+from k2convert.records.command import JobCommand
+from k2convert.records.events import SILENT, Events, Extent, Phase
+
+WALK_VERSION: Final = 2  # to be raised when a walk makes different bytes of the same input
+AHEAD: Final = 1
+_LIBRARIES: Final = ("numpy", "torch", "transformers", "tokenizers", "tiktoken")
+_STATE_BYTES: Final = 4
+_PROJECTION_BYTES: Final = 1024  # of the header of a layer's codes
+_EXPERT_BYTES: Final = 128  # of what is kept of the decisions in a layer
+_LAYER_SLACK_BYTES: Final = 1 << 16  # of the files of a layer, without the arrays
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationText:
+    """What is walked over, and how this machine does it.
+
+    `tokens` and `window` are what was asked for. `chunk` windows are computed at a time, unless an earlier run of the
+    same job decided otherwise, by `threads` threads. `saved` is the statistics file to write, if any.
+    """
+
+    windows: Windows
+    tokens: int
+    window: int
+    seed: int
+    chunk: int
+    threads: int
+    saved: Path | None = None
+
+    def identity(self, device: str) -> dict[str, Any]:
+        """Return what the results depend on, field by field, as the fingerprint has it."""
+        return {
+            "walk": WALK_VERSION,
+            "texts": ", ".join(f"{name} ({digest})" for name, digest in self.windows.texts),
+            "tokens": self.tokens,
+            "window": self.window,
+            "seed": self.seed,
+            "token_ids": blake3(self.windows.ids.tobytes()).hexdigest(),
+            "device": device,
+            "torch": version("torch"),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class WalkSource:
+    """The checkpoint to walk through. `remote` is None for a folder, `identities` are those of its shards."""
+
+    checkpoint: Checkpoint
+    remote: RemoteRepo | None
+    hub: Hub
+    identities: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardNeeds:
+    """What an output shard needs of the walk.
+
+    `last` is the last layer that it waits for, -1 if it waits for none. `codes` are the bytes of converted experts that
+    it needs, by layer.
+    """
+
+    last: int
+    codes: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationPlan:
+    """A planned calibration. Nothing has been written yet.
+
+    `header` is that of the statistics file, without dropped windows. `needs` are those of each output shard, None
+    without a conversion. `shards` is None for a source in a folder. `disk_bytes` is the room for the walk's files,
+    without what is fetched for a layer. Without a conversion, `disk_allowed` is what may be used in all, and `command`
+    what the user typed.
+    """
+
+    text: CalibrationText
+    source: Checkpoint
+    work: WorkFolder
+    job: WalkJob
+    header: StatisticsHeader
+    architecture: Architecture
+    devices: tuple[str, ...]
+    needs: Mapping[str, ShardNeeds] | None
+    shards: LayerShards | None
+    disk_bytes: int
+    disk_allowed: int = 0
+    command: JobCommand | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Every decoder layer."""
+        return self.architecture.num_layers
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all windows."""
+        return self.text.windows.ids.size
+
+    @property
+    def num_finished(self) -> int:
+        """How many layers an earlier run of this job has done."""
+        return self.work.num_finished(self.job)
+
+    @property
+    def held_out_windows(self) -> int:
+        """The windows that are kept out of everything that is fitted."""
+        return 0 if self.needs is None else int(held_out(self.text.windows.ids.shape[0]).sum())
+
+    def last_layer(self, shard: str) -> int:
+        """Return the last layer that an output shard waits for, -1 if it waits for none."""
+        return -1 if self.needs is None else self.needs[shard].last
+
+    @property
+    def fetched(self) -> tuple[int, ...]:
+        """The bytes that are fetched for each layer."""
+        return tuple(0 if self.shards is None else self.shards.takes(layer) for layer in range(self.num_layers))
+
+    @property
+    def layer_rooms(self) -> tuple[int, ...]:
+        """The room that fetched layers may get: for two at a time, so that one is fetched ahead, or for one."""
+        fetched = self.fetched
+        if not any(fetched):
+            return (0,)
+        return max(map(sum, zip(fetched, (*fetched[1:], 0), strict=True))), max(fetched)
+
+    @property
+    def disk_needed(self) -> int:
+        """The least disk that the walk needs at a time."""
+        return self.disk_bytes + self.layer_rooms[-1]
+
+    def check_room(self) -> None:
+        """Refuse a walk that cannot finish for lack of disk; raises DiskFullError with both numbers."""
+        if self.disk_needed > self.disk_allowed:
+            advice = "Allow more with --max-disk, or free some space" if self.shards is not None else "Free some space"
+            raise DiskFullError(
+                f"{self.work.folder}: the calibration needs {self.disk_needed:,} bytes of disk at a time, but may use "
+                f"{self.disk_allowed:,}. {advice}, or use fewer tokens."
+            )
+
+    def phases(self, first: int, others: Mapping[Phase, tuple[int, int]]) -> dict[Phase, tuple[int, int]]:
+        """Return the extent of the walk if the layers before `first` are done: its own, and all that is downloaded."""
+        fetched, phases = self.fetched, dict[Phase, tuple[int, int]]()
+        if self.shards is not None:
+            total, done = others.get("download", (0, 0))
+            phases["download"] = (total + sum(fetched), done + sum(fetched[:first]))
+        phases["calibrate"] = (self.num_layers * self.num_tokens, first * self.num_tokens)
+        return phases
+
+    def extent(self, first: int) -> Extent:
+        """Return the extent of a walk without a conversion."""
+        return Extent(self.phases(first, {}), layer_tokens=self.num_tokens)
+
+    @contextmanager
+    def opened(
+        self, first: int, *, room: int, events: Events, stop: Event | None = None
+    ) -> Generator[Callable[[int], AbstractContextManager[Checkpoint]]]:
+        """Yield what makes the context in which a layer can be read; fetches layers during the block if it has to."""
+        if self.shards is None:
+            yield lambda _: nullcontext(self.source)
+            return
+        shards = replace(self.shards, room=room, events=events, stop=stop or Event())
+        with shards.opened(first):
+            yield shards.around
+
+    def finished_header(self) -> StatisticsHeader | None:
+        """Return the header of the statistics file if this job made it; None if there is no file.
+
+        Raises DestinationError if the file was made from something else.
+        """
+        path, header = self.text.saved, self.header
+        if path is None or not path.exists():
+            return None
+        found = open_statistics(path)
+        for name in ("source_headers", "texts", "tokens", "window", "windows", "seed"):
+            if getattr(found, name) != (now := getattr(header, name)):
+                raise DestinationError(
+                    f"{path}: exists, made from something else: {name} was {quoted(getattr(found, name))}, now "
+                    f"{quoted(now)}. Choose a different name, or remove the file."
+                )
+        return replace(header, dropped=found.dropped, versions=found.versions)
+
+    def remove_leftovers(self) -> None:
+        """Remove the work folder if a run of this job was killed when everything but that was done."""
+        if (self.work.folder / WORK_FOLDER).is_dir():
+            found = self.work.job()
+            if found is None or found.identity == self.job.identity:
+                self.work.remove()
+
+
+def plan_calibration(
+    text: CalibrationText,
+    source: WalkSource,
+    *,
+    identity: Mapping[str, Any],
+    work: WorkFolder,
+    devices: tuple[str, ...],
+    shards: Iterable[ShardJob] | None = None,
+    disk_allowed: int = 0,
+) -> CalibrationPlan:
+    """Plan a calibration from headers and windows; `shards` are those of a conversion. Raises PlanError.
+
+    `identity` has every field that the results depend on, `disk_allowed` is what a walk without a conversion may use.
+    """
+    architecture = read_architecture(source.checkpoint)
+    num_layers, ids = architecture.num_layers, text.windows.ids
+    needs = None if shards is None else {shard.name: shard_needs(shard) for shard in shards}
+    states = ids.size * architecture.hidden_size * _STATE_BYTES * min(num_layers - 1, 2)
+    disk_bytes = (1 if needs is None else 2) * states + 2 * _statistics_bytes(architecture)
+    if needs is not None:
+        disk_bytes += num_layers * architecture.num_experts * _EXPERT_BYTES
+        disk_bytes += waiting_bytes(needs.values(), num_layers=num_layers)
+    fetched = None
+    if source.remote is not None:
+        remote = RemoteShards(source.hub, source.remote, work.downloads)
+        fetched = LayerShards(source.checkpoint, remote, layer_ranges(source.checkpoint, num_layers), 0, SILENT)
+    windows = ids.shape[0] - (0 if needs is None else int(held_out(ids.shape[0]).sum()))
+    return CalibrationPlan(
+        text=text,
+        source=source.checkpoint,
+        work=work,
+        job=WalkJob({**identity, "layers": num_layers}, text.chunk, source.identities),
+        header=StatisticsHeader(
+            source_headers=identity["source_headers"],
+            texts=text.windows.texts,
+            tokens=windows * ids.shape[1],
+            window=ids.shape[1],
+            windows=windows,
+            dropped=0,
+            seed=text.seed,
+            versions=_versions(),
+        ),
+        architecture=architecture,
+        devices=devices,
+        needs=needs,
+        shards=fetched,
+        disk_bytes=disk_bytes,
+        disk_allowed=disk_allowed,
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of k2convert, of Python, and of the libraries that compute and read the text."""
+    own = {"k2convert": __version__, "python": platform.python_version()}
+    return own | {name: version(name) for name in _LIBRARIES}
+
+
+def _statistics_bytes(architecture: Architecture) -> int:
+    """Return about how many bytes the statistics of all layers have."""
+    floats = architecture.num_experts * (architecture.moe_intermediate_size + 4) + 4 * architecture.hidden_size
+    return architecture.num_layers * (4 * floats + _LAYER_SLACK_BYTES)
+
+
+def source_fields(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a conversion's fingerprint that statistics depend on too."""
+    return {key: fingerprint[key] for key in ("arithmetic", "source_revision", "source_headers", "source_config")}
+
+
+def shard_needs(shard: ShardJob) -> ShardNeeds:
+    """Return what an output shard needs of a walk: every layer that it has tensors of.
+
+    Copied tensors count too: whether smoothing changes them is asked of their layer.
+    """
+    layers, codes = {-1}, dict[int, int]()
+    for step in shard.steps:
+        is_converted = isinstance(step, ConvertStep)
+        module = step.members[0].module if is_converted else step.tensor.name.rpartition(".")[0]
+        place = locate_module(module)  # that of all members: they are of the same MLP
+        if place is None or place.layer is None:
+            continue
+        layers.add(place.layer)
+        if is_converted and place.role is Role.EXPERTS:
+            num_bytes = sum(output.num_bytes for output in step.outputs) + _PROJECTION_BYTES * len(step.members)
+            codes[place.layer] = codes.get(place.layer, 0) + num_bytes
+    return ShardNeeds(max(layers), codes)
+
+
+def waiting_bytes(needs: Collection[ShardNeeds], *, num_layers: int) -> int:
+    """Return the most bytes of converted experts that wait at a time.
+
+    While a layer is computed, the codes of a layer before it are there if a shard that needs them is not converted.
+    """
+    totals: dict[int, int] = {}
+    for need in needs:
+        for layer, num_bytes in need.codes.items():
+            totals[layer] = totals.get(layer, 0) + num_bytes
+    most = 0
+    for current in range(num_layers):
+        waiting = {layer for need in needs if need.last >= current - AHEAD for layer in need.codes if layer <= current}
+        most = max(most, sum(totals[layer] for layer in waiting))
+    return most

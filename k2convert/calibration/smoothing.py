@@ -1,0 +1,286 @@
+"""The search of smoothing exponents: powers of two on the channels of a MoE block's input, for FP4 activations.
+
+The norm's weight is multiplied by s = 2^a and what reads its output is divided by it, so the function stays the same.
+What changes is which 16 channels share an FP4 step. For each block of 16 channels c the search reduces
+
+    sum_c mean(W_c^2) / s_c^2 * E(s x - fp4(s x))_c^2  +  0.6 * sum_c E[x_c^2] * s_c^2 * mean((W/s - nvfp4(W/s))_c^2)
+
+by coordinate descent: each of the 16 positions in turn takes the best of the factors 1/2, 2, 1/4 and 4, if that removes
+more than 1 / 2000 of the sum. x are inputs times the roots of their token weights, W rows of gate and up; nvfp4 is rule
+`imatrix` with the importance E[x^2] s^2.
+
+Of the tensors that it changes the search reads, in bounded memory:
+
+    rows of gate and up   neighboring rows of every routed expert: the mean squares of columns, and a few whole rows
+    exponents             of every BF16 or FP32 number, INT4 scales included: where a power of two would not be exact
+
+At K2's size a layer has 768 such projections of 2048 x 7168: 21 rows of each are read, and all scales.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.calibration.layer_statistics import MAX_EXPONENT
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
+from k2convert.forward.moe import quantize_activations, run_in_order
+from k2convert.forward.weights import WeightReader
+from k2convert.models import detect_family, parse_tensor_name
+from k2convert.models.names import WEIGHT, Role, reads_norm
+from k2convert.models.projections import Projection, projection_of
+from k2convert.quantize.formats.channels import divide_columns
+from k2convert.quantize.formats.int4 import (
+    FIRST_UNUSABLE_BITS,
+    Bf16Weight,
+    Int4Weight,
+    SourceWeight,
+    bf16_values,
+    unpack_int4,
+)
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
+from k2convert.quantize.kernels.cpu import convert, measure_magnitude
+from k2convert.quantize.rules.imatrix import block_importance
+from k2convert.quantize.rules.mse import mse_global_scale
+
+READ_ROWS: Final = 16384
+"""Rows of gate and up that are read, of all experts together: column norms then err by about 1 %."""
+SAMPLED_ROWS: Final = 96
+"""Of them, rows that are quantized again and again during the search."""
+
+_FIRST_UNUSABLE_FIELD: Final = FIRST_UNUSABLE_BITS >> 7
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTensors:
+    """The tensors of a MoE layer that smoothing changes: projections are gate and up, shared ones apart."""
+
+    norm: TensorInfo
+    routers: tuple[TensorInfo, ...]
+    experts: tuple[Projection, ...]
+    shared: tuple[Projection, ...]
+
+
+def find_scaled_tensors(source: Checkpoint, layer: int) -> ScaledTensors:
+    """Find the tensors of a layer by their names; raises PlanError for what is not part of the family."""
+    family = detect_family(source)
+    stem = f"{family.layer.format(layer=layer)}."
+    routers: list[TensorInfo] = []
+    projections: dict[str, Projection] = {}
+    for name, tensor in source.tensors.items():
+        if not name.startswith(stem):
+            continue
+        parts = parse_tensor_name(name, family=family)
+        if not reads_norm(parts):
+            continue
+        if parts.role is Role.ROUTER:
+            routers += [tensor] if parts.parameter == WEIGHT else []
+        elif parts.module not in projections:
+            projections[parts.module] = projection_of(source, parts)
+    return ScaledTensors(
+        norm=source.tensors[f"{family.mlp_norm.format(layer=layer)}.{WEIGHT}"],
+        routers=tuple(routers),
+        experts=tuple(p for p in projections.values() if p.role is Role.EXPERTS),
+        shared=tuple(p for p in projections.values() if p.role is not Role.EXPERTS),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GateUpRows:
+    """Of the routed experts' gate and up: mean squares of the columns f64 [K], and sampled rows [n, K] of each kind."""
+
+    mean_square: NDArray[np.float64]
+    rows: tuple[SourceWeight, ...]
+
+
+def read_gate_up(reader: ShardReader, tensors: ScaledTensors, *, seed: int) -> GateUpRows:
+    """Read READ_ROWS rows of the experts' gate and up, as many of each, at places drawn by `seed`."""
+    projections = tensors.experts
+    generator = np.random.RandomState(zlib.crc32(f"rows/{seed}/{tensors.norm.name}".encode()))
+    count = min(projections[0].num_rows, max(1, READ_ROWS // len(projections)))
+    kept = set(generator.permutation(count * len(projections))[:SAMPLED_ROWS].tolist())
+    squares = np.zeros(projections[0].num_columns)
+    found: list[SourceWeight] = []
+    for number, projection in enumerate(projections):
+        weight = _read_rows(reader, projection, int(generator.randint(projection.num_rows - count + 1)), count)
+        # NumPy adds rows in order, the same on every machine.
+        squares += np.square(weight_values(weight).astype(np.float64)).sum(axis=0)
+        found += [_rows(weight, row, row + 1) for row in range(count) if number * count + row in kept]
+    return GateUpRows(squares / (count * len(projections)), _stacked(found))
+
+
+def _read_rows(reader: ShardReader, projection: Projection, start: int, count: int) -> SourceWeight:
+    def read(tensor: TensorInfo) -> NDArray[np.uint8]:
+        width = tensor.num_bytes // projection.num_rows
+        return reader.read(tensor, begin=start * width, end=(start + count) * width)
+
+    if projection.weight is not None:
+        return Bf16Weight(read(projection.weight).view(np.uint16).reshape(count, -1))
+    assert projection.packed is not None
+    assert projection.scale is not None
+    return Int4Weight(
+        packed=read(projection.packed).reshape(count, -1),
+        scale_bits=read(projection.scale).view(np.uint16).reshape(count, -1),
+    )
+
+
+def _rows(weight: SourceWeight, start: int, stop: int) -> SourceWeight:
+    if isinstance(weight, Bf16Weight):
+        return Bf16Weight(weight.bits[start:stop])
+    return weight.rows(start, stop)
+
+
+def _stacked(rows: list[SourceWeight]) -> tuple[SourceWeight, ...]:
+    int4 = [row for row in rows if isinstance(row, Int4Weight)]
+    bf16 = [row for row in rows if isinstance(row, Bf16Weight)]
+    stacked: list[SourceWeight] = []
+    if int4:
+        packed, bits = (np.concatenate(parts) for parts in zip(*((r.packed, r.scale_bits) for r in int4), strict=True))
+        stacked.append(Int4Weight(packed=packed, scale_bits=bits))
+    if bf16:
+        stacked.append(Bf16Weight(np.concatenate([row.bits for row in bf16])))
+    return tuple(stacked)
+
+
+def weight_values(weight: SourceWeight) -> NDArray[np.float32]:
+    """Return the values float32 [N, K] of a weight, exact."""
+    if isinstance(weight, Bf16Weight):
+        return bf16_values(weight.bits)
+    return unpack_int4(weight.packed) * weight.scales.repeat(GROUP_SIZE, axis=1)
+
+
+def exactly_scalable(reader: ShardReader, tensors: ScaledTensors) -> NDArray[np.bool_]:
+    """Return bool [K]: the channels of which every number may be multiplied by 2^-4 .. 2^4 without losing a bit.
+
+    A channel whose norm weight is zero is not scaled either, so that the exponents show in the norm's weight.
+    """
+    columns = tensors.norm.shape[-1]
+    usable = _are_in_range(reader, tensors.norm, columns, zeros=False)
+    for router in tensors.routers:
+        usable &= _are_in_range(reader, router, columns)
+    for projection in (*tensors.experts, *tensors.shared):
+        if projection.weight is not None:
+            usable &= _are_in_range(reader, projection.weight, columns)
+        else:
+            assert projection.scale is not None
+            groups = _are_in_range(reader, projection.scale, columns // GROUP_SIZE, end=_FIRST_UNUSABLE_FIELD)
+            usable &= groups.repeat(GROUP_SIZE)
+    return usable
+
+
+def _are_in_range(
+    reader: ShardReader, tensor: TensorInfo, columns: int, *, end: int = 255, zeros: bool = True
+) -> NDArray[np.bool_]:
+    """Return bool [columns]: whether the 8-bit exponents of a column's numbers stay within 1 .. end - 1 when scaled.
+
+    A column of zeros is in range if `zeros`. A dtype other than BF16 and FP32 never is.
+    """
+    if tensor.dtype not in ("BF16", "F32"):
+        return np.zeros(columns, dtype=np.bool_)
+    kind, mantissa = (np.uint16, 7) if tensor.dtype == "BF16" else (np.uint32, 23)
+    bits: NDArray[Any] = reader.read(tensor).view(kind).reshape(-1, columns)
+    magnitudes = bits & kind(np.iinfo(kind).max >> 1)
+    largest = magnitudes.max(axis=0)
+    # The smallest that is not zero: minus one, zero is the largest number; back again, a column of zeros is zero.
+    smallest = (magnitudes - kind(1)).min(axis=0) + kind(1)
+    below, above = (smallest >> mantissa).astype(np.int64), (largest >> mantissa).astype(np.int64)
+    is_zero = largest == 0
+    return np.where(is_zero, zeros, (below - MAX_EXPONENT >= 1) & (above + MAX_EXPONENT < end))
+
+
+WEIGHT_SHARE: Final = 0.6
+"""How much the error of the weights counts, relative to that of the activations."""
+STEPS: Final = (-1, 1, -2, 2)
+"""Exponents of the factors that a channel tries."""
+LEAST_GAIN: Final = 0.9995
+"""A factor must leave less than this share of a block's error."""
+
+_FLOOR_SHARE: Final = 1e-4  # of the mean: a channel that was always zero still has a weight
+_INPUT_SCALE: Final = 1.0
+
+
+def find_exponents(
+    reader: WeightReader, layer: int, *, inputs: Tensor, mean_square: NDArray[np.float32], seed: int
+) -> NDArray[np.int8]:
+    """Return the smoothing exponents int8 [K] of a MoE layer.
+
+    `inputs` f32 [n, K] are weighted inputs of the block, `mean_square` f32 [K] is that of all tokens, and `seed` draws
+    rows of the weights. Channels that could not be scaled exactly get 0.
+    """
+    tensors = find_scaled_tensors(reader.checkpoint, layer)
+    with ShardReader(reader.checkpoint.path) as shards:
+        proxy = Proxy(inputs, mean_square, read_gate_up(shards, tensors, seed=seed))
+        return descend(proxy, free=exactly_scalable(shards, tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """Estimates the error of a block for given exponents; see above for what it is."""
+
+    inputs: Tensor
+    mean_square: NDArray[np.float32]
+    weights: GateUpRows
+
+    def errors(self, exponents: NDArray[np.int8]) -> NDArray[np.float64]:
+        """Return the error of each block of 16 channels, f64 [K/16], for exponents int8 [K]."""
+        squares = np.ldexp(1.0, 2 * exponents.astype(np.int64))
+        channels = self._input_errors(exponents) * self.weights.mean_square / squares
+        scaled = (self.mean_square + _FLOOR_SHARE * self.mean_square.mean(dtype=np.float64)) * squares
+        channels += WEIGHT_SHARE * scaled * self._weight_errors(exponents, scaled.astype(np.float32))
+        return channels.reshape(-1, BLOCK_SIZE).sum(axis=1)
+
+    def _input_errors(self, exponents: NDArray[np.int8]) -> NDArray[np.float64]:
+        """Return the mean square f64 [K] of s x - fp4(s x)."""
+        scaled = self.inputs * torch.as_tensor(np.ldexp(np.float32(1), exponents))
+        errors = quantize_activations(scaled, _INPUT_SCALE).sub_(scaled)
+        return errors.double().square_().mean(dim=0).numpy()
+
+    def _weight_errors(self, exponents: NDArray[np.int8], mean_square: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Return the mean square f64 [K] of W/s - nvfp4(W/s)."""
+        importance = block_importance(mean_square)
+        errors = np.zeros(exponents.size)
+        for weight in self.weights.rows:
+            divided = divide_columns(weight, exponents, name="rows of gate and up")
+            result = dequantize_nvfp4(_quantize(divided, importance))
+            errors += np.square(result - np.ldexp(weight_values(weight), -exponents.astype(np.int32))).sum(axis=0)
+        return errors / sum(weight.shape[0] for weight in self.weights.rows)
+
+
+def _quantize(weight: SourceWeight, importance: NDArray[np.uint8]) -> Nvfp4Weight:
+    """Quantize a weight by rule `imatrix`."""
+    magnitude = measure_magnitude(weight, name="rows")
+    global_scale = mse_global_scale(magnitude, is_int4=not isinstance(weight, Bf16Weight))
+    return convert(weight, rule="imatrix", global_scale=global_scale, importance=importance).weight
+
+
+def descend(proxy: Proxy, *, free: NDArray[np.bool_]) -> NDArray[np.int8]:
+    """Return the exponents int8 [K] that one pass over the positions of the blocks finds; 0 where not `free`."""
+    exponents = np.zeros(free.size, dtype=np.int8)
+    least = proxy.errors(exponents)
+    workers = min(len(STEPS), len(os.sched_getaffinity(0)))
+    for position in range(BLOCK_SIZE):
+        channels = np.arange(position, free.size, BLOCK_SIZE)
+        tried = [_stepped(exponents, channels[free[channels]], step) for step in STEPS]
+        best = exponents[channels]
+        for candidate, errors in zip(tried, run_in_order(proxy.errors, tried, workers=workers), strict=True):
+            is_better = errors < least * LEAST_GAIN
+            least = np.where(is_better, errors, least)
+            best = np.where(is_better, candidate[channels], best)
+        exponents[channels] = best
+    return exponents
+
+
+def _stepped(exponents: NDArray[np.int8], channels: NDArray[np.int64], step: int) -> NDArray[np.int8]:
+    result = exponents.copy()
+    result[channels] = np.clip(result[channels] + np.int8(step), -MAX_EXPONENT, MAX_EXPONENT)
+    return result

@@ -1,0 +1,314 @@
+"""The statistics file: safetensors with the arrays of every decoder layer, and where they come from as metadata.
+
+Tensors are named `layers.N.` and the names of layer_statistics.py. Metadata, all strings:
+
+    format, version   what the file is
+    source_headers    digest of the source's headers, as in the fingerprint of a job
+    norms             JSON: layer -> blake3 of the bytes of post_attention_layernorm.weight
+    texts             JSON: [{name, blake3}, ...] of the texts that were read
+    tokens, window, windows, dropped_windows, seed    of the pass
+    versions          JSON: library -> version
+    blake3            of everything else in the file: its header without this entry, with the other entries in the order
+                      of their names, and the bytes of the tensors
+
+The file is shareable: a conversion needs it, the source and no text, no torch and no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, Final, cast
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from k2convert.calibration.layer_statistics import TENSORS, LayerStatistics
+from k2convert.checkpoint.files import parse_json, pieces, write_atomically
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, encode_header, read_header
+from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, quoted, shortened
+from k2convert.records.pruning import PruningRecord
+
+FORMAT: Final = "k2convert statistics"
+FORMAT_VERSION: Final = "2"
+REMEDY: Final = "Make it again with `k2convert calibrate`, or get the file again."
+
+_CHECKSUM: Final = "blake3"
+_ALIGNMENT: Final = 8
+_CACHED_LAYERS: Final = 8  # 3.2 MB each for K2
+_DTYPES: Final[dict[str, type[np.generic]]] = {"F32": np.float32, "I64": np.int64, "I8": np.int8}
+_DTYPE_NAMES: Final = {np.dtype(kind): name for name, kind in _DTYPES.items()}
+_TENSOR: Final = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)")
+_OPTIONAL: Final = {name for name, _, _ in TENSORS.values() if name.startswith("shared_down.")}
+_REQUIRED: Final = {name for name, _, _ in TENSORS.values()} - _OPTIONAL
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticsHeader:
+    """Where statistics come from. `texts` are (name, blake3); `tokens` were used, `dropped` windows were not finite."""
+
+    source_headers: str
+    texts: tuple[tuple[str, str], ...]
+    tokens: int
+    window: int
+    windows: int
+    dropped: int
+    seed: int
+    versions: dict[str, str]
+
+
+class Statistics:
+    """An open statistics file. Layers are read and checked when they are asked for; any thread may ask.
+
+    `digest` is the blake3 of the file, `layers` the numbers of its layers in order. `pruning` leaves out the experts
+    that it does not keep. `origin` is its address, if it came from the Hub. The rest is StatisticsHeader's.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        digest: str,
+        header: StatisticsHeader,
+        norms: dict[int, str],
+        shard: ShardHeader,
+        identity: tuple[int, ...],
+        pruning: PruningRecord | None = None,
+    ) -> None:
+        self.path = path
+        self.digest = digest
+        self.origin: str | None = None
+        self.source_headers = header.source_headers
+        self.texts = header.texts
+        self.tokens = header.tokens
+        self.window = header.window
+        self.windows = header.windows
+        self.dropped = header.dropped
+        self.seed = header.seed
+        self.versions = header.versions
+        self.layers = tuple(sorted(norms))
+        self._norms = norms
+        self._shard = shard
+        self._header, self._identity, self._pruning = header, identity, pruning
+        self._read_once = lru_cache(_CACHED_LAYERS)(self._read)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.path, self.digest, self._pruning)
+
+    def keep_experts(self, pruning: PruningRecord) -> Statistics:
+        """Return the same statistics without the experts that are not kept, which have their numbers in the result."""
+        return Statistics(self.path, self.digest, self._header, self._norms, self._shard, self._identity, pruning)
+
+    def layer(self, number: int) -> LayerStatistics:
+        """Return one layer; CalibrationError if the file does not have it or its values cannot be used."""
+        if number not in self._norms:
+            raise CalibrationError(
+                f"{self.path}: has no layer {number}: these statistics are of a different model. "
+                "Make them for this source with `k2convert calibrate`."
+            )
+        return self._read_once(number)
+
+    def _read(self, number: int) -> LayerStatistics:
+        stem = f"layers.{number}."
+        found = {field: self._shard.tensors.get(stem + name) for field, (name, _, _) in TENSORS.items()}
+        try:
+            with self.path.open("rb") as file:
+                if _identity(os.fstat(file.fileno())) != self._identity:
+                    raise ValueError
+                arrays = {field: _read_array(file, tensor) for field, tensor in found.items() if tensor}
+        except OSError as error:
+            raise SourceReadError(f"{self.path}: cannot be read ({error.strerror}). Check the disk.") from None
+        except ValueError:
+            raise CalibrationError(f"{self.path}: changed while it was used. {REMEDY}") from None
+        try:
+            layer = LayerStatistics(number, self._norms[number], **arrays)
+        except CalibrationError as error:
+            raise CalibrationError(f"{self.path}: {error}. {REMEDY}") from None
+        return layer if self._pruning is None else self._pruned(layer, self._pruning)
+
+    def _pruned(self, layer: LayerStatistics, pruning: PruningRecord) -> LayerStatistics:
+        kept = pruning.kept.layers.get(layer.layer)
+        if kept is None:
+            return layer
+        if layer.num_experts != pruning.num_source_experts:
+            raise CalibrationError(
+                f"{self.path}: layer {layer.layer} has {layer.num_experts} experts, but the source has "
+                f"{pruning.num_source_experts}: these statistics are of a different model. Make them for this source "
+                "with `k2convert calibrate`."
+            )
+        return layer.of_experts(kept)
+
+
+def _read_array(file: BinaryIO, tensor: TensorInfo) -> NDArray[Any]:
+    """Read one tensor; ValueError if the file ends in it."""
+    file.seek(tensor.begin)
+    return np.frombuffer(file.read(tensor.num_bytes), dtype=_DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+
+def write_statistics(path: Path, layers: Sequence[LayerStatistics], header: StatisticsHeader) -> None:
+    """Write a statistics file atomically; raises DiskFullError, DestinationWriteError."""
+    write_atomically(path, encode_statistics(layers, header))
+
+
+def encode_statistics(layers: Sequence[LayerStatistics], header: StatisticsHeader) -> bytes:
+    """Return the bytes of a statistics file. The same layers and header give the same bytes."""
+    arrays = {
+        f"layers.{layer.layer}.{name}": np.ascontiguousarray(array)
+        for layer in sorted(layers, key=lambda layer: layer.layer)
+        for name, array in layer.arrays().items()
+    }
+    tensors = [(name, _DTYPE_NAMES[array.dtype], array.shape, array.nbytes) for name, array in arrays.items()]
+    metadata = _metadata(header, {str(layer.layer): layer.norm_digest for layer in layers})
+    data = [array.reshape(-1).view(np.uint8).data for array in arrays.values()]
+    checksum = _begin_checksum(tensors, metadata)
+    for piece in data:
+        checksum.update(piece)
+    metadata[_CHECKSUM] = checksum.hexdigest()
+    return b"".join([encode_header(tensors, metadata=metadata, alignment=_ALIGNMENT), *data])
+
+
+def _metadata(header: StatisticsHeader, norms: Mapping[str, str]) -> dict[str, str]:
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "source_headers": header.source_headers,
+        "norms": json.dumps(dict(sorted(norms.items(), key=lambda item: int(item[0])))),
+        "texts": json.dumps([{"name": name, "blake3": digest} for name, digest in header.texts]),
+        "tokens": str(header.tokens),
+        "window": str(header.window),
+        "windows": str(header.windows),
+        "dropped_windows": str(header.dropped),
+        "seed": str(header.seed),
+        "versions": json.dumps(dict(sorted(header.versions.items()))),
+    }
+
+
+def open_statistics(path: Path) -> Statistics:
+    """Open a statistics file and check everything but the values; CalibrationError, SourceReadError."""
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "no such file"
+        raise CalibrationError(f"{path}: {kind}. Pass a statistics file, which `k2convert calibrate` makes.")
+    try:
+        identity = _identity(path.stat())
+        shard = read_header(path)
+    except MalformedFileError as error:
+        raise CalibrationError(f"{error} This is not a complete statistics file. {REMEDY}") from None
+    stated = shard.metadata
+    if stated.get("format") != FORMAT:
+        raise CalibrationError(f"{path}: not a statistics file. Pass a file that `k2convert calibrate` made.")
+    if stated.get("version") != FORMAT_VERSION:
+        raise CalibrationError(
+            f"{path}: its format has version {quoted(stated.get('version'))}, but this k2convert reads version "
+            f"{FORMAT_VERSION}. Use the k2convert that made it, or collect them again with `k2convert calibrate`."
+        )
+    try:
+        header, norms = _parse_metadata(stated)
+        _check_tensors(shard, norms)
+    except ValueError as error:
+        raise CalibrationError(f"{path}: {error}. {REMEDY}") from None
+    digest, checksum = _read_digests(path, shard)
+    if stated.get(_CHECKSUM) != checksum:
+        raise CalibrationError(f"{path}: damaged: its checksum is wrong. {REMEDY}")
+    return Statistics(path, digest, header, norms, shard, identity)
+
+
+def _read_digests(path: Path, shard: ShardHeader) -> tuple[str, str]:
+    """Return the blake3 of a file, and that which it should state of everything else in it."""
+    tensors = [(info.name, info.dtype, info.shape, info.num_bytes) for info in shard.tensors.values()]
+    checksum, digest, position = _begin_checksum(tensors, shard.metadata), blake3(), 0
+    for piece in pieces(path):
+        digest.update(piece)
+        checksum.update(memoryview(piece)[max(shard.data_begin - position, 0) :])
+        position += len(piece)
+    return digest.hexdigest(), checksum.hexdigest()
+
+
+def _begin_checksum(tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> blake3:
+    """Return the checksum of a header, to which the bytes of the tensors are to be added."""
+    others = {key: value for key, value in sorted(metadata.items()) if key != _CHECKSUM}
+    return blake3(encode_header(tensors, metadata=others, alignment=_ALIGNMENT))
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    """Return what changes if a file is replaced or written to."""
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _reopen(path: Path, digest: str, pruning: PruningRecord | None) -> Statistics:
+    """Open in another process what was opened in this one."""
+    found = open_statistics(path)
+    if found.digest != digest:
+        raise CalibrationError(f"{path}: changed while it was used. {REMEDY}")
+    return found if pruning is None else found.keep_experts(pruning)
+
+
+def _parse_metadata(stated: Mapping[str, str]) -> tuple[StatisticsHeader, dict[int, str]]:
+    """Return the header and the digests of the norms by layer; ValueError names what is wrong."""
+    norms = {str(_count(k, "norms")): _digest(v, "norms") for k, v in _json(stated, "norms", dict).items()}
+    texts = [_text(text) for text in _json(stated, "texts", list)]
+    versions = {name: _string(version, "versions") for name, version in _json(stated, "versions", dict).items()}
+    counts = {key: _count(stated.get(key), key) for key in ("tokens", "window", "windows", "dropped_windows", "seed")}
+    header = StatisticsHeader(
+        source_headers=_digest(stated.get("source_headers"), "source_headers"),
+        texts=tuple(texts),
+        tokens=counts["tokens"],
+        window=counts["window"],
+        windows=counts["windows"],
+        dropped=counts["dropped_windows"],
+        seed=counts["seed"],
+        versions=versions,
+    )
+    return header, {int(layer): digest for layer, digest in norms.items()}
+
+
+def _text(text: object) -> tuple[str, str]:
+    stated = cast(dict[str, Any], text) if isinstance(text, dict) else _refuse("texts", text)
+    return _string(stated.get("name"), "texts"), _digest(stated.get("blake3"), "texts")
+
+
+def _json(stated: Mapping[str, str], key: str, kind: type) -> Any:
+    try:
+        value = parse_json(stated.get(key, ""))
+    except ValueError:
+        value = None
+    return value if isinstance(value, kind) else _refuse(key, stated.get(key))
+
+
+def _count(value: object, key: str) -> int:
+    return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,18}", value) else _refuse(key, value)
+
+
+def _digest(value: object, key: str) -> str:
+    return value if isinstance(value, str) and _DIGEST.fullmatch(value) else _refuse(key, value)
+
+
+def _string(value: object, key: str) -> str:
+    return value if isinstance(value, str) else _refuse(key, value)
+
+
+def _refuse(key: str, value: object) -> Any:
+    raise ValueError(f"its metadata has {key} = {quoted(value)}, which k2convert does not write")
+
+
+def _check_tensors(shard: ShardHeader, norms: Mapping[int, str]) -> None:
+    """Check the names and dtypes of all tensors; ValueError names what is wrong."""
+    found: dict[int, set[str]] = {layer: set() for layer in norms}
+    dtypes = {name: _DTYPE_NAMES[np.dtype(kind)] for name, kind, _ in TENSORS.values()}
+    for tensor in shard.tensors.values():
+        match = _TENSOR.fullmatch(tensor.name)
+        if match is None or dtypes.get(match[2]) != tensor.dtype or int(match[1]) not in found:
+            raise ValueError(
+                f"has the tensor {shortened(tensor.name)} ({tensor.dtype}), which k2convert does not write"
+            )
+        found[int(match[1])].add(match[2])
+    for layer, names in found.items():
+        if missing := _REQUIRED - names:
+            raise ValueError(f"layer {layer} has no {min(missing)}")
+    if not found:
+        raise ValueError("has no layers")

@@ -1,0 +1,348 @@
+"""Texts to windows of token ids, drawn by a seed, in bounded memory.
+
+The texts are .txt (UTF-8), or .jsonl with "text" or "messages" in each line; a document a line. Token ids made
+elsewhere are .npy (integers, [tokens] or [windows, tokens]) or .jsonl (a list of ids, or an object with "input_ids").
+
+How windows are drawn. Texts of up to 4 MiB together are read whole. Larger ones are cut into sections of 64 KiB, and
+the seed puts the sections in an order; they are read in this order until they give four times the tokens asked for, so
+a text of any size takes the same memory and time, apart from its digest. What was read is put back in the order of the
+texts, one document after the other, and cut into windows; the seed draws as many as were asked for. Windows never
+overlap, and their order is that of the texts. The order of a seed is that of BLAKE3 digests: the same everywhere.
+
+Neighboring sections give every document once: a line belongs to the section in which its first byte is, and so does a
+character of a plain text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeGuard, cast
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from k2convert.calibration.chat import ChatTemplate
+from k2convert.calibration.tokenizer_process import TokenizerProcess
+from k2convert.calibration.tokenizers import Tokenizer
+from k2convert.checkpoint.files import PIECE_BYTES, parse_json, parse_json_object, pieces
+from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, cut, quoted
+
+MAX_LINE_BYTES: Final = 16 << 20
+
+Ids = NDArray[np.integer[Any]]
+
+_FORMS: Final = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]} or {"text": "..."}'
+_IDS: Final = 'a list of token ids, or an object with the list "input_ids"'
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFile:
+    """A .txt file: one document in UTF-8."""
+
+    path: Path
+    tokenizer: Tokenizer
+
+    def read(self, start: int, stop: int) -> Ids:
+        """Return the ids of the characters that begin in a range of bytes."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                raw = file.read(stop - start + 3)
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
+        first = _next_character(raw, 0) if start else 0
+        last = _next_character(raw, stop - start)
+        text = _decode(raw[first:last], self.path, start + first)
+        return self.tokenizer.encode(text if start else text.removeprefix("\ufeff"))
+
+
+@dataclass(frozen=True, slots=True)
+class LineFile:
+    """A .jsonl file: a document a line. `ids_of` gives the ids of a line or raises CalibrationError without a place."""
+
+    path: Path
+    ids_of: Callable[[str], Ids]
+
+    def read(self, start: int, stop: int) -> Ids:
+        """Return the ids of the lines that begin in a range of bytes, one document after the other."""
+        found: list[Ids] = [np.zeros(0, dtype=np.int64)]
+        for offset, raw in self._lines(start, stop):
+            text = _decode(raw, self.path, offset).strip("\ufeff \t\r\n")
+            try:
+                if len(raw) > MAX_LINE_BYTES:
+                    raise CalibrationError(f"longer than {MAX_LINE_BYTES:,} bytes. Split the document.")
+                if text:
+                    found.append(self.ids_of(text))
+            except CalibrationError as error:
+                raise CalibrationError(f"{self.path}, line {self._number_of(offset)}: {error}") from None
+        return np.concatenate(found)
+
+    def _lines(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(start - 1, 0))
+                while start > 0 and file.tell() < stop and not file.readline(PIECE_BYTES).endswith(b"\n"):
+                    pass  # the rest of a line that begins before the section
+                while (offset := file.tell()) < stop and (raw := file.readline(MAX_LINE_BYTES + 1)):
+                    yield offset, raw
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
+
+    def _number_of(self, offset: int) -> int:
+        """The number of the line that begins at an offset."""
+        with self.path.open("rb") as file:
+            sizes = [min(PIECE_BYTES, offset - at) for at in range(0, offset, PIECE_BYTES)]
+            return 1 + sum(file.read(size).count(b"\n") for size in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenArray:
+    """An .npy file of token ids, [tokens] or [windows, tokens]; it is mapped, not read."""
+
+    path: Path
+
+    def read(self, start: int, stop: int) -> Ids:
+        """Return the ids of a range of bytes, counted without the file's header."""
+        try:
+            mapped: object = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
+        except Exception as error:  # numpy reads the header as Python, and raises whatever it leads to
+            raise CalibrationError(
+                f"{self.path}: not an .npy file of numbers ({cut(str(error), 120)}). Save the array with numpy.save."
+            ) from None
+        array = cast(Ids, mapped)
+        if not isinstance(mapped, np.ndarray) or array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+            raise CalibrationError(f"{self.path}: not integers of the shape [tokens] or [windows, tokens].")
+        return np.array(array.reshape(-1)[start // array.itemsize : stop // array.itemsize])
+
+
+Source = PlainFile | LineFile | TokenArray
+"""A file that gives token ids."""
+
+
+def text_of_line(line: str, tokenizer: Tokenizer, template: ChatTemplate) -> Ids:
+    """Return the ids of a .jsonl line with "text" or "messages"; raises CalibrationError without a place."""
+    try:
+        document = parse_json_object(line, where="")
+    except MalformedFileError as error:
+        raise CalibrationError(str(error).removeprefix(": ")) from None
+    text, messages, tools = (document.get(key) for key in ("text", "messages", "tools"))
+    if isinstance(text, str):
+        return tokenizer.encode(text)
+    if not (_are_objects(messages) and messages) or not (tools is None or _are_objects(tools)):
+        raise CalibrationError(f"{_other_form(document)} Write {_FORMS} on each line.")
+    return tokenizer.encode(template.render(messages, tools), special=True)
+
+
+def _other_form(document: Mapping[str, Any]) -> str:
+    """Say what a line without text and messages has instead."""
+    for keys, form in ((("conversations",), "the form of ShareGPT"), (("prompt", "completion"), "pairs")):
+        if all(key in document for key in keys):
+            return f"has {' and '.join(map(json.dumps, keys))} ({form}), which are not read."
+    return 'has neither "text", a string, nor "messages", a list of objects.'
+
+
+def has_ids(path: Path) -> bool:
+    """Return whether a .jsonl file holds token ids, not text, by its first line."""
+    try:
+        with path.open("rb") as file:
+            first = next((line for line in iter(lambda: file.readline(MAX_LINE_BYTES), b"") if line.strip()), b"")
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    is_text = b'"text"' in first or b'"messages"' in first
+    return first.lstrip(b"\xef\xbb\xbf \t").startswith(b"[") or (b'"input_ids"' in first and not is_text)
+
+
+def ids_of_line(line: str) -> Ids:
+    """Return the ids of a .jsonl line that holds a list of them; raises CalibrationError without a place."""
+    try:
+        document: object = parse_json(line)
+        ids = cast(dict[str, Any], document).get("input_ids") if isinstance(document, dict) else document
+        array = np.array(ids)
+    except (ValueError, OverflowError) as error:
+        raise CalibrationError(f"not {_IDS} ({error}).") from None
+    if not isinstance(ids, list) or array.ndim != 1 or (array.size and array.dtype.kind != "i"):
+        raise CalibrationError(f"not {_IDS}, but {quoted(cast(object, document))}.")
+    return array.astype(np.int64)
+
+
+def _are_objects(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in cast(list[object], value))
+
+
+def _next_character(raw: bytes, at: int) -> int:
+    """Return where the next character begins: up to three bytes that continue one are passed over."""
+    return next((i for i in range(at, min(at + 3, len(raw))) if raw[i] & 0xC0 != 0x80), min(at + 3, len(raw)))
+
+
+def _decode(raw: bytes, path: Path, offset: int) -> str:
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        at = offset + error.start
+        raise CalibrationError(
+            f"{path}: not UTF-8 text (byte {at:,} is {raw[error.start]:#04x}). Convert it."
+        ) from None
+    if (at := raw.find(0)) >= 0:
+        raise CalibrationError(f"{path}: not text (byte {offset + at:,} is zero). Pass .txt or .jsonl files.")
+    return text
+
+
+def _unreadable(path: Path, error: OSError) -> SourceReadError:
+    return SourceReadError(f"{path}: cannot be read ({error.strerror}). Check permissions and disk.")
+
+
+WHOLE_BYTES: Final = 4 << 20
+SECTION_BYTES: Final = 64 << 10
+READ_PER_TOKEN: Final = 4
+"""Tokens that are read of a large text for each one asked for, so that the windows come from many places."""
+
+MIN_KINDS: Final = 32
+"""Different token ids that a text must have for anything to be fitted to it."""
+
+HELD_OUT_EVERY: Final = 16
+"""One window in so many is kept out of a fit, to measure what the fit is worth on other tokens."""
+
+LINES: Final = ".jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """`ids` i64 [windows, tokens of each]; name and BLAKE3 of each text; what the user should know."""
+
+    ids: NDArray[np.int64]
+    texts: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def read_windows(
+    files: Sequence[Path], *, tokenizer: Path, vocab_size: int, tokens: int, window: int, seed: int
+) -> Windows:
+    """Draw `tokens // window` windows from texts and token ids.
+
+    `tokenizer` is the checkpoint folder with its files; token ids need none. A text with fewer tokens than asked for
+    gives what it has; with fewer than one window, one shorter window. The same bytes and options give the same windows
+    on every machine. Raises CalibrationError if a file cannot be used, holds an id outside [0, vocab_size), or nothing
+    holds a token.
+    """
+    for path in files:
+        _check_file(path)
+    with ExitStack() as stack:
+        sources: dict[Path, Source] = {path: _ids_source(path) for path in files if _has_ids(path)}
+        if texts := [path for path in files if path not in sources]:
+            model = stack.enter_context(TokenizerProcess(tokenizer))
+            template = stack.enter_context(ChatTemplate(tokenizer))
+            of_line = partial(text_of_line, tokenizer=model, template=template)
+            for path in texts:
+                sources[path] = LineFile(path, of_line) if path.suffix.lower() == LINES else PlainFile(path, model)
+        stream = _read(
+            [sources[path] for path in files],
+            vocab_size=vocab_size,
+            enough=READ_PER_TOKEN * max(tokens, window),
+            seed=seed,
+        )
+    length = min(window, tokens, stream.size)
+    if length == 0:
+        raise CalibrationError(f"{', '.join(map(str, files))}: no token in it. Pass a text that is not empty.")
+    wanted, available = tokens // length, stream.size // length
+    chosen = sorted(_shuffled(available, seed)[:wanted])
+    ids = stream[: available * length].reshape(available, length)[chosen].astype(np.int64)
+    return Windows(
+        ids, tuple((_stated_name(path), _digest(path)) for path in files), _notes(ids, tokens=tokens, window=window)
+    )
+
+
+def _stated_name(path: Path) -> str:
+    """Return a file's name as text that every file can hold: bytes that are not UTF-8 become escapes."""
+    return path.name.encode(errors="backslashreplace").decode()
+
+
+def is_varied(ids: NDArray[np.int64]) -> bool:
+    """Whether tokens are of enough kinds to fit anything to. Repeating a few kinds tells nothing of other tokens."""
+    return np.unique(ids).size >= min(MIN_KINDS, ids.size) > 1
+
+
+def held_out(num_windows: int) -> NDArray[np.bool_]:
+    """Return which windows, bool [num_windows], measure a fit and so are kept out of it: one in HELD_OUT_EVERY.
+
+    They are evenly spread, and at least one unless there is only one window.
+    """
+    first = min(num_windows, HELD_OUT_EVERY) // 2
+    return (np.arange(num_windows) % HELD_OUT_EVERY == first) & (num_windows > 1)
+
+
+def _notes(ids: NDArray[np.int64], *, tokens: int, window: int) -> tuple[str, ...]:
+    count, length = ids.shape
+    if count * length >= tokens - tokens % min(window, tokens):
+        return ()
+    return (
+        f"The text gives {count} {'window' if count == 1 else 'windows'} of {length:,} tokens, {count * length:,} in "
+        f"all; {tokens:,} were asked for.",
+    )
+
+
+def _check_file(path: Path) -> None:
+    if not path.exists():
+        raise CalibrationError(f"{path}: there is no such file.")
+    if not path.is_file():
+        raise CalibrationError(f"{path}: is a folder or a device, not a file.")
+    if path.suffix.lower() not in (".txt", ".npy", LINES):
+        raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
+
+
+def _has_ids(path: Path) -> bool:
+    return path.suffix.lower() == ".npy" or (path.suffix.lower() == LINES and has_ids(path))
+
+
+def _ids_source(path: Path) -> Source:
+    return LineFile(path, ids_of_line) if path.suffix.lower() == LINES else TokenArray(path)
+
+
+def _read(sources: Sequence[Source], *, vocab_size: int, enough: int, seed: int) -> NDArray[np.int32]:
+    """Return the ids of all sources, or of enough sections of them, in the order of the sources."""
+    sizes = [source.path.stat().st_size for source in sources]
+    is_small = sum(sizes) <= WHOLE_BYTES
+    sections = [
+        (source, start, min(start + step, size))
+        for source, size in zip(sources, sizes, strict=True)
+        for step in (size if is_small else SECTION_BYTES,)
+        for start in range(0, size, step or 1)
+    ]
+    found: dict[int, NDArray[np.int32]] = {}
+    count = 0
+    for index in _shuffled(len(sections), seed):
+        source, start, stop = sections[index]
+        found[index] = _checked(source.read(start, stop), source.path, vocab_size)
+        count += found[index].size
+        if count >= enough and not is_small:
+            break
+    return np.concatenate([np.zeros(0, dtype=np.int32), *(found[index] for index in sorted(found))])
+
+
+def _checked(ids: Ids, path: Path, vocab_size: int) -> NDArray[np.int32]:
+    for extreme in (ids.min(), ids.max()) if ids.size else ():
+        if not 0 <= int(extreme) < vocab_size:
+            raise CalibrationError(
+                f"{path}: holds the token id {int(extreme)}, but the model's vocabulary is [0, {vocab_size}). "
+                "Use the tokenizer of the same checkpoint."
+            )
+    return ids.astype(np.int32)
+
+
+def _shuffled(count: int, seed: int) -> list[int]:
+    """Return range(count) in the order of a seed."""
+    return sorted(range(count), key=lambda index: blake3(f"{seed}/{index}".encode()).digest())
+
+
+def _digest(path: Path) -> str:
+    digest = blake3()
+    for piece in pieces(path):
+        digest.update(piece)
+    return digest.hexdigest()

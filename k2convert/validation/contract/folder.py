@@ -1,0 +1,302 @@
+"""Rules 11 to 13 and 15 to 17: configs and other files, compared with the tensors and the source."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from k2convert.checkpoint.files import (
+    ABSENT,
+    config_differences,
+    is_same_json,
+    mapping_or_empty,
+    read_json_file,
+    walk_folder,
+)
+from k2convert.checkpoint.index import list_sidecars
+from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS, SCALE_DTYPE, quant_algo
+from k2convert.checkpoint.names import (
+    CONFIG_NAME,
+    HF_QUANT_CONFIG_NAME,
+    INDEX_NAME,
+    SHARD_SUFFIX,
+    SINGLE_SHARD_NAME,
+)
+from k2convert.choices import BLOCK_SIZE
+from k2convert.errors import CheckpointError, quoted, shortened
+from k2convert.models.config import EXPERTS_KEY
+from k2convert.validation.contract.result import Result
+from k2convert.validation.results import Findings
+
+
+def exclude_entries(result: Result) -> list[str]:
+    """Return the list of modules that stay BF16, from config.json; empty if there is no list."""
+    declared = _declared(result)
+    entries: Any = declared.get("ignore", declared.get("exclude_modules"))
+    return [e for e in cast(list[Any], entries) if isinstance(e, str)] if isinstance(entries, list) else []
+
+
+def _declared(result: Result) -> dict[str, object]:
+    return mapping_or_empty((result.config or {}).get(QUANTIZATION_KEYS[0]))
+
+
+def check_quantization_config(result: Result) -> Findings:
+    """Rule 11. If there is a second or nested quantization_config or compression_config, engines may read that one."""
+    found = Findings(11)
+    if (result.folder / CONFIG_NAME).is_symlink():
+        return found.skip("config.json is a link, see rule 16")
+    if result.config is None:
+        return found.error(CONFIG_NAME, result.config_problem)
+    places = list(_find_keys(result.config, ""))
+    for place in places:
+        if place != QUANTIZATION_KEYS[0]:
+            found.error(place, "a second quantization config; engines may read this one")
+    if QUANTIZATION_KEYS[0] not in places:
+        return found.error(QUANTIZATION_KEYS[0], "missing at the top level")
+    declared = _declared(result)
+    expected = _expected_modelopt(result) if result.layout == MODELOPT else _expected_compressed_tensors()
+    for key, value in expected.items():
+        if not is_same_json(declared.get(key), value):
+            found.error(f"quantization_config.{key}", f"{quoted(declared.get(key))}, expected {value!r}")
+    _check_groups(result, declared, found)
+    if result.layout == MODELOPT and not result.has_input_scale:
+        found.note = "SGLang 0.5.23 needs --moe-runner-backend marlin; else it rounds activations to 4 bits"
+    return found
+
+
+def _find_keys(node: Any, path: str) -> Iterator[str]:
+    for key, value in mapping_or_empty(node).items():
+        place = f"{path}.{shortened(key)}" if path else shortened(key)
+        if key in QUANTIZATION_KEYS:
+            yield place
+        elif isinstance(value, dict):
+            yield from _find_keys(value, place)
+
+
+def _expected_modelopt(result: Result) -> dict[str, object]:
+    algo = quant_algo("w4a4" if result.has_input_scale else "w4a16")
+    return {"quant_method": "modelopt", "quant_algo": algo, "group_size": BLOCK_SIZE}
+
+
+def _expected_compressed_tensors() -> dict[str, object]:
+    return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+
+
+def _check_groups(result: Result, declared: dict[str, object], found: Findings) -> None:
+    groups = mapping_or_empty(declared.get("config_groups"))
+    if not groups:
+        found.error("quantization_config.config_groups", "missing")
+    shared: dict[str, object] = {"num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
+    if result.layout != MODELOPT:
+        shared |= {"strategy": "tensor_group", "symmetric": True}
+    # "local": block scales are computed from the activations at run time. modelopt has no such value.
+    dynamic: Any = False if result.layout == MODELOPT else "local"
+    for name, group in groups.items():
+        where = f"quantization_config.config_groups.{shortened(name)}"
+        _check_scheme(mapping_or_empty(group).get("weights"), shared | {"dynamic": False}, f"{where}.weights", found)
+        activations = mapping_or_empty(group).get("input_activations")
+        if result.has_input_scale:
+            _check_scheme(activations, shared | {"dynamic": dynamic}, f"{where}.input_activations", found)
+            if result.layout != MODELOPT:
+                _check_scale_dtype(activations, f"{where}.input_activations.scale_dtype", found)
+        elif activations is not None:
+            found.error(f"{where}.input_activations", "present, but the tensors are W4A16 and have no input scale")
+        targets: Any = mapping_or_empty(group).get("targets")
+        if not isinstance(targets, list) or "Linear" not in targets:
+            found.error(f"{where}.targets", "does not name Linear")
+
+
+def _check_scheme(scheme: Any, expected: dict[str, object], where: str, found: Findings) -> None:
+    if not isinstance(scheme, dict):
+        found.error(where, "missing; engines would assume a different scheme")
+        return
+    for key, value in expected.items():
+        stated = mapping_or_empty(cast(object, scheme)).get(key)
+        if not is_same_json(stated, value):
+            found.error(f"{where}.{key}", f"{quoted(stated)}, expected {value!r}")
+
+
+def _check_scale_dtype(activations: Any, where: str, found: Findings) -> None:
+    """Engines round block scales of activations to E4M3 whatever is stated; compressed-tensors only if this key is."""
+    stated = mapping_or_empty(activations).get("scale_dtype")
+    if stated is None:
+        effect = "transformers with compressed-tensors 0.13 and later does not round the block scales of activations"
+        found.warn(where, f'missing; {effect}. Add "scale_dtype": "{SCALE_DTYPE}"')
+    elif stated not in (SCALE_DTYPE, SCALE_DTYPE.removeprefix("torch.")):
+        found.error(where, f"{stated!r}, expected {SCALE_DTYPE!r}")
+
+
+def check_config_unchanged(result: Result) -> Findings:
+    """Rule 12. Engines read more than the quantization from config.json, and their defaults differ."""
+    found = Findings(12)
+    if result.source is None:
+        found.skip(result.no_source)
+    elif result.config is None:
+        found.skip("config.json cannot be read, see rule 11")
+    else:
+        if result.is_pruned:
+            part = "" if result.is_int4 else "the rest of "
+            found.title = f"{part}config.json equals the source's, except for the number of experts"
+        unread = () if result.is_int4 else QUANTIZATION_KEYS
+        for place, before, after in config_differences(result.source.parse_config(), result.config, unread=unread):
+            if result.is_pruned and place.rpartition(".")[2] == EXPERTS_KEY:
+                stated = "missing" if after is ABSENT else quoted(after)
+                found.error(place, f"{stated}, expected {quoted(before)}, which are kept")
+            elif before is ABSENT:
+                found.error(place, f"{quoted(after)}, not in the source")
+            else:
+                found.error(place, "missing" if after is ABSENT else f"{quoted(after)}, was {quoted(before)}")
+    return found
+
+
+def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
+    """Rule 13. TensorRT-LLM reads this file first. vLLM's fallback reader requires the producer name `modelopt`.
+
+    Except for the exclude list, fields are compared with the tensors and the recipe, so that a fault in config.json is
+    not reported twice. `compare_lists` is False if rule 14 found config.json's list wrong or missing.
+    """
+    found = Findings(13)
+    path = result.folder / HF_QUANT_CONFIG_NAME
+    if result.layout != MODELOPT:
+        if path.exists():
+            found.error(
+                HF_QUANT_CONFIG_NAME,
+                "belongs to the modelopt layout, but the tensors are in the compressed-tensors layout",
+            )
+        return found
+    if path.is_symlink():
+        return found.skip(f"{HF_QUANT_CONFIG_NAME} is a link, see rule 16")
+    try:
+        document = read_json_file(path)
+    except CheckpointError as error:
+        return found.error(HF_QUANT_CONFIG_NAME, str(error).removeprefix(f"{path}: ").removesuffix("."))
+    producer = mapping_or_empty(document.get("producer")).get("name")
+    if producer != "modelopt":
+        found.error("producer.name", f"{quoted(producer)}, expected 'modelopt'")
+    stated, expected = mapping_or_empty(document.get("quantization")), _expected_modelopt(result)
+    del expected["quant_method"]
+    recipe, declared = result.recipe, _declared(result)
+    has_fp8_cache = recipe.kv_cache is not None if recipe is not None else declared.get("kv_cache_scheme") is not None
+    expected["kv_cache_quant_algo"] = "FP8" if has_fp8_cache else None
+    if compare_lists:
+        expected["exclude_modules"] = declared.get("ignore", declared.get("exclude_modules"))
+    for key in {**expected, "exclude_modules": None}:
+        if key not in stated:
+            found.error(f"quantization.{key}", "missing; vLLM refuses a file without it")
+        elif key in expected and not is_same_json(stated[key], expected[key]):
+            found.error(
+                f"quantization.{key}", f"{quoted(stated[key])}, expected {quoted(expected[key])} as in config.json"
+            )
+    return found
+
+
+def check_kv_cache(result: Result) -> Findings:
+    """Rule 15. An FP8 cache changes answers at long context, so the recipe must ask for it. Its default scale is 1."""
+    found = Findings(15)
+    scheme = _declared(result).get("kv_cache_scheme")
+    recipe = result.recipe
+    place = "quantization_config.kv_cache_scheme"
+    if recipe is not None and (recipe.kv_cache is not None) != (scheme is not None):
+        asked = "asks for one" if recipe.kv_cache is not None else "does not ask for one"
+        found.error(place, f"{quoted(scheme)}, but the recipe {asked}")
+    elif scheme is not None:
+        known = "" if recipe is not None else "; without a ledger it is unknown whether the recipe asks for it"
+        if result.layout == MODELOPT:
+            found.warn(place, f"FP8 cache without k and v scales: engines use 1.0{known}")
+        else:
+            found.warn(place, f"no effect in vLLM 0.32 and 0.33: serve with --kv-cache-dtype fp8{known}")
+    return found
+
+
+_TEMPORARY_SUFFIXES = (".tmp", ".part", ".incomplete")
+_COMPARE_BYTES = 1 << 20
+
+
+def check_package(result: Result) -> Findings:
+    """Rule 16: index and shards agree and are complete, and there are no links, stray shards or temporary files."""
+    found = Findings(16)
+    for shard, problem in result.unreadable.items():
+        found.error(shortened(shard), problem)
+    _check_index(result, found)
+    for path in _visible_files(result.folder):
+        name = str(path.relative_to(result.folder))
+        if path.is_symlink():
+            if name not in result.unreadable and name != INDEX_NAME:  # reported already
+                found.error(name, "a link, not a file")
+        elif path.suffix == SHARD_SUFFIX and name not in result.headers and name not in result.unreadable:
+            found.error(name, "a shard that the index does not name")
+        elif path.suffix in _TEMPORARY_SUFFIXES:
+            found.error(name, "a temporary file")
+    return found
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    """Return all files. Hidden folders (the journal, a download cache) are not part of the package."""
+    files: list[Path] = []
+    for path in walk_folder(folder):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts[:-1])
+        if not hidden and (path.is_symlink() or path.is_file()):
+            files.append(path)
+    return files
+
+
+def _check_index(result: Result, found: Findings) -> None:
+    single = result.index is None and list(result.headers) == [SINGLE_SHARD_NAME]
+    if single and not (result.folder / INDEX_NAME).exists():
+        return
+    if result.index is None:
+        found.error(INDEX_NAME, result.index_problem)
+        return
+    weight_map: Any = result.index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        found.error(INDEX_NAME, "has no weight_map")
+        return
+    mapped = cast(dict[str, object], weight_map)
+    shard_of = {name: shard for shard, header in result.headers.items() for name in header.tensors}
+    for name, shard in mapped.items():
+        if not isinstance(shard, str):
+            found.error(shortened(name), f"the index says {quoted(shard)}, which is not a file name")
+        elif shard not in result.unreadable and shard_of.get(name) != shard:
+            where = f"is in {shard_of[name]}" if name in shard_of else "is in no shard"
+            found.error(shortened(name), f"the index says {shortened(shard)}, but it {where}")
+    for name, shard in shard_of.items():
+        if name not in mapped:
+            found.error(name, f"in {shortened(shard)}, but not in the index")
+    total: Any = mapping_or_empty(result.index.get("metadata")).get("total_size")
+    actual = sum(t.num_bytes for header in result.headers.values() for t in header.tensors.values())
+    if not result.unreadable and (total != actual or isinstance(total, float)):
+        found.error(f"{INDEX_NAME}: metadata.total_size", f"{quoted(total)}, but the tensors have {actual} bytes")
+    num_found = sum(len(header.tensors) for header in result.headers.values())
+    if num_found != len(shard_of):
+        found.error(INDEX_NAME, f"{num_found - len(shard_of)} tensors appear in two shards")
+
+
+def check_sidecars(result: Result) -> Findings:
+    """Rule 17. Files are compared with the source's and never run. Code that the source does not have is an error."""
+    found = Findings(17)
+    if result.source is None:
+        return found.skip(result.no_source)
+    expected = list_sidecars(result.source.folder)
+    for relative in expected:
+        path = result.folder / relative
+        if path.is_symlink():
+            continue  # reported by rule 16
+        if not path.is_file():
+            found.error(str(relative), "missing")
+        elif not _same_bytes(path, result.source.folder / relative):
+            found.error(str(relative), "differs from the source's")
+    for path in _visible_files(result.folder):
+        relative = path.relative_to(result.folder)
+        if path.suffix == ".py" and relative not in expected:
+            found.error(str(relative), "code that is not in the source")
+    found.note = f"{len(expected)} files compared"
+    return found
+
+
+def _same_bytes(left: Path, right: Path) -> bool:
+    if left.stat().st_size != right.stat().st_size:
+        return False
+    with left.open("rb") as one, right.open("rb") as other:
+        while block := one.read(_COMPARE_BYTES):
+            if block != other.read(_COMPARE_BYTES):
+                return False
+    return True

@@ -1,0 +1,190 @@
+"""Rule 14: what every engine does with the exclude list, compared with what is BF16 and what is converted.
+
+The module list comes from the headers: every two-dimensional weight of a linear layer, under the names that each
+engine gives its modules, fused ones included. Some engines never quantize some modules whatever the list says (vLLM's
+vision tower, SGLang's projector). The list must exclude them anyway: those exceptions change with versions.
+
+The list need not name routers, and published lists do not. Every engine keeps them unquantized by construction: vLLM's
+`GateLinear` passes `quant_config=None`; SGLang's `MoEGate` and TensorRT-LLM's `DeepseekV3Gate` hold a plain parameter.
+So a router must be a plain float matrix. Rule 1 reports one that has scales.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from k2convert.checkpoint.layouts import MODELOPT, QUANTIZATION_KEYS
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, Role
+from k2convert.validation.contract import matchers
+from k2convert.validation.contract.folder import exclude_entries
+from k2convert.validation.contract.matchers import EngineRefusalError
+from k2convert.validation.contract.result import Module, Result
+from k2convert.validation.results import Findings
+
+_LINEAR_ROLES = (
+    Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION,
+    Role.LM_HEAD, Role.VISION_TOWER, Role.MM_PROJECTOR,
+)  # fmt: skip
+_ROUTER_DTYPES = ("BF16", "F16", "F32")
+_FUSED_MLP = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModule:
+    """One module as an engine builds it, from one or several modules of the checkpoint."""
+
+    name: str
+    is_converted: bool
+    is_moe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How an engine names modules and reads the list. `may_exclude` is the widest reading among its versions.
+
+    `cut_prefix` is removed from module names, `renamed` maps whole names, `fused` maps projections to fused layers.
+    """
+
+    name: str
+    fused: Mapping[str, str]
+    fuses_experts: bool
+    entries: Sequence[str]
+    excludes: Callable[[EngineModule, Sequence[str]], bool]
+    may_exclude: Callable[[EngineModule, Sequence[str]], bool]
+    cut_prefix: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def check_exclude_list(result: Result) -> Findings:
+    """Rule 14: vLLM, SGLang and TensorRT-LLM exclude every BF16 linear layer and no converted one."""
+    found = Findings(14)
+    if not isinstance((result.config or {}).get(QUANTIZATION_KEYS[0]), dict):
+        return found.skip("no quantization_config, see rule 11")
+    entries = exclude_entries(result)
+    if result.layout == MODELOPT:
+        for entry in entries:
+            if entry.startswith(matchers.REGEX_MARK):
+                found.error(entry, "regular expressions match nothing in this layout")
+    linears = [module for module in result.modules.values() if _is_linear(module)]
+    names: list[str] = []
+    for engine in _engines(result, entries):
+        modules = engine_modules(linears, engine)
+        names.append(f"{engine.name} {len(modules)}")
+        _check_engine(engine, modules, found)
+    _check_routers(result, found)
+    found.note = "modules: " + ", ".join(names)
+    return found
+
+
+def _check_routers(result: Result, found: Findings) -> None:
+    for module in result.modules.values():
+        if module.parts.role is not Role.ROUTER or module.is_converted:
+            continue
+        weight = module.parameters.get(WEIGHT)
+        if weight is not None and weight.dtype not in _ROUTER_DTYPES:
+            found.error(module.name, f"is {weight.dtype}, but no engine reads a quantized router")
+
+
+def _check_engine(engine: Engine, modules: Sequence[EngineModule], found: Findings) -> None:
+    entries = engine.entries
+    for module in modules:
+        name = f"{engine.name}: {module.name}"
+        try:
+            if module.is_converted and engine.may_exclude(module, entries):
+                entry = next((e for e in entries if engine.may_exclude(module, [e])), "several entries together")
+                found.error(name, f"is NVFP4, but {entry} excludes it")
+            elif not module.is_converted and not engine.excludes(module, entries):
+                found.error(name, "is BF16, but no entry excludes it")
+        except EngineRefusalError as error:
+            found.error(name, str(error))
+
+
+def _is_linear(module: Module) -> bool:
+    if module.parts.role not in _LINEAR_ROLES:
+        return False
+    if module.is_converted:
+        return module.parts.role in CONVERTIBLE_ROLES  # rule 1 reports any other
+    weight = module.parameters.get(WEIGHT)
+    return weight is not None and len(weight.shape) == 2
+
+
+def engine_modules(linears: Sequence[Module], engine: Engine) -> list[EngineModule]:
+    """Return the engine's modules for the linear layers. A fused one is converted if any part is."""
+    converted: dict[str, bool] = defaultdict(bool)
+    moe: set[str] = set()
+    for module in linears:
+        name = _engine_name(module, engine)
+        converted[name] |= module.is_converted
+        if module.parts.role is Role.EXPERTS and engine.fuses_experts:
+            moe.add(name)
+    return [EngineModule(name, is_converted, name in moe) for name, is_converted in converted.items()]
+
+
+def _engine_name(module: Module, engine: Engine) -> str:
+    name = module.name.removeprefix(engine.cut_prefix)
+    if module.parts.role is Role.EXPERTS:
+        return f"{name.split('.experts.')[0]}.experts" if engine.fuses_experts else name
+    if name in engine.renamed:
+        return engine.renamed[name]
+    stem, _, last = name.rpartition(".")
+    fused = engine.fused.get(last) if module.parts.role is not Role.VISION_TOWER else None
+    return name if fused is None else f"{stem}.{fused}"
+
+
+def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
+    """Return the three engines as they read this layout. Compressed-tensors entries name every expert."""
+    naming, is_modelopt = result.family.naming, result.layout == MODELOPT
+    mla = ("q_a_proj", "kv_a_proj_with_mqa")
+
+    def fused_into(name: str) -> dict[str, str]:
+        return _FUSED_MLP | dict.fromkeys(mla, name)
+
+    def vllm(module: EngineModule, entries: Sequence[str]) -> bool:
+        if is_modelopt:
+            return matchers.vllm_excludes(module.name, entries, naming)
+        return matchers.vllm_ignores(module.name, entries)
+
+    def sglang(module: EngineModule, entries: Sequence[str]) -> bool:
+        if is_modelopt:
+            return matchers.sglang_excludes(module.name, entries, naming, is_moe=module.is_moe)
+        return matchers.sglang_ignores(module.name, entries)
+
+    def tensorrt_llm(module: EngineModule, entries: Sequence[str]) -> bool:
+        return matchers.tensorrt_llm_excludes(module.name, entries)
+
+    def tensorrt_llm_widest(module: EngineModule, entries: Sequence[str]) -> bool:
+        return matchers.tensorrt_llm_excludes_subtree(module.name, entries)
+
+    vllm_map = matchers.map_vllm_excludes if is_modelopt else matchers.map_vllm_ignores
+    sglang_map = matchers.map_sglang_excludes if is_modelopt else matchers.map_sglang_ignores
+    return (
+        Engine(
+            name="vLLM",
+            fused=fused_into("fused_qkv_a_proj"),
+            fuses_experts=is_modelopt,
+            entries=vllm_map(entries, naming),
+            excludes=vllm,
+            may_exclude=vllm,
+            renamed=naming.renamed_modules,
+        ),
+        Engine(
+            name="SGLang",
+            fused=fused_into("fused_qkv_a_proj_with_mqa"),
+            fuses_experts=is_modelopt,
+            entries=sglang_map(entries, naming),
+            excludes=sglang,
+            may_exclude=sglang,
+            cut_prefix=naming.wrapper,
+            renamed=naming.renamed_modules,
+        ),
+        Engine(
+            name="TensorRT-LLM",
+            fused=fused_into("kv_a_proj_with_mqa"),
+            fuses_experts=True,
+            entries=matchers.map_tensorrt_llm_excludes(entries, naming),
+            # Only versions that know `re:` load the compressed-tensors layout in NVFP4.
+            excludes=tensorrt_llm if is_modelopt else tensorrt_llm_widest,
+            may_exclude=tensorrt_llm_widest,
+            cut_prefix=naming.wrapper,
+        ),
+    )

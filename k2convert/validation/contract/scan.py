@@ -1,0 +1,297 @@
+"""The one pass over the shards: hashes, block scales, scalars and copied tensors, in bounded memory.
+
+Reading is most of the cost of checking 594 GB, so everything that needs data uses the same pass. Each shard is read
+once in file order, in batches of whole tensors. The next batch is read while the current one is checked. Visitors get
+the bytes too: to hash whole shards, or to decode converted tensors.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from blake3 import blake3
+
+from k2convert.checkpoint.header import ShardHeader, TensorInfo
+from k2convert.checkpoint.reader import Bytes, ShardReader, same_bytes
+from k2convert.choices import BLOCK_SIZE
+from k2convert.records.events import SILENT, Events
+from k2convert.validation.contract.result import Module, Result
+from k2convert.validation.contract.tensors import shape_problems
+from k2convert.validation.scaling import SCALED_DTYPES, Exponents, misfit
+
+BATCH_BYTES = 16 << 20
+SUBNORMAL_LAST = 0x07
+LARGEST_FINITE = 0x7E
+_BLOCKS_AT_ONCE = 1 << 20
+_CODE_BYTES_A_BLOCK = BLOCK_SIZE // 2
+
+
+class ShardVisitor(Protocol):
+    """Gets all bytes of all shards."""
+
+    def shard_bytes(self, shard: str, data: Bytes) -> None:
+        """Get the next bytes of a shard. Called in file order, mostly from another thread."""
+        ...
+
+
+class TensorVisitor(Protocol):
+    """Gets the tensors of converted modules."""
+
+    def tensor(self, module: str, parameter: str, data: Bytes) -> None:
+        """Get one whole tensor. Called in file order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [begin, end) of one tensor, at `offset` in the batch."""
+
+    tensor: TensorInfo
+    begin: int
+    end: int
+    offset: int
+
+
+@dataclass(slots=True)
+class ScanResult:
+    """What the pass found, by the names that tensors should have (see Result).
+
+    `compared` are the copied tensors that were compared with the source, `scaled` those of them that smoothing
+    changes, `misscaled` has the problem of each of these.
+    """
+
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+    unreadable_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    invalid_scales: dict[str, int] = field(default_factory=dict[str, int])
+    subnormal_scales: dict[str, int] = field(default_factory=dict[str, int])
+    zero_blocks_with_codes: dict[str, int] = field(default_factory=dict[str, int])
+    scalars: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    different: dict[str, int] = field(default_factory=dict[str, int])
+    misscaled: dict[str, str] = field(default_factory=dict[str, str])
+    compared: set[str] = field(default_factory=set[str])
+    scaled: set[str] = field(default_factory=set[str])
+
+    def add(self, other: "ScanResult") -> None:
+        """Add what was found in another part of the same result."""
+        for name in fields(self):
+            getattr(self, name.name).update(getattr(other, name.name))
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """One tensor of the folder: the name it should have, its module if converted, its source if copied.
+
+    `exponents` are those of the columns by which smoothing changes a copied tensor; None if it is unchanged.
+    """
+
+    name: str
+    parameter: str
+    module: Module | None
+    is_readable: bool
+    source: TensorInfo | None
+    exponents: Exponents | None = None
+
+
+def scan_shards(
+    result: Result,
+    *,
+    shard_visitor: ShardVisitor | None = None,
+    tensor_visitor: TensorVisitor | None = None,
+    events: Events = SILENT,
+    around: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> ScanResult:
+    """Read every readable shard once; raises SourceReadError if reading fails.
+
+    `around` makes the context in which a shard is read: its files are opened and closed inside it.
+    """
+    found = ScanResult()
+    targets = _targets(result)
+    source = result.source
+    with (
+        ShardReader(lambda shard: result.folder / shard) as reader,
+        ShardReader(lambda shard: source.path(shard) if source is not None else result.folder / shard) as source_reader,
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan") as ahead,
+    ):
+        scan = _Scan(result, targets, reader, source_reader, found, ahead, shard_visitor, tensor_visitor, events)
+        for shard, header in result.headers.items():
+            with around(shard):
+                found.digests[shard] = scan.shard(header)
+                reader.close()
+                source_reader.close()
+        for shard in result.unreadable:
+            path = result.folder / shard
+            if path.is_file() and not path.is_symlink():
+                with around(shard):
+                    found.digests[shard], found.unreadable_bytes[shard] = _hash_file(path), path.stat().st_size
+    return found
+
+
+def _hash_file(path: Path) -> str:
+    digest = blake3()
+    with path.open("rb") as file:
+        while block := file.read(BATCH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _targets(result: Result) -> dict[tuple[str, str], _Target]:
+    """Return (shard, name in the file) -> what it is."""
+    targets: dict[tuple[str, str], _Target] = {}
+    problems = {module.name: shape_problems(result, module) for module in result.converted}
+    for name, tensor in result.tensors.items():
+        module_name, _, parameter = name.rpartition(".")
+        if module_name in problems:
+            readable = parameter not in problems[module_name]
+            targets[tensor.shard, tensor.name] = _Target(name, parameter, result.modules[module_name], readable, None)
+            continue
+        before = result.source.tensors.get(name) if result.source is not None else None
+        same_form = before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
+        module = result.modules.get(module_name)
+        exponents = None if module is None else result.scaling_of(module, parameter)
+        found = _Target(name, parameter, None, True, before if same_form else None, exponents)
+        targets[tensor.shard, tensor.name] = found
+    return targets
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    result: Result
+    targets: dict[tuple[str, str], _Target]
+    reader: ShardReader
+    source_reader: ShardReader
+    found: ScanResult
+    ahead: ThreadPoolExecutor
+    shard_visitor: ShardVisitor | None
+    tensor_visitor: TensorVisitor | None
+    events: Events
+
+    def shard(self, header: ShardHeader) -> str:
+        """Scan one shard; return the blake3 of the whole file."""
+        digest = blake3(self._read(header.shard, 0, header.data_begin).data)
+        batches = list(self._batches(header))
+        reading = self.ahead.submit(self._read_batch, batches[0]) if batches else None
+        for number, batch in enumerate(batches):
+            assert reading is not None
+            data = reading.result()
+            if number + 1 < len(batches):
+                reading = self.ahead.submit(self._read_batch, batches[number + 1])
+            digest.update(data.data)
+            for piece in batch:
+                self._check(piece, data[piece.offset : piece.offset + piece.end - piece.begin])
+            self.events.progress(bytes_in=len(data))
+        return digest.hexdigest()
+
+    def _batches(self, header: ShardHeader) -> Iterator[list[Piece]]:
+        """Yield adjacent pieces in file order. Tensors of converted modules stay whole, large copied ones are split."""
+        batch: list[Piece] = []
+        filled = 0
+        for tensor in sorted(header.tensors.values(), key=lambda t: (t.begin, t.end)):
+            target = self.targets.get((tensor.shard, tensor.name))
+            stays_whole = target is not None and target.module is not None
+            size = max(tensor.num_bytes, 1) if stays_whole else BATCH_BYTES
+            for begin in range(0, max(tensor.num_bytes, 1), size):
+                end = min(begin + size, tensor.num_bytes)
+                adjoins = batch and batch[-1].tensor.begin + batch[-1].end == tensor.begin + begin
+                if batch and (not adjoins or filled + end - begin > BATCH_BYTES):
+                    yield batch
+                    batch, filled = [], 0
+                batch.append(Piece(tensor, begin, end, filled))
+                filled += end - begin
+        if batch:
+            yield batch
+
+    def _read_batch(self, batch: list[Piece]) -> Bytes:
+        first, last = batch[0], batch[-1]
+        return self._read(first.tensor.shard, first.tensor.begin + first.begin, last.tensor.begin + last.end)
+
+    def _read(self, shard: str, begin: int, end: int) -> Bytes:
+        data = self.reader.read(TensorInfo("(all)", "U8", (end - begin,), begin, end, shard))
+        if self.shard_visitor is not None:
+            self.shard_visitor.shard_bytes(shard, data)
+        return data
+
+    def _check(self, piece: Piece, data: Bytes) -> None:
+        target = self.targets.get((piece.tensor.shard, piece.tensor.name))
+        if target is None:
+            return
+        if target.source is not None:
+            self._compare(target, piece, data)
+        elif target.module is not None:
+            if target.is_readable:
+                self._check_converted(target, target.module, data)
+            if self.tensor_visitor is not None:
+                self.tensor_visitor.tensor(target.module.name, target.parameter, data)
+
+    def _compare(self, target: _Target, piece: Piece, data: Bytes) -> None:
+        assert target.source is not None
+        before = self._read_source(target.source, piece.begin, piece.end)
+        self.found.compared.add(target.name)
+        if target.exponents is not None:
+            self.found.scaled.add(target.name)
+            self._compare_scaled(target, target.exponents, piece, before, data)
+        elif not same_bytes(before, data):
+            changed = int(np.count_nonzero(before != data))
+            self.found.different[target.name] = self.found.different.get(target.name, 0) + changed
+
+    def _read_source(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
+        """Return bytes of a source tensor. Of a pruned router the kept rows are chosen here, not by the reader."""
+        if tensor.rows is None:
+            return self.source_reader.read(tensor, begin=begin, end=end)
+        whole, width = tensor.end - tensor.begin, tensor.num_bytes // len(tensor.rows)
+        data = self.source_reader.read(tensor._replace(rows=None), end=whole).tobytes()
+        kept = b"".join(data[row * width : (row + 1) * width] for row in tensor.rows)
+        return np.frombuffer(kept[begin:end], dtype=np.uint8)
+
+    def _compare_scaled(self, target: _Target, exponents: Exponents, piece: Piece, before: Bytes, data: Bytes) -> None:
+        assert target.source is not None
+        dtype, columns = target.source.dtype, target.source.shape[-1:]
+        if target.name in self.found.misscaled:
+            return
+        if dtype not in SCALED_DTYPES or columns != exponents.shape:
+            problem = f"{dtype} {list(target.source.shape)}, but smoothing has {exponents.size:,} channels"
+            self.found.misscaled[target.name] = problem
+        elif problem := misfit(before, data, dtype=dtype, begin=piece.begin, exponents=exponents):
+            self.found.misscaled[target.name] = problem
+
+    def _check_converted(self, target: _Target, module: Module, data: Bytes) -> None:
+        names = self.result.names
+        if target.parameter in (names.global_scale, names.input_scale):
+            self.found.scalars[target.name] = data.tobytes()
+        elif target.parameter == names.block_scale and _outside(data, SUBNORMAL_LAST + 1, LARGEST_FINITE):
+            self._count_scales(target, module, data)
+
+    def _count_scales(self, target: _Target, module: Module, scales: Bytes) -> None:
+        """Count the scales outside 2^-6 .. 448. Called only if there are any."""
+        counts = np.bincount(scales, minlength=256)
+        invalid = int(counts[LARGEST_FINITE + 1 :].sum())
+        if invalid:
+            self.found.invalid_scales[target.name] = invalid
+        subnormal = int(counts[1 : SUBNORMAL_LAST + 1].sum())
+        if subnormal:
+            self.found.subnormal_scales[target.name] = subnormal
+        weight = module.parameters.get(self.result.names.weight)
+        if counts[0] and weight is not None and not shape_problems(self.result, module):
+            dirty = self._zero_blocks_with_codes(weight, scales)
+            if dirty:
+                self.found.zero_blocks_with_codes[f"{module.name}.{self.result.names.weight}"] = dirty
+
+    def _zero_blocks_with_codes(self, weight: TensorInfo, scales: Bytes) -> int:
+        dirty = 0
+        for begin in range(0, scales.size, _BLOCKS_AT_ONCE):
+            zero = np.flatnonzero(scales[begin : begin + _BLOCKS_AT_ONCE] == 0)
+            if zero.size:
+                first, last = begin + int(zero[0]), begin + int(zero[-1]) + 1
+                codes = self.reader.read(
+                    weight, begin=first * _CODE_BYTES_A_BLOCK, end=last * _CODE_BYTES_A_BLOCK
+                ).reshape(-1, _CODE_BYTES_A_BLOCK)
+                dirty += int(np.count_nonzero(codes[zero + begin - first].any(axis=1)))
+        return dirty
+
+
+def _outside(data: Bytes, least: int, largest: int) -> bool:
+    """Return whether any byte is outside least .. largest, without a temporary array."""
+    return bool(data.size) and (int(data.min()) < least or int(data.max()) > largest)

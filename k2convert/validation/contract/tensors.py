@@ -1,0 +1,279 @@
+"""Rules 1, 2, 3, 8, 9 and 10: tensor names, shapes and counts, from headers and config.json.
+
+Rule 8 names the tensors that no other rule reports. Where others report why the totals differ, it gives the totals.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.layouts import projection_tensors
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, LEDGER_NAME
+from k2convert.choices import BLOCK_SIZE
+from k2convert.errors import PlanError
+from k2convert.models.config import text_config
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Family, Role
+from k2convert.validation.contract.result import PRUNING_PLACE, Module, Result
+from k2convert.validation.results import Findings
+
+HIDDEN_ALIGNMENT = 256
+WIDTH_ALIGNMENT = 16
+WIDTH_ALIGNMENT_FAST = 64
+_PROJECTIONS = ("gate", "up", "down")
+_TP_SIZE = re.compile(r"(?:--tensor-parallel-size|--tp-size|--tp_size|--tp|(?<!\w)-tp)[\s=]+(\d+)")
+
+
+def check_names(result: Result) -> Findings:
+    """Rule 1. vLLM stops at an unknown name but not at a missing one. SGLang silently skips unknown expert tensors."""
+    found = Findings(1)
+    expected = set(result.expected_parameters)
+    allowed = {parts.module for parts in result.source_names.values()}
+    for module in result.converted:
+        if module.parts.role not in CONVERTIBLE_ROLES:
+            found.error(module.name, f"no engine loads the role {module.parts.role} in NVFP4")
+            continue
+        if not result.is_in_source(module) and module.parts.role is not Role.EXPERTS:  # rule 9 reports experts
+            found.error(module.name, "a new module, not in the source")
+            continue
+        for parameter in sorted(expected - set(module.parameters)):
+            found.error(f"{module.name}.{parameter}", "missing")
+        for parameter in sorted(set(module.parameters) - expected):
+            found.error(f"{module.name}.{parameter}", "a converted projection of this layout has no such tensor")
+    for name in _missing_projections(result):
+        found.error(name, "missing")
+    for name in result.unknown:
+        if result.source is None or name not in result.source.tensors:
+            found.error(name, f"not part of a {result.family.title} model")
+    for module in result.modules.values():
+        if result.source is None or module.is_converted:
+            continue
+        for parameter, tensor in module.parameters.items():
+            if f"{module.name}.{parameter}" not in result.source.tensors:
+                new = "a new name" if module.name in allowed else "a new module"
+                found.error(f"{module.name}.{parameter}", f"{new} ({tensor.shard}), not in the source")
+    return found
+
+
+def _missing_projections(result: Result) -> list[str]:
+    """Return projections with no tensors at all. Missing experts are reported by rule 9."""
+    experts = {(m.parts.layer, m.parts.expert) for m in result.modules.values() if m.parts.role is Role.EXPERTS}
+    stems = {m.name.rsplit(".", 1)[0] for m in result.modules.values() if m.parts.role is Role.EXPERTS}
+    missing = {f"{stem}.{kind}_proj" for stem in stems for kind in _PROJECTIONS} - set(result.modules)
+    for parts in result.source_names.values():
+        is_expert = parts.role is Role.EXPERTS
+        gone = parts.module in result.int4_modules and parts.module not in result.modules
+        if gone and not (is_expert and (parts.layer, parts.expert) not in experts):
+            missing.add(parts.module)
+    return sorted(missing)
+
+
+def check_prefix(result: Result) -> Findings:
+    """Rule 2. Engines refuse names with a wrong prefix, or leave the weights random."""
+    found = Findings(2)
+    for name, expected in result.renamed.items():
+        refused = result.family.refused_prefixes.items()
+        reason = next((f" ({reason})" for prefix, reason in refused if name.startswith(prefix)), "")
+        found.error(name, f"should be {expected}{reason}")
+    return found
+
+
+def check_shapes(result: Result) -> Findings:
+    """Rule 3: codes U8 [N, K/2], block scales F8_E4M3 [N, K/16], scalars F32 [] or [1], K a multiple of 16."""
+    found = Findings(3)
+    for module in result.converted:
+        for parameter, problem in shape_problems(result, module).items():
+            found.error(f"{module.name}.{parameter}", problem)
+    return found
+
+
+def shape_problems(result: Result, module: Module) -> dict[str, str]:
+    """Return what is wrong with a converted module's tensors, by parameter. Missing ones are reported by rule 1."""
+    names, problems = result.names, dict[str, str]()
+    weight, scale = module.parameters.get(names.weight), module.parameters.get(names.block_scale)
+    size = _source_size(result, module) or _own_size(weight, scale)
+    for parameter, tensor, dtype, columns_a_byte in (
+        (names.weight, weight, "U8", 2),
+        (names.block_scale, scale, "F8_E4M3", BLOCK_SIZE),
+    ):
+        if tensor is None:
+            continue
+        expected = (size[0], size[1] // columns_a_byte) if size is not None else None
+        if tensor.dtype != dtype or len(tensor.shape) != 2 or (expected is not None and tensor.shape != expected):
+            wanted = list(expected) if expected is not None else "with two dimensions"
+            problems[parameter] = f"{tensor.dtype} {list(tensor.shape)}, expected {dtype} {wanted}"
+    if size is not None and size[1] % BLOCK_SIZE and weight is not None and names.weight not in problems:
+        problems[names.weight] = f"{size[1]} input columns are not a multiple of {BLOCK_SIZE}"
+    for parameter in (names.global_scale, names.input_scale):
+        tensor = module.parameters.get(parameter)
+        if tensor is not None and (tensor.dtype != "F32" or tensor.shape not in ((), (1,))):
+            problems[parameter] = f"{tensor.dtype} {list(tensor.shape)}, expected F32 [] or [1]"
+    return problems
+
+
+def _source_size(result: Result, module: Module) -> tuple[int, int] | None:
+    if result.source is None:
+        return None
+    packed = result.source.tensors.get(f"{module.name}.{WEIGHT_PACKED}")
+    if packed is not None and len(packed.shape) == 2:
+        return packed.shape[0], packed.shape[1] * 8
+    weight = result.source.tensors.get(f"{module.name}.{WEIGHT}")
+    return (weight.shape[0], weight.shape[1]) if weight is not None and len(weight.shape) == 2 else None
+
+
+def _own_size(weight: TensorInfo | None, scale: TensorInfo | None) -> tuple[int, int] | None:
+    """Return N and K by the codes, or by the block scales if the codes have a wrong number of dimensions."""
+    if weight is not None and len(weight.shape) == 2:
+        return weight.shape[0], weight.shape[1] * 2
+    return (scale.shape[0], scale.shape[1] * BLOCK_SIZE) if scale is not None and len(scale.shape) == 2 else None
+
+
+def check_totals(result: Result) -> Findings:
+    """Rule 8. Experts-only W4A4 keeps the source's tensor bytes: three tensors become four of the same total size."""
+    found = Findings(8)
+    if result.source is None:
+        return found.skip(result.no_source)
+    count, size = _expected_totals(result)
+    actual = sum(tensor.num_bytes for tensor in result.tensors.values())
+    found.note = f"{len(result.tensors):,} of {count:,} tensors, {actual:,} of {size:,} bytes"
+    for name, parts in result.source_names.items():
+        converted = parts.module in result.int4_modules or _is_converted(result, parts.module)
+        # Rule 9 reports missing experts and router rows, rule 1 missing projections.
+        if not converted and parts.role is not Role.ROUTER and name not in result.tensors:
+            found.error(name, f"missing; it has {result.source.tensors[name].num_bytes:,} bytes in the source")
+    if not found.errors and (len(result.tensors), actual) != (count, size):
+        problem = f"{len(result.tensors):,} tensors with {actual:,} bytes, expected {count:,} with {size:,}"
+        found.error(str(result.folder), problem)
+    return found
+
+
+def _is_converted(result: Result, name: str) -> bool:
+    module = result.modules.get(name)
+    return module is not None and module.is_converted
+
+
+def _expected_totals(result: Result) -> tuple[int, int]:
+    assert result.source is not None
+    count = size = 0
+    done: set[str] = set()
+    for name, tensor in result.source.tensors.items():
+        parts = result.source_names.get(name)
+        module = parts.module if parts is not None else ""
+        if parts is None or not (module in result.int4_modules or _is_converted(result, module)):
+            count, size = count + 1, size + tensor.num_bytes
+        elif module not in done and parts.parameter in (WEIGHT, WEIGHT_PACKED) and len(tensor.shape) == 2:
+            done.add(module)
+            columns = tensor.shape[1] * (8 if parts.parameter == WEIGHT_PACKED else 1)
+            tensors = projection_tensors(
+                layout=result.layout,
+                num_rows=tensor.shape[0],
+                num_columns=columns,
+                has_input_scale=result.has_input_scale,
+            )
+            count, size = count + len(tensors), size + sum(t[3] for t in tensors)
+    return count, size
+
+
+def check_expert_counts(result: Result) -> Findings:
+    """Rule 9, for pruned models too: every MoE layer has the experts 0..k-1, with the same k."""
+    found = Findings(9)
+    architecture = _architecture(result, found)
+    if architecture is None:
+        return found
+    count, family = architecture.num_experts, result.family
+    experts: dict[int, set[int]] = defaultdict(set)
+    for module in result.modules.values():
+        if module.parts.role is Role.EXPERTS and module.parts.layer is not None and module.parts.expert is not None:
+            experts[module.parts.layer].add(module.parts.expert)
+    found.note = f"{count} experts in {len(architecture.moe_layers)} layers"
+    _check_list(result, architecture, found)
+    for layer in sorted({*architecture.moe_layers, *experts}):
+        experts_name, router_name = family.experts.format(layer=layer), family.router.format(layer=layer)
+        wanted = set(range(count)) if layer in architecture.moe_layers else set[int]()
+        for expert in sorted(wanted ^ experts[layer]):
+            problem = "missing" if expert in wanted else f"config.json says the experts are 0..{len(wanted) - 1}"
+            found.error(f"{experts_name}.{expert}", problem)
+        if layer not in architecture.moe_layers:
+            continue
+        for parameter in family.router_parameters:
+            router = result.tensors.get(f"{router_name}.{parameter}")
+            if router is None or not router.shape or router.shape[0] != count:
+                has = "missing" if router is None else f"has shape {list(router.shape)}"
+                found.error(f"{router_name}.{parameter}", f"{has}, but n_routed_experts is {count}")
+    if not found.errors and not result.is_pruned and result.source is not None:
+        _compare_count(result.source, architecture, result.family, found)
+    return found
+
+
+def _check_list(result: Result, architecture: Architecture, found: Findings) -> None:
+    """Compare the ledger's list of kept experts with the result's own count and layers, and with the source."""
+    pruning = None if result.ledger is None else result.ledger.pruning
+    if pruning is None:
+        return
+    kept, layers = pruning.kept.num_experts, tuple(pruning.kept.layers)
+    found.note += f", {kept} of {pruning.num_source_experts} kept"
+    if kept != architecture.num_experts:
+        found.error(PRUNING_PLACE, f"keeps {kept} experts, but n_routed_experts is {architecture.num_experts}")
+    if layers != architecture.moe_layers:
+        found.error(PRUNING_PLACE, f"has {_span(layers)}, but the MoE layers are {_span(architecture.moe_layers)}")
+    if result.list_problem and not found.errors:
+        found.error(PRUNING_PLACE, result.list_problem)
+
+
+def _span(layers: Sequence[int]) -> str:
+    return f"{layers[0]}..{layers[-1]} ({len(layers)})" if layers else "none"
+
+
+def _compare_count(source: Checkpoint, architecture: Architecture, family: Family, found: Findings) -> None:
+    """A pruned result says in its ledger which experts of the source it has. Without that, nothing can be compared."""
+    total = family.read_architecture(source.config, str(source.folder)).num_experts
+    if total != architecture.num_experts:
+        found.error(
+            LEDGER_NAME,
+            f"the result has {architecture.num_experts} experts per layer, the source {total}, and the ledger has no "
+            "list of kept experts. Pass the source that it was converted from, or restore the ledger",
+        )
+
+
+def _architecture(result: Result, found: Findings) -> Architecture | None:
+    if result.config is None:
+        found.skip("config.json cannot be read, see rule 11")
+        return None
+    try:
+        return result.family.read_architecture(result.config, str(result.folder))
+    except PlanError as error:
+        found.error(CONFIG_NAME, str(error))
+        return None
+
+
+def check_alignment(result: Result) -> Findings:
+    """Rule 10: hidden_size is a multiple of 256, the expert width per GPU one of 16, better 64.
+
+    The tensor-parallel sizes are those named on the card, or 1.
+    """
+    found = Findings(10)
+    if result.config is None:
+        return found.skip("config.json cannot be read, see rule 11")
+    text = text_config(result.config)
+    hidden, width = text.get("hidden_size"), text.get("moe_intermediate_size")
+    if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:
+        found.error("hidden_size", f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}")
+    sizes = _card_tp_sizes(result.folder / CARD_NAME) or [1]
+    found.note = "tensor-parallel sizes " + ", ".join(map(str, sizes))
+    for size in sizes:
+        part = width // size if isinstance(width, int) and width % size == 0 else None
+        name = f"moe_intermediate_size at tensor-parallel size {size}"
+        if part is None or part % WIDTH_ALIGNMENT:
+            found.error(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT}")
+        elif part % WIDTH_ALIGNMENT_FAST:
+            found.warn(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT_FAST}: kernels pad it")
+    return found
+
+
+def _card_tp_sizes(card: Path) -> list[int]:
+    if not card.is_file() or card.is_symlink():
+        return []
+    text = card.read_text(encoding="utf-8", errors="replace")
+    return sorted({int(size) for size in _TP_SIZE.findall(text) if int(size) > 0})

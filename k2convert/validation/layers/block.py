@@ -1,0 +1,237 @@
+"""The MoE block of one layer, computed expert by expert for every variant.
+
+Every core has an expert of its own: an expert sees few tokens, so there is little for several threads to share. The
+outputs are added in the order of the experts, so they do not depend on threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.forward.moe import PROJECTIONS, Mlp, Routing, run_in_order
+from k2convert.forward.moe import read_mlp as read_source_mlp
+from k2convert.forward.weights import CodedWeight, DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.metrics.weight_metrics import decibels
+from k2convert.quantize.quantizer import NativeQuantizer
+from k2convert.validation.layers.result import AGAINST_WHOLE, W4A4_VARIANTS, Variant, VariantError
+
+PROBE_TOKENS = 2
+"""Tokens on which an expert is run if no token chose it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockError:
+    """Errors of one block by variant; `expert_sqnr_db` is the weight-only SQNR of each expert's output."""
+
+    errors: tuple[VariantError, ...]
+    expert_sqnr_db: tuple[float, ...]
+    num_reached: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """Outputs f64 [T, hidden] of the block so far, and the SQNR of each expert's output."""
+
+    reference: Tensor
+    variants: dict[Variant, Tensor]
+    expert_sqnr_db: dict[Variant, list[float]] = field(default_factory=dict[Variant, list[float]])
+    shared_sqnr_db: dict[Variant, float] = field(default_factory=dict[Variant, float])
+
+    def add(self, tokens: Tensor, reference: Tensor, outputs: dict[Variant, Tensor], weights: Tensor | None) -> None:
+        """Add an MLP's outputs f32 [t, hidden], weighted by f32 [t], to those of the block."""
+        factor = 1.0 if weights is None else weights.unsqueeze(-1)
+        self.reference.index_add_(0, tokens, (reference * factor).double())
+        for variant, output in outputs.items():
+            self.variants[variant].index_add_(0, tokens, (output * factor).double())
+
+
+def compute_block(
+    stem: str,
+    hidden_TK: Tensor,
+    routing: Routing,
+    *,
+    source: WeightReader,
+    converted: WeightReader,
+    with_fp4_inputs: bool,
+    exponents: NDArray[np.int8] | None = None,
+    whole: Tensor | None = None,
+    progress: Callable[[int, int], None],
+) -> BlockError:
+    """Compute the block `stem` for f32 [T, hidden] from both checkpoints and compare every variant's output.
+
+    `with_fp4_inputs` adds the W4A4 variants; it needs a checkpoint with input scales. The converted weights get channel
+    j of the input times 2**exponents[j], int8 [hidden]. `whole` is the output f64 [T, hidden] of the block before it
+    was pruned, if it was.
+    """
+    num_experts = routing.scores.shape[1]
+    left_out = AGAINST_WHOLE if with_fp4_inputs else (*AGAINST_WHOLE, *W4A4_VARIANTS)
+    variants = [variant for variant in Variant if variant not in left_out]
+    outputs = _Outputs(
+        torch.zeros_like(hidden_TK, dtype=torch.float64),
+        {variant: torch.zeros_like(hidden_TK, dtype=torch.float64) for variant in variants},
+        {variant: [] for variant in variants},
+    )
+    num_reached, workers = 0, os.cpu_count() or 1
+    scaled_TK = hidden_TK if exponents is None else torch.ldexp(hidden_TK, torch.as_tensor(exponents.astype(np.int32)))
+
+    def run_mlp(call: tuple[str, Tensor]) -> MlpOutputs:
+        module, tokens = call
+        mlp = read_mlp(module, source=source, converted=converted)
+        return mlp.run(hidden_TK[tokens], scaled_TK[tokens], with_fp4_inputs=with_fp4_inputs)
+
+    experts = [(f"{stem}.experts.{expert}", _probe_tokens(routing, expert)) for expert in range(num_experts)]
+    for expert, (reference, results) in enumerate(run_in_order(run_mlp, experts, workers=workers)):
+        for variant, result in results.items():
+            outputs.expert_sqnr_db[variant].append(sqnr_db(reference, result))
+        tokens, weights = routing.tokens_of(expert)
+        if tokens.numel() > 0:
+            num_reached += 1
+            outputs.add(tokens, reference, results, weights)
+        progress(expert + 1, num_experts)
+    if source.has(f"{stem}.shared_experts.gate_proj.weight"):
+        reference, results = run_mlp((f"{stem}.shared_experts", torch.arange(hidden_TK.shape[0])))
+        outputs.shared_sqnr_db.update({variant: sqnr_db(reference, result) for variant, result in results.items()})
+        outputs.add(torch.arange(hidden_TK.shape[0]), reference, results, None)
+    errors = tuple(_variant_error(variant, outputs) for variant in variants)
+    if whole is not None:
+        served = Variant.CONVERTED_W4A4 if with_fp4_inputs else Variant.CONVERTED
+        errors += (
+            _output_error(Variant.PRUNING_ALONE, whole, outputs.reference),
+            _output_error(Variant.PRUNED_RESULT, whole, outputs.variants[served]),
+        )
+    return BlockError(errors, tuple(outputs.expert_sqnr_db[Variant.CONVERTED]), num_reached)
+
+
+def int4_output(
+    stem: str, hidden_TK: Tensor, routing: Routing, *, source: WeightReader, progress: Callable[[int, int], None]
+) -> Tensor:
+    """Return the output f64 [T, hidden] of the block `stem` with the source's weights."""
+    total, num_experts = torch.zeros_like(hidden_TK, dtype=torch.float64), routing.scores.shape[1]
+    mlps = [(f"{stem}.experts.{expert}", *routing.tokens_of(expert)) for expert in range(num_experts)]
+    if source.has_layer(f"{stem}.shared_experts.{PROJECTIONS[0]}"):
+        mlps.append((f"{stem}.shared_experts", torch.arange(hidden_TK.shape[0]), torch.ones(hidden_TK.shape[0])))
+
+    def run_mlp(call: tuple[str, Tensor, Tensor]) -> Tensor:
+        module, tokens, weights = call
+        if tokens.numel() == 0:
+            return hidden_TK[tokens]
+        return read_source_mlp(source, module)(hidden_TK[tokens]) * weights.unsqueeze(-1)
+
+    for place, output in enumerate(run_in_order(run_mlp, mlps, workers=os.cpu_count() or 1)):
+        total.index_add_(0, mlps[place][1], output.double())
+        if place < num_experts:
+            progress(place + 1, num_experts)
+    return total
+
+
+def _probe_tokens(routing: Routing, expert: int) -> Tensor:
+    """Return the tokens that chose an expert, or a few with high scores for it if none did."""
+    tokens, _ = routing.tokens_of(expert)
+    return tokens if tokens.numel() > 0 else routing.likeliest_tokens(expert, PROBE_TOKENS)
+
+
+def _variant_error(variant: Variant, outputs: _Outputs) -> VariantError:
+    experts = outputs.expert_sqnr_db[variant]
+    worst = min(range(len(experts)), key=experts.__getitem__)
+    return replace(
+        _output_error(variant, outputs.reference, outputs.variants[variant]),
+        worst_expert=worst,
+        worst_expert_sqnr_db=experts[worst],
+        shared_experts_sqnr_db=outputs.shared_sqnr_db.get(variant),
+    )
+
+
+def _output_error(variant: Variant, reference: Tensor, result: Tensor) -> VariantError:
+    cosine = torch.nn.functional.cosine_similarity(reference, result, dim=-1)
+    return VariantError(
+        variant=variant,
+        sqnr_db=sqnr_db(reference, result),
+        cosine=float(cosine.mean()),
+        worst_cosine=float(cosine.min()),
+        worst_expert=None,
+        worst_expert_sqnr_db=None,
+        shared_experts_sqnr_db=None,
+    )
+
+
+def sqnr_db(reference: Tensor, result: Tensor) -> float:
+    """Return 10 log10 of signal over noise energy; infinity without noise, -infinity if a value is not finite."""
+    signal = float(reference.double().square().sum())
+    return decibels(signal, float((result.double() - reference.double()).square().sum()))
+
+
+MlpOutputs = tuple[Tensor, dict[Variant, Tensor]]
+"""The output f32 [T, hidden] with the source's weights, and that of every variant."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlpVersions:
+    """An MLP with the source's weights, the converted ones, and those of `max`; all with the same input scales."""
+
+    source: Mlp
+    converted: Mlp
+    by_max: Mlp
+
+    def run(self, x_TK: Tensor, scaled_TK: Tensor, *, with_fp4_inputs: bool) -> MlpOutputs:
+        """Return the source's output f32 [T, hidden] for f32 [T, hidden], and every variant's.
+
+        `scaled_TK` is the input of the converted weights: the same, or with smoothing.
+        """
+        if not with_fp4_inputs:
+            return self.source(x_TK), {Variant.CONVERTED: self.converted(scaled_TK), Variant.MAX: self.by_max(x_TK)}
+        reference, activations_only = self.source.on_both_inputs(x_TK)
+        converted, converted_w4a4 = self.converted.on_both_inputs(scaled_TK)
+        by_max, max_w4a4 = self.by_max.on_both_inputs(x_TK)
+        return reference, {
+            Variant.CONVERTED: converted,
+            Variant.CONVERTED_W4A4: converted_w4a4,
+            Variant.MAX: by_max,
+            Variant.MAX_W4A4: max_w4a4,
+            Variant.ACTIVATIONS_ONLY: activations_only,
+        }
+
+
+def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> MlpVersions:
+    """Read the MLP `stem` (a module name without its last part) from both checkpoints; CheckpointError if unusable."""
+    raw = {name: source.read_source(f"{stem}.{name}") for name in PROJECTIONS}
+    ours = [converted.read_converted(f"{stem}.{name}", shape=_shape(raw[name])) for name in PROJECTIONS]
+    exact = [exact_weight(weight) for weight in raw.values()]
+    by_max = _max_weights(raw) if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}") else exact
+    scales = [projection.input_scale for projection in ours]
+    return MlpVersions(
+        source=Mlp(*map(LinearLayer, exact, scales)),
+        converted=Mlp(*ours),
+        by_max=Mlp(*map(LinearLayer, by_max, scales)),
+    )
+
+
+def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
+    by_max = NativeQuantizer("max", "cpu")
+    sources = {name: _source_weight(weight) for name, weight in raw.items()}
+    measured = {name: by_max.measure(source, name=name) for name, source in sources.items()}
+    gate_up = measured["gate_proj"].merge(measured["up_proj"])
+    weights: list[DenseWeight | CodedWeight] = []
+    for name, source in sources.items():
+        magnitude = measured[name] if name == "down_proj" else gate_up
+        scale = by_max.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
+        result, _ = by_max.quantize(source, name=name, magnitude=magnitude, global_scale=scale)
+        packed, block_scales = torch.as_tensor(result.packed), torch.as_tensor(result.block_scales)
+        weights.append(nvfp4_weight(packed, block_scales, result.global_scale))
+    return weights
+
+
+def _source_weight(weight: Int4Weight | Tensor) -> SourceWeight:
+    return weight if isinstance(weight, Int4Weight) else Bf16Weight(weight.view(torch.uint16).numpy())
+
+
+def _shape(weight: Int4Weight | Tensor) -> tuple[int, int]:
+    rows, columns = weight.shape
+    return rows, columns

@@ -1,0 +1,297 @@
+"""Reference layers: a MoE block computed from the source's INT4 weights and from the converted bytes.
+
+The router, every routed expert and the shared experts are computed in FP32 on the same hidden states, once with the
+source's exact q * s and once for each variant: the converted weights, the same on FP4 activations, the weights that
+`max` gives for the same source, the same on FP4 activations, and the source's weights on FP4 activations. Experts are
+read one by one, so a K2 layer needs under 4 GB.
+
+An expert that no token chose is run on the tokens with the highest scores for it. So it is checked too, but it adds
+nothing to the layer's output. Input scales are used as stored for each expert; engines that use one per layer take the
+largest, which is the same number if they are constant.
+
+A pruned result is compared with the kept experts of the source: its conversion is judged. Beside it stands what pruning
+costs: the same hidden states through all experts of the source. Those of a text are computed by the whole source, so
+every row of a layer has the same inputs, and no layer has the errors of the layers below.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.calibration.text import Windows
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.errors import CheckpointError
+from k2convert.forward.hidden_states import draw_hidden_states, load_hidden_states
+from k2convert.forward.moe import Routing, read_router
+from k2convert.forward.walk import Walk, walk_layers
+from k2convert.forward.weights import WeightReader
+from k2convert.forward.work import HiddenStates, ReadStates, WriteStates
+from k2convert.models import detect_family, parse_tensor_name, read_architecture
+from k2convert.records.events import SILENT, Events
+from k2convert.validation.layers.block import BlockError, compute_block, int4_output
+from k2convert.validation.layers.result import LayerBudget, LayerPruning, LayerResult, LayersReport, Variant, labels
+from k2convert.validation.scaling import NO_SCALING, Scaling, misfit
+
+ROUTER_PARAMETERS = ("weight", "e_score_correction_bias")
+
+
+def moe_layers(source: Checkpoint) -> tuple[int, ...]:
+    """Return the layers that can be checked."""
+    return detect_family(source).read_architecture(source.config, str(source.folder)).moe_layers
+
+
+def check_layers_exist(source: Checkpoint, layers: Sequence[int]) -> None:
+    """Refuse layers that do not exist or have no MoE block (CheckpointError); reads only the config."""
+    known = moe_layers(source)
+    if unknown := [layer for layer in layers if layer not in known]:
+        there = f"{known[0]}..{known[-1]}" if known else "none"
+        raise CheckpointError(f"{source.folder}: layer {unknown[0]} has no MoE block. Layers that have: {there}.")
+
+
+@torch.no_grad()
+def check_layers(
+    *,
+    source: Checkpoint,
+    converted: Checkpoint,
+    layers: Sequence[int],
+    hidden_states: Path | Windows | None = None,
+    tokens: int = 256,
+    seed: int = 0,
+    budget: LayerBudget,
+    scaling: Scaling = NO_SCALING,
+    whole: Checkpoint | None = None,
+    events: Events = SILENT,
+) -> LayersReport:
+    """Compute MoE layers from both checkpoints and judge the difference; CheckpointError if one cannot be computed.
+
+    `hidden_states` is a file of captured states (see forward/hidden_states.py), or the windows of a text, which the
+    source's layers compute in FP32; without it they are drawn from `seed`. `whole` is the source with all experts if
+    `source` has only those that a pruned result keeps: its layers compute the text.
+    `scaling` is the converted checkpoint's smoothing: its blocks get the states that its norms give.
+    """
+    check_layers_exist(source, layers)
+    with (
+        closing(WeightReader(source)) as from_source,
+        closing(WeightReader(whole or source)) as from_whole,
+        closing(WeightReader(converted)) as from_converted,
+    ):
+        results: list[LayerResult] = []
+        read = _Readers(from_source, from_converted, None if whole is None else from_whole)
+        if isinstance(hidden_states, Windows):
+            found = states_of_text(from_whole.checkpoint, hidden_states.ids, layers, events=events)
+        else:
+            found = _given_states(from_source, layers, hidden_states, tokens=tokens, seed=seed)
+        for layer, states in found:
+            stem = detect_family(source).layer.format(layer=layer)
+            results.append(_check_layer(layer, f"{stem}.mlp", states, read, budget, scaling, events))
+    return LayersReport(_described(hidden_states, seed=seed), budget, tuple(results))
+
+
+def _described(hidden_states: Path | Windows | None, *, seed: int) -> str:
+    if isinstance(hidden_states, Windows):
+        return f"text: {', '.join(name for name, _ in hidden_states.texts)}"
+    return f"synthetic, seed {seed}" if hidden_states is None else f"captured: {hidden_states.name}"
+
+
+def _given_states(
+    source: WeightReader, layers: Sequence[int], captured: Path | None, *, tokens: int, seed: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield every layer with its captured or synthetic states f32 [tokens, hidden]."""
+    config = source.checkpoint.config
+    for layer in layers:
+        stem = detect_family(source.checkpoint).layer.format(layer=layer)
+        norm = source.read(f"{stem}.post_attention_layernorm.weight")
+        if captured is not None:
+            yield layer, load_hidden_states(captured, layer=layer, hidden_size=norm.numel(), tokens=tokens)
+        else:
+            yield layer, draw_hidden_states(norm, config=config, layer=layer, tokens=tokens, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """The checkpoints. `whole` is the source with all experts; None if `source` has them."""
+
+    source: WeightReader
+    converted: WeightReader
+    whole: WeightReader | None
+
+
+def _check_layer(
+    layer: int,
+    stem: str,
+    states: Tensor,
+    read: _Readers,
+    budget: LayerBudget,
+    scaling: Scaling,
+    events: Events,
+) -> LayerResult:
+    source, converted = read.source, read.converted
+    routing, progress = read_router(source, stem)(states), partial(events.experts_computed, layer)
+    pruning = whole = None
+    if read.whole is not None:
+        all_routing = read_router(read.whole, stem)(states)
+        pruning = _pruning(all_routing, kept=source.info(f"{stem}.gate.weight").rows or ())
+        whole = int4_output(stem, states, all_routing, source=read.whole, progress=progress)
+    has_scales = converted.read_converted(f"{stem}.experts.0.down_proj").input_scale is not None
+    exponents = scaling.exponents.get(layer)
+    block = compute_block(
+        stem,
+        states,
+        routing,
+        source=source,
+        converted=converted,
+        with_fp4_inputs=has_scales,
+        exponents=exponents,
+        whole=whole,
+        progress=progress,
+    )
+    unchanged = all(_is_same(f"{stem}.gate.{name}", source, converted, scaling) for name in ROUTER_PARAMETERS)
+    return LayerResult(
+        layer=layer,
+        tokens=states.shape[0],
+        num_experts=len(block.expert_sqnr_db),
+        num_reached=block.num_reached,
+        router_unchanged=unchanged,
+        errors=block.errors,
+        failures=_failures(block, budget=budget, router_unchanged=unchanged),
+        pruning=pruning,
+    )
+
+
+def _pruning(routing: Routing, *, kept: Sequence[int]) -> LayerPruning:
+    """Return what the router of all experts gives those that are not `kept`."""
+    dropped = ~torch.isin(routing.experts, torch.tensor(kept, dtype=torch.int64))
+    share = float(routing.weights[dropped].double().sum() / routing.weights.double().sum())
+    return LayerPruning(routing.scores.shape[1], share)
+
+
+def _is_same(name: str, source: WeightReader, converted: WeightReader, scaling: Scaling) -> bool:
+    """Return whether a tensor of the router is the source's, or scaled as the norm asks for."""
+    one, other = source.info(name), converted.info(name)
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    family = detect_family(source.checkpoint)
+    exponents = scaling.of_copy(parse_tensor_name(name, family=family), family=family)
+    before, after = source.raw(name), converted.raw(name)
+    if exponents is None:
+        return torch.equal(before, after)
+    return not misfit(before.numpy(), after.numpy(), dtype=one.dtype, begin=0, exponents=exponents)
+
+
+def _failures(block: BlockError, *, budget: LayerBudget, router_unchanged: bool) -> tuple[str, ...]:
+    failures: list[str] = []
+    if not router_unchanged:
+        failures.append("the router's weight or correction bias differs from the source's")
+    for error in block.errors:
+        if error.variant is Variant.CONVERTED and error.sqnr_db < budget.layer_sqnr_db:
+            failures.append(f"output SQNR {error.sqnr_db:.2f} dB, under the budget of {budget.layer_sqnr_db:g} dB")
+        elif error.sqnr_db == -math.inf:
+            failures.append(f"{labels([e.variant for e in block.errors])[error.variant]}: the output is not finite")
+    for expert, sqnr in sorted(enumerate(block.expert_sqnr_db), key=lambda item: item[1]):
+        if sqnr < budget.expert_sqnr_db:
+            failures.append(f"expert {expert}: SQNR {sqnr:.2f} dB, under the budget of {budget.expert_sqnr_db:g} dB")
+    return tuple(failures)
+
+
+@torch.no_grad()
+def states_of_text(
+    source: Checkpoint, ids: NDArray[np.int64], layers: Collection[int], *, events: Events
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield each of `layers`, in their order in the model, with the input f32 [tokens, hidden] of its MLP.
+
+    `ids` i64 [windows, tokens] are the text. The layers below are computed too; CheckpointError if one cannot be.
+    """
+    walk = Walk(
+        ids=ids,
+        num_layers=max(layers) + 1,
+        hidden_size=read_architecture(source).hidden_size,
+        chunk=ids.shape[0],
+        devices=("cpu",),
+        workers=len(os.sched_getaffinity(0)),
+        around=lambda _: nullcontext(source),
+    )
+    with closing(walk_layers(walk, _Memory(), events=events)) as walked:
+        for layer in walked:
+            observer = _Observer(layer.number, events)
+            found: list[Tensor] = []
+            with layer.writing() as write:
+                for chunk in layer.chunks():
+                    (states,) = chunk.streams
+                    if layer.is_last:
+                        found.append(layer.decoder.mlp_input(torch.as_tensor(states)))
+                        continue
+                    layer.run(chunk.first, states, observer)
+                    found += [] if observer.states is None else [observer.states]
+                    write(states)
+            if layer.number in layers:
+                yield layer.number, torch.cat(found)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Hidden states in memory: one layer's at a time."""
+
+    kept: dict[int, list[HiddenStates]] = field(default_factory=dict[int, list[HiddenStates]])
+
+    def num_finished(self) -> int:
+        return 0
+
+    def sweep(self, first: int) -> None:
+        self.kept.pop(first - 1, None)
+
+    @contextmanager
+    def reading(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[ReadStates]:  # noqa: ARG002
+        states = np.concatenate(self.kept[layer])
+        yield lambda first, stop: states[first:stop]
+
+    @contextmanager
+    def writing(self, stream: str, layer: int, shape: tuple[int, int, int]) -> Generator[WriteStates]:  # noqa: ARG002
+        self.kept[layer] = []
+        yield self.kept[layer].append
+
+
+@dataclass(slots=True)
+class _Observer:
+    """Keeps the input of a layer's MLP, and reports the experts while they are computed.
+
+    An expert that no token chose counts as computed.
+    """
+
+    layer: int
+    events: Events
+    states: Tensor | None = None
+    done: int = 0
+    total: int = 0
+
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+        self.states = x_TK
+        self.total = 0 if routing is None else routing.scores.shape[1]
+
+    def expert(
+        self,
+        expert: int | None,
+        tokens_t: Tensor,  # noqa: ARG002
+        weights_t: Tensor | None,  # noqa: ARG002
+        inner_tI: Tensor,  # noqa: ARG002
+        output_tK: Tensor,  # noqa: ARG002
+    ) -> None:
+        self._reach(self.done if expert is None else min(expert + 1, self.total))
+
+    def output(self, h_TK: Tensor) -> None:  # noqa: ARG002
+        self._reach(self.total)
+
+    def _reach(self, done: int) -> None:
+        while self.done < done:
+            self.done += 1
+            self.events.experts_computed(self.layer, self.done, self.total)

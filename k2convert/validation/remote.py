@@ -1,0 +1,185 @@
+"""Shards of the Hub for the pass over a result: brought to disk one result shard at a time, and dropped after it.
+
+What one result shard needs of the source is known from the headers: the tensors of its modules and its copies. The
+source shard that has them is fetched, whole or, if only a part of it is needed, in ranges. So the pass needs the disk
+of one result shard and of what it reads, about two shards, whatever the size of the model.
+"""
+
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.names import SHARD_SUFFIX
+from k2convert.errors import DiskFullError
+from k2convert.hub.ranges import Ranges, RemoteShards
+from k2convert.models import detect_family
+from k2convert.models.names import INT4_PARAMETERS, WEIGHT
+from k2convert.validation.contract.result import Result
+
+ALL: Final = (0, 1 << 62)
+"""A shard whose size is not known."""
+
+
+def _nothing() -> None:
+    """Do nothing: there are no readers to close."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Where the shards of a result and of its source come from: the Hub, or, if None, folders that have them."""
+
+    result: RemoteShards | None = None
+    source: RemoteShards | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether result or source is on the Hub."""
+        return self.result is not None or self.source is not None
+
+    @property
+    def header_reader(self) -> Callable[[Path], ShardHeader]:
+        """The function that reads the header of a result shard."""
+        return read_header if self.result is None else self.result.header
+
+    def result_bytes(self) -> int:
+        """Return the tensor bytes of a remote result's shards."""
+        if self.result is None:
+            return 0
+        return sum(h.file_bytes - h.data_begin for h in self.result.headers.values() if isinstance(h, ShardHeader))
+
+    def plan(self, result: Result, *, settle: Callable[[], None] = _nothing) -> "Around":
+        """Return what makes the context in which one result shard is read; raises DiskFullError without room.
+
+        The context brings what the pass over the shard reads, and drops it after calling `settle`.
+        """
+        if not self.is_remote:
+            return nullcontext
+        of_result, of_source = _result_needs(result), _source_needs(result)
+        needs = {shard: self._remote(of_result[shard], of_source[shard]) for shard in of_result}
+        self._check_room(needs.values())
+        return partial(self._around, needs, settle)
+
+    def _remote(self, of_result: Ranges, of_source: Ranges) -> "Needs":
+        parts = ((self.result, of_result), (self.source, of_source))
+        return [(side, side.present(ranges)) for side, ranges in parts if side is not None]
+
+    def _check_room(self, needs: Iterable["Needs"]) -> None:
+        """Refuse what the temporary folders have no room for at once (DiskFullError)."""
+        needed = max((sum(side.takes(ranges) for side, ranges in together) for together in needs), default=0)
+        for side in (self.result, self.source):
+            if side is not None and needed > (free := shutil.disk_usage(side.folder).free):
+                raise DiskFullError(
+                    f"{side.folder}: validating from the Hub needs up to {needed:,} bytes at once, but only {free:,} "
+                    "are free. Set TMPDIR to a folder on another disk."
+                )
+
+    @contextmanager
+    def _around(self, needs: Mapping[str, "Needs"], settle: Callable[[], None], shard: str) -> Generator[None]:
+        with _on_disk(needs.get(shard, [])):
+            yield
+            settle()
+
+    def around_tensors(
+        self, of_result: Iterable[TensorInfo], of_source: Iterable[TensorInfo]
+    ) -> AbstractContextManager[None]:
+        """Return a context that brings some tensors of result and source, and drops them at the end."""
+        needed: tuple[Ranges, Ranges] = {}, {}
+        for ranges, tensors in zip(needed, (of_result, of_source), strict=True):
+            _add(ranges, tensors)
+        needs = self._remote(*needed)
+        self._check_room([needs])
+        return _on_disk(needs)
+
+    def around_layer(self, part: Result, layer: int, *, source: Checkpoint) -> AbstractContextManager[None]:
+        """The same for one layer. `part` is of `Result.of_layers`, `source` the whole one, even if it was pruned."""
+        stem = part.family.layer.format(layer=layer)
+        wanted = (f"{stem}.mlp.", f"{stem}.post_attention_layernorm.")
+        of_source = (tensor for name, tensor in source.tensors.items() if name.startswith(wanted))
+        return self.around_tensors(part.tensors.values(), of_source)
+
+
+Needs = list[tuple[RemoteShards, Ranges]]
+"""What is to be fetched from each side that is on the Hub."""
+Around = Callable[[str], AbstractContextManager[object]]
+"""Makes the context in which a result shard is read."""
+
+
+@contextmanager
+def _on_disk(needs: Needs) -> Generator[None]:
+    for side, ranges in needs:
+        side.bring(ranges)
+    yield
+    for side, ranges in needs:
+        side.drop(ranges)
+
+
+def _result_needs(result: Result) -> dict[str, Ranges]:
+    """Return what the pass over each result shard reads of the result: all of it, and codes that lie elsewhere."""
+    found = {shard: {shard: {(0, header.file_bytes)}} for shard, header in result.headers.items()}
+    found |= {shard: {shard: {ALL}} for shard in result.unreadable}
+    for module in result.converted:
+        weight, scale = (module.parameters.get(n) for n in (result.names.weight, result.names.block_scale))
+        if weight is not None and scale is not None and weight.shard != scale.shard:
+            _add(found[scale.shard], [weight])
+    return found
+
+
+def _source_needs(result: Result) -> dict[str, Ranges]:
+    """Return what the pass over each result shard reads of the source.
+
+    That is what was copied, and for a converted module its weights and those that share its global scale.
+    """
+    tensors = result.source.tensors if result.source is not None else {}
+    shared: dict[str, list[TensorInfo]] = defaultdict(list)
+    for name, parts in result.source_names.items():
+        if parts.parameter in (*INT4_PARAMETERS, WEIGHT):
+            shared[parts.sharing_key].append(tensors[name])
+    found: dict[str, Ranges] = defaultdict(lambda: defaultdict(set))
+    for name, tensor in result.tensors.items():
+        module = result.modules.get(name.rpartition(".")[0])
+        if module is not None and module.is_converted:
+            _add(found[tensor.shard], shared[module.parts.sharing_key])
+        elif name in tensors:
+            _add(found[tensor.shard], [tensors[name]])
+    return found
+
+
+def _add(ranges: Ranges, tensors: Iterable[TensorInfo]) -> None:
+    for tensor in tensors:
+        ranges.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the tensor bytes of the shards in a folder; 0 if there is no such folder."""
+    return sum(map(_data_bytes, folder.glob(f"*{SHARD_SUFFIX}"))) if folder.is_dir() else 0
+
+
+def _data_bytes(shard: Path) -> int:
+    """Return a file's size without the header that its first 8 bytes announce; a damaged file counts as a whole."""
+    if not shard.is_file():
+        return 0
+    size = shard.stat().st_size
+    try:
+        with shard.open("rb") as file:
+            data = size - 8 - int.from_bytes(file.read(8), "little")
+    except OSError:
+        return size
+    return data if data >= 0 else size
+
+
+LOCAL: Final = Shards()
+"""Result and source are folders."""
+
+
+def layer_bytes(source: Checkpoint, layers: Sequence[int]) -> int:
+    """Return the bytes of the MoE blocks of some layers of a source."""
+    family = detect_family(source)
+    stems = tuple(f"{family.layer.format(layer=layer)}.mlp." for layer in layers)
+    return sum(tensor.num_bytes for name, tensor in source.tensors.items() if name.startswith(stems))

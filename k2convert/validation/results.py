@@ -1,0 +1,339 @@
+"""What a validation found, as plain values: the nineteen rules, the weights, reference layers and a comparison."""
+
+import math
+from collections.abc import Mapping, Sized
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+
+from k2convert.choices import Rule
+from k2convert.quantize.rules import RULES
+from k2convert.validation.decode import DecodedError, total_errors
+from k2convert.validation.layers.result import LayersReport
+from k2convert.validation.weights import CheckedWeight
+
+MAX_OFFENDERS = 8
+NO_SOURCE = "needs --source"
+
+
+class Severity(StrEnum):
+    """What a broken rule means: a checkpoint with an error must not be published, a warning is counted."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+class Verdict(StrEnum):
+    """The outcome of a rule. `skipped` always has a reason."""
+
+    PASS = "pass"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIPPED = "skipped"
+
+
+CONTRACT: dict[int, tuple[Severity, str]] = {
+    1: (Severity.ERROR, "every converted projection has exactly its tensors, and there are no other new names"),
+    2: (Severity.ERROR, "tensor names keep the source's prefix"),
+    3: (Severity.ERROR, "converted tensors have the right dtypes and shapes"),
+    4: (Severity.ERROR, "block scales are non-negative numbers, and blocks of scale zero have zero codes"),
+    5: (Severity.WARNING, "no block scale is below 2^-6 (Marlin kernels on Hopper flush such scales to zero)"),
+    6: (Severity.ERROR, "global and input scales are finite, positive, shared by gate and up, and the recipe's"),
+    7: (Severity.ERROR, "every other tensor is byte-identical to the source"),
+    8: (Severity.ERROR, "tensor count and tensor bytes match the source and the layout"),
+    9: (Severity.ERROR, "experts, router and config.json agree on the number of experts"),
+    10: (Severity.ERROR, "hidden and expert sizes fit the kernels' alignment"),
+    11: (Severity.ERROR, "config.json has one quantization config, at the top level, and it describes the tensors"),
+    12: (Severity.ERROR, "the rest of config.json equals the source's"),
+    13: (Severity.ERROR, "hf_quant_config.json agrees with config.json"),
+    14: (Severity.ERROR, "every engine's matcher excludes the BF16 layers and no converted layer"),
+    15: (Severity.ERROR, "a KV cache scheme is declared only if the recipe asks for it"),
+    16: (Severity.ERROR, "index, headers and shards are complete and consistent, without leftover files"),
+    17: (Severity.ERROR, "tokenizer, template, processor and code files are byte-identical copies"),
+    18: (Severity.ERROR, "the weight error of every converted tensor is within the budget"),
+    19: (Severity.ERROR, "the ledger is present, and shards and measured weights have the hashes and totals it states"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Offender:
+    """A tensor, module, file or config field that breaks a rule, and what is wrong with it."""
+
+    name: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuleResult:
+    """One rule's outcome. `count` is of all offenders, `offenders` has the first few, `note` is a reason or figure."""
+
+    number: int
+    title: str
+    severity: Severity
+    verdict: Verdict
+    count: int
+    offenders: tuple[Offender, ...]
+    note: str
+
+
+@dataclass(slots=True)
+class Findings:
+    """Collects what one rule finds. All offenders are counted, the first few are kept.
+
+    `title` replaces the rule's own where the ledger allows more than the rule says.
+    """
+
+    number: int
+    errors: int = 0
+    warnings: int = 0
+    note: str = ""
+    skip_reason: str = ""
+    title: str = ""
+    _first_errors: list[Offender] = field(default_factory=list[Offender])
+    _first_warnings: list[Offender] = field(default_factory=list[Offender])
+
+    def error(self, name: str, problem: str, *, count: int = 1) -> "Findings":
+        """Count an offender that fails the rule; return these findings."""
+        self.errors += count
+        if len(self._first_errors) < MAX_OFFENDERS:
+            self._first_errors.append(Offender(name, problem))
+        return self
+
+    def warn(self, name: str, problem: str, *, count: int = 1) -> None:
+        """Count an offender that does not fail the rule."""
+        self.warnings += count
+        if len(self._first_warnings) < MAX_OFFENDERS:
+            self._first_warnings.append(Offender(name, problem))
+
+    def skip(self, reason: str) -> "Findings":
+        """Keep why the rule could not be checked; return these findings. Errors found before still count."""
+        self.skip_reason = reason
+        return self
+
+    def result(self) -> RuleResult:
+        """Return the outcome: fail, else warn, else skipped, else pass."""
+        severity, usual = CONTRACT[self.number]
+        title = self.title or usual
+        if self.errors:
+            verdict, count, offenders = Verdict.FAIL, self.errors, self._first_errors
+        elif self.warnings:
+            verdict, count, offenders = Verdict.WARN, self.warnings, self._first_warnings
+        else:
+            verdict, count, offenders = (Verdict.SKIPPED if self.skip_reason else Verdict.PASS), 0, []
+        note = "; ".join(text for text in (self.note, self.skip_reason) if text)
+        return RuleResult(self.number, title, severity, verdict, count, tuple(offenders), note)
+
+
+@dataclass(frozen=True, slots=True)
+class ContractReport:
+    """All nineteen outcomes for one folder, in order. `layout` and `activations` are as found in the tensors."""
+
+    folder: str
+    layout: str
+    activations: str
+    rules: tuple[RuleResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no rule failed. Warnings and skipped rules do not fail a checkpoint."""
+        return all(rule.verdict is not Verdict.FAIL for rule in self.rules)
+
+    @property
+    def failed(self) -> list[int]:
+        """The numbers of the rules that failed."""
+        return [rule.number for rule in self.rules if rule.verdict is Verdict.FAIL]
+
+    @property
+    def unchecked(self) -> list[int]:
+        """The numbers of the rules that were skipped."""
+        return [rule.number for rule in self.rules if rule.verdict is Verdict.SKIPPED]
+
+    @property
+    def summary(self) -> str:
+        """How many rules were checked, with what, and which ones were not."""
+        total, skipped = len(self.rules), [rule for rule in self.rules if rule.verdict is Verdict.SKIPPED]
+        if not skipped:
+            return f"{total} of {total} rules of the servable contract were checked, with the source."
+        why = "; ".join(sorted({rule.note for rule in skipped}))
+        if why == NO_SOURCE:
+            why = "they compare with the source, and none was given"
+        return (
+            f"{total - len(skipped)} of {total} rules of the servable contract were checked. Not checked: rules "
+            f"{', '.join(map(str, self.unchecked))} ({why})."
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data for --json."""
+        return {
+            "folder": self.folder,
+            "layout": self.layout,
+            "activations": self.activations,
+            "passed": self.passed,
+            "failed": self.failed,
+            "summary": self.summary,
+            "rules": [asdict(rule) for rule in self.rules],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RuleReport:
+    """Whether the converted tensors are what the recipe's rule makes of the source.
+
+    `rule` is None if they could not be regenerated, for the `skip_reason`. `measured` tensors were chosen by a
+    calibration, so they were measured but not regenerated. `blocks` were regenerated by the kernels,
+    `sampled_blocks` of them by the reference arithmetic too; for a rule without a kernel, none are, because `blocks`
+    were made by it. `mismatches` maps modules to what differs.
+    """
+
+    rule: str | None
+    skip_reason: str
+    tensors: int
+    measured: int
+    blocks: int
+    sampled_blocks: int
+    mismatches: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """The measured error of every converted tensor, by module, and where rule, journal or a library disagree."""
+
+    errors: dict[str, DecodedError]
+    roles: dict[str, str]
+    rule: RuleReport
+    journal_mismatches: tuple[str, ...]
+    journal_compared: int
+    decoder_mismatches: tuple[str, ...]
+    decoder_compared: int
+
+    @property
+    def passed(self) -> bool:
+        return not (self.rule.mismatches or self.journal_mismatches or self.decoder_mismatches)
+
+    def totals(self) -> dict[str, DecodedError]:
+        """Return the errors added up by role and under "total"; empty if nothing was measured."""
+        return total_errors(self.errors, self.roles)
+
+    def worst(self, count: int) -> list[tuple[str, DecodedError]]:
+        """Return the `count` tensors with the lowest SQNR, lowest first."""
+        return sorted(self.errors.items(), key=lambda item: -item[1].relative_mse)[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A second checkpoint of the same source, and how many tensors have less error here, there, or the same.
+
+    `note` is why weights are the wrong measure, if one of the results is calibrated; None otherwise.
+    """
+
+    folder: str
+    contract: ContractReport
+    weights: WeightsReport
+    better_here: int
+    better_there: int
+    equal: int
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """Everything that `validate` found. `passed` decides the exit code.
+
+    `layers_skipped` is why reference layers that were asked for are missing.
+    """
+
+    folder: str
+    contract: ContractReport
+    weights: WeightsReport | None
+    layers: LayersReport | None
+    comparison: Comparison | None
+    layers_skipped: str = ""
+
+    @property
+    def passed(self) -> bool:
+        parts = (self.weights, self.layers)
+        return self.contract.passed and all(part.passed for part in parts if part is not None)
+
+
+def rule_report(rule: Rule | None, skip_reason: str, checked: Mapping[str, CheckedWeight]) -> RuleReport:
+    """Sum up the check by the rule."""
+    has_walk = rule is not None and RULES[rule].needs_walk
+    if rule is not None and not checked:
+        skip_reason = "no tensor could be measured"
+    return RuleReport(
+        rule=rule,
+        skip_reason=skip_reason,
+        tensors=len(checked) if rule is not None else 0,
+        measured=sum(not found.num_blocks for found in checked.values()) if has_walk else 0,
+        blocks=sum(found.num_blocks for found in checked.values()),
+        sampled_blocks=sum(found.sampled_blocks for found in checked.values()),
+        mismatches={module: "; ".join(found.problems) for module, found in checked.items() if found.problems},
+    )
+
+
+def compare(folder: str, ours: WeightsReport, contract: ContractReport, theirs: WeightsReport) -> Comparison:
+    """Compare two results of the same source tensor by tensor: count which one has less error."""
+    common = [(ours.errors[m], theirs.errors[m]) for m in ours.errors if m in theirs.errors]
+    return Comparison(
+        folder=folder,
+        contract=contract,
+        weights=theirs,
+        better_here=sum(a.squared_error < b.squared_error for a, b in common),
+        better_there=sum(a.squared_error > b.squared_error for a, b in common),
+        equal=sum(a.squared_error == b.squared_error for a, b in common),
+    )
+
+
+def validation_document(report: ValidationReport) -> dict[str, object]:
+    """Return a validation as plain data, for --json and the report."""
+    document: dict[str, object] = {
+        "folder": report.folder,
+        "passed": report.passed,
+        "contract": report.contract.to_dict(),
+        "weights": None if report.weights is None else _weights_document(report.weights),
+        "layers": None if report.layers is None else report.layers.to_dict(),
+        "layers_skipped": report.layers_skipped or None,
+        "against": None,
+    }
+    if (other := report.comparison) is not None:
+        counts = {key: getattr(other, key) for key in ("folder", "better_here", "better_there", "equal", "note")}
+        parts = {"contract": other.contract.to_dict(), "weights": _weights_document(other.weights)}
+        document["against"] = counts | parts
+    return document
+
+
+def _weights_document(weights: WeightsReport) -> dict[str, object]:
+    return {
+        "passed": weights.passed,
+        "totals": {role: _error_document(error) for role, error in weights.totals().items()},
+        "worst": {module: _error_document(error) for module, error in weights.worst(8)},
+        "verdicts": {
+            "rule": _verdict(weights.rule.tensors, weights.rule.mismatches),
+            "journal": _verdict(weights.journal_compared, weights.journal_mismatches),
+            "library_decoder": _verdict(weights.decoder_compared, weights.decoder_mismatches),
+        },
+        "rule": asdict(weights.rule),
+        "journal": {"compared": weights.journal_compared, "mismatches": list(weights.journal_mismatches)},
+        "library_decoder": {"compared": weights.decoder_compared, "mismatches": list(weights.decoder_mismatches)},
+    }
+
+
+def _verdict(compared: int, mismatches: Sized) -> Verdict:
+    """Return the outcome of a comparison: skipped if nothing was compared."""
+    if not compared:
+        return Verdict.SKIPPED
+    return Verdict.FAIL if mismatches else Verdict.PASS
+
+
+def _error_document(error: DecodedError) -> dict[str, object]:
+    """Return the figures of a tensor or total; ratios that are not finite become None."""
+    figures = {"sqnr_db": error.sqnr_db, "relative_mse": error.relative_mse, "squared_error": error.squared_error}
+    if error.weighted_error is not None:
+        figures["weighted_sqnr_db"] = error.weighted_sqnr_db
+    return {
+        "num_weights": error.num_weights,
+        "num_nonzero": error.num_nonzero,
+        "equal_nonzero": error.equal_nonzero,
+        "energy": error.energy,
+        "max_error_steps": error.max_error_steps,
+        **{key: value if value is not None and math.isfinite(value) else None for key, value in figures.items()},
+    }

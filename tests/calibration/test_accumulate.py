@@ -1,0 +1,154 @@
+"""Statistics of a layer are what captured activations of transformers' own network give, computed straightforwardly."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from k2convert.calibration.accumulate import LayerAccumulator
+from k2convert.calibration.layer_statistics import LayerStatistics
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.forward.decoder import DecoderLayer, embed
+from k2convert.forward.weights import WeightReader
+
+pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+
+
+def accumulated(folder: Path, ids: Tensor, *, chunk: int, workers: int = 1) -> list[LayerStatistics]:
+    """The statistics of every layer on ids [W, T], `chunk` windows at a time."""
+    checkpoint = open_checkpoint(folder)
+    result: list[LayerStatistics] = []
+    with closing(WeightReader(checkpoint)) as reader:
+        hidden = embed(reader, ids)
+        for number in range(checkpoint.config["num_hidden_layers"]):
+            accumulator = LayerAccumulator(reader, number, seed=3)
+            layer = DecoderLayer(reader, number, ("cpu",), workers)
+            hidden = torch.cat([layer.run(states, accumulator) for states in hidden.split(chunk)])
+            result.append(accumulator.finish())
+    return result
+
+
+def captured(folder: Path, ids: Tensor) -> list[dict[str, np.ndarray]]:
+    """The same arrays from hooks on the built network, in FP64."""
+    from scripts.evaluation.models import build_model, source_mlps
+
+    model, mlps = build_model(folder), source_mlps(folder)
+    model.install(mlps)
+    network: Any = model.network
+    seen: dict[str, Tensor] = {}
+    for number, layer in enumerate(network.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda _m, args, n=number: seen.update({f"{n}.x": args[0]}))
+        layer.register_forward_hook(lambda _m, _a, output, n=number: seen.update({f"{n}.h": output}))
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts.register_forward_pre_hook(
+                lambda _m, args, n=number: seen.update({f"{n}.experts": args[1], f"{n}.weights": args[2]})
+            )
+    with torch.inference_mode():
+        model.logits(ids)
+    return [straightforward(seen, mlps, number) for number in range(len(network.model.layers))]
+
+
+def straightforward(seen: dict[str, Tensor], mlps: dict[str, Any], number: int) -> dict[str, np.ndarray]:
+    x, h = (seen[f"{number}.{name}"].flatten(0, 1).double() for name in "xh")
+    stem = f"model.layers.{number}.mlp"
+    weights = 1 / h.square().sum(dim=1)
+    weights /= weights.mean()
+
+    def inner(name: str, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up, down = (getattr(mlps[name], p).weight.decode().double() for p in ("gate", "up", "down"))
+        z = torch.nn.functional.silu(x[tokens] @ gate.T) * (x[tokens] @ up.T)
+        return z, (z @ down.T).norm(dim=1)
+
+    found = {"gate_up.mean_square": (weights[:, None] * x.square()).mean(dim=0), "gate_up.amax": x.abs().max()[None]}
+    everything = torch.arange(x.shape[0])
+    if stem in mlps:
+        routed, names = [(everything, torch.ones(x.shape[0]).double())], [stem]
+    else:
+        experts, gates = seen[f"{number}.experts"], seen[f"{number}.weights"].double()
+        names = [f"{stem}.experts.{e}" for e in range(sum(k.startswith(f"{stem}.experts.") for k in mlps))]
+        places = [torch.where(experts == e) for e in range(len(names))]
+        routed = [(tokens, gates[tokens, place]) for tokens, place in places]
+        z, _ = inner(f"{stem}.shared_experts", everything)
+        found["shared_down.mean_square"] = (weights[:, None] * z.square()).mean(dim=0)
+        found["shared_down.amax"] = z.abs().max()[None]
+    rows, amax, saliency = [], [], []
+    for name, (tokens, p) in zip(names, routed, strict=True):
+        z, norms = inner(name, tokens)
+        rows.append((weights[tokens, None] * p[:, None] ** 2 * z**2).sum(dim=0) / max(1, tokens.numel()))
+        amax.append(z.abs().amax() if z.numel() else torch.tensor(0.0).double())
+        saliency.append((p * norms).sum() / max(1, tokens.numel()))
+    found |= {"down.mean_square": torch.stack(rows), "down.amax": torch.stack(amax), "saliency": torch.stack(saliency)}
+    found["tokens"] = torch.tensor([tokens.numel() for tokens, _ in routed])
+    found["router_weight"] = torch.stack([p.sum() for _, p in routed]) / x.shape[0]
+    return {name: array.numpy() for name, array in found.items()}
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return torch.randint(0, 500, (4, 64), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def found(tiny: Path, ids: Tensor) -> list[LayerStatistics]:
+    return accumulated(tiny, ids, chunk=3)
+
+
+def test_statistics_equal_a_straightforward_computation(found: list[LayerStatistics], tiny: Path, ids: Tensor) -> None:
+    expected = captured(tiny, ids)
+    assert len(found) == len(expected) == 4
+    for layer, arrays in zip(found, expected, strict=True):
+        assert layer.arrays().keys() == {*arrays, "smoothing_exponents"}
+        for name, array in arrays.items():
+            np.testing.assert_allclose(layer.arrays()[name], array, rtol=2e-4, atol=1e-9, err_msg=name)
+        np.testing.assert_array_equal(layer.tokens, arrays["tokens"])
+
+
+def test_the_norm_is_known_by_its_bytes(found: list[LayerStatistics], tiny: Path) -> None:
+    with closing(WeightReader(open_checkpoint(tiny))) as reader:
+        for number, layer in enumerate(found):
+            raw = reader.raw(f"model.layers.{number}.post_attention_layernorm.weight")
+            assert layer.norm_digest == blake3(raw.numpy().tobytes()).hexdigest()
+
+
+def test_statistics_are_the_same_bytes_with_any_number_of_threads(
+    found: list[LayerStatistics], tiny: Path, ids: Tensor
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if before == 1 else 1)
+    try:
+        again = accumulated(tiny, ids, chunk=3, workers=2)
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(found, again, strict=True):
+        for name, array in one.arrays().items():
+            np.testing.assert_array_equal(array, two.arrays()[name], err_msg=name, strict=True)
+
+
+def test_a_chunk_that_did_not_end_does_not_count(tiny: Path, ids: Tensor) -> None:
+    """A window may turn out to be unusable at the end of a chunk, which is then begun again without it."""
+
+    class StopError(Exception):
+        pass
+
+    class Interrupting(LayerAccumulator):
+        def output(self, h_TK: Tensor) -> None:
+            raise StopError
+
+    with closing(WeightReader(open_checkpoint(tiny))) as reader:
+        layer, hidden = DecoderLayer(reader, 1), embed(reader, ids)
+        clean, again = LayerAccumulator(reader, 1, seed=0), Interrupting(reader, 1, seed=0)
+        layer.run(hidden[:2], clean)
+        with pytest.raises(StopError):
+            layer.run(hidden[:3], again)
+        again.__class__ = LayerAccumulator
+        layer.run(hidden[:2], again)
+        expected, arrays = clean.finish().arrays(), again.finish().arrays()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(array, arrays[name], err_msg=name)

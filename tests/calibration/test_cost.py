@@ -1,0 +1,93 @@
+"""The estimate of a pass, and what decides how much is computed at once."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from k2convert.calibration import cost
+from k2convert.calibration.cost import Work, gpu_seconds, other_flops, pass_work, walk_work
+from k2convert.calibration.sizes import PassSize, read_sizes
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.fit.gpus import GPUS, Flops, find_gpu
+from k2convert.forward.walk import DENSE_TOKENS, Walk
+
+
+def test_the_device_that_computes_is_measured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device without memory plays a GPU: every product of its tensors is noted."""
+    measured: list[str] = []
+
+    def seconds(run: Any, device: str) -> float:
+        result = run()
+        measured.append(device if not isinstance(result, torch.Tensor) else str(result.device))
+        return 0.001
+
+    monkeypatch.setattr(cost, "_seconds", seconds)
+    sizes = [PassSize(4, 64, 4, (device,), 1, 4) for device in ("cpu", "meta")]
+    estimates = [cost.measured_time(open_checkpoint(tiny), size, is_walk=False).least for size in sizes]
+    assert measured == ["cpu", "cpu", "cpu", "meta", "meta", "cpu"], "the search of exponents is the CPUs'"
+    assert all(estimate > 0 for estimate in estimates)
+
+
+def test_a_walk_is_counted_with_what_it_does_beyond_a_pass(tiny: Path) -> None:
+    """The experts three times more, a second stream, and every decision, in each layer that is left."""
+    model = read_sizes(open_checkpoint(tiny))
+    whole, last = (PassSize(16, 256, 16, ("cpu",), 2, layers) for layers in (4, 1))
+    one, found = pass_work(model, whole), walk_work(model, whole)
+    assert found.tf32 == one.tf32 + other_flops(model, whole)
+    assert found.fp32 > 3 * (one.tf32 - other_flops(model, whole))
+    assert found.fp64 > 0
+    assert one.fp32 == one.fp64 == 0
+    assert found.read > one.read
+    assert found.kernels > one.kernels
+    assert walk_work(model, last).fp32 == pytest.approx(found.fp32 / 3), "one of three layers with experts"
+
+
+def test_only_shared_work_gets_faster_with_more_cores(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "walk_cost", lambda *_: cost.Cost(experts=600, others=40, search=8, alone=100))
+    sizes = (PassSize(4, 64, 4, ("cpu",), cores, 4) for cores in (1, 64))
+    one, many = (cost.measured_time(open_checkpoint(tiny), size, is_walk=True) for size in sizes)
+    assert one.least / cost.LEAST_SHARE == pytest.approx(748)
+    assert many.most / cost.MOST_SHARE == pytest.approx(10 + 2 + 100), "four candidates are searched at a time"
+
+
+def test_the_time_on_a_gpu_follows_from_its_rates() -> None:
+    gpu, flops = find_gpu("h200"), Flops(tf32=1e12, fp32=1e11, fp64=1e10)
+    assert gpu.bandwidth is not None
+    least, most = gpu_seconds(Work(tf32=7e11, fp32=7e10, fp64=7e9), gpu, flops, search=5)
+    assert (least, most) == (pytest.approx(3 * 0.7 / 0.7 + 5), pytest.approx(3 * 0.7 / 0.2 + 5))
+    least, most = gpu_seconds(Work(moved=gpu.bandwidth, kernels=1e6, read=5e9), gpu, flops, search=0)
+    assert (least, most) == (pytest.approx(4 + 1), pytest.approx(12 + 10)), "starting kernels takes longer than moving"
+
+
+def test_each_gpu_has_rates_or_is_refused() -> None:
+    assert {name for name, gpu in GPUS.items() if gpu.flops is None} == {"dgx-spark"}
+    for gpu in GPUS.values():
+        if gpu.flops is not None:
+            assert gpu.flops.tf32 > gpu.flops.fp32 > gpu.flops.fp64
+
+
+def walk(*, window: int, chunk: int, device: str) -> Walk:
+    ids = np.zeros((16, window), dtype=np.int64)
+    return Walk(ids, 2, 256, chunk, (device,), 2, lambda _: nullcontext())  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    ("window", "chunk", "device", "windows"),
+    [
+        (DENSE_TOKENS, 4, "cpu", 1),
+        (DENSE_TOKENS // 4, 16, "cpu", 4),
+        (4 * DENSE_TOKENS, 1, "cpu", 1),
+        (DENSE_TOKENS // 8, 2, "cpu", 2),
+        (DENSE_TOKENS, 4, "cuda:0", 4),
+    ],
+)
+def test_a_dense_layer_takes_fewer_windows_at_one_time(window: int, chunk: int, device: str, windows: int) -> None:
+    found = walk(window=window, chunk=chunk, device=device)
+    assert found.windows_at_once(dense=True) == windows
+    assert found.windows_at_once(dense=False) == chunk

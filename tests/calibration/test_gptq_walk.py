@@ -1,0 +1,287 @@
+"""The walk of rule `gptq`: both streams, the codes of every layer, few and odd tokens, stopping and going on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from k2convert.calibration.accumulate import collect_statistics
+from k2convert.calibration.channels import Calibration
+from k2convert.calibration.gptq_walk import GptqOptions, walk_gptq
+from k2convert.calibration.layer_files import (
+    LayerFiles,
+    QuantizedLayers,
+    conversion_work,
+    drop_quantized,
+    read_gptq,
+    write_layer,
+)
+from k2convert.calibration.statistics import LayerStatistics, StatisticsHeader
+from k2convert.calibration.text import held_out, read_windows
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.forward.decoder import DecoderLayer, embed
+from k2convert.forward.moe import Mlp
+from k2convert.forward.walk import Walk
+from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, nvfp4_weight
+from k2convert.forward.work import WalkJob, WorkFolder
+from k2convert.models import detect_family
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.rules.max import measure
+from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
+from k2convert.records.events import SILENT
+
+Ids = NDArray[np.int64]
+KINDS = ("gate", "up", "down")
+
+
+def windows_of(source: Path, *, tokens: int, window: int) -> Ids:
+    text = Path(__file__).resolve().parents[1] / "data" / "k2-tiny" / "calibration.txt"
+    return read_windows([text], tokenizer=source, vocab_size=2048, tokens=tokens, window=window, seed=0).ids
+
+
+def planned(source: Path, ids: Ids, *, workers: int = 1, chunk: int = 3, num_layers: int | None = None) -> Walk:
+    checkpoint = open_checkpoint(source)
+    architecture = detect_family(checkpoint).read_architecture(checkpoint.config, str(source))
+    return Walk(
+        ids=ids,
+        num_layers=num_layers or architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        chunk=chunk,
+        devices=("cpu",),
+        workers=workers,
+        around=lambda _: nullcontext(checkpoint),
+    )
+
+
+def nothing() -> None:
+    """The walk need not stop."""
+
+
+def walked(
+    work: WorkFolder, walk: Walk, *, smoothing: bool = True, check_stop: Callable[[], None] = nothing
+) -> WorkFolder:
+    """Do what is left of a walk; the hidden states that a layer takes are kept as `NAME.kept`."""
+    (work.folder / ".k2convert").mkdir(parents=True, exist_ok=True)
+    work.begin(WalkJob({}, 3, {}), events=SILENT)
+    shape = walk.ids.shape
+    header = StatisticsHeader("0" * 64, (), walk.ids.size, shape[1], shape[0], 0, 0, {})
+
+    def save(layer: LayerStatistics, dropped: int) -> None:
+        for path in (work.path("hidden", layer.layer + 1), work.path("converted", layer.layer + 1)):
+            if path.exists():
+                shutil.copy(path, path.with_suffix(".kept"))
+        write_layer(work, layer, header)
+
+    options = GptqOptions(0, smoothing, check_stop)
+    walk_gptq(walk, options, work, save=save, events=SILENT)
+    return work
+
+
+def files_of(work: WorkFolder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(work.folder.iterdir()) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def tiny_ids(tiny: Path) -> Ids:
+    return windows_of(tiny, tokens=1024, window=128)
+
+
+@pytest.fixture(scope="module")
+def tiny_walk(tiny: Path, tiny_ids: Ids, tmp_path_factory: pytest.TempPathFactory) -> WorkFolder:
+    """A whole walk through the trained checkpoint: about 250 tokens an expert."""
+    return walked(conversion_work(tmp_path_factory.mktemp("walk")), planned(tiny, tiny_ids))
+
+
+def states(path: Path) -> torch.Tensor:
+    return load_file(path.with_suffix(".kept"))["hidden_states"]
+
+
+def decoded(weight: Nvfp4Weight) -> LinearLayer:
+    packed, scales = torch.as_tensor(weight.packed), torch.as_tensor(weight.block_scales)
+    return LinearLayer(nvfp4_weight(packed, scales, weight.global_scale))
+
+
+def test_the_statistics_are_those_of_a_pass_over_the_windows_that_are_not_kept_out(
+    tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, tmp_path: Path
+) -> None:
+    walk, work = planned(tiny, tiny_ids[~held_out(8)]), WorkFolder(tmp_path / "pass")
+    (work.folder / ".k2convert").mkdir(parents=True)
+    work.begin(WalkJob({}, 3, {}), events=SILENT)
+    header = StatisticsHeader("0" * 64, (), tiny_ids.size, tiny_ids.shape[1], tiny_ids.shape[0], 0, 0, {})
+
+    def save(layer: LayerStatistics, dropped: int) -> None:
+        write_layer(work, layer, header)
+
+    collect_statistics(walk, work, seed=0, save=save, events=SILENT)
+    for layer in range(walk.num_layers):
+        assert tiny_walk.path("layer", layer).read_bytes() == work.path("layer", layer).read_bytes()
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_the_second_stream_is_what_the_converted_layer_gives(
+    tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, layer: int
+) -> None:
+    """The walk keeps what is lacking and updates it; here the converted layer is computed from its codes."""
+    walk, work = planned(tiny, tiny_ids), tiny_walk
+    exponents = Calibration(LayerFiles(work), weighted=True, smoothing=True).exponents(layer)
+    factors = np.ones(walk.hidden_size) if exponents is None else np.ldexp(1.0, exponents.astype(np.int32))
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(work) as codes:
+        decoder = DecoderLayer(reader, layer)
+        after, x, routing = decoder.attend(states(work.path("converted", layer)))
+        assert routing is not None
+        result = after + decoder.shared_output(x)
+        scaled = x * torch.as_tensor(factors.astype(np.float32))
+        for expert in range(routing.scores.shape[1]):
+            tokens, p = routing.tokens_of(expert)
+            found = [codes.read(f"model.layers.{layer}.mlp.experts.{expert}.{k}_proj") for k in KINDS]
+            assert found[0].global_scale == found[1].global_scale
+            mlp = Mlp(*map(decoded, found))
+            result[tokens] += mlp(scaled[tokens]) * p[:, None]
+    expected = states(work.path("converted", layer + 1)).flatten(0, 1)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_each_layer_gives_more_of_the_int4_layer_than_rule_mse(tiny_walk: WorkFolder) -> None:
+    for layer in (1, 2, 3):
+        found = read_gptq(tiny_walk, layer)
+        assert found.held_out is not None
+        for errors in (found.fitted, found.held_out):
+            assert errors.gptq_error < errors.mse_error
+            assert (errors.inherited_error == 0) == (layer == 1), "only the first MoE layer has nothing before it"
+    assert not tiny_walk.path("gptq.json", 0).exists(), "a dense layer decides nothing"
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_the_held_out_error_is_that_of_the_streams_on_the_windows_that_are_kept_out(
+    tiny_walk: WorkFolder, layer: int
+) -> None:
+    found = read_gptq(tiny_walk, layer)
+    paths = (tiny_walk.path("hidden", layer + 1), tiny_walk.path("converted", layer + 1))
+    exact, converted = (states(path).double() for path in paths)
+    errors = (exact - converted).square().sum(dim=2) / exact.square().sum(dim=2)
+    assert found.held_out is not None
+    assert found.held_out.gptq_error == pytest.approx(float(errors[7:].mean()), rel=1e-4)
+    assert found.fitted.gptq_error == pytest.approx(float(errors[:7].mean()), rel=1e-4)
+
+
+def test_windows_that_are_kept_out_change_no_code_and_no_statistics(cut: Path, tmp_path: Path) -> None:
+    """One checkpoint, two texts that differ in the kept-out windows alone: only the error on these is different."""
+    ids = windows_of(cut, tokens=18 * 32, window=32)
+    other = ids.copy()
+    other[held_out(18)] = np.random.default_rng(0).integers(0, 2048, size=(1, 32))
+    works = [walked(conversion_work(tmp_path / str(n)), planned(cut, found)) for n, found in enumerate((ids, other))]
+    for kind in ("codes", "layer"):
+        assert len({work.path(kind, 1).read_bytes() for work in works}) == 1
+    first, second = (read_gptq(work, 1) for work in works)
+    assert first.held_out != second.held_out
+    assert replace(first, held_out=None) == replace(second, held_out=None)
+
+
+def test_one_window_in_sixteen_is_kept_out() -> None:
+    counts = {count: int(held_out(count).sum()) for count in (1, 2, 3, 15, 16, 17, 32, 64, 1000)}
+    assert counts == {1: 0, 2: 1, 3: 1, 15: 1, 16: 1, 17: 1, 32: 2, 64: 4, 1000: 62}
+    assert set(np.diff(np.flatnonzero(held_out(1000)))) == {16}
+
+
+def test_a_single_window_has_no_held_out_error(cut: Path, tmp_path: Path) -> None:
+    ids = windows_of(cut, tokens=64, window=64)
+    found = read_gptq(walked(conversion_work(tmp_path / "one"), planned(cut, ids)), 1)
+    assert found.held_out is None
+    assert found.fitted.gptq_error > 0
+
+
+def test_the_streams_begin_equal_and_part(tiny_walk: WorkFolder) -> None:
+    first = [states(tiny_walk.path(stream, 1)) for stream in ("hidden", "converted")]
+    torch.testing.assert_close(*first, rtol=0, atol=0)
+    second = [states(tiny_walk.path(stream, 2)) for stream in ("hidden", "converted")]
+    error = float((second[0] - second[1]).square().sum() / second[0].square().sum())
+    assert 0 < error < 0.01
+
+
+def test_the_number_of_workers_changes_no_byte(cut: Path, tmp_path: Path) -> None:
+    ids = windows_of(cut, tokens=512, window=64)
+    found = [
+        files_of(walked(conversion_work(tmp_path / str(workers)), planned(cut, ids, workers=workers)))
+        for workers in (1, 3)
+    ]
+    assert found[0] == found[1]
+    assert "codes-001.safetensors" in found[0]
+
+
+class Stop(Exception):  # noqa: N818 - the test's own
+    """The walk was asked to stop."""
+
+
+@pytest.mark.parametrize("call", [2, 7])
+def test_a_stopped_walk_goes_on_to_the_same_bytes(cut: Path, tmp_path: Path, call: int) -> None:
+    ids = windows_of(cut, tokens=512, window=64)
+    whole = files_of(walked(conversion_work(tmp_path / "whole"), planned(cut, ids)))
+    calls = 0
+
+    def stop_at() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise Stop
+
+    work = conversion_work(tmp_path / "stopped")
+    with pytest.raises(Stop):
+        walked(work, planned(cut, ids), check_stop=stop_at)
+    assert work.num_finished() < 2
+    assert files_of(walked(work, planned(cut, ids))) == whole
+
+
+@pytest.mark.parametrize("case", ["few", "one token", "repeated"])
+def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path, case: str) -> None:
+    """Tokens that say little about the weights: on other tokens the layer is close to rule `mse`, or better."""
+    text = windows_of(tiny, tokens=1024, window=64)
+    ids = {"few": text[:1], "one token": text[:1, :1], "repeated": np.full((8, 64), text[0, 7])}[case]
+    work = walked(conversion_work(tmp_path / "few"), planned(tiny, ids, num_layers=2), smoothing=False)
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(work) as codes:
+        hidden = DecoderLayer(reader, 0).run(embed(reader, torch.as_tensor(text[8:])))
+        after, x, routing = DecoderLayer(reader, 1).attend(hidden)
+        assert routing is not None
+        errors = [0.0, 0.0]
+        for expert in range(16):
+            sources = [reader.read_source(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
+            found = [codes.read(f"model.layers.1.mlp.experts.{expert}.{kind}_proj") for kind in KINDS]
+            mse = [by_mse(source, codes.global_scale) for source, codes in zip(sources, found, strict=True)]
+            tokens, p = routing.tokens_of(expert)
+            expected = Mlp(*(LinearLayer(exact_weight(source)) for source in sources))(x[tokens])
+            for place, weights in enumerate((found, mse)):
+                lost = (Mlp(*map(decoded, weights))(x[tokens]) - expected) * p[:, None]
+                errors[place] += float((lost.square().sum(dim=1) / after[tokens].square().sum(dim=1)).sum())
+    assert errors[0] < 1.03 * errors[1]
+
+
+def by_mse(source: Int4Weight | torch.Tensor, global_scale: float) -> Nvfp4Weight:
+    assert isinstance(source, Int4Weight)
+    return quantize_mse(source, global_scale)
+
+
+def test_beginning_again_forgets_every_layer(cut: Path, tmp_path: Path) -> None:
+    ids = windows_of(cut, tokens=256, window=64)
+    work = walked(conversion_work(tmp_path / "work"), planned(cut, ids))
+    before = files_of(work)
+    drop_quantized(work, 1)
+    work.forget(0, num_layers=2)
+    assert work.num_finished() == 0
+    assert files_of(walked(work, planned(cut, ids))) == before
+
+
+def test_global_scales_are_those_of_rule_mse(tiny_walk: WorkFolder, tiny: Path) -> None:
+    with closing(WeightReader(open_checkpoint(tiny))) as reader, QuantizedLayers(tiny_walk) as codes:
+        module = "model.layers.3.mlp.experts.5.down_proj"
+        source = reader.read_source(module)
+        assert not isinstance(source, torch.Tensor)
+        assert codes.read(module).global_scale == mse_global_scale(measure(source, name=module), is_int4=True)

@@ -1,0 +1,64 @@
+"""A checkpoint made by llm-compressor's data-free path from the same INT4 source, checked by the same rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from converted import Converted, Kind, check
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.validation.results import Verdict
+from k2convert.validation.validate import validate_checkpoint
+
+llmcompressor = pytest.importorskip("llmcompressor")
+IGNORED = [
+    "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*layers\\.0\\.mlp.*", "re:.*lm_head", "re:.*mlp\\.gate$",
+    "re:.*embed_tokens",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NVFP4A16 by model_free_ptq; compressed-tensors removes INT4 first."""
+    from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer
+
+    source, out = sources["thinking"], tmp_path_factory.mktemp("llm-compressor") / "out"
+    llmcompressor.model_free_ptq(
+        str(source),
+        str(out),
+        scheme="NVFP4A16",
+        ignore=IGNORED,
+        converter=CompressedTensorsDequantizer(str(source)),
+        device="cpu",
+    )
+    return out
+
+
+def test_unequal_gate_and_up_scales_are_all_that_is_wrong_with_it(theirs: Path, sources: dict[str, Path]) -> None:
+    report = check(theirs, source=sources["thinking"])
+    assert (report.layout, report.activations) == ("compressed-tensors", "w4a16")
+    assert report.failed == [6, 19]  # it has no ledger of k2convert
+    rule = report.rules[5]
+    assert 8 <= rule.count <= 12  # of twelve experts; two may coincide
+    assert all("gate and up differ" in offender.problem for offender in rule.offenders)
+    passed = {r.number for r in report.rules if r.verdict in (Verdict.PASS, Verdict.WARN)}
+    assert passed == set(range(1, 20)) - {6, 18, 19}
+
+
+def test_its_weight_error_is_compared_with_ours(
+    theirs: Path, sources: dict[str, Path], convert: Callable[[Kind], Converted]
+) -> None:
+    ours = convert(Kind("modelopt", "thinking", "w4a4", "mse"))
+    report = validate_checkpoint(folder=ours.folder, source=open_checkpoint(sources["thinking"]), against=theirs)
+    assert report.passed
+    assert report.comparison is not None
+    assert report.comparison.contract.failed == [6, 19]
+    assert report.weights is not None
+    mine, other = report.weights.totals()["total"], report.comparison.weights.totals()["total"]
+    assert mine.num_weights == other.num_weights
+    assert mine.sqnr_db is not None
+    assert other.sqnr_db is not None
+    assert mine.sqnr_db > other.sqnr_db + 2
+    assert (report.comparison.better_here, report.comparison.better_there) == (36, 0)

@@ -1,0 +1,211 @@
+"""Rules 16, 17 and 19 find their own faults in the folder, and no other rule does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from converted import Converted, check, only, seal
+from safetensors.torch import save_file
+
+from k2convert.validation.results import Verdict
+from scripts.fixture_maker import damage
+from scripts.fixture_maker.shards import INDEX_NAME
+
+
+def shard_of(converted: Converted, number: int) -> Path:
+    return sorted(converted.folder.glob("*.safetensors"))[number]
+
+
+# ---- 16 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("total", [0, 1, None, "7"])
+def test_rule_16_total_size(breakable: Converted, total: object) -> None:
+    damage.edit_json(breakable.folder / INDEX_NAME, lambda index: index["metadata"].update(total_size=total))
+    assert "total_size" in only(breakable.check(), 16).offenders[0].name
+
+
+def test_rule_16_a_tensor_that_the_index_does_not_name(breakable: Converted) -> None:
+    name = breakable.layers.removesuffix("layers") + "norm.weight"
+    damage.edit_index(breakable.folder, lambda weight_map: weight_map.pop(name))
+    rule = only(breakable.check(), 16)
+    assert (rule.count, rule.offenders[0].name) == (1, name)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_rule_16_a_tensor_that_is_not_where_the_index_says(breakable: Converted, shard: int) -> None:
+    name = f"{breakable.layers}.2.input_layernorm.weight" if shard == 0 else "nothing.here"
+    damage.edit_index(breakable.folder, lambda w: w.update({name: shard_of(breakable, shard).name}))
+    assert only(breakable.check(), 16).offenders[0].name == name
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"metadata": {}}'])
+def test_rule_16_no_index_to_read(breakable: Converted, text: str | None) -> None:
+    (breakable.folder / INDEX_NAME).unlink()
+    if text is not None:
+        (breakable.folder / INDEX_NAME).write_text(text)
+    assert only(breakable.check(), 16).offenders[0].name.startswith(INDEX_NAME)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model-extra.safetensors", "model-00001-of-000005.safetensors.tmp", "config.json.part", "docs/x.incomplete"],
+)
+def test_rule_16_a_stray_shard_or_a_temporary_file(breakable: Converted, name: str) -> None:
+    path = breakable.folder / name
+    path.parent.mkdir(exist_ok=True)
+    save_file({"x": torch.zeros(4)}, path)
+    assert only(breakable.check(), 16).offenders[0].name == name
+
+
+def test_rule_16_the_journal_and_hidden_folders_are_no_part_of_the_package(breakable: Converted) -> None:
+    (breakable.folder / ".cache" / "huggingface").mkdir(parents=True)
+    (breakable.folder / ".cache" / "huggingface" / "x.incomplete").write_bytes(b"")
+    assert (breakable.folder / ".k2convert").is_dir()
+    assert breakable.check().passed
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "k2convert.json", INDEX_NAME, "shard"])
+def test_rule_16_a_link(breakable: Converted, name: str, tmp_path: Path) -> None:
+    path = shard_of(breakable, 1) if name == "shard" else breakable.folder / name
+    elsewhere = tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    rule = only(breakable.check(), 16)
+    assert (rule.count, rule.offenders[0].name) == (1, path.name)
+    assert "link" in rule.offenders[0].problem
+
+
+@pytest.mark.parametrize("kind", ["longer", "truncated", "gap", "no header", "missing"])
+def test_rule_16_a_shard_that_is_not_whole(breakable: Converted, kind: str) -> None:
+    path = shard_of(breakable, 2)
+    raw = path.read_bytes()
+    if kind == "longer":
+        path.write_bytes(raw + b"\0")
+    elif kind == "truncated":
+        path.write_bytes(raw[:-100])
+    elif kind == "gap":
+        header, data = damage.split_shard(path)
+        last = max((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"][1])
+        header[last]["data_offsets"] = [offset + 16 for offset in header[last]["data_offsets"]]
+        damage.write_raw(path, json.dumps(header).encode(), data + bytes(16))
+    elif kind == "no header":
+        path.write_bytes(b"\xff" * 8 + raw[8:])
+    else:
+        path.unlink()
+    seal(breakable.folder)
+    report = breakable.check()
+    rule = only(report, 16)
+    assert rule.offenders[0].name == path.name
+    # What cannot be said about the tensors is not said.
+    for number in (1, 3, 4, 7, 8, 9, 14):
+        assert report.rules[number - 1].verdict is Verdict.SKIPPED
+        assert path.name in report.rules[number - 1].note
+
+
+# ---- 17 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("change", ["changed", "missing", "longer"])
+def test_rule_17_a_sidecar(breakable: Converted, name: str, change: str) -> None:
+    path = breakable.folder / name
+    raw = path.read_bytes()
+    if change == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(raw + b"\n" if change == "longer" else raw[:-2] + b"!\n")
+    assert only(breakable.check(), 17).offenders[0].name == name
+
+
+def test_rule_17_code_that_the_source_does_not_have(breakable: Converted) -> None:
+    (breakable.folder / "modeling_surprise.py").write_text("raise SystemExit")
+    assert only(breakable.check(), 17).offenders[0].name == "modeling_surprise.py"
+
+
+def test_rule_17_a_card_and_a_report_of_our_own_are_welcome(breakable: Converted) -> None:
+    (breakable.folder / "README.md").write_text("# Card")
+    (breakable.folder / "report.html").write_text("<p>Report")
+    assert breakable.check().passed
+
+
+# ---- 19 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        lambda ledger: ledger.pop("recipe"),
+        lambda ledger: ledger["recipe"].update(rle="mse"),
+        lambda ledger: ledger.pop("fingerprint"),
+        lambda ledger: ledger.pop("source"),
+        lambda ledger: ledger.pop("shards"),
+        lambda ledger: (
+            ledger["shards"].pop("model-00002-of-000005.safetensors", None)
+            or ledger["shards"].pop("model-00002-of-000007.safetensors")
+        ),
+        lambda ledger: ledger["shards"].update({"model-9.safetensors": {"blake3": "00", "bytes": 1}}),
+        lambda ledger: next(iter(ledger["shards"].values())).update(blake3="0" * 64),
+        lambda ledger: next(iter(ledger["shards"].values())).update(bytes=1),
+        lambda ledger: next(iter(ledger["shards"].values())).pop("blake3"),
+    ],
+    ids=["recipe", "misspelt", "fingerprint", "source", "shards", "one less", "one more", "hash", "size", "no hash"],
+)
+def test_rule_19_what_the_ledger_must_say(breakable: Converted, apply: Callable[[dict[str, Any]], object]) -> None:
+    damage.edit_json(breakable.folder / "k2convert.json", apply)
+    only(breakable.check(), 19)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]"])
+def test_rule_19_no_ledger(breakable: Converted, text: str | None) -> None:
+    path = breakable.folder / "k2convert.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    assert only(breakable.check(), 19).offenders[0].name == "k2convert.json"
+
+
+@pytest.mark.parametrize("where", ["codes", "block scales", "header"])
+def test_rule_19_any_single_bit(breakable: Converted, where: str) -> None:
+    path = shard_of(breakable, 1)
+    raw = bytearray(path.read_bytes())
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header, _ = damage.split_shard(path)
+    module = breakable.expert(1, 2, "down")
+    if where == "header":
+        position = begin - 1  # padding: the JSON stays what it is
+        assert raw[position] == ord(" ")
+        raw[position] = ord("\t")
+    else:
+        parameter = breakable.names.weight if where == "codes" else breakable.names.block_scale
+        position = begin + header[f"{module}.{parameter}"]["data_offsets"][0] + 77
+        raw[position] ^= 1
+    path.write_bytes(raw)
+    # Codes and scales stay valid numbers: without the hash, only their error would tell.
+    assert only(breakable.check(), 19).offenders[0].name == path.name
+
+
+def test_rule_19_warns_of_another_source(breakable: Converted) -> None:
+    damage.edit_json(breakable.folder / "k2convert.json", lambda ledger: ledger["source"]["headers"].clear())
+    damage.edit_json(
+        breakable.folder / "k2convert.json",
+        lambda ledger: ledger["source"].update(revision="0" * 40, headers={"other.safetensors": "00"}),
+    )
+    only(breakable.check(), 19, Verdict.WARN)
+
+
+def test_a_folder_that_is_not_there_or_empty(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        check(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert {11, 16, 19} <= set(check(tmp_path / "empty").failed)
+
+
+def test_the_int4_source_itself_is_no_nvfp4_checkpoint(breakable: Converted) -> None:
+    report = check(breakable.source)
+    assert {1, 11, 19} <= set(report.failed)

@@ -1,0 +1,263 @@
+"""Rules 4 to 10 and 18 find their own faults in values and counts of a good checkpoint, and no other rule does."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from converted import Converted, change, change_tensor, check, only, set_byte, verdicts
+
+from k2convert.validation.results import ContractReport, Verdict
+from scripts.fixture_maker import damage
+from scripts.fixture_maker.folder import SmallCheckpoint
+
+# ---- 4 and 5: block scales -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF, 0x80, 0xB8])
+def test_rule_4_nan_or_signed_block_scales(breakable: Converted, byte: int) -> None:
+    name = f"{breakable.expert(2, 0, 'gate')}.{breakable.names.block_scale}"
+    change_tensor(breakable, name, lambda t: set_byte(set_byte(t, 5, byte), 700, byte))
+    rule = only(breakable.check(), 4)
+    assert (rule.count, rule.offenders[0].name) == (2, name)
+
+
+def test_rule_4_zero_blocks_have_zero_codes(breakable: Converted) -> None:
+    module = breakable.expert(2, 0, "gate")
+    scales, codes = f"{module}.{breakable.names.block_scale}", f"{module}.{breakable.names.weight}"
+    change_tensor(breakable, scales, lambda t: set_byte(set_byte(t, 9, 0), 40, 0))
+
+    def clear(index: int) -> None:
+        change_tensor(
+            breakable, codes, lambda t: t.view(-1).index_fill(0, torch.arange(8) + 8 * index, 0).view(t.shape)
+        )
+
+    clear(9)
+    rule = only(breakable.check(), 4)
+    assert (rule.count, rule.offenders[0].name) == (1, codes)
+    clear(40)
+    assert breakable.check().passed
+
+
+def test_rule_5_counts_block_scales_that_hopper_flushes(breakable: Converted) -> None:
+    before = breakable.check().rules[4]
+    name = f"{breakable.expert(2, 0, 'gate')}.{breakable.names.block_scale}"
+    change_tensor(breakable, name, lambda t: set_byte(set_byte(t, 9, 0x01), 40, 0x07))
+    rule = only(breakable.check(), 5, Verdict.WARN)
+    assert rule.count == before.count + 2
+    assert breakable.check().passed
+
+
+# ---- 6: scalars ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["global_scale", "input_scale"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_rule_6_scales_that_are_not_positive_numbers(breakable: Converted, kind: str, value: float) -> None:
+    name = f"{breakable.expert(2, 0, 'down')}.{getattr(breakable.names, kind)}"
+    change_tensor(breakable, name, lambda t: torch.full_like(t, value))
+    rule = only(breakable.check(), 6)
+    assert (rule.count, rule.offenders[0].name) == (1, name)
+
+
+def test_rule_6_gate_and_up_differ_in_the_last_bit(breakable: Converted) -> None:
+    name = f"{breakable.expert(2, 0, 'up')}.{breakable.names.global_scale}"
+    change_tensor(breakable, name, next_number)
+    rule = only(breakable.check(), 6)
+    assert rule.count == 1
+    assert "gate and up differ" in rule.offenders[0].problem
+
+
+@pytest.mark.parametrize("projection", ["gate", "up", "down"])
+def test_rule_6_an_input_scale_that_is_not_the_recipes(breakable: Converted, projection: str) -> None:
+    name = f"{breakable.expert(2, 0, projection)}.{breakable.names.input_scale}"
+    change_tensor(breakable, name, next_number)
+    for rule in (only(breakable.check(), 6), only(check(breakable.folder), 6)):
+        assert (rule.count, rule.offenders[0].name) == (1, name)
+        assert "the recipe's input scale is 1.0" in rule.offenders[0].problem
+
+
+def test_rule_6_input_scales_that_are_all_the_same_but_not_the_recipes(breakable: Converted) -> None:
+    def double(checkpoint: SmallCheckpoint) -> None:
+        for name in [n for n in checkpoint.tensors() if n.endswith(f".{breakable.names.input_scale}")]:
+            checkpoint.replace(name, checkpoint.tensors()[name] * 2)
+
+    change(breakable, double)
+    assert only(check(breakable.folder), 6).count == 36
+
+
+def test_rule_6_without_a_recipe_warns_of_input_scales_that_vary_within_a_layer(breakable: Converted) -> None:
+    (breakable.folder / "k2convert.json").unlink()
+    scale = breakable.names.input_scale
+
+    def multiply(projections: tuple[str, ...], *, expert: int | None) -> None:
+        def apply(checkpoint: SmallCheckpoint) -> None:
+            for name in [
+                n for n in checkpoint.tensors() if n.endswith(tuple(f"{p}_proj.{scale}" for p in projections))
+            ]:
+                if expert is None or f".experts.{expert}." in name:
+                    checkpoint.replace(name, checkpoint.tensors()[name] * 2)
+
+        damage.edit_checkpoint(breakable.folder, apply)
+
+    multiply(("down",), expert=None)  # those of down may differ from those of gate and up
+    assert breakable.check().rules[5].verdict is Verdict.PASS
+    multiply(("gate", "up"), expert=0)
+    rule = breakable.check().rules[5]
+    assert rule.verdict is Verdict.WARN
+    assert rule.offenders[0].name == "layer 1 gate and up"
+
+
+def next_number(scalar: torch.Tensor) -> torch.Tensor:
+    """The next FP32 number, away from zero."""
+    return (scalar.view(torch.int32) + 1).view(torch.float32)
+
+
+# ---- 7 and 8: copies -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["1.input_layernorm.weight", "0.mlp.up_proj.weight", "2.self_attn.kv_b_proj.weight"])
+def test_rule_7_one_bit_of_a_copied_tensor(breakable: Converted, name: str) -> None:
+    full = f"{breakable.layers}.{name}"
+    change_tensor(breakable, full, lambda t: set_byte(t, 3, int(t.view(torch.uint8).view(-1)[3]) ^ 1))
+    rule = only(breakable.check(), 7)
+    assert (rule.count, rule.offenders[0].name) == (1, full)
+
+
+def test_rule_7_correction_bias_cast_to_bf16(breakable: Converted) -> None:
+    name = f"{breakable.layers}.1.mlp.gate.e_score_correction_bias"
+    change_tensor(breakable, name, lambda t: t.to(torch.bfloat16))
+    assert only(breakable.check(), 7).offenders[0].name == name
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "layers.1.self_attn.o_proj.weight"])
+def test_rule_8_a_copied_tensor_is_missing(breakable: Converted, name: str) -> None:
+    full = breakable.layers.removesuffix("layers") + name
+    change_tensor(breakable, full, lambda _: None)
+    rule = only(breakable.check(), 8)
+    assert (rule.count, rule.offenders[0].name) == (1, full)
+    assert " of " in rule.note
+
+
+# ---- 9: counts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expert", [0, 3], ids=["first", "last"])
+def test_rule_9_an_expert_is_missing(breakable: Converted, expert: int) -> None:
+    stem = f"{breakable.layers}.2.mlp.experts.{expert}."
+
+    def drop(checkpoint: SmallCheckpoint) -> None:
+        for shard, members in checkpoint.shards.items():
+            checkpoint.shards[shard] = {n: t for n, t in members.items() if not n.startswith(stem)}
+
+    change(breakable, drop)
+    assert only(breakable.check(), 9).offenders[0].name == stem.removesuffix(".")
+    assert only(check(breakable.folder), 9).count == 1
+
+
+def test_rule_9_an_expert_too_many(breakable: Converted) -> None:
+    stem = f"{breakable.layers}.2.mlp.experts."
+
+    def add(checkpoint: SmallCheckpoint) -> None:
+        for members in checkpoint.shards.values():
+            for name in [n for n in members if n.startswith(f"{stem}0.")]:
+                members[name.replace(f"{stem}0.", f"{stem}4.")] = members[name].clone()
+
+    change(breakable, add)
+    assert only(breakable.check(), 9).offenders[0].name == f"{stem}4"
+
+
+@pytest.mark.parametrize("parameter", ["weight", "e_score_correction_bias"])
+def test_rule_9_router_of_another_size(breakable: Converted, parameter: str) -> None:
+    name = f"{breakable.layers}.2.mlp.gate.{parameter}"
+    change_tensor(breakable, name, lambda t: t[:-1])
+    report = check(breakable.folder)
+    assert only(report, 9).offenders[0].name == name
+
+
+def test_rule_9_pruned_weights_under_the_unpruned_config(breakable: Converted) -> None:
+    def grow(config: dict[str, Any]) -> None:
+        config.get("text_config", config)["n_routed_experts"] = 16
+
+    damage.edit_json(breakable.folder / "config.json", grow)
+    rule = only(check(breakable.folder), 9)
+    assert rule.count == 3 * (12 + 2)
+
+
+# ---- 10: alignment ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "verdict"),
+    [
+        ("--tensor-parallel-size 16", Verdict.FAIL),
+        ("--tp-size=3", Verdict.FAIL),
+        ("-tp 4", Verdict.WARN),
+        ("--tp 2", None),
+    ],
+)
+def test_rule_10_tensor_parallel_sizes_named_on_the_card(
+    breakable: Converted, flag: str, verdict: Verdict | None
+) -> None:
+    (breakable.folder / "README.md").write_text(f"# A model\n\n    vllm serve here {flag} --trust-remote-code\n")
+    found = verdicts(breakable.check())
+    assert {n: v for n, v in found.items() if n != 5} == ({10: verdict} if verdict else {})
+
+
+def test_rule_10_hidden_size(breakable: Converted) -> None:
+    def narrow(config: dict[str, Any]) -> None:
+        config.get("text_config", config)["hidden_size"] = 250
+
+    damage.edit_json(breakable.folder / "config.json", narrow)
+    assert only(check(breakable.folder), 10).offenders[0].name == "hidden_size"
+
+
+# ---- 18: errors ------------------------------------------------------------------------------------------------------
+
+
+class Measured:
+    def __init__(self, sqnr_db: float) -> None:
+        self.sqnr_db = sqnr_db
+
+
+def measured(converted: Converted, **changed: float | None) -> dict[str, Measured]:
+    figures: dict[str, float | None] = {
+        converted.expert(layer, expert, p): 20.0
+        for layer in (1, 2, 3)
+        for expert in range(4)
+        for p in ("gate", "up", "down")
+    } | {converted.expert(1, 2, p): value for p, value in changed.items()}
+    return {module: Measured(value) for module, value in figures.items() if value is not None}
+
+
+def check_with(converted: Converted, errors: dict[str, Measured]) -> ContractReport:
+    return check(converted.folder, source=converted.source, errors=errors)
+
+
+def test_rule_18_a_tensor_below_the_budget(breakable: Converted) -> None:
+    rule = only(check_with(breakable, measured(breakable, up=12.5)), 18)
+    assert (rule.count, rule.offenders[0].name) == (1, breakable.expert(1, 2, "up"))
+    assert "12.50" in rule.offenders[0].problem
+
+
+def test_rule_18_takes_the_budget_from_the_ledgers_recipe(breakable: Converted) -> None:
+    ledger = breakable.folder / "k2convert.json"
+    damage.edit_json(ledger, lambda document: document["recipe"]["budget"].update(tensor_sqnr_db=12.0))
+    assert check_with(breakable, measured(breakable, up=12.5)).passed
+    assert only(check_with(breakable, measured(breakable, up=11.9)), 18).count == 1
+
+
+def test_rule_18_a_figure_that_is_not_a_number(breakable: Converted) -> None:
+    assert only(check_with(breakable, measured(breakable, up=float("nan"))), 18).count == 1
+
+
+def test_rule_18_a_tensor_that_was_not_measured(breakable: Converted) -> None:
+    assert only(check_with(breakable, measured(breakable, up=None)), 18).offenders[0].problem == "not measured"
+
+
+def test_scalars_of_the_two_layouts_are_each_other_s_reciprocals(breakable: Converted) -> None:
+    """Not a rule: what the fixtures above rely on."""
+    raw = struct.pack("<f", 0.25)
+    assert breakable.names.decode_scalar(raw) == (4.0 if breakable.names.is_divisor else 0.25)

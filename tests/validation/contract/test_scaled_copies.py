@@ -1,0 +1,336 @@
+"""Results of `run --statistics`: exact smoothing and weighted scales hold, and one changed exponent is found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from converted import seal
+from numpy.typing import NDArray
+from statistics_makers import random_statistics
+
+from k2convert.calibration.channels import Calibration
+from k2convert.calibration.statistics import Statistics, open_statistics
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.errors import CalibrationError
+from k2convert.job.locations import Destination, Source
+from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.run import execute
+from k2convert.models import locate_module, parse_tensor_name
+from k2convert.models.kimi import K2_THINKING
+from k2convert.models.projections import load_projection, projection_of
+from k2convert.quantize.formats.channels import divide_columns
+from k2convert.quantize.quantizer import create_native_quantizer
+from k2convert.records.calibration import GptqLayer, OutputErrors
+from k2convert.records.document import plain
+from k2convert.validation.results import ValidationReport, Verdict, validation_document
+from k2convert.validation.validate import LayersRequest, validate_checkpoint
+from scripts.fixture_maker import make_k25
+from scripts.fixture_maker.damage import edit_json, edit_tensor
+from scripts.fixture_maker.folder import read_small, write_small
+
+LAYER = "model.layers.1"
+NORM, ROUTER = f"{LAYER}.post_attention_layernorm.weight", f"{LAYER}.mlp.gate.weight"
+SHARED_GATE, SHARED_UP = (f"{LAYER}.mlp.shared_experts.{kind}_proj.weight" for kind in ("gate", "up"))
+GATE, UP = (f"{LAYER}.mlp.experts.2.{kind}_proj" for kind in ("gate", "up"))
+CHANNEL = 37
+
+
+@pytest.fixture(scope="module")
+def statistics(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Statistics:
+    return open_statistics(random_statistics(tmp_path_factory.mktemp("statistics") / "cut.stats", cut))
+
+
+Convert = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def convert(cut: Path, statistics: Statistics, tmp_path_factory: pytest.TempPathFactory) -> Convert:
+    """Convert the small checkpoint with the statistics, once for each set of options. Read it only."""
+    folder, made = tmp_path_factory.mktemp("converted"), dict[str, Path]()
+
+    def run(**options: Any) -> Path:
+        name = json.dumps(options)
+        if name not in made:
+            source, destination = open_checkpoint(cut), folder / str(len(made))
+            recipe = choose_recipe(source, None, {"rule": "imatrix", **options})
+            job = prepare(
+                source=Source(source),
+                destination=Destination(destination),
+                recipe=recipe,
+                statistics=statistics,
+                device="cpu",
+            )
+            execute(job)
+            made[name] = destination
+        return made[name]
+
+    return run
+
+
+@pytest.fixture
+def damaged(convert: Convert, tmp_path: Path) -> Path:
+    """A copy of a W4A4 result, to be changed."""
+    return Path(shutil.copytree(convert(), tmp_path / "damaged"))
+
+
+def validate(folder: Path, source: Path, statistics: Statistics | None = None, **options: Any) -> ValidationReport:
+    return validate_checkpoint(folder=folder, source=open_checkpoint(source), statistics=statistics, **options)
+
+
+def offenders(report: ValidationReport) -> dict[int, dict[str, str]]:
+    """What each rule that failed says, by name."""
+    failed = (rule for rule in report.contract.rules if rule.verdict is Verdict.FAIL)
+    return {rule.number: {o.name: o.problem for o in rule.offenders} for rule in failed}
+
+
+@pytest.mark.parametrize(
+    ("layout", "activations"), [("modelopt", "w4a4"), ("compressed-tensors", "w4a4"), ("modelopt", "w4a16")]
+)
+def test_a_result_with_statistics_keeps_all_rules(
+    layout: str, activations: str, cut: Path, statistics: Statistics, convert: Convert
+) -> None:
+    folder = convert(layout=layout, activations=activations)
+    report = validate(folder, cut, statistics)
+    assert report.passed, offenders(report)
+    assert [rule.number for rule in report.contract.rules if rule.verdict is Verdict.SKIPPED] == []
+    title, note = report.contract.rules[6].title, report.contract.rules[6].note
+    if activations == "w4a4":
+        assert "scaled exactly by the norm's powers of two" in title
+        assert note.endswith("4 of them scaled")
+    else:
+        assert title.endswith("byte-identical to the source")
+    assert report.weights is not None
+    assert (report.weights.rule.rule, report.weights.rule.tensors) == ("imatrix", 12)
+    document = validation_document(report)
+    total = document["weights"]["totals"]["total"]
+    assert 0 < total["weighted_sqnr_db"] != total["sqnr_db"]
+
+
+def test_shared_experts_and_dense_layers_by_statistics_keep_all_rules(
+    cut: Path, statistics: Statistics, convert: Convert
+) -> None:
+    report = validate(convert(roles=("experts", "shared_experts", "dense_mlp")), cut, statistics)
+    assert report.passed, offenders(report)
+    assert report.weights is not None
+    assert report.weights.rule.tensors == 18
+
+
+def test_without_the_file_weights_are_measured_and_the_rule_check_says_why_not(cut: Path, convert: Convert) -> None:
+    report = validate(convert(), cut)
+    assert report.passed, offenders(report)
+    assert report.weights is not None
+    assert "pass them with --statistics" in report.weights.rule.skip_reason
+    assert report.weights.journal_compared == 12
+    assert "weighted_sqnr_db" not in validation_document(report)["weights"]["totals"]["total"]
+
+
+@pytest.mark.parametrize("rule", ["mse", "max"])
+def test_data_free_rules_with_smoothing_are_made_again_without_the_file(
+    rule: str, cut: Path, statistics: Statistics, convert: Convert
+) -> None:
+    folder = convert(rule=rule)
+    for found in (None, statistics):
+        report = validate(folder, cut, found)
+        assert report.passed, offenders(report)
+        assert report.weights is not None
+        assert (report.weights.rule.rule, report.weights.rule.tensors) == (rule, 12)
+
+
+def test_k25_with_an_fp32_router_keeps_all_rules(cut: Path, tmp_path: Path) -> None:
+    small = read_small(cut)
+    small.replace(ROUTER, small.tensors()[ROUTER].float())
+    source = make_k25(tmp_path / "k25", write_small(small, tmp_path / "fp32"))
+    statistics = open_statistics(random_statistics(tmp_path / "stats", source))
+    checkpoint = open_checkpoint(source)
+    recipe = choose_recipe(checkpoint, None, {"rule": "max"})
+    job = prepare(
+        source=Source(checkpoint), destination=Destination(tmp_path / "out"), recipe=recipe, statistics=statistics
+    )
+    execute(job)
+    assert validate(tmp_path / "out", source).passed
+    edit_tensor(tmp_path / "out", f"language_model.{ROUTER}", times(2.0))
+    assert list(offenders(validate(tmp_path / "out", source))[7]) == [f"language_model.{ROUTER}"]
+
+
+def test_layers_get_the_scaled_input(cut: Path, convert: Convert) -> None:
+    """The shared experts are BF16: scaled columns and a scaled input give their output without any error."""
+    request = LayersRequest((1,), None, tokens=32)
+    found = validate(convert(rule="mse"), cut, layers=request).layers
+    assert found is not None
+    (layer,) = found.layers
+    assert layer.router_unchanged
+    assert next(e for e in layer.errors if e.variant == "converted").shared_experts_sqnr_db == float("inf")
+
+
+def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Multiply one channel of a tensor."""
+
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[..., CHANNEL] *= factor
+        return tensor
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "words"),
+    [
+        (NORM, 2.0, f"first channel {CHANNEL}"),
+        (NORM, 2.0**9, "smoothing uses 2^-4 to 2^4"),
+        (NORM, 1.5, "not a power of two times it"),
+        (ROUTER, 0.5, f"first in column {CHANNEL}"),
+        (SHARED_GATE, 2.0, f"first in column {CHANNEL}"),
+        (SHARED_UP, 0.5, f"first in column {CHANNEL}"),
+    ],
+)
+def test_one_changed_exponent_is_found_by_name(
+    name: str, factor: float, words: str, cut: Path, statistics: Statistics, damaged: Path
+) -> None:
+    edit_tensor(damaged, name, times(factor))
+    seal(damaged)
+    report = validate(damaged, cut, statistics)
+    found = offenders(report)
+    assert not report.passed
+    assert list(found) == [7]
+    assert list(found[7]) == [name], "no other tensor"
+    assert words in found[7][name]
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "words"),
+    [(NORM, 2.0, "but the ledger states"), (NORM, 1.5, "not a power of two"), (ROUTER, 0.5, "first in column")],
+)
+def test_one_changed_exponent_is_found_without_the_file_too(
+    name: str, factor: float, words: str, cut: Path, damaged: Path
+) -> None:
+    edit_tensor(damaged, name, times(factor))
+    seal(damaged)
+    assert words in offenders(validate(damaged, cut))[7][name]
+
+
+def written_again(
+    module: str,
+    folder: Path,
+    source: Path,
+    calibration: Calibration,
+    *,
+    exponents: Mapping[str, NDArray[Any]] | None = None,
+) -> None:
+    """Convert one expert's gate or up again, and replace its bytes. `exponents` replace those of a module."""
+    checkpoint, quantizer = open_checkpoint(source), create_native_quantizer("imatrix", "cpu")
+    weights = {}
+    with ShardReader(checkpoint.path) as reader:
+        for name in (GATE, UP):
+            parts = parse_tensor_name(f"{name}.weight_packed", family=K2_THINKING)
+            steps = (exponents or {}).get(name, calibration.exponents(1))
+            assert steps is not None
+            weights[name] = divide_columns(load_projection(reader, projection_of(checkpoint, parts)), steps, name=name)
+    shared = quantizer.measure(weights[GATE], name=GATE).merge(quantizer.measure(weights[UP], name=UP))
+    place = locate_module(module)
+    assert place is not None
+    result, _ = quantizer.quantize(
+        weights[module],
+        name=module,
+        magnitude=shared,
+        global_scale=quantizer.global_scale(shared, is_int4=True),
+        importance=calibration.importance(place),
+    )
+    for parameter, data in (("weight", result.packed), ("weight_scale", result.block_scales)):
+        edit_tensor(folder, f"{module}.{parameter}", partial(set_bytes, data=data))
+    seal(folder)
+
+
+def set_bytes(tensor: torch.Tensor, data: NDArray[np.uint8]) -> torch.Tensor:
+    tensor.view(torch.uint8).copy_(torch.from_numpy(data).reshape(tensor.shape))
+    return tensor
+
+
+def test_codes_of_one_expert_with_one_changed_exponent_are_found(
+    cut: Path, statistics: Statistics, damaged: Path
+) -> None:
+    calibration = Calibration(statistics, weighted=True, smoothing=True)
+    written_again(UP, damaged, cut, calibration)
+    assert validate(damaged, cut, statistics).passed, "the same bytes"
+    other = calibration.exponents(1)
+    assert other is not None
+    other = other.copy()
+    other[CHANNEL] += 1 if other[CHANNEL] < 4 else -1
+    written_again(UP, damaged, cut, calibration, exponents={UP: other})
+    report = validate(damaged, cut, statistics)
+    assert report.weights is not None
+    assert list(report.weights.rule.mismatches) == [UP]
+    assert list(offenders(validate(damaged, cut))) == [19], "without the file, the ledger's totals tell"
+
+
+def test_a_block_scale_of_the_data_free_rule_is_found(cut: Path, statistics: Statistics, damaged: Path) -> None:
+    calibration = Calibration(statistics, weighted=True, smoothing=True)
+
+    class Free:
+        exponents = calibration.exponents
+
+        def importance(self, _place: object) -> NDArray[Any]:
+            return np.full(256, 255, np.uint8)
+
+    written_again(GATE, damaged, cut, Free())  # type: ignore[arg-type]
+    report = validate(damaged, cut, statistics)
+    assert report.weights is not None
+    assert list(report.weights.rule.mismatches) == [GATE]
+    assert "block scales" in report.weights.rule.mismatches[GATE]
+
+
+def test_a_changed_digest_of_the_exponents_is_found(cut: Path, statistics: Statistics, damaged: Path) -> None:
+    edit_json(damaged / "k2convert.json", lambda d: d["calibration"].update(exponents_digest="0" * 64))
+    for found in (None, statistics):
+        assert list(offenders(validate(damaged, cut, found))[7]) == ["k2convert.json: calibration.exponents_digest"]
+
+
+def test_a_ledger_without_smoothing_allows_no_change(cut: Path, damaged: Path) -> None:
+    edit_json(damaged / "k2convert.json", lambda d: d["calibration"].update(smoothing=False, exponents_digest=None))
+    assert set(offenders(validate(damaged, cut))[7]) == {NORM, ROUTER, SHARED_GATE, SHARED_UP}
+    edit_json(damaged / "k2convert.json", lambda d: d.pop("calibration"))
+    found = offenders(validate(damaged, cut))
+    assert set(found[7]) == {NORM, ROUTER, SHARED_GATE, SHARED_UP}
+    assert next(iter(found[19])) == "k2convert.json: calibration.statistics"
+
+
+def test_other_statistics_are_refused_in_one_line(
+    cut: Path, statistics: Statistics, convert: Convert, damaged: Path, tmp_path: Path, tiny: Path
+) -> None:
+    other = open_statistics(random_statistics(tmp_path / "tiny.stats", tiny))
+    with pytest.raises(CalibrationError, match=r"tiny\.stats: not the statistics of this result") as refused:
+        validate(convert(), cut, other)
+    assert "\n" not in str(refused.value)
+    edit_json(damaged / "k2convert.json", lambda d: d["calibration"].update(statistics="0" * 64))
+    with pytest.raises(CalibrationError, match="not the statistics of this result"):
+        validate(damaged, cut, statistics)
+    assert list(offenders(validate(damaged, cut))[19]) == ["k2convert.json: calibration.statistics"]
+    edit_json(damaged / "k2convert.json", lambda d: d.pop("calibration"))
+    with pytest.raises(CalibrationError, match="Leave out --statistics"):
+        validate(damaged, cut, statistics)
+
+
+def test_rule_gptq_has_statistics_that_do_not_identify_it(cut: Path, damaged: Path) -> None:
+    def feed_back(document: dict[str, Any]) -> None:
+        for layer in document["calibration"]["layers"].values():
+            none = (None,) * len(layer["tokens"])
+            layer["gptq"] = plain(GptqLayer(None, 0.0, None, none, none, OutputErrors(0.0, 0.0, 0.0)))
+
+    edit_json(damaged / "k2convert.json", feed_back)
+    assert list(offenders(validate(damaged, cut))[19]) == ["k2convert.json: calibration.statistics"]
+    edit_json(damaged / "k2convert.json", lambda d: d["fingerprint"].pop("statistics"))
+    assert 19 not in offenders(validate(damaged, cut))
+
+
+def test_statistics_need_the_source(convert: Convert, statistics: Statistics, run_cli: Any) -> None:
+    done = run_cli("validate", convert(), "--statistics", statistics.path)
+    assert done.returncode == 2
+    assert "need --source" in done.stderr
