@@ -84,6 +84,13 @@ def test_every_wing_has_its_place() -> None:
     assert all((folder / "__init__.py").is_file() for folder in PACKAGE.glob("**/") if list(folder.glob("*.py")))
 
 
+def test_no_file_name_is_in_more_than_two_wings() -> None:
+    wings: dict[str, set[str]] = {}
+    for path in FILES:
+        wings.setdefault(path.name, set()).add(wing_of(path))
+    assert not {name for name, found in wings.items() if len(found) > 2 and name != "__init__.py"}
+
+
 def test_imports_go_down() -> None:
     """A wing imports itself and wings below it; the modules of the top level are below all wings."""
     wrong: list[str] = []

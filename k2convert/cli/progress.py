@@ -20,9 +20,9 @@ from rich.text import Text
 
 from k2convert.cli import console
 from k2convert.cli.console import format_bytes, format_rate, format_seconds
+from k2convert.cli.tally import Meter, Tally
 from k2convert.errors import visible
 from k2convert.records.events import Extent
-from k2convert.records.tally import Meter, Tally
 
 FIRST_LINE_SECONDS: Final = 0.5
 PLAIN_LINE_SECONDS: Final = 10.0

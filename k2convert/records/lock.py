@@ -7,21 +7,21 @@ DEST/.k2convert/lock    held by the running process (flock: the kernel frees it 
 
 import errno
 import fcntl
+import json
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, Final, TextIO
+from typing import Any, Final, TextIO, cast
 
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import opened_folder
 from k2convert.checkpoint.names import LOCK_NAME, WORK_FOLDER
 from k2convert.errors import DestinationError, DestinationWriteError, LockedError
 from k2convert.records.events import SILENT, Events, Keep
-from k2convert.records.tally import parse_summary
 
 _LOCK_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOOK_SECONDS: Final = 0.1  # `status` has the lock for a moment
@@ -121,3 +121,23 @@ def _write_owner(lock: TextIO, text: str) -> None:
 def _keep(lock: TextIO, text: str) -> None:
     with suppress(OSError, ValueError):  # a display for others must not end the work; the file may be closed already
         _write_owner(lock, text)
+
+
+def parse_summary(text: str) -> dict[str, Any] | None:
+    """Return the kept line of a running job, or None if it is not whole: it may be half written."""
+    try:
+        document: Any = json.loads(text)
+        ok = (
+            isinstance(document["phases"], dict)
+            and all(_is_phase(phase) for phase in cast(Mapping[str, Any], document["phases"]).values())
+            and isinstance(document["seconds_left"], int | None)
+            and type(document["finished_shards"]) is int
+        )
+    except (ValueError, TypeError, KeyError):
+        return None
+    return cast(dict[str, Any], document) if ok else None
+
+
+def _is_phase(phase: Any) -> bool:
+    counts = (phase["done"], phase["total"], phase.get("unit", 1))
+    return all(type(count) is int for count in counts) and isinstance(phase["rate"], int | float | None)

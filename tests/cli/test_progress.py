@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from command import RunCli
 
+from k2convert.cli.tally import Tally
 from k2convert.records.events import Extent
 from k2convert.records.journal import Journal
-from k2convert.records.tally import Tally
 from scripts.fixture_maker.damage import edit_tensor
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"

@@ -13,9 +13,9 @@ from statistics_makers import random_statistics
 
 from k2convert.calibration.layer_files import statistics_work
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.cli.tally import Tally
 from k2convert.records.command import read_command
 from k2convert.records.events import Extent
-from k2convert.records.tally import Tally
 
 
 def following(done: subprocess.CompletedProcess[str]) -> str:

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from screen import Screen, in_terminal, same_as_golden
 
 from k2convert.cli.progress import Rows
+from k2convert.cli.tally import Tally
 from k2convert.records.events import Extent
-from k2convert.records.tally import Tally
 from scripts import fixture_maker as fixtures
 
 SIZES = [(80, 24), (200, 50)]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from k2convert.calibration.text import Windows, read_windows
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.cli.tally import Tally
 from k2convert.records.events import SILENT, Extent
-from k2convert.records.tally import Tally
 from k2convert.validation.layers.check import check_layers, states_of_text
 from k2convert.validation.layers.result import LayerBudget
 

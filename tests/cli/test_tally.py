@@ -2,8 +2,9 @@
 
 import json
 
+from k2convert.cli.tally import Meter, Tally
 from k2convert.records.events import Extent
-from k2convert.records.tally import Meter, Tally, parse_summary
+from k2convert.records.lock import parse_summary
 
 
 class Clock:

@@ -7,7 +7,7 @@ over the last three lumps. Without new work for that long the rate is 0 and ther
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final, cast
@@ -236,23 +236,3 @@ class Tally:
             "seconds": round(self.seconds),
             "seconds_left": None if left is None else round(left),
         }
-
-
-def parse_summary(text: str) -> dict[str, Any] | None:
-    """Return what `summary` returned, or None if the text is not its form: it may be half written."""
-    try:
-        document: Any = json.loads(text)
-        ok = (
-            isinstance(document["phases"], dict)
-            and all(_is_phase(phase) for phase in cast(Mapping[str, Any], document["phases"]).values())
-            and isinstance(document["seconds_left"], int | None)
-            and type(document["finished_shards"]) is int
-        )
-    except (ValueError, TypeError, KeyError):
-        return None
-    return cast(dict[str, Any], document) if ok else None
-
-
-def _is_phase(phase: Any) -> bool:
-    counts = (phase["done"], phase["total"], phase.get("unit", 1))
-    return all(type(count) is int for count in counts) and isinstance(phase["rate"], int | float | None)
