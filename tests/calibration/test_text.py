@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blake3 import blake3
-from tests.calibrate.kimi_files import write_kimi_files
 from tokenizers import Tokenizer
 
 from k2convert.calibration import text
 from k2convert.calibration.text import Windows, read_windows
 from k2convert.errors import CalibrationError
+from tests.calibration.kimi_files import write_kimi_files
 
 BYTES = 512
 """The vocabulary of a tokenizer without merges: a token a byte, and 256 special ones."""

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.calibrate.kimi_files import write_kimi_files
 
 from k2convert.calibration import tokenizer_process
 from k2convert.calibration.text import read_windows
 from k2convert.calibration.tokenizer_process import TokenizerProcess
 from k2convert.calibration.tokenizers import open_tokenizer
 from k2convert.errors import CalibrationError
+from tests.calibration.kimi_files import write_kimi_files
 
 
 def test_the_process_gives_the_tokens_of_the_tokenizer(tiny: Path, tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import regex
 import tokenizers
-from tests.calibrate.kimi_files import SPECIAL, write_kimi_files
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from k2convert.calibration import tokenizers as module
 from k2convert.calibration.tokenizers import KIMI_PATTERN, open_tokenizer
 from k2convert.errors import CalibrationError
+from tests.calibration.kimi_files import SPECIAL, write_kimi_files
 
 PIECES = {
     "中文English混合": ["中文", "English", "混合"],

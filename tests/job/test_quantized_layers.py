@@ -68,7 +68,7 @@ def with_codes(job: Job, codes: Codes) -> Job:
     return replace(
         job,
         plan=replace(job.plan, recipe=recipe),
-        description=replace(job.description, recipe=recipe.document()),
+        description=replace(job.description, recipe=recipe),
         calibration=replace(job.calibration, codes=codes),
     )
 
@@ -166,9 +166,9 @@ def test_the_codes_of_the_walk_are_written_and_compared(
         assert record.checked is not None
         assert parse(ShardRecord, encode(record).decode(), where="record") == record
         for projection in record.projections:
-            found, sampled = projection.metrics, record.checked.decoded[projection.module]["sampled_blocks"]
+            found, sampled = projection.metrics, record.checked.decoded[projection.module].sampled_blocks
             assert found is not None
-            assert found["weighted_error"] > 0
+            assert (found.weighted_error or 0) > 0
             assert (sampled == 0) == (projection.module in codes.found)
     assert {p.module for record in records for p in record.projections} > codes.found.keys()
 

@@ -74,4 +74,4 @@ def test_one_place_makes_tasks() -> None:
     places = [
         path.name for path in package.rglob("*.py") for line in path.read_text().splitlines() if "ShardTask(" in line
     ]
-    assert places == ["run.py"]
+    assert places == ["shard.py"]
