@@ -73,8 +73,8 @@ CPU: Final = "cpu"
 class NativeQuantizer:
     """A rule on one device ("cpu", "cuda:0"); holds no state, so threads may share it.
 
-    On a CUDA device, INT4 weights with importance or channel exponents are converted there, but not by `max`. All other
-    weights are converted on the CPU, which measures them on the way.
+    On a CUDA device, INT4 weights are converted there, but not by `max` if their columns have exponents. All other
+    weights are converted on the CPU.
     """
 
     rule: Rule
@@ -110,12 +110,13 @@ class NativeQuantizer:
     ) -> cpu.Converted:
         if not has_kernel(self.rule):
             return cpu.Converted(quantize_by_definition(self.rule, source, global_scale, importance))
-        if self.device != CPU and RULES[self.rule].has_power_of_two_scale and isinstance(source, Int4Weight):
-            has_factors = importance is not None or source.channel_exponents is not None
-            if has_factors:
-                from k2convert.quantize.kernels import cuda
+        if self.device != CPU and isinstance(source, Int4Weight):
+            from k2convert.quantize.kernels import cuda
 
-                return cuda.convert(source, global_scale=global_scale, importance=importance, device=self.device)
+            if self.rule in cuda.RULES_WITH_KERNEL:
+                return cuda.convert(
+                    source, rule=self.rule, global_scale=global_scale, importance=importance, device=self.device
+                )
         return cpu.convert(source, rule=self.rule, global_scale=global_scale, importance=importance)
 
 

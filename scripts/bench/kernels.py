@@ -109,7 +109,7 @@ def column_figures(weights: list[Int4Weight]) -> Figures:
 
 
 def cuda_figures(weights: list[Int4Weight]) -> Figures:
-    """Time weights with factors, a copy in device memory, and ModelOpt's sweep over all E4M3 scales."""
+    """Time both rules with their counts, a copy in device memory, and ModelOpt's sweep over all E4M3 scales."""
     from modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep import nvfp4_fp8_scale_sweep
 
     from k2convert.quantize.kernels import cuda
@@ -120,15 +120,28 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
     target = torch.empty_like(blank)
     bandwidth = 2 * blank.numel() / synchronized(lambda: target.copy_(blank))
     figures: Figures = {"copy": {"bytes_per_second": bandwidth, "of_copy_bandwidth": 1.0}}
-    quantizer = create_quantizer("native", rule="imatrix", device="cuda")
-    scales = [quantizer.global_scale(quantizer.measure(w, name="w"), is_int4=True) for w in weights]
-    jobs = list(zip(on_device, scales, strict=True))
+    jobs: list[tuple[cuda.DeviceInt4, float]] = []
+    for rule in ("max", "mse"):
+        quantizer = create_quantizer("native", rule=rule, device="cuda")
+        scales = [quantizer.global_scale(quantizer.measure(w, name="w"), is_int4=True) for w in weights]
+        jobs = list(zip(on_device, scales, strict=True))
+        seconds = synchronized(lambda r=rule, j=jobs: [cuda.convert_on_device(w, rule=r, global_scale=g) for w, g in j])
+        figures[rule] = {"weights_per_second": NUM_WEIGHTS / seconds}
+        figures[rule]["of_copy_bandwidth"] = NUM_WEIGHTS * BYTES_PER_WEIGHT / seconds / bandwidth
+        energy = error = 0.0
+        for weight, (_, scale) in zip(weights, jobs, strict=True):
+            magnitude = quantizer.measure(weight, name="w")
+            _, metrics = quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
+            energy, error = energy + metrics.energy, error + metrics.squared_error
+        figures[rule]["relative_mse"] = error / energy
     rng = np.random.default_rng(0)
     importance = block_importance((rng.standard_normal(COLUMNS) ** 4).astype(np.float32))
     exponents = np.where(rng.random(COLUMNS) < 0.7, 0, rng.integers(-2, 3, COLUMNS)).astype(np.int8)
     for label, own in (("imatrix", None), ("weighted and scaled", exponents)):
         columns = cuda.describe_columns(own, importance, columns=COLUMNS, device="cuda")
-        seconds = synchronized(lambda c=columns, j=jobs: [cuda.convert_on_device(w, c, global_scale=g) for w, g in j])
+        seconds = synchronized(
+            lambda c=columns, j=jobs: [cuda.convert_columns_on_device(w, c, global_scale=g) for w, g in j]
+        )
         figures[label] = {"weights_per_second": NUM_WEIGHTS / seconds}
         figures[label]["of_copy_bandwidth"] = NUM_WEIGHTS * BYTES_PER_WEIGHT / seconds / bandwidth
     dense = [bf16_tensor(dequantize_int4(weight).bits).to(device) for weight in weights]

@@ -34,16 +34,29 @@ def assert_same_on_device(
     weight: Int4Weight, rule: Rule, global_scale: float, importance: np.ndarray | None = None
 ) -> None:
     expected = cpu.convert(weight, rule=rule, global_scale=global_scale, importance=importance)
-    found = cuda.convert(weight, global_scale=global_scale, importance=importance, device="cuda")
+    found = cuda.convert(weight, rule=rule, global_scale=global_scale, importance=importance, device="cuda")
     assert np.array_equal(found.weight.block_scales, expected.weight.block_scales)
     assert np.array_equal(found.weight.packed, expected.weight.packed)
     assert found.outside_normal == expected.outside_normal
 
 
+@pytest.mark.parametrize("rule", sorted(cuda.RULES_WITH_KERNEL))
+@pytest.mark.parametrize("maker", MAKERS)
+def test_kernels_equal_the_cpu(maker: str, rule: Rule) -> None:
+    weight = MAKERS[maker]()
+    assert_same_on_device(weight, rule, scale_of(weight, rule))
+
+
 @pytest.mark.parametrize("exponent", [-126, -40, -9, -3, 0, 60, 127])
-def test_the_kernel_equals_the_cpu_for_any_power_of_two(exponent: int) -> None:
+def test_mse_equals_the_cpu_for_any_power_of_two(exponent: int) -> None:
     for maker in ("trained-minus-eight", "wide-spread", "few-magnitudes"):
-        assert_same_on_device(MAKERS[maker](), "imatrix", 2.0**exponent, np.ones(256, dtype=np.uint8))
+        assert_same_on_device(MAKERS[maker](), "mse", 2.0**exponent)
+
+
+@pytest.mark.parametrize("global_scale", [2.0**-149, 1e-40, 3e-9, 1.1e-5, 0.75, 3.3e38])
+def test_max_equals_the_cpu_for_any_global_scale(global_scale: float) -> None:
+    for maker in ("trained-minus-eight", "wide-spread", "zeros"):
+        assert_same_on_device(MAKERS[maker](), "max", float(np.float32(global_scale)))
 
 
 @pytest.mark.parametrize("reach", [0, 1, 4])
@@ -85,3 +98,24 @@ def test_quantizers_agree_on_columns_to_the_last_figure(rule: Rule) -> None:
         assert np.array_equal(here.packed, there.packed)
         assert np.array_equal(here.block_scales, there.block_scales)
         assert_same_figures(metrics, same_metrics)
+
+
+@pytest.mark.parametrize("rule", sorted(cuda.RULES_WITH_KERNEL))
+def test_large_tensor_equals_the_cpu(rule: Rule) -> None:
+    weight = trained_like(16384, seed=11)
+    assert_same_on_device(weight, rule, scale_of(weight, rule))
+
+
+@pytest.mark.parametrize("rule", sorted(cuda.RULES_WITH_KERNEL))
+def test_quantizers_agree_to_the_last_figure(rule: Rule) -> None:
+    weight = trained_like(512, seed=12, lowest=-8)
+    converted = []
+    for device in ("cpu", "cuda"):
+        quantizer = create_quantizer("native", rule=rule, device=device)
+        magnitude = quantizer.measure(weight, name="w")
+        scale = quantizer.global_scale(magnitude, is_int4=True)
+        converted.append(quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale))
+    (here, metrics), (there, same_metrics) = converted
+    assert np.array_equal(here.packed, there.packed)
+    assert np.array_equal(here.block_scales, there.block_scales)
+    assert_same_figures(metrics, same_metrics)

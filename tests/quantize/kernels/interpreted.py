@@ -1,4 +1,4 @@
-"""Run by test_cuda_interpreted.py in a separate process: the triton kernel on the CPU, under triton's interpreter.
+"""Run by test_cuda_interpreted.py in a separate process: the triton kernels on the CPU, under triton's interpreter.
 
 The interpreter must be switched on before triton is imported for the first time, so no test process can do it.
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 from channel_makers import exponents_of, importance_of, some_rows
-from int4_makers import int4_weight, trained_like
+from int4_makers import MAKERS, int4_weight, trained_like
 from numpy.typing import NDArray
 
 from k2convert.checkpoint.index import open_checkpoint
@@ -29,17 +29,30 @@ from k2convert.quantize.rules.imatrix import block_importance
 from k2convert.quantize.rules.max import measure
 from scripts.fixture_maker import TINY
 
+KERNEL_RULES: tuple[Rule, ...] = ("mse", "max")
+"""`imatrix` is `mse` here, by the same kernel."""
+
 
 def compare(weight: Int4Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None = None) -> None:
     expected = quantize_by_definition(rule, weight, global_scale, importance)
     counted = cpu.convert(weight, rule=rule, global_scale=global_scale, importance=importance).outside_normal
-    found = cuda.convert(weight, global_scale=global_scale, importance=importance, device="cpu")
+    found = cuda.convert(weight, rule=rule, global_scale=global_scale, importance=importance, device="cpu")
     assert np.array_equal(found.weight.block_scales, expected.block_scales)
     assert np.array_equal(found.weight.packed, expected.packed)
     assert found.outside_normal == counted
 
 
 def compare_maker(maker: str) -> None:
+    weight = MAKERS[maker]()
+    # The interpreter takes a second for some hundred blocks: a few rows from the start, the middle and the end.
+    middle = weight.shape[0] // 2
+    for rows in ((0, 3), (middle, middle + 3), (weight.shape[0] - 3, weight.shape[0])):
+        part = weight.rows(*rows)
+        for rule in KERNEL_RULES:
+            compare(part, rule, RULES[rule].global_scale(measure(part), is_int4=True))
+
+
+def compare_columns_of_maker(maker: str) -> None:
     """Importance and exponents, together and alone, under a scale that fits and one that does not."""
     rng = np.random.default_rng(zlib.crc32(maker.encode()))
     for reach, step in ((0, -7), (4, 0)):
@@ -55,9 +68,9 @@ def compare_ends() -> None:
     """No rows, and equal importance."""
     weight, importance = trained_like(5, seed=3), np.full(256, 9, dtype=np.uint8)
     scale = RULES["imatrix"].global_scale(measure(weight), is_int4=True)
-    found = cuda.convert(weight.rows(0, 0), global_scale=scale, importance=importance, device="cpu")
+    found = cuda.convert(weight.rows(0, 0), rule="imatrix", global_scale=scale, importance=importance, device="cpu")
     assert found.weight.shape == (0, 256)
-    equal = cuda.convert(weight, global_scale=scale, importance=importance, device="cpu").weight
+    equal = cuda.convert(weight, rule="imatrix", global_scale=scale, importance=importance, device="cpu").weight
     mse = RULES["mse"].quantize_int4(weight, scale)
     assert np.array_equal(equal.packed, mse.packed)
     assert np.array_equal(equal.block_scales, mse.block_scales)
@@ -78,11 +91,13 @@ def compare_tiny() -> None:
 
 
 def compare_scales() -> None:
-    """Any power of two, and a number of blocks that does not fill a tile."""
+    """Any power of two, plain scales that make steps underflow, and a number of blocks that does not fill a tile."""
     rng = np.random.default_rng(0)
     weight = int4_weight(rng.integers(-8, 8, 3 * 256), rng.choice([1, 0x60, 0x0101, 0x3C3C, 0x7A00, 0, 0x8000], 24))
     for exponent in (-126, -9, 0, 127):
-        compare(weight, "imatrix", 2.0**exponent, np.ones(256, dtype=np.uint8))
+        compare(weight, "mse", 2.0**exponent)
+    for scale in (2.0**-149, 3e-9, 0.75, 3.3e38):
+        compare(weight, "max", float(np.float32(scale)))
 
 
 if __name__ == "__main__":
@@ -91,8 +106,10 @@ if __name__ == "__main__":
             compare_scales()
         elif task == "columns":
             compare_tiny()
-            compare_maker("wide-spread")
+            compare_columns_of_maker("wide-spread")
             compare_ends()
+        elif task.startswith("columns-"):
+            compare_columns_of_maker(task.removeprefix("columns-"))
         else:
             compare_maker(task)
         sys.stdout.write("equal\n")

@@ -1,4 +1,4 @@
-"""The CUDA kernel without a device: equal to `formats` under triton's interpreter, and accepted by the compiler."""
+"""The CUDA kernels without a device: equal to `formats` under triton's interpreter, and accepted by the compiler."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ def run(script: str, *arguments: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("tasks", TASKS, ids="-".join)
-def test_the_interpreted_kernel_equals_formats(tasks: tuple[str, ...]) -> None:
+def test_interpreted_kernels_equal_formats(tasks: tuple[str, ...]) -> None:
     assert run("interpreted.py", *tasks) == "equal\n" * len(tasks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", sorted(set(MAKERS) - set(TASKS[0])))
-def test_the_interpreted_kernel_equals_formats_on_every_corner(task: str) -> None:
+@pytest.mark.parametrize("task", sorted({*MAKERS, *(f"columns-{maker}" for maker in MAKERS)} - set(TASKS[0])))
+def test_interpreted_kernels_equal_formats_on_every_corner(task: str) -> None:
     assert run("interpreted.py", task) == "equal\n"
 
 
-def test_the_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     printed = run("compiled_for_hopper.py", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").split()
-    assert printed[0] == "channels_kernel"
-    assert int(printed[1]) > 0
+    assert printed[0::3] == ["max_kernel", "mse_kernel", "channels_kernel"]
+    # 16 weights in some 300 instructions: what keeps `max` within reach of the memory's speed.
+    assert int(printed[1]) < 400
