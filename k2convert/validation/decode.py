@@ -12,7 +12,7 @@ from a rounded divisor, only figures of the source remain.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from threading import Lock
 from typing import Any, Final, cast
@@ -160,27 +160,20 @@ def total_errors(errors: Mapping[str, DecodedError], roles: Mapping[str, str]) -
     by_role: dict[str, list[DecodedError]] = defaultdict(list)
     for module, error in errors.items():
         by_role[roles[module]].append(error)
-    result = {role: _add(found) for role, found in sorted(by_role.items())}
-    return result | {TOTAL: _add(list(errors.values()))} if result else result
+    listed = [*sorted(by_role.items()), (TOTAL, list(errors.values()))]
+    return {role: _add(found) for role, found in listed if found}
 
 
 def _add(errors: list[DecodedError]) -> DecodedError:
-    steps = [e.max_error_steps for e in errors if e.max_error_steps is not None]
+    def add(key: str, total: Callable[[list[Any]], Any]) -> Any:
+        known = [value for value in (getattr(error, key) for error in errors) if value is not None]
+        return total(known) if known else None
+
+    counts = {key: add(key, sum) for key in ("num_weights", "num_nonzero", "equal_nonzero")}
+    sums = ("energy", "squared_error", "weighted_energy", "weighted_error")
     return DecodedError(
-        num_weights=sum(e.num_weights for e in errors),
-        num_nonzero=sum(e.num_nonzero for e in errors),
-        equal_nonzero=sum(e.equal_nonzero for e in errors),
-        energy=math.fsum(e.energy for e in errors),
-        squared_error=math.fsum(e.squared_error for e in errors),
-        max_error_steps=max(steps) if steps else None,
-        weighted_energy=_sum_of_known(e.weighted_energy for e in errors),
-        weighted_error=_sum_of_known(e.weighted_error for e in errors),
+        **counts, **{key: add(key, math.fsum) for key in sums}, max_error_steps=add("max_error_steps", max)
     )
-
-
-def _sum_of_known(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) if known else None
 
 
 def differing_totals(stated: Mapping[str, WeightMetrics], measured: Mapping[str, Figures]) -> Iterator[tuple[str, str]]:
@@ -207,9 +200,8 @@ def _differences(place: str, stated: Any, measured: Any) -> Iterator[tuple[str, 
 
 def is_same_error(measured: DecodedError, recorded: WeightMetrics) -> bool:
     """Return whether the figures that a conversion recorded are those of the written bytes."""
-    keys = ["squared_error", "energy", "equal_nonzero", "num_nonzero"]
-    if measured.weighted_error is not None:
-        keys += ["weighted_energy", "weighted_error"]
+    weighted = () if measured.weighted_error is None else ("weighted_energy", "weighted_error")
+    keys = ("squared_error", "energy", "equal_nonzero", "num_nonzero", *weighted)
     return all(is_same_figure(getattr(recorded, key), getattr(measured, key)) for key in keys)
 
 
@@ -217,16 +209,8 @@ def compare_journal(
     recorded: Mapping[str, ProjectionRecord], errors: Mapping[str, DecodedError]
 ) -> tuple[list[str], int]:
     """Compare recorded with measured figures; return the modules that differ, and how many were compared."""
-    mismatches: list[str] = []
-    compared = 0
-    for module, projection in recorded.items():
-        measured, stated = errors.get(module), projection.metrics
-        if measured is None or stated is None:
-            continue
-        compared += 1
-        if not is_same_error(measured, stated):
-            mismatches.append(module)
-    return mismatches, compared
+    stated = {m: found.metrics for m, found in recorded.items() if m in errors and found.metrics is not None}
+    return [m for m, metrics in stated.items() if not is_same_error(errors[m], metrics)], len(stated)
 
 
 def is_same_figure(stated: float | None, measured: float | None) -> bool:

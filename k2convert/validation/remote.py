@@ -27,10 +27,6 @@ ALL: Final = (0, 1 << 62)
 """A shard whose size is not known."""
 
 
-def _nothing() -> None:
-    """Do nothing: there are no readers to close."""
-
-
 @dataclass(frozen=True, slots=True)
 class Shards:
     """Where the shards of a result and of its source come from: the Hub, or, if None, folders that have them."""
@@ -54,7 +50,7 @@ class Shards:
             return 0
         return sum(h.file_bytes - h.data_begin for h in self.result.headers.values() if isinstance(h, ShardHeader))
 
-    def plan(self, result: Result, *, settle: Callable[[], None] = _nothing) -> "Around":
+    def plan(self, result: Result, *, settle: Callable[[], object] = int) -> "Around":
         """Return what makes the context in which one result shard is read; raises DiskFullError without room.
 
         The context brings what the pass over the shard reads, and drops it after calling `settle`.
@@ -81,7 +77,7 @@ class Shards:
                 )
 
     @contextmanager
-    def _around(self, needs: Mapping[str, "Needs"], settle: Callable[[], None], shard: str) -> Generator[None]:
+    def _around(self, needs: Mapping[str, "Needs"], settle: Callable[[], object], shard: str) -> Generator[None]:
         with _on_disk(needs.get(shard, [])):
             yield
             settle()

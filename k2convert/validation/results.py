@@ -15,13 +15,6 @@ MAX_OFFENDERS = 8
 NO_SOURCE = "needs --source"
 
 
-class Severity(StrEnum):
-    """What a broken rule means: a checkpoint with an error must not be published, a warning is counted."""
-
-    ERROR = "error"
-    WARNING = "warning"
-
-
 class Verdict(StrEnum):
     """The outcome of a rule. `skipped` always has a reason."""
 
@@ -31,26 +24,26 @@ class Verdict(StrEnum):
     SKIPPED = "skipped"
 
 
-CONTRACT: dict[int, tuple[Severity, str]] = {
-    1: (Severity.ERROR, "every converted projection has exactly its tensors, and there are no other new names"),
-    2: (Severity.ERROR, "tensor names keep the source's prefix"),
-    3: (Severity.ERROR, "converted tensors have the right dtypes and shapes"),
-    4: (Severity.ERROR, "block scales are non-negative numbers, and blocks of scale zero have zero codes"),
-    5: (Severity.WARNING, "no block scale is below 2^-6 (Marlin kernels on Hopper flush such scales to zero)"),
-    6: (Severity.ERROR, "global and input scales are finite, positive, shared by gate and up, and the recipe's"),
-    7: (Severity.ERROR, "every other tensor is byte-identical to the source"),
-    8: (Severity.ERROR, "tensor count and tensor bytes match the source and the layout"),
-    9: (Severity.ERROR, "experts, router and config.json agree on the number of experts"),
-    10: (Severity.ERROR, "hidden and expert sizes fit the kernels' alignment"),
-    11: (Severity.ERROR, "config.json has one quantization config, at the top level, and it describes the tensors"),
-    12: (Severity.ERROR, "the rest of config.json equals the source's"),
-    13: (Severity.ERROR, "hf_quant_config.json agrees with config.json"),
-    14: (Severity.ERROR, "every engine's matcher excludes the BF16 layers and no converted layer"),
-    15: (Severity.ERROR, "a KV cache scheme is declared only if the recipe asks for it"),
-    16: (Severity.ERROR, "index, headers and shards are complete and consistent, without leftover files"),
-    17: (Severity.ERROR, "tokenizer, template, processor and code files are byte-identical copies"),
-    18: (Severity.ERROR, "the weight error of every converted tensor is within the budget"),
-    19: (Severity.ERROR, "the ledger is present, and shards and measured weights have the hashes and totals it states"),
+CONTRACT: dict[int, str] = {
+    1: "every converted projection has exactly its tensors, and there are no other new names",
+    2: "tensor names keep the source's prefix",
+    3: "converted tensors have the right dtypes and shapes",
+    4: "block scales are non-negative numbers, and blocks of scale zero have zero codes",
+    5: "no block scale is below 2^-6 (Marlin kernels on Hopper flush such scales to zero)",
+    6: "global and input scales are finite, positive, shared by gate and up, and the recipe's",
+    7: "every other tensor is byte-identical to the source",
+    8: "tensor count and tensor bytes match the source and the layout",
+    9: "experts, router and config.json agree on the number of experts",
+    10: "hidden and expert sizes fit the kernels' alignment",
+    11: "config.json has one quantization config, at the top level, and it describes the tensors",
+    12: "the rest of config.json equals the source's",
+    13: "hf_quant_config.json agrees with config.json",
+    14: "every engine's matcher excludes the BF16 layers and no converted layer",
+    15: "a KV cache scheme is declared only if the recipe asks for it",
+    16: "index, headers and shards are complete and consistent, without leftover files",
+    17: "tokenizer, template, processor and code files are byte-identical copies",
+    18: "the weight error of every converted tensor is within the budget",
+    19: "the ledger is present, and shards and measured weights have the hashes and totals it states",
 }
 
 
@@ -68,7 +61,6 @@ class RuleResult:
 
     number: int
     title: str
-    severity: Severity
     verdict: Verdict
     count: int
     offenders: tuple[Offender, ...]
@@ -111,8 +103,7 @@ class Findings:
 
     def result(self) -> RuleResult:
         """Return the outcome: fail, else warn, else skipped, else pass."""
-        severity, usual = CONTRACT[self.number]
-        title = self.title or usual
+        title = self.title or CONTRACT[self.number]
         if self.errors:
             verdict, count, offenders = Verdict.FAIL, self.errors, self._first_errors
         elif self.warnings:
@@ -120,7 +111,7 @@ class Findings:
         else:
             verdict, count, offenders = (Verdict.SKIPPED if self.skip_reason else Verdict.PASS), 0, []
         note = "; ".join(text for text in (self.note, self.skip_reason) if text)
-        return RuleResult(self.number, title, severity, verdict, count, tuple(offenders), note)
+        return RuleResult(self.number, title, verdict, count, tuple(offenders), note)
 
 
 @dataclass(frozen=True, slots=True)

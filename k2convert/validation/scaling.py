@@ -84,24 +84,14 @@ def derive_exponents(before: Bytes, after: Bytes, *, dtype: str) -> tuple[Expone
     is_power = fractions == 0.5
     exponents = np.where(same | ~is_power, 1, powers) - 1
     fits = same | (is_power & (np.abs(exponents) <= MAX_COLUMN_EXPONENT))
-    problem = "" if fits.all() else _describe(int(np.argmin(fits)), fits, old, new, exponents, is_power)
+    problem, channel = "", int(np.argmin(fits))
+    if not fits.all():
+        problem = f"{np.count_nonzero(~fits):,} of {fits.size:,} channels cannot be smoothing: channel {channel} is "
+        problem += f"{new[channel]:g}, the source's is {old[channel]:g}: "
+        largest, power = MAX_COLUMN_EXPONENT, f"2^{exponents[channel]}"
+        is_too_large = f"{power}, but smoothing uses 2^-{largest} to 2^{largest}"
+        problem += is_too_large if is_power[channel] else "not a power of two times it"
     return np.where(fits, exponents, 0).astype(np.int8), problem
-
-
-def _describe(
-    channel: int,
-    fits: NDArray[np.bool_],
-    old: NDArray[np.float64],
-    new: NDArray[np.float64],
-    exponents: NDArray[np.intp],
-    is_power: NDArray[np.bool_],
-) -> str:
-    which = f"channel {channel} is {new[channel]:g}, the source's is {old[channel]:g}"
-    if is_power[channel]:
-        which += f": 2^{exponents[channel]}, but smoothing uses 2^-{MAX_COLUMN_EXPONENT} to 2^{MAX_COLUMN_EXPONENT}"
-    else:
-        which += ": not a power of two times it"
-    return f"{np.count_nonzero(~fits):,} of {fits.size:,} channels cannot be smoothing: {which}"
 
 
 def scaled_bytes(data: Bytes, *, dtype: str, begin: int, exponents: Exponents) -> Bytes:

@@ -50,7 +50,7 @@ def read_scaling(result: Result, *, shards: Shards) -> Scaling:
     record = None if result.ledger is None else result.ledger.calibration
     if result.source is None or record is None or record.exponents_digest is None:
         return NO_SCALING
-    derived, problems = _derive(result, _norms(result), shards)
+    derived, problems = _derive(result, shards)
     if calibration is not None:
         stated = {layer: calibration.exponents(layer) for layer in derived}
         expected = {n: derived[n] * 0 if found is None else found for n, found in stated.items()}
@@ -64,26 +64,18 @@ def _norm(result: Result, layer: int) -> str:
     return f"{result.family.mlp_norm.format(layer=layer)}.{WEIGHT}"
 
 
-def _norms(result: Result) -> dict[int, tuple[TensorInfo, TensorInfo]]:
-    """Return the norm of every MoE layer, in the source and in the result. Rules 7 and 8 report missing ones."""
-    assert result.source is not None
+def _derive(result: Result, shards: Shards) -> tuple[dict[int, Exponents], list[ScalingProblem]]:
+    derived, problems, source = dict[int, Exponents](), list[ScalingProblem](), result.source
+    assert source is not None
+    norms: dict[int, tuple[TensorInfo, TensorInfo]] = {}  # in source and result; rules 7 and 8 report missing ones
     layers = {parts.layer for parts in result.source_names.values() if parts.role is Role.EXPERTS}
-    found: dict[int, tuple[TensorInfo, TensorInfo]] = {}
     for layer in sorted(layer for layer in layers if layer is not None):
         name = _norm(result, layer)
-        before, after = result.source.tensors.get(name), result.tensors.get(name)
+        before, after = source.tensors.get(name), result.tensors.get(name)
         if before is None or after is None or before.dtype not in SCALED_DTYPES:
             continue
         if (before.dtype, before.shape) == (after.dtype, after.shape):
-            found[layer] = before, after
-    return found
-
-
-def _derive(
-    result: Result, norms: Mapping[int, tuple[TensorInfo, TensorInfo]], shards: Shards
-) -> tuple[dict[int, Exponents], list[ScalingProblem]]:
-    derived, problems, source = dict[int, Exponents](), list[ScalingProblem](), result.source
-    assert source is not None
+            norms[layer] = before, after
     of_source, of_result = ([pair[side] for pair in norms.values()] for side in (0, 1))
     with (
         shards.around_tensors(of_result, of_source),

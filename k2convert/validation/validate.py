@@ -127,7 +127,8 @@ def _with_smoothing(result: Result, shards: Shards, statistics: "Statistics | No
 def _check_operands(result: Result) -> None:
     """Refuse an INT4 source as the result, and an NVFP4 checkpoint as the source (CheckpointError)."""
     folder, source = result.folder, result.source
-    is_source = _is_int4(result.tensors) and not _is_nvfp4(result.tensors) and not result.is_int4
+    has_int4 = any(name.endswith(f".{WEIGHT_PACKED}") and t.dtype == "I32" for name, t in result.tensors.items())
+    is_source = has_int4 and not _is_nvfp4(result.tensors) and not result.is_int4
     is_result = source is not None and _is_nvfp4(source.tensors)
     if is_source and source is not None and is_result:
         raise CheckpointError(
@@ -144,10 +145,6 @@ def _check_operands(result: Result) -> None:
             f"{source.folder}: its weights are NVFP4, so it is not the source. Pass the INT4 checkpoint that the "
             "result was converted from with --source."
         )
-
-
-def _is_int4(tensors: Mapping[str, TensorInfo]) -> bool:
-    return any(name.endswith(f".{WEIGHT_PACKED}") and tensor.dtype == "I32" for name, tensor in tensors.items())
 
 
 def _is_nvfp4(tensors: Mapping[str, TensorInfo]) -> bool:

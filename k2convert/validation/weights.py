@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Final
 
 import numpy as np
@@ -93,19 +94,11 @@ def check_weights(
     if rule is None:
         return [_decode(weight, names) for weight in weights]
     quantizer = create_native_quantizer(rule, CPU)
-    shared = _merge(
-        [quantizer.measure(weight.source, name=weight.module) for weight in weights]
-        + [quantizer.measure(partner, name=f"partner of {weights[0].module}") for partner in partners]
-    )
-    reference = _merge([_measure_by_definition(source) for source in (*(w.source for w in weights), *partners)])
+    named = [(weight.module, weight.source) for weight in weights]
+    named += [(f"partner of {weights[0].module}", partner) for partner in partners]
+    shared = reduce(Magnitude.merge, (quantizer.measure(source, name=name) for name, source in named))
+    reference = reduce(Magnitude.merge, (_measure_by_definition(source) for _, source in named))
     return [_check(weight, shared, reference, names, rule) for weight in weights]
-
-
-def _merge(magnitudes: Sequence[Magnitude]) -> Magnitude:
-    shared = magnitudes[0]
-    for magnitude in magnitudes[1:]:
-        shared = shared.merge(magnitude)
-    return shared
 
 
 def _decode(weight: WrittenWeight, names: LayoutNames) -> CheckedWeight:
@@ -135,7 +128,7 @@ def _check(
     error = _measure(weight, expected if has_scale else names.decode_scalar(weight.global_scale))
     problems: list[str] = []
     if not has_scale:
-        found, wanted = (_fp32(raw) for raw in (weight.global_scale, names.encode_scalar(expected)))
+        (found,), (wanted,) = (struct.unpack("<f", raw) for raw in (weight.global_scale, names.encode_scalar(expected)))
         problems.append(f"{names.global_scale} is {found!r}, the rule gives {wanted!r}")
     scale = RULES[rule].global_scale(reference, is_int4=is_int4)
     if scale != expected:
@@ -185,26 +178,16 @@ def _check_measured(
 
 def _difference(weight: WrittenWeight, expected: Nvfp4Weight) -> list[str]:
     """Return how the written bytes differ from the expected ones; empty if they do not."""
-    scales, codes = _count_differences(weight, expected)
-    num_blocks, num_weights = expected.block_scales.size, 2 * expected.packed.size
-    if not scales and not codes:
-        return []
-    return [f"{scales:,} of {num_blocks:,} block scales and {codes:,} of {num_weights:,} codes differ"]
-
-
-def _fp32(raw: bytes) -> float:
-    return struct.unpack("<f", raw)[0]
-
-
-def _count_differences(weight: WrittenWeight, again: Nvfp4Weight) -> tuple[int, int]:
-    """Return how many block scales and how many codes differ."""
-    scales, packed = again.block_scales.reshape(-1), again.packed.reshape(-1)
+    scales, packed = expected.block_scales.reshape(-1), expected.packed.reshape(-1)
     written_scales, written = weight.block_scales.reshape(-1), weight.packed.reshape(-1)
-    changed = 0 if same_bytes(scales, written_scales) else int(np.count_nonzero(scales != written_scales))
-    if same_bytes(packed, written):
-        return changed, 0
+    if same_bytes(scales, written_scales) and same_bytes(packed, written):
+        return []
     bits = packed ^ written
-    return changed, int(np.count_nonzero(bits & 0xF)) + int(np.count_nonzero(bits >> 4))
+    wrong, codes = (
+        np.count_nonzero(scales != written_scales),
+        np.count_nonzero(bits & 0xF) + np.count_nonzero(bits >> 4),
+    )
+    return [f"{wrong:,} of {scales.size:,} block scales and {codes:,} of {2 * packed.size:,} codes differ"]
 
 
 def _check_sample(weight: WrittenWeight, rule: Rule, global_scale: float) -> tuple[int, int]:
@@ -217,10 +200,8 @@ def _check_sample(weight: WrittenWeight, rule: Rule, global_scale: float) -> tup
     stride = max(1, rows * columns // GROUP_SIZE // MIN_SAMPLED_GROUPS)
     stride = min(ROW_STRIDE_CHANNELS if is_slow else ROW_STRIDE, stride, rows)
     chosen = slice(zlib.crc32(weight.module.encode()) % stride, None, stride)
-    if isinstance(source, Int4Weight):
-        some: SourceWeight = _some_rows(source, chosen)
-    else:
-        some = Bf16Weight(source.bits[chosen])
+    is_int4 = isinstance(source, Int4Weight)
+    some: SourceWeight = _some_rows(source, chosen) if is_int4 else Bf16Weight(source.bits[chosen])
     if importance is not None and arithmetic.quantize_imatrix is not None:
         again = arithmetic.quantize_imatrix(some, global_scale, importance)
     elif isinstance(some, Int4Weight):
@@ -229,12 +210,8 @@ def _check_sample(weight: WrittenWeight, rule: Rule, global_scale: float) -> tup
         again = arithmetic.quantize_bf16(some, global_scale)
     written = weight.packed.reshape(rows, columns // 2)[chosen]
     scales = weight.block_scales.reshape(rows, columns // BLOCK_SIZE)[chosen]
-    return scales.size, _wrong_blocks(again, written, scales)
-
-
-def _wrong_blocks(again: Nvfp4Weight, written: Bytes, scales: Bytes) -> int:
     in_codes = (again.packed != written).reshape(-1, BLOCK_SIZE // 2).any(axis=1)
-    return int(np.count_nonzero(in_codes | (again.block_scales != scales).reshape(-1)))
+    return scales.size, int(np.count_nonzero(in_codes | (again.block_scales != scales).reshape(-1)))
 
 
 def _measure_by_definition(source: SourceWeight) -> Magnitude:

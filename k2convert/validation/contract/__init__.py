@@ -83,12 +83,7 @@ def check_result(
     found += [check(whole) for check in _FROM_CONFIGS]
     list_is_good = not any(f.number == 14 and (f.errors or f.skip_reason) for f in found)
     found.append(check_hf_quant_config(whole, compare_lists=list_is_good))
-    on_data = [
-        check_block_scales(scan),
-        check_subnormal_scales(scan),
-        check_scalars(result, scan),
-        check_copies(result, scan),
-    ]
+    on_data = [*check_block_scales(scan), check_scalars(result, scan), check_copies(result, scan)]
     if result.incomplete:
         for findings in on_data:
             findings.skip(result.incomplete)
@@ -108,22 +103,16 @@ def check_result(
     )
 
 
-def check_block_scales(scan: ScanResult) -> Findings:
-    """Rule 4: 0x7F and 0xFF are NaN, engines do not read the sign, and blocks of scale zero hold only zero codes."""
-    found = Findings(4)
+def check_block_scales(scan: ScanResult) -> list[Findings]:
+    """Rules 4 and 5. 0x7F and 0xFF are NaN, engines do not read the sign, and Marlin flushes 0x01 to 0x07 to zero."""
+    wrong, subnormal = Findings(4), Findings(5)
     for name, count in scan.invalid_scales.items():
-        found.error(name, f"{count:,} block scales are NaN or negative", count=count)
+        wrong.error(name, f"{count:,} block scales are NaN or negative", count=count)
     for name, count in scan.zero_blocks_with_codes.items():
-        found.error(name, f"{count:,} blocks have scale zero but non-zero codes", count=count)
-    return found
-
-
-def check_subnormal_scales(scan: ScanResult) -> Findings:
-    """Rule 5, a warning: the Marlin kernels on Hopper flush these block scales (bytes 0x01-0x07) to zero."""
-    found = Findings(5)
+        wrong.error(name, f"{count:,} blocks have scale zero but non-zero codes", count=count)
     for name, count in scan.subnormal_scales.items():
-        found.warn(name, f"{count:,} block scales below 2^-6", count=count)
-    return found
+        subnormal.warn(name, f"{count:,} block scales below 2^-6", count=count)
+    return [wrong, subnormal]
 
 
 def check_scalars(result: Result, scan: ScanResult) -> Findings:
@@ -235,9 +224,6 @@ def check_errors(result: Result, errors: Mapping[str, DecodedError] | None) -> F
     return found
 
 
-__all__ = ["check_result"]
-
-
 def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures] | None) -> Findings:
     """Rule 19: the ledger states source and recipe, the size and hash of every shard, and what was measured.
 
@@ -262,7 +248,8 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
     if not result.list_problem and (problem := _list_problem(ledger)):
         found.error(PRUNING_PLACE, problem)
     for shard, digest in digests.items():
-        stated, size = ledger.shards.get(shard), _file_bytes(result, scan, shard)
+        stated, header = ledger.shards.get(shard), result.headers.get(shard)
+        size = scan.unreadable_bytes[shard] if header is None else header.file_bytes
         if stated is None:
             found.error(shortened(shard), "not in the ledger")
         elif stated.num_bytes != size:
@@ -286,13 +273,7 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
 
 
 def _list_problem(ledger: Ledger) -> str:
-    """Return how the list of kept experts differs from what the conversion used; empty if it does not."""
     used, kept = ledger.fingerprint.get("kept_experts"), ledger.fingerprint.get("num_kept_experts")
     if ledger.pruning is None:
         return "" if used is None else f"missing, but {quoted(kept)} experts per layer were kept, by the fingerprint"
     return "" if ledger.pruning.digest == used else f"its digest is not the fingerprint's {quoted(used)}"
-
-
-def _file_bytes(result: Result, scan: ScanResult, shard: str) -> int:
-    header = result.headers.get(shard)
-    return scan.unreadable_bytes[shard] if header is None else header.file_bytes

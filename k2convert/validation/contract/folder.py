@@ -1,5 +1,6 @@
 """Rules 11 to 13 and 15 to 17: configs and other files, compared with the tensors and the source."""
 
+import filecmp
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -53,7 +54,9 @@ def check_quantization_config(result: Result) -> Findings:
     if QUANTIZATION_KEYS[0] not in places:
         return found.error(QUANTIZATION_KEYS[0], "missing at the top level")
     declared = _declared(result)
-    expected = _expected_modelopt(result) if result.layout == MODELOPT else _expected_compressed_tensors()
+    expected: dict[str, object] = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    if result.layout == MODELOPT:
+        expected = _expected_modelopt(result)
     for key, value in expected.items():
         if not is_same_json(declared.get(key), value):
             found.error(f"quantization_config.{key}", f"{quoted(declared.get(key))}, expected {value!r}")
@@ -75,10 +78,6 @@ def _find_keys(node: Any, path: str) -> Iterator[str]:
 def _expected_modelopt(result: Result) -> dict[str, object]:
     algo = quant_algo("w4a4" if result.has_input_scale else "w4a16")
     return {"quant_method": "modelopt", "quant_algo": algo, "group_size": BLOCK_SIZE}
-
-
-def _expected_compressed_tensors() -> dict[str, object]:
-    return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 
 
 def _check_groups(result: Result, declared: dict[str, object], found: Findings) -> None:
@@ -207,10 +206,6 @@ def check_kv_cache(result: Result) -> Findings:
     return found
 
 
-_TEMPORARY_SUFFIXES = (".tmp", ".part", ".incomplete")
-_COMPARE_BYTES = 1 << 20
-
-
 def check_package(result: Result) -> Findings:
     """Rule 16: index and shards agree and are complete, and there are no links, stray shards or temporary files."""
     found = Findings(16)
@@ -224,19 +219,18 @@ def check_package(result: Result) -> Findings:
                 found.error(name, "a link, not a file")
         elif path.suffix == SHARD_SUFFIX and name not in result.headers and name not in result.unreadable:
             found.error(name, "a shard that the index does not name")
-        elif path.suffix in _TEMPORARY_SUFFIXES:
+        elif path.suffix in (".tmp", ".part", ".incomplete"):
             found.error(name, "a temporary file")
     return found
 
 
 def _visible_files(folder: Path) -> list[Path]:
     """Return all files. Hidden folders (the journal, a download cache) are not part of the package."""
-    files: list[Path] = []
-    for path in walk_folder(folder):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts[:-1])
-        if not hidden and (path.is_symlink() or path.is_file()):
-            files.append(path)
-    return files
+
+    def is_hidden(path: Path) -> bool:
+        return any(part.startswith(".") for part in path.relative_to(folder).parts[:-1])
+
+    return [path for path in walk_folder(folder) if not is_hidden(path) and (path.is_symlink() or path.is_file())]
 
 
 def _check_index(result: Result, found: Findings) -> None:
@@ -282,7 +276,7 @@ def check_sidecars(result: Result) -> Findings:
             continue  # reported by rule 16
         if not path.is_file():
             found.error(str(relative), "missing")
-        elif not _same_bytes(path, result.source.folder / relative):
+        elif not filecmp.cmp(path, result.source.folder / relative, shallow=False):
             found.error(str(relative), "differs from the source's")
     for path in _visible_files(result.folder):
         relative = path.relative_to(result.folder)
@@ -290,13 +284,3 @@ def check_sidecars(result: Result) -> Findings:
             found.error(str(relative), "code that is not in the source")
     found.note = f"{len(expected)} files compared"
     return found
-
-
-def _same_bytes(left: Path, right: Path) -> bool:
-    if left.stat().st_size != right.stat().st_size:
-        return False
-    with left.open("rb") as one, right.open("rb") as other:
-        while block := one.read(_COMPARE_BYTES):
-            if block != other.read(_COMPARE_BYTES):
-                return False
-    return True

@@ -25,7 +25,6 @@ _LINEAR_ROLES = (
     Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION,
     Role.LM_HEAD, Role.VISION_TOWER, Role.MM_PROJECTOR,
 )  # fmt: skip
-_ROUTER_DTYPES = ("BF16", "F16", "F32")
 _FUSED_MLP = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
@@ -71,18 +70,12 @@ def check_exclude_list(result: Result) -> Findings:
         modules = engine_modules(linears, engine)
         names.append(f"{engine.name} {len(modules)}")
         _check_engine(engine, modules, found)
-    _check_routers(result, found)
+    for module in result.modules.values():
+        is_router, weight = module.parts.role is Role.ROUTER and not module.is_converted, module.parameters.get(WEIGHT)
+        if is_router and weight is not None and weight.dtype not in ("BF16", "F16", "F32"):
+            found.error(module.name, f"is {weight.dtype}, but no engine reads a quantized router")
     found.note = "modules: " + ", ".join(names)
     return found
-
-
-def _check_routers(result: Result, found: Findings) -> None:
-    for module in result.modules.values():
-        if module.parts.role is not Role.ROUTER or module.is_converted:
-            continue
-        weight = module.parameters.get(WEIGHT)
-        if weight is not None and weight.dtype not in _ROUTER_DTYPES:
-            found.error(module.name, f"is {weight.dtype}, but no engine reads a quantized router")
 
 
 def _check_engine(engine: Engine, modules: Sequence[EngineModule], found: Findings) -> None:
@@ -149,11 +142,13 @@ def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
             return matchers.sglang_excludes(module.name, entries, naming, is_moe=module.is_moe)
         return matchers.sglang_ignores(module.name, entries)
 
-    def tensorrt_llm(module: EngineModule, entries: Sequence[str]) -> bool:
-        return matchers.tensorrt_llm_excludes(module.name, entries)
-
     def tensorrt_llm_widest(module: EngineModule, entries: Sequence[str]) -> bool:
         return matchers.tensorrt_llm_excludes_subtree(module.name, entries)
+
+    def tensorrt_llm(module: EngineModule, entries: Sequence[str]) -> bool:
+        # Only versions that know `re:` load the compressed-tensors layout in NVFP4.
+        find = matchers.tensorrt_llm_excludes if is_modelopt else matchers.tensorrt_llm_excludes_subtree
+        return find(module.name, entries)
 
     vllm_map = matchers.map_vllm_excludes if is_modelopt else matchers.map_vllm_ignores
     sglang_map = matchers.map_sglang_excludes if is_modelopt else matchers.map_sglang_ignores
@@ -182,8 +177,7 @@ def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
             fused=fused_into("kv_a_proj_with_mqa"),
             fuses_experts=True,
             entries=matchers.map_tensorrt_llm_excludes(entries, naming),
-            # Only versions that know `re:` load the compressed-tensors layout in NVFP4.
-            excludes=tensorrt_llm if is_modelopt else tensorrt_llm_widest,
+            excludes=tensorrt_llm,
             may_exclude=tensorrt_llm_widest,
             cut_prefix=naming.wrapper,
         ),
