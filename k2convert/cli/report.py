@@ -20,7 +20,7 @@ from k2convert.records.journal import Journal
 from k2convert.records.ledger import find_ledger
 from k2convert.report import ReportFiles, write_report
 from k2convert.report.content import figures_document
-from k2convert.report.figures import can_be_validated, check_folder
+from k2convert.report.figures import can_be_validated, read_records
 from k2convert.validation.results import ValidationReport, validation_document
 from k2convert.validation.validate import validate_checkpoint
 
@@ -39,7 +39,7 @@ def report(options: ReportOptions) -> None:
     hub = Hub(notify=console.notifier(quiet=options.quiet))
     with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
         folder, is_remote = opened.folder, opened.shards.result is not None
-        check_folder(folder)
+        read_records(folder)  # raises if there is nothing to report on
         out = Path() if options.out is None and is_remote else options.out
         if options.validation is not None:
             with remedy(_VALIDATION_REMEDY):

@@ -12,6 +12,7 @@ from k2convert.hub.client import SCHEME, Hub
 from k2convert.hub.ranges import RemoteShards
 from k2convert.hub.source import read_headers
 from k2convert.job.locations import open_named_statistics, open_result, open_source
+from k2convert.models import detect_family
 from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.records.ledger import find_ledger
 from k2convert.validation.contract.result import view_source
@@ -49,7 +50,7 @@ class Opened:
         """The bytes of the result that a validation reads; of `layers`, about as many as the source's."""
         if not layers or self.source is None or not self.shards.is_remote:
             return self.num_bytes
-        return layer_bytes(self.source, layers)
+        return layer_bytes(self.source, layers, family=detect_family(self.source))
 
     def named(self, found: ValidationReport) -> ValidationReport:
         """Name what was validated as the user did, not by its temporary folder."""

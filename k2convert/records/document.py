@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 from blake3 import blake3
 from pydantic import BeforeValidator, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from k2convert.checkpoint.files import dump_json, parse_json_object, read_text_file
 from k2convert.errors import MalformedFileError, quoted, shortened
@@ -47,6 +48,11 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def plain(value: object) -> dict[str, Any]:
     """Return the plain data of a document, as its file has it."""
     return _adapter(type(value)).dump_python(value, mode="json", by_alias=True, exclude_defaults=True)
+
+
+def shown(value: object) -> Any:
+    """Return dataclasses, their fields and their elements as plain data for --json; infinite and NaN become None."""
+    return to_jsonable_python(value, inf_nan_mode="null")
 
 
 def encode(value: object) -> bytes:

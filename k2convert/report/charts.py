@@ -5,21 +5,21 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
 from k2convert.calibration.channels import MIN_TOKENS
+from k2convert.quantize.formats.nvfp4 import decode_e4m3
 from k2convert.records.calibration import GptqLayer, OutputErrors
 from k2convert.report.calibrated import shrinkages_by_layer
 from k2convert.report.drawing import FONT_SIZE, LEFT, Palette, Sheet
-from k2convert.report.figures import Report, TensorFigures, scale_value
+from k2convert.report.figures import Report, TensorFigures
 from k2convert.report.wording import power_of_two, short_count
 
 _SMALLEST_NORMAL_LOG2, _LARGEST_LOG2 = -6.0, float(np.log2(448))
@@ -52,10 +52,10 @@ def draw_distribution(report: Report, palette: Palette) -> Figure:
         counts = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0]
         axes.stairs(counts, edges, fill=True, color=color, alpha=0.3, linewidth=0)
         axes.stairs(counts, edges, color=color, linewidth=1.2)
-        sheet.text(LEFT, 0.16 + 0.22 * i, f"{label}: median {_median(values):.2f} dB", color=color, bold=True)
+        sheet.text(LEFT, 0.16 + 0.22 * i, f"{label}: median {np.median(values):.2f} dB", color=color, bold=True)
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
-    _mark_gaps(axes, [_median(values) for _, values, _ in series], palette)
+    _mark_gaps(axes, [float(np.median(values)) for _, values, _ in series], palette)
     _count_axis(axes, "tensors")
     beyond = sum(int((values < low).sum()) for _, values, _ in series)
     note = f"; {beyond:,} further left" if beyond else ": further right means less error"
@@ -75,10 +75,6 @@ def _series(tensors: Sequence[TensorFigures], rule: str, palette: Palette) -> li
     return [(label, values, color) for label, values, color in arrays if values.size]
 
 
-def _median(values: NDArray[np.float64]) -> float:
-    return statistics.median(values.tolist())
-
-
 def _mark_gaps(axes: Axes, medians: Sequence[float], palette: Palette) -> None:
     """Draw arrows between adjacent medians that are far enough apart for the text."""
     low, high = axes.get_xlim()
@@ -96,7 +92,7 @@ def draw_block_scales(counts: Mapping[int, int], palette: Palette) -> Figure:
     """Draw the number of blocks by E4M3 block scale, with the limits of what every engine reads."""
     sheet = Sheet(2.9, palette)
     axes = sheet.plot(0.34)
-    logs = np.log2([scale_value(byte) for byte in range(1, 0x80)])
+    logs = np.log2([*decode_e4m3(np.arange(1, 0x7F, dtype=np.uint8)), 480.0])  # NaN's byte, as if it were a number
     middles = (logs[1:] + logs[:-1]) / 2
     edges = [logs[0] - (middles[0] - logs[0]), *middles]
     axes.stairs([counts.get(byte, 0) for byte in range(1, 0x7F)], edges, fill=True, color=palette.ours, linewidth=0)
@@ -107,7 +103,7 @@ def draw_block_scales(counts: Mapping[int, int], palette: Palette) -> Figure:
     ticks = list(range(-9, 10, 3))
     axes.set_xticks(ticks, [power_of_two(t) for t in ticks])
     axes.set_xlabel("block scale (E4M3)")
-    _log_count_axis(axes, "blocks")
+    _count_axis(axes, "blocks", is_log=True)
     for value, text, align in (
         (_SMALLEST_NORMAL_LOG2, "subnormal", "right"),
         (_SMALLEST_NORMAL_LOG2, "2⁻⁶, the smallest normal", "left"),
@@ -123,16 +119,13 @@ def _warn_below(axes: Axes, limit: float, palette: Palette) -> None:
     axes.axvline(limit, color=palette.warn, linewidth=1.0, linestyle=(0, (4, 3)))
 
 
-def _count_axis(axes: Axes, label: str) -> None:
-    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+def _count_axis(axes: Axes, label: str, *, is_log: bool = False) -> None:
+    if is_log:
+        axes.set_yscale("log")
+        axes.minorticks_off()
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(short_count))
-    axes.set_ylabel(label)
-
-
-def _log_count_axis(axes: Axes, label: str) -> None:
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(short_count))
-    axes.minorticks_off()
     axes.set_ylabel(label)
 
 
@@ -179,7 +172,7 @@ def draw_exponents(channels: Mapping[int, int], palette: Palette) -> Figure:
             axes.text(exponent, count * 1.15, text, ha="center", fontsize=size, color=palette.muted)
     axes.set_xticks(list(counts), [power_of_two(exponent) for exponent in counts])
     axes.set_xlabel("power of two in the norm; 1: not scaled")
-    _log_count_axis(axes, "channels")
+    _count_axis(axes, "channels", is_log=True)
     return sheet.figure
 
 
@@ -202,7 +195,7 @@ def draw_layer_errors(layers: Mapping[int, OutputErrors], palette: Palette) -> F
         )
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
-    axes.yaxis.set_major_formatter(FuncFormatter(_plain_number))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.minorticks_off()
     axes.set_ylabel("relative error")
     _finish_layers(axes, layers, palette, columns=1)
@@ -233,17 +226,6 @@ def _finish_layers(axes: Axes, layers: Iterable[int], palette: Palette, *, colum
     axes.set_xlim(min(numbers) - 0.6, max(numbers) + 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0.0, 1.0),
-        ncols=columns,
-        frameon=False,
-        fontsize=FONT_SIZE,
-        labelcolor=palette.muted,
-        borderpad=0.1,
-        borderaxespad=0.2,
-        labelspacing=0.25,
-    )
-
-
-def _plain_number(value: float, _position: object = None) -> str:
-    return f"{value:g}"
+        loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False, fontsize=FONT_SIZE,
+        labelcolor=palette.muted, borderpad=0.1, borderaxespad=0.2, labelspacing=0.25,
+    )  # fmt: skip

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from k2convert.fit.search import NEEDS_COLUMNS
+from k2convert.quantize.formats.nvfp4 import decode_e4m3
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.records.document import plain
+from k2convert.records.document import plain, shown
 from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.report.calibrated import calibrated_sections, kept_experts, pruned_section
 from k2convert.report.checks import LAYER_COLUMNS, Checks, read_checks
-from k2convert.report.figures import Report, TensorFigures, scale_value
+from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table, decibels, percent
 
 NOT_COUNTED: Final = "not counted"
@@ -192,7 +194,8 @@ def _counts(metrics: WeightMetrics) -> Table:
     subnormal = sum(n for byte, n in histogram.items() if byte < _SMALLEST_NORMAL_BYTE)
     blocks, codes = metrics.num_blocks, metrics.num_codes
     steps = "" if metrics.max_error_steps is None else f"{metrics.max_error_steps:.2f} INT4 steps"
-    extremes = [scale_value(b) for b in (metrics.min_scale_byte, metrics.max_scale_byte) if b is not None]
+    extremes = [b for b in (metrics.min_scale_byte, metrics.max_scale_byte) if b is not None]
+    values = decode_e4m3(np.array(extremes, dtype=np.uint8)).tolist()
     rows = (
         _count("non-zero weights changed", changed, metrics.num_nonzero, "the conversion is not lossless"),
         _count("blocks reproduced exactly", metrics.equal_blocks, blocks, "all 16 values, blocks of zeros included"),
@@ -207,7 +210,7 @@ def _counts(metrics: WeightMetrics) -> Table:
         _count("blocks at 448", histogram.get(_LARGEST_BYTE, 0), blocks, "the largest scale"),
         _count("tensors with a wide scale spread", metrics.scale_spread_exceeded, None, "INT4 scales differ by > 2¹³"),
         ("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
-        ("block scales used", " to ".join(f"{v:g}" for v in extremes) or NOT_COUNTED, "", "smallest and largest"),
+        ("block scales used", " to ".join(f"{v:g}" for v in values) or NOT_COUNTED, "", "smallest and largest"),
     )  # fmt: skip
     return Table(_COUNT_COLUMNS, rows)
 
@@ -303,7 +306,7 @@ def figures_document(report: Report) -> dict[str, Any]:
         "complete": report.is_complete,
         "rule": report.rule,
         "totals": {role: metrics_document(metrics) for role, metrics in report.ledger.totals.items()},
-        "worst": [_tensor_document(tensor) for tensor in report.worst],
+        "worst": shown(report.worst),
         "contract": None
         if checks is None
         else {
@@ -316,11 +319,3 @@ def figures_document(report: Report) -> dict[str, Any]:
         "missing": list(report.missing),
         **{name: plain(part) for name, part in parts.items() if part is not None},
     }
-
-
-def _tensor_document(tensor: TensorFigures) -> dict[str, object]:
-    return {key: _finite_or_none(value) for key, value in asdict(tensor).items()}
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -80,11 +80,6 @@ _VARIABLES = {getattr(THEMED, field.name): f"var(--{field.name})" for field in f
 _THEMED_COLOR = re.compile("|".join(_VARIABLES))
 
 
-def with_variables(svg: str) -> str:
-    """Replace the themed colors of an SVG by CSS variables, so that it follows light and dark mode."""
-    return _THEMED_COLOR.sub(lambda match: _VARIABLES[match[0]], svg)
-
-
 def css_variables(palette: Palette) -> str:
     """Return the declarations of a palette's variables, for a CSS rule."""
     return " ".join(f"--{field.name}: {getattr(palette, field.name)};" for field in fields(palette))
@@ -147,7 +142,8 @@ def to_svg(figure: Figure, *, label: str) -> str:
         FigureCanvasSVG(figure).print_svg(target, metadata={"Date": None, "Creator": None})
     svg = _METADATA.sub("", _PROLOGUE.sub("", target.getvalue(), count=1))
     svg = _GROUP_ID.sub("<g", _SIZE.sub(r"\1", _SIZE.sub(r"\1", svg, count=1), count=1))
-    return with_variables(svg).replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+    svg = _THEMED_COLOR.sub(lambda match: _VARIABLES[match[0]], svg)  # variables follow light and dark mode
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
 
 
 def to_rgb(figure: Figure, *, dpi: int) -> NDArray[np.uint8]:

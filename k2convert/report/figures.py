@@ -134,7 +134,7 @@ def collect_report(
     `name` is the result's, by default the folder's. Raises CheckpointError if the folder holds no conversion or a BF16
     copy, or if its ledger or journal is damaged.
     """
-    ledger, job = _read_documents(folder)
+    ledger, job = read_records(folder)
     fingerprint = ledger.fingerprint if ledger is not None else job.fingerprint if job is not None else {}
     records = Journal(folder).records(fingerprint_digest(fingerprint))
     missing: list[str] = []
@@ -145,7 +145,8 @@ def collect_report(
         if not figures:
             raise CheckpointError(f"{folder}: no converted tensor is recorded yet. Run the conversion first.")
     else:
-        _check_totals(ledger, folder)
+        if TOTAL not in ledger.totals:
+            raise CheckpointError(f"{folder / LEDGER_NAME}: totals has no total. {_LEDGER_REMEDY}")
         planned = finished = len(ledger.shards)
         figures = _recorded(records) if len(records) == planned else _measured(measured or {}, missing)
     if finished < planned:
@@ -180,13 +181,8 @@ def _needs(ledger: Ledger, folder: Path, tensors: Iterable[Tensor]) -> Needs | N
         return None
 
 
-def check_folder(folder: Path) -> None:
-    """Raise CheckpointError if there is nothing to report on. Reads only small files, so it is called first."""
-    _read_documents(folder)
-
-
-def _read_documents(folder: Path) -> tuple[Ledger | None, JobDescription | None]:
-    """Read ledger and job; at least one of them is there."""
+def read_records(folder: Path) -> tuple[Ledger | None, JobDescription | None]:
+    """Read ledger and job, of which at least one is there; raises CheckpointError if there is nothing to report on."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder. Pass the folder of a conversion.")
     with remedy(_LEDGER_REMEDY):
@@ -224,11 +220,6 @@ def _ledger_so_far(job: JobDescription, records: Mapping[str, ShardRecord]) -> L
         totals=summarize(records.values()),
         pruning=job.pruning,
     )
-
-
-def _check_totals(ledger: Ledger, folder: Path) -> None:
-    if TOTAL not in ledger.totals:
-        raise CheckpointError(f"{folder / LEDGER_NAME}: totals has no total. {_LEDGER_REMEDY}")
 
 
 def can_be_validated(folder: Path) -> bool:
@@ -305,9 +296,3 @@ def heat_maps(tensors: Iterable[TensorFigures]) -> tuple[HeatMap, ...]:
         if projection in maps:
             maps[projection][rows[layer], expert] = sqnr_db
     return tuple(HeatMap(name, layers, values) for name, values in maps.items() if not np.isnan(values).all())
-
-
-def scale_value(byte: int) -> float:
-    """Return the value of a non-negative E4M3 byte. 0x7F, which is NaN, is treated as a number."""
-    exponent, mantissa = byte >> 3, byte & 7
-    return mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)

@@ -44,15 +44,15 @@ def render_markdown(report: Report, checks: Checks | None, *, page: str, picture
 
 def render_template(file: str, **values: object) -> str:
     """Return a Markdown template filled in. Every value is escaped, except those of the filters below."""
-    environment = Environment(undefined=StrictUndefined, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
-    filters = {"table": table, "section": section, "code": code, "raw": Markup, "url": _url}
+
+    def shown(value: object) -> object:
+        return value if isinstance(value, Markup) or not isinstance(value, str) else sentence(value)
+
+    environment = Environment(undefined=StrictUndefined, finalize=shown, trim_blocks=True, lstrip_blocks=True)
+    filters = {"table": table, "section": section, "code": code, "raw": Markup, "url": lambda text: Markup(quote(text))}
     environment.filters.update(filters)  # pyright: ignore[reportArgumentType, reportCallIssue]
     template = environment.from_string(resources.files("k2convert.report").joinpath(file).read_text(encoding="utf-8"))
     return re.sub(r"\n{3,}", "\n\n", template.render(values)).strip() + "\n"
-
-
-def _shown(value: object) -> object:
-    return value if isinstance(value, Markup) or not isinstance(value, str) else sentence(value)
 
 
 def sentence(text: str) -> str:
@@ -66,11 +66,6 @@ def sentence(text: str) -> str:
 def escape(text: str) -> str:
     """Escape text from a checkpoint or recipe, so that Markdown shows it unchanged."""
     return _SPECIAL.sub(r"\\\1", re.sub(r"\s+", " ", text)).replace(r"\<", "&lt;").replace(r"\&", "&amp;")
-
-
-def _url(text: str) -> Markup:
-    """Return a name as part of an address."""
-    return Markup(quote(text))
 
 
 def code(text: str) -> Markup:
@@ -151,7 +146,6 @@ def render_card(
 
 
 def _metadata(report: Report, family: ModelCardFacts, base_model: str | None, source: SourceCard) -> str:
-    """Return the YAML front matter that the Hub reads."""
     recipe, pruning = report.ledger.recipe, report.ledger.pruning
     tags = ["nvfp4", "fp4", *family.tags, recipe.layout, "vllm", "sglang"]
     if recipe.layout == "modelopt" and recipe.activations == "w4a4":
@@ -170,6 +164,5 @@ def _metadata(report: Report, family: ModelCardFacts, base_model: str | None, so
 
 
 def _kept(family: ModelCardFacts, roles: Sequence[str]) -> list[str]:
-    """Return the names of what stays byte for byte."""
     unconverted = [role_name(role) for role in CONVERTIBLE_ROLES if role not in roles]
     return [*family.kept, *unconverted, *(["vision tower and projector"] if family.has_vision else [])]

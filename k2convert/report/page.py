@@ -48,12 +48,14 @@ def render_page(report: Report, checks: Checks | None) -> str:
     environment.filters["code"] = _with_code
     # The digest is of exactly the text between the script tags. Our script contains no closing tag.
     script = _text("page.js")
+    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {css_variables(DARK)} }} }}"
+    style = f":root {{ color-scheme: light dark; {css_variables(LIGHT)} }}\n{dark}\n{_text('page.css')}"
     recipe = report.ledger.recipe
     return environment.from_string(_text("page.html.jinja")).render(
         name=page_name(report),
         made_on=report.made_on,
         keywords=[recipe.rule, recipe.layout, recipe.activations],
-        style=Markup(_style()),
+        style=Markup(style),
         script=Markup(script),
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         tiles=headline(report, checks),
@@ -83,11 +85,6 @@ def _with_code(text: str) -> Markup:
 
 def _text(name: str) -> str:
     return resources.files("k2convert.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _style() -> str:
-    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {css_variables(DARK)} }} }}"
-    return f":root {{ color-scheme: light dark; {css_variables(LIGHT)} }}\n{dark}\n{_text('page.css')}"
 
 
 def _charts(report: Report) -> dict[str, Markup]:
@@ -136,7 +133,8 @@ def render_picture(report: Report) -> bytes | None:
         left.append(draw_layer_errors(found.held_out, LIGHT))
     columns = [_stacked(left), _stacked([draw_heat_maps(report.maps, LIGHT)])]
     height = max(len(column) for column in columns)
-    charts = np.hstack([_padded(column, bottom=height - len(column), right=_MARGIN) for column in columns])
+    pads = [((0, height - len(column)), (0, _MARGIN), (0, 0)) for column in columns]
+    charts = np.hstack([np.pad(c, pad, constant_values=255) for c, pad in zip(columns, pads, strict=True)])
     title = _stacked([_draw_title(report, width=charts.shape[1] / DPI)])
     stacked = np.vstack([title[:, : charts.shape[1]], charts])
     framed = np.pad(stacked, ((_MARGIN, _MARGIN), (_MARGIN, _MARGIN), (0, 0)), constant_values=255)
@@ -149,10 +147,6 @@ def render_picture(report: Report) -> bytes | None:
 
 def _stacked(figures: list[Figure]) -> NDArray[np.uint8]:
     return np.vstack([to_rgb(figure, dpi=DPI) for figure in figures])
-
-
-def _padded(pixels: NDArray[np.uint8], *, bottom: int, right: int) -> NDArray[np.uint8]:
-    return np.pad(pixels, ((0, bottom), (0, right), (0, 0)), constant_values=255)
 
 
 def _draw_title(report: Report, *, width: float) -> Figure:

@@ -19,8 +19,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX
 from k2convert.errors import DiskFullError
 from k2convert.hub.ranges import Ranges, RemoteShards
-from k2convert.models import detect_family
-from k2convert.models.names import INT4_PARAMETERS, WEIGHT
+from k2convert.models.names import INT4_PARAMETERS, WEIGHT, Family
 from k2convert.validation.contract.result import Result
 
 ALL: Final = (0, 1 << 62)
@@ -174,8 +173,7 @@ LOCAL: Final = Shards()
 """Result and source are folders."""
 
 
-def layer_bytes(source: Checkpoint, layers: Sequence[int]) -> int:
-    """Return the bytes of the MoE blocks of some layers of a source."""
-    family = detect_family(source)
+def layer_bytes(checkpoint: Checkpoint, layers: Sequence[int], *, family: Family) -> int:
+    """Return the bytes of the MoE blocks of some layers."""
     stems = tuple(f"{family.layer.format(layer=layer)}.mlp." for layer in layers)
-    return sum(tensor.num_bytes for name, tensor in source.tensors.items() if name.startswith(stems))
+    return sum(tensor.num_bytes for name, tensor in checkpoint.tensors.items() if name.startswith(stems))

@@ -1,12 +1,12 @@
 """What a validation found, as plain values: the nineteen rules, the weights, reference layers and a comparison."""
 
-import math
 from collections.abc import Mapping, Sized
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from k2convert.choices import Rule
 from k2convert.quantize.rules import RULES
+from k2convert.records.document import shown
 from k2convert.validation.decode import DecodedError, total_errors
 from k2convert.validation.layers.result import LayersReport
 from k2convert.validation.weights import CheckedWeight
@@ -317,14 +317,6 @@ def _verdict(compared: int, mismatches: Sized) -> Verdict:
 
 def _error_document(error: DecodedError) -> dict[str, object]:
     """Return the figures of a tensor or total; ratios that are not finite become None."""
-    figures = {"sqnr_db": error.sqnr_db, "relative_mse": error.relative_mse, "squared_error": error.squared_error}
-    if error.weighted_error is not None:
-        figures["weighted_sqnr_db"] = error.weighted_sqnr_db
-    return {
-        "num_weights": error.num_weights,
-        "num_nonzero": error.num_nonzero,
-        "equal_nonzero": error.equal_nonzero,
-        "energy": error.energy,
-        "max_error_steps": error.max_error_steps,
-        **{key: value if value is not None and math.isfinite(value) else None for key, value in figures.items()},
-    }
+    names = ("num_weights", "num_nonzero", "equal_nonzero", "energy", "max_error_steps", "sqnr_db", "relative_mse")
+    weighted = () if error.weighted_error is None else ("weighted_sqnr_db",)
+    return shown({name: getattr(error, name) for name in (*names, "squared_error", *weighted)})

@@ -17,6 +17,7 @@ from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.choices import Rule
 from k2convert.errors import CheckpointError, remedy
+from k2convert.models import read_architecture
 from k2convert.models.names import WEIGHT_PACKED
 from k2convert.plan.recipe import Budget
 from k2convert.quantize.rules import RULES
@@ -181,9 +182,7 @@ def _validate_layers(
     shards: Shards,
 ) -> ValidationReport:
     """Check headers and configs, and read only the MoE blocks of the layers, one layer on disk at a time."""
-    from k2convert.validation.layers.check import moe_layers
-
-    layers, recorded = request.layers or moe_layers(source), _recorded(result)
+    layers, recorded = request.layers or read_architecture(source).moe_layers, _recorded(result)
     every, computed, skipped = ShardsFound(), list[LayersReport](), list[str]()
     for layer in layers:
         part, wanted = result.of_layers((layer,)), replace(request, layers=(layer,))
@@ -307,7 +306,7 @@ def _compute_layers(
     events: Events,
     shards: Shards,
 ) -> LayersReport:
-    from k2convert.validation.layers.check import check_layers, moe_layers
+    from k2convert.validation.layers.check import check_layers
 
     with remedy(RESULT_REMEDY):
         converted = open_checkpoint(result.folder, read=shards.header_reader)
@@ -315,7 +314,7 @@ def _compute_layers(
     return check_layers(
         source=source,
         converted=converted,
-        layers=request.layers or moe_layers(source),
+        layers=request.layers or read_architecture(source).moe_layers,
         hidden_states=request.hidden_states,
         tokens=request.tokens,
         budget=LayerBudget(layer_sqnr_db=budget.layer_sqnr_db, expert_sqnr_db=budget.expert_sqnr_db),

@@ -87,7 +87,11 @@ def compute_block(
         mlp = read_mlp(module, source=source, converted=converted)
         return mlp.run(hidden_TK[tokens], scaled_TK[tokens], with_fp4_inputs=with_fp4_inputs)
 
-    experts = [(f"{stem}.experts.{expert}", _probe_tokens(routing, expert)) for expert in range(num_experts)]
+    chosen = [routing.tokens_of(expert)[0] for expert in range(num_experts)]
+    experts = [
+        (f"{stem}.experts.{expert}", tokens if tokens.numel() else routing.likeliest_tokens(expert, PROBE_TOKENS))
+        for expert, tokens in enumerate(chosen)
+    ]
     for expert, (reference, results) in enumerate(run_in_order(run_mlp, experts, workers=workers)):
         for variant, result in results.items():
             outputs.expert_sqnr_db[variant].append(sqnr_db(reference, result))
@@ -130,12 +134,6 @@ def int4_output(
         if place < num_experts:
             progress(place + 1, num_experts)
     return total
-
-
-def _probe_tokens(routing: Routing, expert: int) -> Tensor:
-    """Return the tokens that chose an expert, or a few with high scores for it if none did."""
-    tokens, _ = routing.tokens_of(expert)
-    return tokens if tokens.numel() > 0 else routing.likeliest_tokens(expert, PROBE_TOKENS)
 
 
 def _variant_error(variant: Variant, outputs: _Outputs) -> VariantError:
@@ -202,7 +200,10 @@ class MlpVersions:
 def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> MlpVersions:
     """Read the MLP `stem` (a module name without its last part) from both checkpoints; CheckpointError if unusable."""
     raw = {name: source.read_source(f"{stem}.{name}") for name in PROJECTIONS}
-    ours = [converted.read_converted(f"{stem}.{name}", shape=_shape(raw[name])) for name in PROJECTIONS]
+    ours = [
+        converted.read_converted(f"{stem}.{name}", shape=(raw[name].shape[0], raw[name].shape[1]))
+        for name in PROJECTIONS
+    ]
     exact = [exact_weight(weight) for weight in raw.values()]
     by_max = _max_weights(raw) if converted.is_nvfp4(f"{stem}.{PROJECTIONS[0]}") else exact
     scales = [projection.input_scale for projection in ours]
@@ -215,7 +216,10 @@ def read_mlp(stem: str, *, source: WeightReader, converted: WeightReader) -> Mlp
 
 def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | CodedWeight]:
     by_max = NativeQuantizer("max", "cpu")
-    sources = {name: _source_weight(weight) for name, weight in raw.items()}
+    sources: dict[str, SourceWeight] = {
+        name: weight if isinstance(weight, Int4Weight) else Bf16Weight(weight.view(torch.uint16).numpy())
+        for name, weight in raw.items()
+    }
     measured = {name: by_max.measure(source, name=name) for name, source in sources.items()}
     gate_up = measured["gate_proj"].merge(measured["up_proj"])
     weights: list[DenseWeight | CodedWeight] = []
@@ -226,12 +230,3 @@ def _max_weights(raw: Mapping[str, Int4Weight | Tensor]) -> list[DenseWeight | C
         packed, block_scales = torch.as_tensor(result.packed), torch.as_tensor(result.block_scales)
         weights.append(nvfp4_weight(packed, block_scales, result.global_scale))
     return weights
-
-
-def _source_weight(weight: Int4Weight | Tensor) -> SourceWeight:
-    return weight if isinstance(weight, Int4Weight) else Bf16Weight(weight.view(torch.uint16).numpy())
-
-
-def _shape(weight: Int4Weight | Tensor) -> tuple[int, int]:
-    rows, columns = weight.shape
-    return rows, columns

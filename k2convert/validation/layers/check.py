@@ -46,14 +46,9 @@ from k2convert.validation.scaling import NO_SCALING, Scaling, misfit
 ROUTER_PARAMETERS = ("weight", "e_score_correction_bias")
 
 
-def moe_layers(source: Checkpoint) -> tuple[int, ...]:
-    """Return the layers that can be checked."""
-    return detect_family(source).read_architecture(source.config, str(source.folder)).moe_layers
-
-
 def check_layers_exist(source: Checkpoint, layers: Sequence[int]) -> None:
     """Refuse layers that do not exist or have no MoE block (CheckpointError); reads only the config."""
-    known = moe_layers(source)
+    known = read_architecture(source).moe_layers
     if unknown := [layer for layer in layers if layer not in known]:
         there = f"{known[0]}..{known[-1]}" if known else "none"
         raise CheckpointError(f"{source.folder}: layer {unknown[0]} has no MoE block. Layers that have: {there}.")
@@ -67,7 +62,6 @@ def check_layers(
     layers: Sequence[int],
     hidden_states: Path | Windows | None = None,
     tokens: int = 256,
-    seed: int = 0,
     budget: LayerBudget,
     scaling: Scaling = NO_SCALING,
     whole: Checkpoint | None = None,
@@ -76,7 +70,7 @@ def check_layers(
     """Compute MoE layers from both checkpoints and judge the difference; CheckpointError if one cannot be computed.
 
     `hidden_states` is a file of captured states (see forward/hidden_states.py), or the windows of a text, which the
-    source's layers compute in FP32; without it they are drawn from `seed`. `whole` is the source with all experts if
+    source's layers compute in FP32; without it they are drawn. `whole` is the source with all experts if
     `source` has only those that a pruned result keeps: its layers compute the text.
     `scaling` is the converted checkpoint's smoothing: its blocks get the states that its norms give.
     """
@@ -91,21 +85,18 @@ def check_layers(
         if isinstance(hidden_states, Windows):
             found = states_of_text(from_whole.checkpoint, hidden_states.ids, layers, events=events)
         else:
-            found = _given_states(from_source, layers, hidden_states, tokens=tokens, seed=seed)
+            found = _given_states(from_source, layers, hidden_states, tokens=tokens)
         for layer, states in found:
             stem = detect_family(source).layer.format(layer=layer)
             results.append(_check_layer(layer, f"{stem}.mlp", states, read, budget, scaling, events))
-    return LayersReport(_described(hidden_states, seed=seed), budget, tuple(results))
-
-
-def _described(hidden_states: Path | Windows | None, *, seed: int) -> str:
+    described = "synthetic, seed 0" if hidden_states is None else f"captured: {getattr(hidden_states, 'name', '')}"
     if isinstance(hidden_states, Windows):
-        return f"text: {', '.join(name for name, _ in hidden_states.texts)}"
-    return f"synthetic, seed {seed}" if hidden_states is None else f"captured: {hidden_states.name}"
+        described = f"text: {', '.join(name for name, _ in hidden_states.texts)}"
+    return LayersReport(described, budget, tuple(results))
 
 
 def _given_states(
-    source: WeightReader, layers: Sequence[int], captured: Path | None, *, tokens: int, seed: int
+    source: WeightReader, layers: Sequence[int], captured: Path | None, *, tokens: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield every layer with its captured or synthetic states f32 [tokens, hidden]."""
     config = source.checkpoint.config
@@ -115,7 +106,7 @@ def _given_states(
         if captured is not None:
             yield layer, load_hidden_states(captured, layer=layer, hidden_size=norm.numel(), tokens=tokens)
         else:
-            yield layer, draw_hidden_states(norm, config=config, layer=layer, tokens=tokens, seed=seed)
+            yield layer, draw_hidden_states(norm, config=config, layer=layer, tokens=tokens, seed=0)
 
 
 @dataclass(frozen=True, slots=True)

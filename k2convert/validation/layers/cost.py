@@ -16,9 +16,9 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.errors import K2ConvertError
 from k2convert.forward.moe import read_mlp as read_source_mlp
 from k2convert.forward.weights import WeightReader
-from k2convert.models import detect_family
+from k2convert.models import detect_family, read_architecture
 from k2convert.validation.layers.block import read_mlp
-from k2convert.validation.layers.check import moe_layers
+from k2convert.validation.remote import layer_bytes
 
 _TOKENS_AN_EXPERT = 8
 
@@ -47,27 +47,21 @@ def layers_cost(
     those of a text, which the layers below compute. `whole` is the source with all experts: of a pruned result, not
     `source`.
     """
-    family = detect_family(source)
-    architecture = family.read_architecture(source.config, str(source.folder))
-    chosen = tuple(layers) or moe_layers(source)
-    stems = tuple(f"{family.layer.format(layer=layer)}.mlp." for layer in chosen)
-    is_pruned = whole is not source
-    num_bytes = sum(
-        tensor.num_bytes
-        for checkpoint in (source, converted or source, *((whole,) if is_pruned else ()))
-        for name, tensor in checkpoint.tensors.items()
-        if name.startswith(stems)
-    )
+    family, architecture = detect_family(source), read_architecture(source)
+    chosen, is_pruned = tuple(layers) or architecture.moe_layers, whole is not source
+    read = (source, converted or source, *((whole,) if is_pruned else ()))
+    num_bytes = sum(layer_bytes(checkpoint, chosen, family=family) for checkpoint in read)
     below = range(max(chosen)) if is_text and chosen else range(0)
     stems_below = tuple(f"{family.layer.format(layer=layer)}." for layer in below)
     num_bytes += sum(t.num_bytes for name, t in whole.tensors.items() if name.startswith(stems_below))
     experts = architecture.num_experts * len(chosen)
-    num_whole = family.read_architecture(whole.config, str(whole.folder)).num_experts
+    num_whole = read_architecture(whole).num_experts
     experts_below = num_whole * len([layer for layer in below if layer in architecture.moe_layers])
     experts_below += num_whole * len(chosen) if is_pruned else 0
     seconds = None
-    if stems and converted is not None:
-        seconds = _seconds(f"{stems[0]}experts.0", source, converted, experts=experts, experts_below=experts_below)
+    if chosen and converted is not None:
+        stem = f"{family.layer.format(layer=chosen[0])}.mlp.experts.0"
+        seconds = _seconds(stem, source, converted, experts=experts, experts_below=experts_below)
     return LayersCost(chosen, len(below), experts + experts_below, num_bytes, seconds)
 
 

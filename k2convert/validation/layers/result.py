@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Final
+
+from k2convert.records.document import shown
 
 
 class Variant(StrEnum):
@@ -139,14 +140,4 @@ class LayersReport:
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON; figures that are not finite become None."""
-        return {"passed": self.passed, **_plain(asdict(self))}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}  # type: ignore[reportUnknownVariableType]
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]  # type: ignore[reportUnknownVariableType]
-    if isinstance(value, StrEnum):
-        return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {"passed": self.passed, **shown(self)}

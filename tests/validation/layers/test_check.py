@@ -210,9 +210,8 @@ def test_hidden_states_that_are_no_numbers_are_refused_by_row(
     assert check(tiny, by_max, hidden_states=path, tokens=7).layers[0].tokens == 7
 
 
-def test_a_seed_fixes_the_figures(tiny: Path, by_max: Path) -> None:
-    assert check(tiny, by_max, seed=3) == check(tiny, by_max, seed=3)
-    assert check(tiny, by_max, seed=3).layers != check(tiny, by_max, seed=4).layers
+def test_synthetic_states_always_give_the_same_figures(tiny: Path, by_max: Path) -> None:
+    assert check(tiny, by_max) == check(tiny, by_max)
 
 
 def test_progress_counts_experts(tiny: Path, by_max: Path) -> None:
