@@ -21,6 +21,7 @@ from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CalibrateOptions
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.opening import open_calibration
+from k2convert.job.resources import peak_bytes
 from k2convert.plan.recipe import TextUse
 from k2convert.records.command import JobCommand
 
@@ -61,7 +62,7 @@ def calibrate(options: CalibrateOptions) -> None:
 def _check_and_do(plan: "CalibrationPlan", options: CalibrateOptions, computer: Computer) -> None:
     """Show what the rest of a calibration needs, refuse it if that is not there, and do it unless this is a dry run."""
     found = forecast(plan, computer, layers=plan.num_layers - plan.num_finished)
-    needed = found.main_bytes()
+    needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
     with Waiting("measures one expert", quiet=options.quiet):
         time = found.time()
     if options.dry_run:

@@ -29,22 +29,12 @@ _JSON_CONTROLS: Final = {
 }  # JSON itself escapes those below
 
 _out = Console(highlight=False, soft_wrap=True)
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
+ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def escaped(text: str, style: str = "") -> Text:
     """Return a text as the console prints it: as it is, without markup, its control characters as escapes."""
     return Text(visible(text), style=style)
-
-
-def error_console() -> Console:
-    """Return the console of stderr."""
-    return _err
-
-
-def errors_are_shown_live() -> bool:
-    """Return whether stderr is a terminal, where a progress bar can move."""
-    return _err.is_terminal
 
 
 @contextmanager
@@ -115,18 +105,13 @@ def _blocks(columns: Sequence[str], rows: Sequence[Sequence[Text]]) -> Group:
     """Return each row as a block: its first cell, and the others with their headings. Empty cells are left out."""
     lines: list[RenderableType] = []
     for row in rows:
-        lines.append(_named(columns[0], row[0]))
-        lines += [
-            Padding(_named(*pair), (0, 0, 0, 2), expand=False)
-            for pair in zip(columns[1:], row[1:], strict=True)
-            if pair[1]
-        ]
+        for place, (column, cell) in enumerate(zip(columns, row, strict=True)):
+            line = Text(f"{column}: " if column else "", overflow="fold").append_text(cell)
+            if not place:
+                lines.append(line)
+            elif cell:
+                lines.append(Padding(line, (0, 0, 0, 2), expand=False))
     return Group(*lines)
-
-
-def _named(name: str, cell: Text) -> Text:
-    text = Text(f"{name}: " if name else "", overflow="fold")
-    return text.append_text(cell)
 
 
 def _least_width(cells: Sequence[Text], column: str, may_wrap: bool) -> int:
@@ -174,26 +159,22 @@ def print_verdict(subject: str, *, passed: bool) -> None:
 
 def print_note(text: str) -> None:
     """Print one line for the person watching on stderr. On a terminal it wraps between words."""
-    _to_stderr(escaped(text), soft_wrap=not _err.is_terminal)
+    _to_stderr(escaped(text), soft_wrap=not ERRORS.is_terminal)
 
 
 def print_event(text: str) -> None:
     """Print one line about a running stage on stderr: with its time in UTC, unless a person watches it live."""
-    print_note(text if errors_are_shown_live() else f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}")
+    print_note(text if ERRORS.is_terminal else f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {text}")
 
 
 def notifier(*, quiet: bool) -> Callable[[str], None]:
     """Return the printer of lines about a running stage: print_event, or none if the user asked for quiet."""
-    return ignore if quiet else print_event
-
-
-def ignore(_: str) -> None:
-    """Drop a line."""
+    return (lambda _: None) if quiet else print_event
 
 
 def _to_stderr(text: Text, *, soft_wrap: bool = True) -> None:
     with suppress(OSError):  # a full log must not end hours of work
-        _err.print(text, soft_wrap=soft_wrap)
+        ERRORS.print(text, soft_wrap=soft_wrap)
 
 
 def command(*words: object) -> str:
@@ -220,7 +201,7 @@ def print_next(command: str) -> None:
 
 def print_error(message: str) -> None:
     """Print a refusal or failure on stderr."""
-    _to_stderr(Text.assemble(("error: ", "bold red"), escaped(message)), soft_wrap=not _err.is_terminal)
+    _to_stderr(Text.assemble(("error: ", "bold red"), escaped(message)), soft_wrap=not ERRORS.is_terminal)
 
 
 def format_bytes(count: float) -> str:

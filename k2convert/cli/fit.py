@@ -27,7 +27,7 @@ from k2convert.fit.memory import CONTEXT, UTILIZATION, Fit, Settings, fit_layout
 from k2convert.fit.model import Model, read_model
 from k2convert.fit.search import Holder, find_holders, most_experts, ways_out
 from k2convert.fit.serving import ENGINE_NAMES, Deployment, ServeCommand, nvfp4_scheme, serve_command
-from k2convert.fit.speed import EstimatedSpeed, estimate_speeds
+from k2convert.fit.speed import estimate_speeds
 from k2convert.hub.client import Hub, parse_repo
 from k2convert.job.locations import open_source
 from k2convert.models.config import max_positions
@@ -128,11 +128,13 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
         holder = Holder(gpu, most[1])
     model = asked.model
     ways = None if holder.fit.holds else ways_out(asked.whole, holder, settings=settings)
-    estimates = _estimates(model, holder) if options.estimate else []
+    layout = holder.fit.layout
+    estimates = estimate_speeds(model.shape, gpu=holder.gpu, layout=layout) if options.estimate else []
     commands = serve_commands(model, asked.checkpoint, holder, options=options)
     if options.as_json:
         one = holder_document(holder, model, settings) | speed_document(model, holder, estimates)
-        one |= serving_document(commands) | ({} if ways is None else {"ways_out": ways_document(ways)})
+        serve = {name: {"command": found.line or None, "notes": found.notes} for name, found in commands.items()}
+        one |= {"serve": serve} | ({} if ways is None else {"ways_out": ways_document(ways)})
         console.print_json(asked.document(fits=[one]))
         return holder.fit.holds
     show_fit(options.checkpoint, model, settings, holder, estimates)
@@ -158,10 +160,6 @@ def _fit(asked: _Asked, gpu: Gpu, count: int) -> Fit:
         decode_context=options.dcp,
     )
     return fit_layout(model.weights, model.shape, layout, memory_bytes=gpu.memory_bytes, settings=asked.settings)
-
-
-def _estimates(model: Model, holder: Holder) -> list[EstimatedSpeed]:
-    return estimate_speeds(model.shape, gpu=holder.gpu, layout=holder.fit.layout)
 
 
 def serve_commands(model: Model, checkpoint: Checkpoint, holder: Holder, *, options: FitOptions) -> ServeCommands:
@@ -190,16 +188,6 @@ def serve_commands(model: Model, checkpoint: Checkpoint, holder: Holder, *, opti
         revision=None if recipe is not None or repo is None else repo.revision,
     )
     return {engine: serve_command(engine, deployment) for engine in ENGINE_NAMES}
-
-
-def serving_document(commands: ServeCommands) -> dict[str, object]:
-    """Return the commands as plain data."""
-    return {
-        "serve": {
-            engine: {"command": command.line or None, "notes": list(command.notes)}
-            for engine, command in commands.items()
-        }
-    }
 
 
 def show_serving(commands: ServeCommands, *, known: Sequence[str]) -> None:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from k2convert.calibration.sizes import Memory, PassSize
     from k2convert.fit.gpus import Gpu
 
-DAY_SECONDS: Final = 86400
 MAX_HOURS: Final = 12
 
 
@@ -88,17 +87,15 @@ class Forecast:
     computer: Computer
     memory: Memory
 
-    def main_bytes(self) -> int:
-        """The memory of the whole process. Ask before anything is measured: that needs memory too."""
-        return peak_bytes() + self.memory.main
-
     def check(self, place: str, *, needed: int) -> None:
         """Refuse if this machine, or the GPU that is not here, lacks memory; raises PlanError."""
-        gpu = self.computer.gpu
         if not self.computer.elsewhere:
             check_memory(place, needed=needed, available=available_memory() + peak_bytes())
-        free = gpu_memory(self.computer.devices)[0] if gpu is None else gpu.memory_bytes
-        check_memory(place, needed=self.memory.gpu, available=free, of_gpu=True)
+        check_memory(place, needed=self.memory.gpu, available=self._free_of_gpu(), of_gpu=True)
+
+    def _free_of_gpu(self) -> int:
+        gpu = self.computer.gpu
+        return gpu_memory(self.computer.devices)[0] if gpu is None else gpu.memory_bytes
 
     def time(self, *, disk_bytes: int = 0) -> Time:
         """Measure or compute the time. `disk_bytes` more are read and written."""
@@ -118,10 +115,9 @@ class Forecast:
         gpu, text = self.computer.gpu, f"memory: needs about {console.format_bytes(needed)}"
         lines = [text if self.computer.elsewhere else f"{text}, available {console.format_bytes(available_memory())}"]
         if self.memory.gpu:
-            free = gpu_memory(self.computer.devices)[0] if gpu is None else gpu.memory_bytes
             word = "free" if gpu is None else f"{gpu.title} has"
-            needs = console.format_bytes(self.memory.gpu)
-            lines.append(f"memory of the GPU: needs about {needs}, {word} {console.format_bytes(free)}")
+            needs, has = console.format_bytes(self.memory.gpu), console.format_bytes(self._free_of_gpu())
+            lines.append(f"memory of the GPU: needs about {needs}, {word} {has}")
         return lines
 
     def time_line(self, time: Time, *, of: str = "") -> str:
@@ -139,7 +135,7 @@ class Forecast:
         return line
 
     def _advice(self, time: Time) -> str:
-        return "; use a GPU" if self.size.on_cpu and time.middle > DAY_SECONDS else ""
+        return "; use a GPU" if self.size.on_cpu and time.middle > 24 * 3600 else ""
 
     def document(self, time: Time, needed: int) -> dict[str, object]:
         """Return everything as plain data."""
@@ -177,11 +173,6 @@ def layers_left(job: Job, plan: CalibrationPlan) -> int:
     return plan.num_layers - plan.num_finished
 
 
-def forecast_walk(job: Job, plan: CalibrationPlan, computer: Computer) -> Forecast:
-    """Count the needs of the rest of a calibration."""
-    return forecast(plan, computer, layers=layers_left(job, plan))
-
-
 def plan_line(plan: CalibrationPlan) -> str:
     """Return layers and text of a calibration, in a line."""
     windows = plan.text.windows
@@ -192,19 +183,12 @@ def plan_line(plan: CalibrationPlan) -> str:
     )
     if plan.needs is None:
         return line
-    return f"calibrates while it converts: {line}; {_held_out(plan.held_out_windows)} is measured"
-
-
-def smoothing_line(job: Job) -> str:
-    """Return whether norms are scaled, in a line."""
-    recipe = job.plan.recipe
-    return f"smoothing: {'on' if recipe.smoothing else 'off'} (by default on for w4a4, off for w4a16)"
-
-
-def _held_out(count: int) -> str:
-    if not count:
-        return "with only one window, no error on other tokens"
-    return f"{count:,} of them {'is' if count == 1 else 'are'} kept out of the fit, so that its error on other tokens"
+    held_out = "with only one window, no error on other tokens"
+    if count := plan.held_out_windows:
+        held_out = (
+            f"{count:,} of them {'is' if count == 1 else 'are'} kept out of the fit, so that its error on other tokens"
+        )
+    return f"calibrates while it converts: {line}; {held_out} is measured"
 
 
 def show_walk(walk: Forecast, time: Time, converting: Estimate, *, needed: int) -> None:

@@ -36,14 +36,7 @@ def inspect(options: InspectOptions) -> None:
         print_next(command("k2convert", "validate", source))
 
 
-def _projections(found: Inspection) -> str:
-    counts = {"INT4": found.int4_projections, "NVFP4": found.nvfp4_projections}
-    shown = [f"{count:,} {form}" for form, count in counts.items() if count]
-    return f"{' and '.join(shown) or 'no 4-bit'} projections"
-
-
 def _show_inspection(found: Inspection) -> None:
-    """Print an inspection."""
     layers = found.layers
     print_line(f"{found.folder}: {found.family} ({', '.join(found.architectures)}, model_type {found.model_type})")
     print_line(
@@ -53,9 +46,11 @@ def _show_inspection(found: Inspection) -> None:
     if (pruning := found.pruning) is not None:
         chosen = "" if pruning["chosen_by"] is None else f", chosen by {pruning['chosen_by']}"
         print_line(f"keeps {pruning['kept']} of {pruning['of']} experts per layer{chosen}")
+    counts = {"INT4": found.int4_projections, "NVFP4": found.nvfp4_projections}
+    projections = " and ".join(f"{count:,} {form}" for form, count in counts.items() if count) or "no 4-bit"
     print_line(
         f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
-        f"({format_bytes(found.tensor_bytes)}), {_projections(found)}"
+        f"({format_bytes(found.tensor_bytes)}), {projections} projections"
     )
     quantization = found.quantization
     if quantization is None:
@@ -127,7 +122,6 @@ def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[s
 
 
 def _show_statistics(statistics: Statistics) -> None:
-    """Print a statistics file."""
     document = _statistics_document(statistics)
     print_line(
         f"{document['file']}: statistics of {document['tokens']:,} tokens in windows of {document['window']:,}, "

@@ -96,34 +96,31 @@ def _callback(check: Callable[[str], None]) -> Callable[[Any], Any]:
     return checked
 
 
+def _check_statistics(text: str) -> None:
+    if text.startswith(SCHEME):
+        from k2convert.hub.download import parse_file_address
+
+        parse_file_address(text)
+
+
+def _check_size(text: str) -> None:
+    try:
+        parse_size(text)
+    except PlanError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 existing_place = _callback(check_source)
 new_place = _callback(check_new_place)
 not_address = _callback(check_not_address)
 local_folder = _callback(check_folder)
-
-
-def statistics_place(value: Any) -> Any:
-    """Callback of --statistics: check the spelling of an address."""
-    if value is not None and str(value).startswith(SCHEME):
-        from k2convert.hub.download import parse_file_address
-
-        parse_file_address(value)
-    return value
+statistics_place = _callback(_check_statistics)
+size_option = _callback(_check_size)
 
 
 def status_place(value: Any) -> Any:
     """Callback of `status`: the statistics file of an unfinished calibration is not there yet, but its folder is."""
     return value if Path(f"{value}{WORK_SUFFIX}").is_dir() else existing_place(value)
-
-
-def size_option(text: str | None) -> str | None:
-    """Callback of an option that is a size: check its spelling."""
-    if text is not None:
-        try:
-            parse_size(text)
-        except PlanError as error:
-            raise typer.BadParameter(str(error)) from None
-    return text
 
 
 def argument(name: str, help: str, callback: Callable[[Any], Any]) -> Any:

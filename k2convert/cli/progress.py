@@ -41,7 +41,7 @@ class Display:
     def __init__(self, what: str, extent: Extent, *, quiet: bool = False) -> None:
         """`what` names the stage in plain lines. `quiet` shows nothing but still counts, for `status`."""
         self._quiet = quiet
-        self._is_live = not quiet and console.errors_are_shown_live()
+        self._is_live = not quiet and console.ERRORS.is_terminal
         self.tally = Tally(extent, note=console.notifier(quiet=quiet))
         self.rows = Rows(self.tally)
         self._lines = _Lines(what, self.tally)
@@ -52,7 +52,7 @@ class Display:
     def __enter__(self) -> Tally:
         if self._is_live:
             self._live = Live(
-                get_renderable=lambda: self.rows, console=console.error_console(), refresh_per_second=4, transient=True
+                get_renderable=lambda: self.rows, console=console.ERRORS, refresh_per_second=4, transient=True
             )
             self._live.start()
         self._thread.start()
@@ -65,7 +65,7 @@ class Display:
             with suppress(OSError):  # a terminal that is gone must not end the work
                 self._live.stop()
                 if self.tally.has_worked:
-                    console.error_console().print(self.rows)
+                    console.ERRORS.print(self.rows)
         elif not self._quiet and self.tally.has_worked and (kind is None or self._lines.has_printed):
             self._lines.print_now()
 
@@ -106,10 +106,11 @@ class _Lines:
         """Return how far the stage is in one line."""
         tally = self.tally
         parts = [_phase_text(phase, meter, tally) for phase, meter in tally.meters.items() if meter.total]
-        parts += [_shards_text(tally)] if tally.num_shards else []
-        parts += [_finished_text(names)] if (names := tally.take_new_shards()) else []
-        parts += [text] if (text := _eta_text(tally)) else []
-        return f"{self.what}: {', '.join(parts)}"
+        names = tally.take_new_shards()
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        finished = f"finished {' '.join(names[:_MAX_NAMES])}{more}" if names else ""
+        parts += [_shards_text(tally), finished, _eta_text(tally)]
+        return f"{self.what}: {', '.join(filter(None, parts))}"
 
 
 def _phase_text(phase: str, meter: Meter, tally: Tally) -> str:
@@ -118,12 +119,6 @@ def _phase_text(phase: str, meter: Meter, tally: Tally) -> str:
     if phase == "convert" and rates and (written := tally.written.rate):
         rates = f"in {rates}, out {format_rate(written)}"
     return " ".join(part for part in (name, _percent(meter), f"({_done_text(phase, meter)})", rates) if part)
-
-
-def _finished_text(names: list[str]) -> str:
-    """Name the shards that were finished since the last line."""
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"finished {' '.join(names[:_MAX_NAMES])}{more}"
 
 
 def _percent(meter: Meter) -> str:
@@ -151,7 +146,7 @@ def _rate_text(phase: str, meter: Meter) -> str:
 
 
 def _shards_text(tally: Tally) -> str:
-    return f"{tally.shards} of {tally.num_shards} shards"
+    return f"{tally.shards} of {tally.num_shards} shards" if tally.num_shards else ""
 
 
 def _eta_text(tally: Tally) -> str:
@@ -165,11 +160,7 @@ class Rows:
 
     tally: Tally
 
-    def __rich_console__(
-        self,
-        console: Console,
-        options: ConsoleOptions,
-    ) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         tally = self.tally
         cells = [
             (phase, _percent(meter), _done_text(phase, meter), _rate_text(phase, meter))
@@ -206,10 +197,9 @@ def _columns_that_fit(widths: list[int], width: int) -> list[int]:
 
 def _summary_parts(tally: Tally) -> list[str]:
     """Return what is shown of the whole, the most important first."""
-    parts = [_shards_text(tally)] if tally.num_shards else []
-    parts += [text] if (text := _eta_text(tally)) else []
-    parts.append(f"running for {format_seconds(tally.seconds)}")
-    return [*parts, f"{tally.tensors:,} tensors"] if tally.tensors else parts
+    tensors = f"{tally.tensors:,} tensors" if tally.tensors else ""
+    parts = (_shards_text(tally), _eta_text(tally), f"running for {format_seconds(tally.seconds)}", tensors)
+    return list(filter(None, parts))
 
 
 def _fitting(parts: list[str], width: int) -> str:
@@ -227,9 +217,9 @@ class Waiting:
         self._timer: threading.Timer | None = None
         if quiet:
             return
-        if console.errors_are_shown_live():
+        if console.ERRORS.is_terminal:
             waiting = Text(visible(text), no_wrap=True, overflow="ellipsis")
-            self._status = Status(waiting, console=console.error_console())
+            self._status = Status(waiting, console=console.ERRORS)
         else:
             self._timer = threading.Timer(FIRST_LINE_SECONDS, console.print_event, (text,))
             self._timer.daemon = True

@@ -10,7 +10,7 @@ from k2convert.cli import console
 from k2convert.cli.progress import Display
 from k2convert.cli.run import confirm
 from k2convert.cli.verbs import PublishOptions
-from k2convert.cli.views import print_notices, show_commit
+from k2convert.cli.views import show_commit
 from k2convert.hub.branch import Branch, branch_name
 from k2convert.hub.client import SCHEME, Hub, RepoRef, check_endpoint, parse_repo, target_revision
 from k2convert.hub.xet import bound_memory
@@ -53,7 +53,8 @@ def publish(options: PublishOptions) -> None:
         hub=hub,
     )
     target, ledger = publication.target, publication.ledger
-    print_notices(target)
+    for notice in target.notices:
+        console.print_note(f"note: {notice}")
     if publication.is_published:
         Branch(hub, target, branch_name(ledger.digest)).delete()  # a run killed after its last commit leaves it
         console.print_note(f"{target.repo}: {revision} already holds this result")

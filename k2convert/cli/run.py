@@ -16,12 +16,12 @@ from k2convert.cli.forecast import (
     Computer,
     check_time,
     choose_computer,
-    forecast_walk,
+    forecast,
     job_document,
+    layers_left,
     plan_line,
     show_outputs,
     show_walk,
-    smoothing_line,
 )
 from k2convert.cli.machines import capacity_line, open_cluster, run_part
 from k2convert.cli.options import command_words, parse_device, parse_size
@@ -30,7 +30,6 @@ from k2convert.cli.verbs import RunOptions
 from k2convert.cli.views import (
     estimate_document,
     plan_document,
-    print_notices,
     run_document,
     show_commit,
     show_estimate,
@@ -53,7 +52,6 @@ from k2convert.records.ledger import below_budget, check_budget, summarize
 if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan
     from k2convert.hub.preflight import Target
-    from k2convert.job.parts import Part
 
 
 _UNUSED_GPU: Final = (
@@ -67,7 +65,11 @@ def run(options: RunOptions) -> None:
     for is_wrong, problem in _contradictions(options):
         if is_wrong:
             raise typer.BadParameter(problem)
-    part = None if options.part is None else _read_part(options.part)
+    part = None
+    if options.part is not None:
+        from k2convert.job.parts import read_part
+
+        part = read_part(options.part, os.environ)
     computer = choose_computer(options.device, dry_run=options.dry_run) if options.calibrate else None
     overrides = _recipe_overrides(options)
     if options.calibrate:
@@ -95,8 +97,8 @@ def run(options: RunOptions) -> None:
         waiting.end()
         if job.calibrated is not None and (origin := job.calibrated.statistics_from) is not None:
             options = replace(options, statistics=origin)  # the commands that are kept or printed name its commit
-        if job.target is not None:
-            print_notices(job.target)
+        for notice in () if job.target is None else job.target.notices:
+            console.print_note(f"note: {notice}")
         if options.device == "auto" and has_driver() and missing_module("torch") is not None:
             console.print_note(_UNUSED_GPU)
         if options.dry_run:
@@ -107,12 +109,6 @@ def run(options: RunOptions) -> None:
             _show_published(job, job.target, as_json=options.as_json)
         else:
             _do(job, options)
-
-
-def _read_part(text: str) -> "Part":
-    from k2convert.job.parts import read_part
-
-    return read_part(text, os.environ)
 
 
 def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
@@ -164,7 +160,9 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
     if options.ray is not None:
         _show_cluster_plan(job, options)
         return
-    walk = None if job.gptq is None or computer is None else forecast_walk(job, job.gptq, computer)
+    walk = None
+    if job.gptq is not None and computer is not None:
+        walk = forecast(job.gptq, computer, layers=layers_left(job, job.gptq))
     needed = memory_bytes(job, walk=0 if walk is None else walk.memory.main)
     with Waiting("measures the disk and the kernels", quiet=options.quiet):
         estimated = estimate(job, memory=needed)
@@ -178,7 +176,8 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
         show_plan(job, source=options.source)
         if job.gptq is not None and walk is not None and time is not None:
             console.print_line(plan_line(job.gptq))
-            console.print_line(smoothing_line(job))
+            smoothing = "on" if job.plan.recipe.smoothing else "off"
+            console.print_line(f"smoothing: {smoothing} (by default on for w4a4, off for w4a16)")
             show_walk(walk, time, estimated, needed=needed)
         else:
             show_estimate(estimated)
@@ -249,7 +248,7 @@ def _start_walk(job: Job, plan: "CalibrationPlan", options: RunOptions) -> float
     Raises CalibrationError if it is too long, PlanError if the memory is not there.
     """
     check_room(job)
-    walk = forecast_walk(job, plan, Computer(job.limits.devices, plan.text.threads))
+    walk = forecast(plan, Computer(job.limits.devices, plan.text.threads), layers=layers_left(job, plan))
     if walk.size.num_layers == 0:
         return 0.0
     walk.check(options.source, needed=memory_bytes(job, walk=walk.memory.main))

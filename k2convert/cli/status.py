@@ -78,22 +78,29 @@ def _show_pass(work: WorkFolder, begun: WalkJob, *, as_json: bool) -> None:
     console.print_line(f"{str(work.folder).removesuffix(WORK_SUFFIX)}: calibration {word}: {amount}")
     if progress is not None:
         show_progress(progress, age)
-    if is_running:
-        return
+    if not is_running:
+        _show_resume(command, "calibrate")
+
+
+def _show_resume(command: JobCommand | None, verb: str) -> None:
     if command is not None:
-        console.print_next(command.line(here=here))
+        console.print_next(command.line(here=str(Path.cwd())))
     else:
-        console.print_note("not running: the same `k2convert calibrate` command resumes it")
+        console.print_note(f"not running: the same `k2convert {verb}` command resumes it")
 
 
 def _show_job(folder: Path, *, as_json: bool) -> None:
     journal = Journal(folder)
     if journal.job() is None and (other := _say_other(folder)):
         raise DestinationError(other)
-    state, walk = journal.state(), _walk_state(folder)
+    state, work, walk = journal.state(), conversion_work(folder), None
+    if (begun := work.job()) is not None:
+        walk = {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}
     if as_json:
         document = status_document(state) | ({} if walk is None else {"calibration": walk})
-        console.print_json(document | published_document(folder))
+        found = find_published(folder)
+        published = None if found is None else {"repo": found.repo, "commit": found.commit}
+        console.print_json(document | {"published": published})
         return
     show_status(folder, state)
     if walk is not None and state.progress is None:
@@ -116,24 +123,16 @@ def _say_other(folder: Path) -> str:
 
 
 def _show_next(folder: Path, state: JobState) -> None:
-    command, here = state.command, str(Path.cwd())
-    if state.is_complete:
-        if state.job.recipe.target == "nvfp4":
-            console.print_next(console.command("k2convert", "validate", folder, *_made_from(command, here=here)))
-    elif not state.is_running:
-        if command is not None:
-            console.print_next(command.line(here=here))
-        else:
-            console.print_note("not running: the same `k2convert run` command resumes it")
-
-
-def _made_from(command: JobCommand | None, *, here: str) -> tuple[str, ...]:
-    """Return the options of `validate` that name the source and the statistics of a job."""
-    if command is None or len(command.words) < 4:
-        return ()
-    statistics = command.value("--statistics")
-    given = ("--source", command.place(command.words[2], here=here))
-    return given if statistics is None else (*given, "--statistics", command.place(statistics, here=here))
+    if not state.is_complete:
+        if not state.is_running:
+            _show_resume(state.command, "run")
+    elif state.job.recipe.target == "nvfp4":
+        command, here, given = state.command, str(Path.cwd()), list[str]()
+        if command is not None and len(command.words) >= 4:
+            given += ["--source", command.place(command.words[2], here=here)]
+            if (statistics := command.value("--statistics")) is not None:
+                given += ["--statistics", command.place(statistics, here=here)]
+        console.print_next(console.command("k2convert", "validate", folder, *given))
 
 
 def status_document(state: JobState) -> dict[str, Any]:
@@ -241,12 +240,6 @@ def _repository_document(repo: RemoteRepo, ledger: Ledger, missing: list[str]) -
     }
 
 
-def published_document(folder: Path) -> dict[str, object]:
-    """Return where the result of a folder was published, as plain data."""
-    found = find_published(folder)
-    return {"published": None if found is None else {"repo": found.repo, "commit": found.commit}}
-
-
 def show_published(folder: Path) -> bool:
     """Say where the result of a folder went; return whether the state's next step was said too."""
     found = find_published(folder)
@@ -261,12 +254,3 @@ def show_published(folder: Path) -> bool:
     else:
         console.print_next(console.command("k2convert", "validate", f"hf://{found.repo}"))
     return True
-
-
-def _walk_state(destination: Path) -> dict[str, object] | None:
-    """Return how far the walk of an unfinished job is, as plain data; None if there is none."""
-    work = conversion_work(destination)
-    begun = work.job()
-    if begun is None:
-        return None
-    return {"layers": begun.identity.get("layers"), "finished_layers": work.num_finished()}

@@ -1,6 +1,5 @@
 """`validate`: check and measure a result in a folder or on the Hub, and show the findings."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -25,7 +24,6 @@ from k2convert.validation.results import ValidationReport
 from k2convert.validation.validate import LayersRequest, validate_checkpoint
 
 if TYPE_CHECKING:
-    from k2convert.calibration.text import Windows
     from k2convert.validation.layers.cost import LayersCost
 
 _MAX_NUMBERS: Final = 8  # layers that are listed one by one
@@ -40,7 +38,10 @@ def validate(options: ValidateOptions) -> None:
     with open_ends(options.destination, options.source, hub=hub, statistics=options.statistics) as opened:
         _check_operands(opened.source, layers=layers, hidden_states=options.hidden_states, against=against)
         if request is not None and opened.source is not None and text:
-            request = replace(request, hidden_states=_read_text(text, opened.source, tokens=options.tokens))
+            use = TextUse(tokens=options.tokens, window=TEXT_WINDOW, seed=0)
+            request = replace(request, hidden_states=(windows := read_windows_of(opened.source, text, use)))
+            for note in windows.notes:
+                console.print_note(note)
         if opened.shards.result is None:
             check_shards_are_here(opened.folder)
         total = opened.bytes_to_read(layers) + (folder_bytes(against) if against is not None else 0)
@@ -48,7 +49,12 @@ def validate(options: ValidateOptions) -> None:
             console.print_event(
                 f"checks {console.format_bytes(total)}, shard by shard; what comes from the Hub is dropped"
             )
-        with _display(opened, request, total, quiet=options.quiet) as events:
+        cost = None if request is None else _say_layers_cost(opened, request, quiet=options.quiet)
+        extent = Extent({"check": (total, 0)}, num_experts=0 if cost is None else cost.num_experts)
+        display = Display("validate", extent, quiet=options.quiet)
+        if cost is not None and cost.seconds is not None:
+            display.tally.expected_seconds["layers"] = cost.seconds
+        with display as events:
             found = validate_checkpoint(
                 folder=opened.folder,
                 source=opened.source,
@@ -85,25 +91,6 @@ def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
     except ValueError:
         raise typer.BadParameter(f"--layers {layers}: expected numbers like 1,30,60, or all") from None
     return None if layers is None else numbers
-
-
-def _read_text(files: Sequence[Path], source: Checkpoint, *, tokens: int) -> "Windows":
-    """Read the text for --layers with the source's tokenizer, and note where it has less than asked for."""
-
-    found = read_windows_of(source, files, TextUse(tokens=tokens, window=TEXT_WINDOW, seed=0))
-    for note in found.notes:
-        console.print_note(note)
-    return found
-
-
-def _display(opened: Opened, request: LayersRequest | None, total: int, *, quiet: bool) -> Display:
-    """Return the display of a validation. Prints the cost of the layers, if some are to be computed."""
-    cost = None if request is None else _say_layers_cost(opened, request, quiet=quiet)
-    extent = Extent({"check": (total, 0)}, num_experts=cost.num_experts if cost is not None else 0)
-    display = Display("validate", extent, quiet=quiet)
-    if cost is not None and cost.seconds is not None:
-        display.tally.expected_seconds["layers"] = cost.seconds
-    return display
 
 
 def _show_found(found: ValidationReport, folder: Path, *, as_json: bool) -> None:

@@ -41,18 +41,14 @@ def show_validation(report: ValidationReport, *, as_json: bool) -> None:
 
 def _show_contract(contract: ContractReport) -> None:
     rows = [
-        (str(rule.number), rule.verdict, f"{rule.count:,}" if rule.count else "", f"{rule.title}{_note(rule.note)}")
-        for rule in contract.rules
+        (str(r.number), r.verdict, f"{r.count:,}" if r.count else "", f"{r.title} ({r.note})" if r.note else r.title)
+        for r in contract.rules
     ]
     title = f"servable contract: {contract.folder} ({contract.layout}, {contract.activations})"
     print_table(title, ("rule", "verdict", "count", "what must hold"), rows, left=(0, 1, 3))
     for rule in contract.rules:
         for offender in rule.offenders:
             print_line(f"rule {rule.number} {rule.verdict}: {offender.name}: {offender.problem}")
-
-
-def _note(text: str) -> str:
-    return f" ({text})" if text else ""
 
 
 def _error_row(label: str, error: DecodedError, is_weighted: bool) -> tuple[str, ...]:
@@ -68,7 +64,6 @@ def _decibels(sqnr: float | None) -> str:
 
 
 _ERROR_COLUMNS = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged")
-_WEIGHTED_COLUMNS = ("weighted SQNR",)
 
 
 def _show_weights(title: str, weights: WeightsReport) -> None:
@@ -76,7 +71,7 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
     is_weighted = any(error.weighted_error is not None for error in totals.values())
     rows = [_error_row(role, error, is_weighted) for role, error in totals.items()]
     rows += [_error_row("worst", error, is_weighted) for _, error in weights.worst(1)]
-    print_table(title, (*_ERROR_COLUMNS, *(_WEIGHTED_COLUMNS if is_weighted else ())), rows)
+    print_table(title, (*_ERROR_COLUMNS, *(("weighted SQNR",) if is_weighted else ())), rows)
     for module, _ in weights.worst(1):
         print_line(f"worst: {module}")
     rule = weights.rule

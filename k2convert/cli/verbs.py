@@ -136,11 +136,10 @@ class CalibrateOptions:
     source: SourceArgument
     statistics: Annotated[
         Path,
-        typer.Argument(
-            metavar="STATISTICS",
-            help="Statistics file to write. Until it is complete, the work is in STATISTICS.work.",
-            callback=local_folder,
-            show_default=False,
+        argument(
+            "STATISTICS",
+            "Statistics file to write. Until it is complete, the work is in STATISTICS.work.",
+            local_folder,
         ),
     ]
     text: Annotated[list[Path], option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")]
@@ -205,15 +204,7 @@ class ReportOptions:
 
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER",
-            help="Folder of the converted checkpoint.",
-            callback=local_folder,
-            show_default=False,
-        ),
-    ]
+    folder: Annotated[Path, argument("FOLDER", "Folder of the converted checkpoint.", local_folder)]
     repo: Annotated[
         str,
         option("Repository to publish on.", "owner/name[@branch]", callback=not_address),

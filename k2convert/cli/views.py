@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from k2convert.cli.console import (
@@ -10,12 +11,10 @@ from k2convert.cli.console import (
     format_seconds,
     format_span,
     print_line,
-    print_note,
     print_table,
 )
 from k2convert.hub.branch import branch_name
 from k2convert.hub.client import MAIN, Hub
-from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import redacted
 from k2convert.job.estimate import Estimate
 from k2convert.job.locations import Destination
@@ -185,43 +184,24 @@ def _show_hub(job: Job) -> None:
 
 def estimate_document(found: Estimate) -> dict[str, object]:
     """Return an estimate as plain data; rates are bytes a second, null if not measured."""
-    least, most = found.seconds or (None, None)
-    return {
-        "seconds": None if least is None or most is None else [round(least), round(most)],
-        "without_network": True,
-        "bytes_in": found.bytes_in,
-        "bytes_out": found.bytes_out,
-        "read_rate": found.read_rate,
-        "write_rate": found.write_rate,
-        "convert_rate": found.convert_rate,
-        "memory_bytes": found.memory_bytes,
-        "memory_available": found.memory_available,
-    }
+    seconds = None if found.seconds is None else [round(bound) for bound in found.seconds]
+    return {"seconds": seconds, "without_network": True} | asdict(found)
 
 
 def show_estimate(found: Estimate) -> None:
     """Print how long the rest of a job will take, and its memory."""
     available = format_bytes(found.memory_available)
     print_line(f"memory: needs about {format_bytes(found.memory_bytes)}, available {available}")
-    if not found.bytes_in:
-        print_line("time: every shard is done")
-        return
-    if found.seconds is not None:
-        print_line(f"time: {conversion_span(found)}")
+    if found.seconds is not None or not found.bytes_in:
+        print_line(f"time: {conversion_span(found) if found.bytes_in else 'every shard is done'}")
 
 
 def conversion_span(found: Estimate) -> str:
     """Return how long converting will take, and the rates that this comes from."""
     if found.seconds is None:
         return "not measured"
-    rates = ", ".join(
-        f"{word} {format_rate(rate)}" if rate else f"{word} not measured"
-        for word, rate in (
-            ("read", found.read_rate),
-            ("convert", found.convert_rate),
-            ("write", found.write_rate),
-        )
-    )
+    measured = (("read", found.read_rate), ("convert", found.convert_rate), ("write", found.write_rate))
+    rates = ", ".join(f"{word} {format_rate(rate) if rate else 'not measured'}" for word, rate in measured)
     return f"{format_span(*found.seconds)}, an estimate from a second of measuring here ({rates})"
 
 
@@ -267,12 +247,6 @@ def show_run(job: Job, totals: Mapping[str, WeightMetrics], seconds: float) -> N
     fresh = sum(s.bytes_in for s in job.plan.jobs if s.name not in job.finished)
     rate = f", {format_bytes(fresh / seconds)}/s in" if fresh and seconds else ""
     print_line(f"{job.destination.folder}: {len(job.plan.jobs)} shards, {format_seconds(seconds)}{rate}")
-
-
-def print_notices(target: Target) -> None:
-    """Print what the user should know before publishing."""
-    for notice in target.notices:
-        print_note(f"note: {notice}")
 
 
 def show_commit(hub: Hub, destination: Destination, commit: str) -> None:

@@ -7,6 +7,7 @@ names the number it does not divide and the nearest that works.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Final
 
 from k2convert.errors import FitError
@@ -49,7 +50,7 @@ class Parallelism:
 def check_layout(layout: Parallelism, shape: ModelShape) -> None:
     """Raise FitError if the model cannot be laid out so, naming the divisor and the nearest numbers that work."""
     if not layout.data_attention:
-        _check("tp", layout.tensor, _tensor_sizes(shape), f"it must divide the {shape.num_heads} attention heads")
+        _check("tp", layout.tensor, _divisors(shape.num_heads), f"it must divide the {shape.num_heads} attention heads")
     _check_experts(layout, shape)
     _check("pp", layout.pipeline, range(1, shape.num_layers + 1), f"stages hold whole layers of {shape.num_layers}")
     _check("dcp", layout.decode_context, _divisors(layout.tensor), f"it must divide the --tp {layout.tensor}")
@@ -73,7 +74,7 @@ def _check_experts(layout: Parallelism, shape: ModelShape) -> None:
         )
     if choices:
         _check("ep", layout.expert, choices, reason)
-    sizes = range(1, _MOST_GPUS + 1) if layout.data_attention else _tensor_sizes(shape)
+    sizes = range(1, _MOST_GPUS + 1) if layout.data_attention else _divisors(shape.num_heads)
     nearest = _nearest("tp", layout.tensor, [n for n in sizes if _expert_sizes(n, shape)])
     raise FitError(f"--ep {layout.expert}: {reason}. Nearest: {nearest}.")
 
@@ -82,10 +83,6 @@ def _expert_sizes(tensor: int, shape: ModelShape) -> list[int]:
     """Return what --ep may be on that many GPUs."""
     widths = _widths(shape)
     return [n for n in _divisors(tensor) if shape.num_experts % n == 0 and tensor // n in widths]
-
-
-def _tensor_sizes(shape: ModelShape) -> list[int]:
-    return _divisors(shape.num_heads)
 
 
 def _widths(shape: ModelShape) -> list[int]:
@@ -140,9 +137,11 @@ def complete_layout(
     )
     check_layout(layout, shape)
     if layout.num_gpus != count:
+        usual = _open_tensor(count, shape, None, data_attention=False)
+        suggested = Parallelism(tensor=usual, pipeline=count // usual)
         raise FitError(
             f"--tp {layout.tensor} and --pp {layout.pipeline} use {layout.num_gpus} GPUs, not --count {count}. "
-            f"Nearest: --count {layout.num_gpus}, or leave out --tp and --pp: {_suggest(count, shape)}."
+            f"Nearest: --count {layout.num_gpus}, or leave out --tp and --pp: {suggested}."
         )
     return layout
 
@@ -153,13 +152,8 @@ def _open_tensor(count: int, shape: ModelShape, pipeline: int | None, data_atten
     if data_attention:
         return count
     widths = _widths(shape)
-    sizes = [n for n in _tensor_sizes(shape) if count % n == 0 and n <= _MAX_NODE and n in widths]
+    sizes = [n for n in _divisors(shape.num_heads) if count % n == 0 and n <= _MAX_NODE and n in widths]
     return max(sizes, default=1)
-
-
-def _suggest(count: int, shape: ModelShape) -> str:
-    tensor = _open_tensor(count, shape, None, data_attention=False)
-    return str(Parallelism(tensor=tensor, pipeline=count // tensor))
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
@@ -170,9 +164,4 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
     counts = [num_layers // num_stages] * num_stages
     for i in range(2, num_layers % num_stages + 2):
         counts[-i] += 1
-    stages: list[range] = []
-    begin = 0
-    for count in counts:
-        stages.append(range(begin, begin + count))
-        begin += count
-    return stages
+    return [range(*bounds) for bounds in pairwise(accumulate(counts, initial=0))]

@@ -131,18 +131,15 @@ class Weights:
         """Return the weights with fewer of each layer's experts. The experts of a layer, and their rows of the router,
         have the same bytes.
         """
-        return Weights(tuple(_with_experts(part, kept, of) for part in self.parts))
+        pruned = (Role.EXPERTS, Role.ROUTER)
+        return Weights(
+            tuple(replace(p, num_bytes=p.num_bytes * kept // of) if p.role in pruned else p for p in self.parts)
+        )
 
 
 _SPLIT_ROLES: Final = frozenset(
     (Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION, Role.EMBEDDINGS, Role.LM_HEAD)
 )
-
-
-def _with_experts(part: Part, kept: int, total: int) -> Part:
-    if part.role not in (Role.EXPERTS, Role.ROUTER):
-        return part
-    return replace(part, num_bytes=part.num_bytes * kept // total)
 
 
 def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = None) -> Weights:

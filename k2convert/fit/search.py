@@ -72,13 +72,6 @@ def most_experts(model: Model, holder: Holder, *, settings: Settings) -> tuple[i
     return None
 
 
-def fewest_gpus(model: Model, holder: Holder, *, settings: Settings) -> int | None:
-    """Return the smallest usual count above a holder's that holds the model; None if none does."""
-    larger = find_holders(model, settings=settings, gpus=(holder.gpu,))
-    counts = [found.fit.layout.num_gpus for found in larger]
-    return min((count for count in counts if count > holder.fit.layout.num_gpus), default=None)
-
-
 @dataclass(frozen=True, slots=True)
 class WaysOut:
     """What would fit where a model does not: fewer experts per layer, with what then fits, or more of the same GPUs.
@@ -97,7 +90,9 @@ def ways_out(model: Model, holder: Holder, *, settings: Settings) -> WaysOut:
         wanted.append(replace(settings, context=longest, requests=1))
     found = [most_experts(model, holder, settings=one) for one in wanted]
     known = {one[0]: one for one in found if one is not None}
-    return WaysOut(tuple(known.values()), fewest_gpus(model, holder, settings=settings))
+    counts = [one.fit.layout.num_gpus for one in find_holders(model, settings=settings, gpus=(holder.gpu,))]
+    larger = min((count for count in counts if count > holder.fit.layout.num_gpus), default=None)
+    return WaysOut(tuple(known.values()), larger)
 
 
 NEEDS_COLUMNS: Final = ("GPUs", "layout", "weights on each", "KV tokens, FP8", "KV tokens, BF16")

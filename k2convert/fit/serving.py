@@ -95,7 +95,7 @@ class ServeCommand:
         """Lines for a shell, broken between options."""
         lines = [""]
         for part in _options(self.words):
-            joined = f"{lines[-1]} {part}".lstrip() if len(lines) == 1 else f"{lines[-1]} {part}"
+            joined = f"{lines[-1]} {part}" if lines[-1] else part
             if lines[-1] and len(joined) > _COLUMNS:
                 lines.append(f"    {part}")
             else:

@@ -225,35 +225,27 @@ class RangeBody:
             self._piece = memoryview(next(self._pieces, b""))
             self._received += len(self._piece)
             if self._received > self._num_bytes:
-                raise self._unlike("more")
+                raise self._failed(f"the answer had more of {self._num_bytes:,} bytes")
         if self._piece:
             count = min(len(self._piece), len(memory))
             memory[:count] = self._piece[:count]
             self._piece = self._piece[count:]
             return count
         if self._connection is not None and self._received < self._num_bytes:
-            count = self._receive(self._connection, memory[: self._num_bytes - self._received])
+            try:
+                count = self._connection.recv_into(memory[: self._num_bytes - self._received])
+            except OSError as error:  # a broken line has more errors than Python has classes for
+                raise self._failed(f"the connection to the Hub failed ({type(error).__name__}: {error})") from error
             self._received += count
             if count:
                 return count
         if self._received < self._num_bytes:
-            raise self._unlike(f"only {self._received:,}")
+            raise self._failed(f"the answer had only {self._received:,} of {self._num_bytes:,} bytes")
         return 0
 
-    def _receive(self, connection: socket.socket, memory: memoryview) -> int:
-        try:
-            return connection.recv_into(memory)
-        except OSError as error:  # a broken line has more errors than Python has classes for
-            reason = f"the connection to the Hub failed ({type(error).__name__}: {error})"
-            raise HubRequestError(
-                f"{self._where}: {reason}. Check the network, then run the same command again to continue.",
-                reason=reason,
-                transient=True,
-            ) from error
-
-    def _unlike(self, amount: str) -> HubRequestError:
-        reason = f"the answer had {amount} of {self._num_bytes:,} bytes"
-        return HubRequestError(f"{self._where}: {reason}. Run the same command again.", reason=reason, transient=True)
+    def _failed(self, reason: str) -> HubRequestError:
+        remedy = "Check the network, then run the same command again to continue."
+        return HubRequestError(f"{self._where}: {reason}. {remedy}", reason=reason, transient=True)
 
 
 def body_socket(response: Any, num_bytes: int) -> socket.socket | None:
@@ -281,7 +273,8 @@ def body_socket(response: Any, num_bytes: int) -> socket.socket | None:
 
 def check_online() -> None:
     """Raise HubError if HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) is set."""
-    if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in _OFFLINE):
+    variables = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in variables):
         raise offline_error()
 
 
@@ -294,6 +287,3 @@ def check_token() -> None:
             "the token in HF_TOKEN (or the login file) has a character that tokens never have, such as a space, a "
             "control character or a curly quote. Copy it again."
         )
-
-
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

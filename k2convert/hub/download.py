@@ -24,7 +24,7 @@ from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.errors import DestinationError, DestinationWriteError, DiskFullError, HubError
-from k2convert.hub.client import NUM_ATTEMPTS, SCHEME, Hub, parse_repo
+from k2convert.hub.client import NUM_ATTEMPTS, SCHEME, Hub, RepoRef, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial, range_segment_bytes
 from k2convert.hub.source import DATASET, MODEL, RemoteRepo, fetch_file, file_url, resolve_source
@@ -266,8 +266,11 @@ def fetch_named_file(hub: Hub, text: str, *, suffix: str, folder: Path) -> tuple
     Without a path in the address it is the only file whose name ends in `suffix`. Raises HubError, DiskFullError.
     """
     address = parse_file_address(text)
-    remote = resolve_source(hub, address, kind=address.kind)
-    name = address.path or _only_name(remote, text, suffix)
+    remote = resolve_source(hub, RepoRef(address.repo, address.revision), kind=address.kind)
+    found = [address.path] if address.path else sorted(path for path in remote.files if path.endswith(suffix))
+    if len(found) != 1:
+        raise HubError(f"{text}: has {len(found)} files named *{suffix}. Name the file: {text}/FILE.")
+    name = found[0]
     if name not in remote.files:
         raise HubError(f"{text}: is not there at commit {remote.commit[:12]}. Check the name and the revision.")
     target = folder / Path(name).name
@@ -276,10 +279,3 @@ def fetch_named_file(hub: Hub, text: str, *, suffix: str, folder: Path) -> tuple
     else:
         download_shard(hub, remote, name, target=target, stop=Event())
     return target, str(FileAddress(address.repo, address.kind, remote.commit, name))
-
-
-def _only_name(remote: RemoteRepo, text: str, suffix: str) -> str:
-    found = sorted(path for path in remote.files if path.endswith(suffix))
-    if len(found) != 1:
-        raise HubError(f"{text}: has {len(found)} files named *{suffix}. Name the file: {text}/FILE.")
-    return found[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -45,15 +44,14 @@ def counted_operation(name: str, path: Path, count: SentCount) -> CommitOperatio
         def as_file(self, with_tqdm: bool = False) -> Generator[BinaryIO]:
             with path.open("rb") as file:
                 if with_tqdm:  # the library asks for a progress bar, so it is going to send the bytes
-                    file.read = partial(_read_counted, file, count, file.read)
+                    read = file.read
+
+                    def read_counted(size: int | None = -1) -> bytes:
+                        data = read(size)
+                        count.move_to(file.tell())
+                        return data
+
+                    file.read = read_counted
                 yield file
 
     return Counted(name, path)
-
-
-def _read_counted(
-    file: BinaryIO, count: SentCount, read: Callable[[int | None], bytes], size: int | None = -1
-) -> bytes:
-    data = read(size)
-    count.move_to(file.tell())
-    return data

@@ -117,19 +117,16 @@ def _check_right_to_write(account: dict[str, object], repo: str, namespace: str)
     role = token.get("role")
     if role == "read":
         raise HubError(f"{repo}: the token can only read. Use one with write access (huggingface.co/settings/tokens).")
-    if role == "fineGrained" and not _may_write(mapping_or_empty(token.get("fineGrained")), repo, namespace):
+    scopes: Mapping[str, Any] = mapping_or_empty(token.get("fineGrained"))
+    if role == "fineGrained" and not any(
+        "repo.write" in (scope.get("permissions") or [])
+        and mapping_or_empty(scope.get("entity")).get("name") in (repo, namespace)
+        for scope in map(mapping_or_empty, scopes.get("scoped") or [])
+    ):
         raise HubError(
             f"{repo}: the fine-grained token has no write permission for it. "
             f"Give it 'Write access to contents and settings of repositories' under {namespace}."
         )
-
-
-def _may_write(scopes: Mapping[str, Any], repo: str, namespace: str) -> bool:
-    return any(
-        "repo.write" in (scope.get("permissions") or [])
-        and mapping_or_empty(scope.get("entity")).get("name") in (repo, namespace)
-        for scope in map(mapping_or_empty, scopes.get("scoped") or [])
-    )
 
 
 def _look_up(hub: Hub, repo: str, revision: str) -> tuple[str | None, bool | None]:
@@ -147,8 +144,7 @@ def _look_up(hub: Hub, repo: str, revision: str) -> tuple[str | None, bool | Non
 def _size_notices(
     account: dict[str, object], namespace: str, file_bytes: Mapping[str, int], *, private: bool
 ) -> list[str]:
-    total, notices = sum(file_bytes.values()), list[str]()
-    largest = max(file_bytes.values(), default=0)
+    total, largest, notices = sum(file_bytes.values()), max(file_bytes.values(), default=0), list[str]()
     if largest > RECOMMENDED_FILE_BYTES:
         notices.append(f"the largest file has {largest / 1e9:.1f} GB; the Hub recommends at most 20 GB")
     is_pro = bool(account.get("isPro"))

@@ -86,15 +86,10 @@ def explained(action: str) -> Generator[None]:
         raise offline_error() from None
     except HfHubHTTPError as error:
         raise _explain_response(action, error) from error
-    except json.JSONDecodeError as error:
-        reason = "the answer was not the Hub's; it may be from a proxy or a login page"
-        raise HubRequestError(
-            f"could not {action}: {reason}. Check the network, then run the same command again to continue.",
-            reason=reason,
-            transient=True,
-        ) from error
-    except (_transport_error(), ConnectionError, TimeoutError, ssl.SSLError) as error:
+    except (json.JSONDecodeError, _transport_error(), ConnectionError, TimeoutError, ssl.SSLError) as error:
         reason = f"the connection to the Hub failed ({type(error).__name__}: {error})"
+        if isinstance(error, json.JSONDecodeError):
+            reason = "the answer was not the Hub's; it may be from a proxy or a login page"
         raise HubRequestError(
             f"could not {action}: {reason}. Check the network, then run the same command again to continue.",
             reason=reason,

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from k2convert.checkpoint.files import (
     MAX_SMALL_FILE_BYTES,
@@ -28,7 +28,7 @@ from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError, MalformedFileError, quoted
-from k2convert.hub.client import NUM_ATTEMPTS, Hub
+from k2convert.hub.client import NUM_ATTEMPTS, Hub, RepoRef
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -75,16 +75,7 @@ class RemoteRepo:
         return file
 
 
-class _Revision(Protocol):
-    """What a repository and a revision of it are named by."""
-
-    @property
-    def repo(self) -> str: ...
-    @property
-    def revision(self) -> str | None: ...
-
-
-def resolve_source(hub: Hub, ref: _Revision, *, kind: str = MODEL) -> RemoteRepo:
+def resolve_source(hub: Hub, ref: RepoRef, *, kind: str = MODEL) -> RemoteRepo:
     """Resolve a revision to its commit once, and list the commit's files with their sizes and hashes."""
     api = hub.api()
     action = f"look up {ref.repo}" + (f" at revision {ref.revision}" if ref.revision else "")
@@ -115,9 +106,8 @@ def list_files(hub: Hub, repo: str, revision: str, *, kind: str = MODEL) -> dict
 
 def _checked(file: RemoteFile) -> RemoteFile:
     """Return the file; raises TypeError if the listing gave something else than text and counts."""
-    sizes: tuple[object, ...] = (file.num_bytes,)
     texts: tuple[object, ...] = (file.path, file.sha256 or file.git_sha1)
-    if not (all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in sizes)):
+    if not all(isinstance(text, str) for text in texts) or type(file.num_bytes) is not int or file.num_bytes < 0:
         raise TypeError(f"not a file: {quoted(file)}")
     return file
 
@@ -229,9 +219,10 @@ def fetch_small_files(hub: Hub, source: RemoteRepo, *, folder: Path) -> None:
     for file in others:
         if file.num_bytes > MAX_SMALL_FILE_BYTES:
             hub.notify(f"{file.path} is left out: {file.num_bytes:,} bytes. Copy it by hand if you need it")
-    missing = [file for file in wanted if not _is_there(_small_path(source, file, folder=folder), file)]
+    paths = {file: _small_path(source, file, folder=folder) for file in wanted}
+    missing = [file for file, p in paths.items() if not p.is_file() or p.is_symlink() or not matches(p, file)]
     for file, data in _in_threads(lambda file: read_file(hub, source.repo, source.commit, file), missing):
-        _keep_small_file(_small_path(source, file, folder=folder), data)
+        _keep_small_file(paths[file], data)
 
 
 def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Generator[tuple[T, R]]:
@@ -275,10 +266,6 @@ def _small_path(source: RemoteRepo, file: RemoteFile, *, folder: Path) -> Path:
             f"{source.repo}: lists {quoted(file.path)}, a path outside its folder. Do not use this repository."
         )
     return folder / parts
-
-
-def _is_there(path: Path, file: RemoteFile) -> bool:
-    return path.is_file() and not path.is_symlink() and matches(path, file)
 
 
 def _keep_small_file(target: Path, data: bytes) -> None:
