@@ -87,20 +87,16 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "unknown key": ("name: a\nrule: max\nruel: mse\n", ["'ruel'", "known keys", "rule"]),
     "unknown key inside": ("name: a\ninput_scale: {gate: 1.0}\n", ["input_scale.gate", "gate_up"]),
     "unknown role": ("name: a\nroles: [experts, router]\n", ["roles", "shared_experts"]),
-    "repeated role": ("name: a\nroles: [experts, experts]\n", ["roles", "repeated"]),
     "experts left out": ("name: a\nroles: [dense_mlp]\n", ["roles", "experts"]),
     "unknown rule": ("name: a\nrule: best\n", ["rule", "mse"]),
     "mse by the reference": ("name: a\nrule: mse\nquantizer: reference\n", ["reference", "max"]),
     "negative input scale": ("name: a\ninput_scale: {down: -1.0}\n", ["input_scale.down", "greater than 0"]),
     "input scale beyond FP32": ("name: a\ninput_scale: {down: 1.0e+39}\n", ["input_scale.down", "must be between"]),
-    "input scale below FP32": ("name: a\ninput_scale: {down: 1.0e-50}\n", ["input_scale.down", "must be between"]),
-    "subnormal input scale": ("name: a\ninput_scale: {down: 1.0e-45}\n", ["input_scale.down", "must be between"]),
     "input scale without a reciprocal": (
         "name: a\ninput_scale: {down: 3.0e+38}\n",
         ["input_scale.down", "must be between"],
     ),
     "infinite input scale": ("name: a\ninput_scale: {down: .inf}\n", ["input_scale.down", "finite"]),
-    "no name": ("rule: max\n", ["name"]),
     "not YAML": ("name: [a\n", ["not YAML"]),
     "a tag that would run code": ("!!python/object/apply:os.getcwd []\n", ["not YAML"]),
     "duplicate key": ("name: a\nrule: max\nrule: mse\n", ["rule", "duplicate key"]),
@@ -201,13 +197,11 @@ def test_model_type_inside_a_multimodal_config_is_free(k25: Path, tmp_path: Path
 
 
 OTHER_SCHEMES: list[tuple[str, object]] = [
-    ("group_size", 16),
     ("group_size", 64),
     ("group_size", -1),
     ("symmetric", False),
     ("num_bits", 8),
     ("type", "float"),
-    ("strategy", "channel"),
     ("quant_method", "gptq"),
     ("format", "int-quantized"),
 ]
@@ -284,7 +278,6 @@ def test_write_that_fails_on_the_way_keeps_what_is_finished(k2_shaped: Path, des
     "words",
     [
         ["run"],
-        ["run", "a"],
         ["run", "a", "b", "--fast"],
         ["run", "a", "b", "--rule", "best"],
         ["run", "a", "b", "--public"],
@@ -300,10 +293,7 @@ def test_senseless_words_are_usage_errors(words: list[str], capsys: pytest.Captu
 
 NEAR_NAMES = [
     ("convert", "run"),
-    ("quantize", "run"),
     ("verify", "validate"),
-    ("upload", "publish"),
-    ("info", "inspect"),
     ("inspct", "inspect"),
 ]
 
@@ -318,11 +308,8 @@ def test_a_near_name_of_a_command_names_the_command(word: str, verb: str, capsys
 
 OPTION_VALUES = [
     ("--workers", "0", "greater than or equal to 1"),
-    ("--workers", "two", "integer"),
     ("--max-disk", "lots", "200GB"),
-    ("--max-disk", "-5GB", "200GB"),
     ("--rule", "best", "mse"),
-    ("--layout", "gguf", "modelopt"),
     ("--activations", "w8a8", "w4a16"),
     ("--to", "fp8", "bf16"),
 ]
@@ -345,9 +332,6 @@ SETTINGS = [
     ("input_scale.down=0", "input_scale.down: Input should be greater than 0"),
     ("input_scale.gate_up=.nan", "finite"),
     ("input_scale.down=1.0e-50", "between"),
-    ("quantizer=mine", "native"),
-    ("kv_cache=int8", "fp8"),
-    ("calibration.tokens=0", "calibration.tokens"),
     ("calibration.token=1", "unknown key 'calibration.token'; known keys: tokens, window"),
     ("ruel=plain", "unknown key 'ruel'; known keys: name"),
     ("rule", "not a setting. Use key=value"),

@@ -131,12 +131,7 @@ SOURCES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a layer number of 150 digits": (rename(NORM, f"model.layers.{'9' * 150}.input_layernorm.weight"), ["not part of"]),
     "a layer in other digits": (rename(NORM, "model.layers.\u0663.input_layernorm.weight"), ["not part of"]),
     "half of a surrogate pair": (rename(NORM, "model.layers.1.\ud800.weight"), ["surrogate", "ud800"]),
-    "a shard name too long for a record": (
-        lambda s: edit_json(s / INDEX, lambda i: i["weight_map"].update({NORM: "x" * 240 + ".safetensors"})),
-        ["name too long"],
-    ),
     "a config larger than any": (largest_json, [CONFIG, "larger than"]),
-    "metadata that is no object": (lambda s: edit_json(s / INDEX, lambda i: i.update(metadata=7)), ["metadata"]),
 }
 
 

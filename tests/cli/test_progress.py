@@ -102,12 +102,6 @@ def test_status_of_a_running_job_shows_its_rate_and_eta(
     assert not (out / ".k2convert" / "lock").read_text()
 
 
-def test_a_finished_job_leaves_its_command_for_status(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
-    assert run_cli("run", tiny, tmp_path / "out").returncode == 0
-    names = {path.name for path in (tmp_path / "out" / ".k2convert").iterdir()}
-    assert names == {"command.json", "job.json", "lock", "shards"}
-
-
 def test_a_dry_run_estimates_time_and_memory_and_leaves_nothing(run_cli: RunCli, tiny: Path, tmp_path: Path) -> None:
     shown = run_cli("run", tiny, tmp_path / "out", "--dry-run")
     assert shown.returncode == 0

@@ -216,17 +216,6 @@ def test_the_list_counts_requests_of_the_model_s_maximum(k2_headers: Path, capsy
     ]
 
 
-def test_tables_name_the_layout_the_gpu_and_the_next_command(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("fit", tiny, "--gpu", "h200", "--count", "1", "--kv", "fp8") == 0
-    shown = capsys.readouterr()
-    assert "1 x H200, TP1: fits: " in shown.out
-    assert "overhead (assumed)" in shown.out
-    assert "ceiling: " in shown.out
-    assert "weight-only, by Marlin kernels" in shown.err
-    assert "36 % in BABILong" in shown.err
-    assert shown.err.endswith(f"next: k2convert run {tiny} DEST --dry-run\n")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -195,12 +195,6 @@ def test_sglang_keeps_activations_of_weight_only_checkpoints_in_16_bits() -> Non
         assert any("rounds activations to 4 bits" in note for note in found.notes) == needs
 
 
-def test_releases_of_tensorrt_llm_are_named_where_they_matter() -> None:
-    assert command("tensorrt-llm").notes == ()
-    assert ["older releases" in note for note in command("tensorrt-llm", activations="w4a16").notes] == [True]
-    assert ["recent releases" in note for note in command("tensorrt-llm", layout="compressed-tensors").notes] == [True]
-
-
 def test_gpus_without_fast_nvfp4_are_named(engine: Engine) -> None:
     assert command(engine, gpu=GPUS["b200"]).notes == ()
     (hopper,) = command(engine, gpu=GPUS["h200"]).notes

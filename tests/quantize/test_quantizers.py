@@ -115,13 +115,6 @@ def test_mse_halves_the_error_of_max_and_is_near_the_bound(mse: Converted, by_ma
         assert metrics.sampled_error_bound <= metrics.sampled_error_achieved < 0.6 * metrics.sampled_error_max
 
 
-def test_gate_and_up_share_their_global_scale(mse: Converted, by_max: Converted) -> None:
-    for converted in (mse, by_max):
-        for name, (result, _) in converted.items():
-            if "gate_proj" in name:
-                assert result.global_scale == converted[name.replace("gate_proj", "up_proj")][0].global_scale
-
-
 def test_native_plain_equals_the_two_library_pipeline_byte_for_byte(
     by_max: Converted, projections: dict[str, Int4Weight]
 ) -> None:

@@ -57,12 +57,8 @@ def messages(result: Path, tiny: Path) -> list[str]:
 JOBS: dict[str, Change] = {
     "empty": lambda job: job.clear(),
     "no fingerprint": lambda job: job.pop("fingerprint"),
-    "a fingerprint that is a list": lambda job: job.update(fingerprint=[1]),
     "no recipe": lambda job: job.pop("recipe"),
-    "shards that are a list": lambda job: job.update(shards=["a"]),
     "sizes that are words": lambda job: job["shards"].update(a="many"),
-    "a source that is a list": lambda job: job.update(source=[1]),
-    "a source of numbers": lambda job: job.update(source={"a": 1}),
 }
 
 
@@ -81,13 +77,8 @@ def test_damaged_job_is_refused_and_made_again(name: str, result: Path, tiny: Pa
 
 RECORDS: dict[str, Change] = {
     "empty object": lambda record: record.clear(),
-    "a shard that is a number": lambda record: record.update(shard=5),
     "another shard": lambda record: record.update(shard="model-00003-of-000005.safetensors"),
-    "a size that is a word": lambda record: record.update(file_bytes="many"),
-    "projections that are an object": lambda record: record.update(projections={}),
-    "a projection that is a number": lambda record: record.update(projections=[1]),
     "no metrics in them": lambda record: record["projections"][0].update(metrics={}),
-    "an error that is a word": lambda record: record["projections"][0]["metrics"].update(squared_error="none"),
     "a histogram of words": lambda record: record["projections"][0]["metrics"].update(scale_histogram={"a": "b"}),
     "an unknown field": lambda record: record.update(colour="red"),
 }
@@ -115,7 +106,7 @@ def test_record_of_another_form_is_made_again(name: str, is_sealed: bool, result
     assert_made_again(result, tiny, whole)
 
 
-@pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 0.9999])
+@pytest.mark.parametrize("place", [0.3, 0.9999])
 def test_record_with_a_flipped_byte_is_made_again(place: float, result: Path, tiny: Path) -> None:
     whole, data = contents(result), bytearray((result / RECORD).read_bytes())
     while data[int(place * len(data))] in b" \n":
@@ -125,15 +116,11 @@ def test_record_with_a_flipped_byte_is_made_again(place: float, result: Path, ti
     assert_made_again(result, tiny, whole)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "{}"])
-def test_record_that_is_no_json_is_made_again(text: str, result: Path, tiny: Path) -> None:
+@pytest.mark.parametrize("text", ["", "[]"])
+def test_files_that_are_no_records_are_made_again_or_refused(text: str, result: Path, tiny: Path) -> None:
     whole = contents(result)
     (result / RECORD).write_text(text)
     assert_made_again(result, tiny, whole)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
-def test_description_that_is_no_json_is_not_to_be_downloaded(text: str, result: Path, tiny: Path) -> None:
     (result / JOB).write_text(text)
     for message in messages(result, tiny):
         assert JOB.name in message

@@ -249,48 +249,10 @@ def test_calibrated_results_lead_with_what_they_make_small(imatrix: Path, fed_ba
         assert ours.height > other.height + 100  # the errors after each layer
 
 
-def record(*, tokens: tuple[int, ...], weighted: bool = True, smoothing: bool = False) -> CalibrationRecord:
-    exponents = {0: 60, 1: 4} if smoothing else {}
-    few = tuple(expert for expert, count in enumerate(tokens) if count < 64)
-    return CalibrationRecord(
-        statistics="0" * 64,
-        texts=(("a.txt", "1" * 64),),
-        tokens=64,
-        window=64,
-        windows=1,
-        dropped_windows=0,
-        seed=0,
-        imatrix=weighted,
-        smoothing=smoothing,
-        exponents_digest="2" * 64 if smoothing else None,
-        layers={1: LayerCalibration(tokens, few if weighted else (), exponents)},
-    )
-
-
-def words_of(found: CalibrationRecord) -> str:
-    return " ".join(sentence for section in calibrated_sections(found) for sentence in section.sentences)
-
-
-def test_sentences_say_only_what_was_done() -> None:
-    weighted = words_of(record(tokens=(64, 70)))
-    assert ", in 1 window of up to 64 tokens." in weighted
-    assert "Each of the 2 experts saw at least 64 tokens." in weighted
-    assert "Smoothing" not in weighted
-    scaled = words_of(record(tokens=(1,), weighted=False, smoothing=True))
-    assert "importance" not in scaled
-    assert "multiplied 4 of 64 channels (6.2 %)" in scaled
-    kept = record(tokens=(70, 65, 90, 2))
-    assert "without correction" not in words_of(with_gptq(kept, layers={2: LAYERS[2]}))
-    worse = replace(LAYERS[2], held_out=OutputErrors(0.0, 0.001, 0.002))
-    assert "Warning: In 1 of 1 layers, the error of the outputs is larger" in words_of(
-        with_gptq(kept, layers={2: worse})
-    )
-
-
-def test_a_long_list_of_experts_is_cut() -> None:
+def test_a_long_list_of_experts_is_cut(imatrix: Path) -> None:
     many = replace(LAYERS[3], down_shrinkages=(None,) * 20, down_ridges=(None,) * 20)
     layer = LayerCalibration((0,) * 20, tuple(range(20)), {}, gptq=many)
-    sections = list(calibrated_sections(replace(record(tokens=(0,)), layers={3: layer})))
+    sections = list(calibrated_sections(replace(calibration_of(imatrix), layers={3: layer})))
     assert all("10, 11 and 8 more" in str(section.tables[0].rows[0]) for section in sections)
 
 

@@ -29,11 +29,6 @@ def test_report_with_source_shows_all_rules(folder: Path, tiny: Path, run_cli: A
     assert "<h2>Needs</h2>" in page
 
 
-def test_folder_with_its_report_still_holds_the_contract(folder: Path, tiny: Path, run_cli: Any) -> None:
-    assert (folder / "report.html").is_file()
-    assert run_cli("validate", folder, "--source", tiny).returncode == 0
-
-
 def test_report_without_source_skips_what_needs_it(folder: Path, run_cli: Any, tmp_path: Path) -> None:
     done = run_cli("report", folder, "--out", tmp_path / "new" / "folder", "--json")
     document = json.loads(done.stdout)
@@ -99,9 +94,3 @@ def test_file_that_is_not_a_validation_is_refused(folder: Path, run_cli: Any, tm
     assert "Traceback" not in done.stderr
     assert "Write it again: `k2convert validate DEST --json > FILE`." in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_folder_of_something_else_is_refused_at_once(tiny: Path, run_cli: Any) -> None:
-    done = run_cli("report", tiny)
-    assert done.returncode == 1
-    assert "nothing to report on" in done.stderr

@@ -115,19 +115,6 @@ def test_activations_of_4_bits_have_advice_of_their_own(report: Report, config: 
     assert "Keep `input_scale`" not in card(measured, config)[1]["What was converted"]
 
 
-def test_draft_heads_are_named_as_repositories_of_their_own(report: Report, config: Any) -> None:
-    _, sections = card(report, config)
-    assert "needs no draft head inside" in sections["Serving"]
-    for repo in ("`lightseekorg/kimi-k2.6-eagle3-mla`", "`nvidia/Kimi-K2.6-Eagle3`", "`nvidia/Kimi-K2.7-Code-DFlash`"):
-        assert repo in sections["Serving"]
-
-
-def test_versions_for_the_compressed_tensors_layout_are_stated(report: Report, config: Any) -> None:
-    _, sections = card(changed(report, layout="compressed-tensors"), config)
-    assert "compressed-tensors 0.13 or later" in sections["Serving"]
-    assert "transformers 5" not in card(report, config)[1]["Serving"]
-
-
 @pytest.mark.parametrize(
     ("family", "task"), [("kimi-k2.5", "image-text-to-text"), ("kimi-k2-thinking", "text-generation")]
 )

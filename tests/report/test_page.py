@@ -137,18 +137,6 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, edit_json: E
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 5, 6, 7, 8, 9), line
 
 
-def test_commands_and_exponents_are_set_as_such(reported: ReportFiles) -> None:
-    page, markdown = reported.page.read_text(), reported.markdown.read_text()
-    body = page[page.index("<body") :]
-    assert "<code>k2convert fit</code> computes" in body
-    assert "`" not in re.sub(r"<script.*?</script>", "", body, flags=re.DOTALL)
-    assert "no block scale is below 2⁻⁶" in body
-    for text in (body, markdown):
-        assert "a scale below 2⁻⁶ or above 448" in text
-        assert "2¹³" in text
-        assert not re.search(r"2\^-?\d", text)
-
-
 def test_charts_follow_the_pages_colors(converted: Path) -> None:
     report = collect_report(folder=converted)
     histogram = report.total.scale_histogram
@@ -216,11 +204,6 @@ def test_heat_maps_can_be_reached_by_keyboard(reported: ReportFiles) -> None:
         assert f'aria-label="SQNR of {projection} by layer and expert: arrow keys' in image
         assert 'aria-describedby="readout"' in image
     assert page.count('<svg role="group" aria-label="Heat maps') == 1
-
-
-def test_a_name_can_be_given_to_the_result(records_only: Path, tmp_path: Path) -> None:
-    files = write_report(folder=records_only, out=tmp_path / "out", name="me/Kimi-K2-NVFP4")
-    assert "<h1>me/Kimi-K2-NVFP4</h1>" in files.page.read_text()
 
 
 def test_source_repository_names_the_report(records_only: Path, edit_json: EditJson) -> None:

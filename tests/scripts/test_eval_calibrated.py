@@ -14,17 +14,15 @@ from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer
 from scripts.evaluation.calibrated import (
     CALIBRATED_SUBJECTS,
-    W4A4,
     W4A16,
     calibration_tokens,
     calibration_windows,
     chosen_rows,
     evaluate_calibrated,
 )
-from scripts.evaluation.measure import Score, Variant, compare, compare_in_turn, encode
+from scripts.evaluation.measure import Variant, compare, compare_in_turn, encode
 from scripts.evaluation.models import build_model, scaled_tensors, source_mlps, weight_sqnr_db
 from scripts.evaluation.peers import PEERS, mlps_of, peer_weights
-from scripts.evaluation.table import CalibratedEvaluation, CalibratedRow, calibrated_markdown
 
 
 def halved(layer: LinearLayer) -> LinearLayer:
@@ -55,14 +53,6 @@ def test_scaled_norms_and_routers_are_those_of_the_row(tiny: Path) -> None:
     assert seen == list(rows)
     whole, _ = compare(build_model(tiny), source, {}, windows, batch=1)
     assert whole == reference
-
-
-def test_table_of_calibrated_rows_names_both_texts() -> None:
-    row = CalibratedRow("imatrix", W4A16, 0.75, Score(20.0, 0.0012, 0.05, 0.97))
-    text = calibrated_markdown(CalibratedEvaluation("tiny", "emma", 8192, "persuasion", 4096, Score(19.0), (row,)))
-    assert "8,192 tokens of emma" in text
-    assert "4,096 tokens of persuasion" in text
-    assert "| imatrix | W4A16 | 0.00120 | 0.75 | 0.050 | 0.970 | 20.00 |" in text
 
 
 def test_chosen_rows_always_hold_the_one_that_the_others_are_shares_of() -> None:
@@ -109,8 +99,3 @@ def test_peers_quantize_only_the_routed_experts_of_the_same_weights(name: str, t
             blocks = weight.unflatten(-1, (-1, 16)).flatten(0, 1)
             assert max(len(torch.unique(block.abs())) for block in blocks[:64]) <= 8  # FP4 has eight magnitudes
     assert 14 < weight_sqnr_db(source, source | mlps_of(weights), tiny) < 22.62
-
-
-def test_peers_are_those_of_the_documentation() -> None:
-    assert [name.split()[0] for name in PEERS] == ["llm-compressor"] * 3 + ["ModelOpt"] * 2
-    assert W4A4 != W4A16

@@ -16,9 +16,8 @@ from scripts import fixture_maker as fixtures
 from scripts.fixture_maker.__main__ import main
 from scripts.fixture_maker.edges import unpack
 from scripts.fixture_maker.folder import read_small
-from scripts.fixture_maker.headers import k2_thinking_parts, k25_parts
+from scripts.fixture_maker.headers import k25_parts
 from scripts.fixture_maker.inventory import TensorSpec
-from scripts.fixture_maker.shaped import experts_for
 from scripts.fixture_maker.shards import write_streamed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,13 +66,6 @@ def test_index_covers_exactly_the_shards_and_config_counts_the_experts(
 def test_same_arguments_give_the_same_bytes(maker: object, tmp_path: Path) -> None:
     assert callable(maker)
     assert digest(maker(tmp_path / "one")) == digest(maker(tmp_path / "two"))
-
-
-def test_a_folder_that_is_not_empty_is_refused_and_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(SystemExit, match="not empty"):
-        fixtures.make_i64(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_streamed_shard_equals_the_file_of_the_library(tmp_path: Path) -> None:
@@ -204,20 +196,6 @@ def test_k2_shaped_values_look_like_quantization_aware_training(k2_shaped: Path)
             assert ((scales > 1e-4) & (scales < 1)).all()
     one, other = (tensors[f"{experts(1, expert, 'up')}.weight_packed"] for expert in (0, 1))
     assert not torch.equal(one, other)
-
-
-def test_k2_shaped_layers_spread_over_any_number_of_shards(tmp_path: Path, k2_shaped: Path) -> None:
-    spread = fixtures.make_k2_shaped(tmp_path / "spread", shape=fixtures.SMALL_SHAPE, shards=3)
-    assert len(list(spread.glob("*.safetensors"))) == 1 + 3 + 1
-    one, other = tensors_of(k2_shaped), tensors_of(spread)
-    assert one.keys() == other.keys()
-    assert all(same(one[name], other[name]) for name in one)
-
-
-def test_number_of_experts_for_a_size_is_right() -> None:
-    real_layer = sum(spec.num_bytes for spec in k2_thinking_parts()[1])
-    assert real_layer == 9_808_554_496
-    assert experts_for(real_layer, fixtures.K2_SHAPE) == 384
 
 
 def test_k2_headers_are_the_whole_model_in_a_few_megabytes(k2_headers: Path) -> None:

@@ -76,16 +76,6 @@ def test_figures_of_any_bytes_equal_a_plain_evaluation(maker: str) -> None:
 
 
 @pytest.mark.usefixtures("instructions")
-@pytest.mark.parametrize("maker", ["trained", "any-bytes", "few-magnitudes", "zeros"])
-def test_figures_of_a_conversion_equal_a_plain_evaluation(maker: str) -> None:
-    source = MAKERS[maker]()
-    result = convert(source, rule="max", global_scale=GLOBAL_SCALE).weight
-    packed, block_scales = result.packed, result.block_scales
-    found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
-    assert_measured(found, evaluate(*exact_weights(source), packed, block_scales))
-
-
-@pytest.mark.usefixtures("instructions")
 def test_block_scales_that_are_no_number_make_the_error_none_and_leave_the_rest() -> None:
     source = any_bytes()
     packed, block_scales = random_bytes(source, seed=1, any_scale=True)

@@ -22,7 +22,7 @@ from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.metrics.measure import add_up, measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import create_quantizer
-from k2convert.quantize.rules.max import Magnitude, measure
+from k2convert.quantize.rules.max import Magnitude
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
@@ -122,18 +122,6 @@ def test_a_conversion_counts_what_is_measured(maker: str, rule: Rule) -> None:
             assert math.isclose(measured, stated, rel_tol=1e-12), field.name
         else:
             assert measured == stated, field.name
-
-
-def test_a_bf16_weight_is_measured_like_any_other() -> None:
-    source = dequantize_int4(trained_like(8, seed=1))
-    quantizer, magnitude = create_quantizer("native", rule="mse", device="cpu"), measure(source)
-    scale = quantizer.global_scale(magnitude, is_int4=False)
-    codes, _ = quantizer.quantize(source, name="w", magnitude=magnitude, global_scale=scale)
-    codes = perturbed(codes, np.random.default_rng(2))
-    found = measure_quantized(source, codes, name="w", magnitude=magnitude)
-    difference = bf16_values(source.bits).astype(np.float64) - dequantize_nvfp4(codes)
-    assert math.isclose(found.squared_error, float((difference**2).sum()), rel_tol=1e-12)
-    assert found.num_codes is None
 
 
 def test_codes_that_do_not_fit_are_refused() -> None:

@@ -56,33 +56,6 @@ def awkward() -> Int4Weight:
 
 
 @pytest.mark.parametrize("rule", get_args(Rule))
-@pytest.mark.parametrize("make", [awkward, lambda: trained_like(32, 512, seed=2)], ids=["awkward", "trained-like"])
-def test_every_figure_equals_an_element_by_element_comparison(rule: Rule, make: object) -> None:
-    weight = make()  # type: ignore[operator]
-    result, metrics = convert(weight, rule)
-    wanted, written = exact_weight(weight), decode(result)
-    codes = codes_of(weight).to(torch.float64)
-    scales = scales_of(weight).to(torch.float64).repeat_interleave(32, dim=-1)
-    error = wanted - written
-    assert metrics.energy == pytest.approx(float((wanted**2).sum()), rel=1e-12)
-    assert metrics.squared_error == pytest.approx(float((error**2).sum()), rel=1e-12)
-    assert metrics.num_weights == metrics.num_codes == wanted.numel()
-    assert metrics.num_blocks == wanted.numel() // 16
-    assert metrics.num_nonzero == int((wanted != 0).sum())
-    assert metrics.equal_nonzero == int(((wanted != 0) & (error == 0)).sum())
-    assert metrics.equal_blocks == int((blocks_of(error) == 0).all(dim=-1).sum())
-    steps = torch.where(scales > 0, written / scales, 0.0)
-    assert metrics.max_error_steps == float(torch.where(scales > 0, error.abs() / scales, 0.0).max())
-    assert metrics.recoverable_codes == int((torch.round(steps) == codes).sum())
-    assert metrics.num_five_or_seven == int(((codes.abs() == 5) | (codes.abs() == 7)).sum())
-    assert metrics.num_minus_eight == int((codes == -8).sum())
-    used, counts = np.unique(result.block_scales, return_counts=True)
-    assert metrics.scale_histogram == dict(zip(used.tolist(), counts.tolist(), strict=True))
-    assert (metrics.min_scale_byte, metrics.max_scale_byte) == (int(used[0]), int(used[-1]))
-    assert metrics.sqnr_db == pytest.approx(-10 * math.log10(metrics.relative_mse))
-
-
-@pytest.mark.parametrize("rule", get_args(Rule))
 def test_on_a_small_tensor_every_block_is_sampled(rule: Rule) -> None:
     weight = trained_like(32, 512, seed=3)
     _, metrics = convert(weight, rule)

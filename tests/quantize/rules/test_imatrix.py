@@ -15,7 +15,6 @@ from k2convert.quantize.formats.channels import divide_columns, scale_bits, scal
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, bf16_values, dequantize_int4, unpack_int4
 from k2convert.quantize.formats.nvfp4 import unpack_nibbles
 from k2convert.quantize.kernels.cpu import convert
-from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.imatrix import block_importance, quantize_imatrix, quantize_mse_bf16
 from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
@@ -209,10 +208,6 @@ def test_unusable_importance_is_refused() -> None:
     for importance in (np.zeros(256, dtype=np.uint8), np.ones(128, dtype=np.uint8), np.ones(256, dtype=np.int64)):
         with pytest.raises(FormatError, match="importance must be"):
             quantize_imatrix(weight, 1.0, importance)
-
-
-def test_rules_with_statistics_use_importance() -> None:
-    assert [name for name, rule in RULES.items() if rule.uses_importance] == ["imatrix", "gptq"]
 
 
 def test_dividing_columns_is_exact() -> None:

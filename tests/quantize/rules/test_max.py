@@ -24,25 +24,19 @@ def assert_equals_modelopt(weight: SourceWeight, magnitude: Magnitude) -> None:
     assert np.array_equal(ours.packed, quantized._quantized_data.numpy())
 
 
-def test_trained_like_int4_equals_modelopt() -> None:
-    weight = trained_like(64, 2048, seed=0)
-    assert_equals_modelopt(weight, measure(weight))
-
-
-def test_more_than_one_chunk_equals_modelopt() -> None:
-    weight = trained_like(1200, 1024, seed=1)
-    assert_equals_modelopt(weight, measure(weight))
-
-
-def test_awkward_codes_and_scales_equal_modelopt() -> None:
+def awkward() -> Int4Weight:
     bits = torch.randint(1, 0x7C00, (96, 8), generator=torch.Generator().manual_seed(2))
-    weight = int4_weight(any_codes(96, 256, seed=2), bf16_from_bits(bits))
+    return int4_weight(any_codes(96, 256, seed=2), bf16_from_bits(bits))
+
+
+# The second weight is more than one chunk.
+@pytest.mark.parametrize("weight", [trained_like(64, 2048, seed=0), trained_like(1200, 1024, seed=1), awkward()])
+def test_int4_weights_equal_modelopt(weight: Int4Weight) -> None:
     assert_equals_modelopt(weight, measure(weight))
-
-
-def test_a_shared_maximum_larger_than_the_tensor_equals_modelopt() -> None:
-    weight = trained_like(16, 512, seed=3)
-    assert_equals_modelopt(weight, measure(weight).merge(Magnitude(scale_max=1.0, amax=5.0)))
+    larger = Magnitude(scale_max=1.0, amax=5.0)
+    shared = measure(weight).merge(larger)
+    assert shared.amax == max(measure(weight).amax, 5.0)
+    assert_equals_modelopt(weight, shared)
 
 
 @pytest.mark.parametrize("exponent", [-133, -126, -60, 0, 100])
@@ -86,10 +80,6 @@ def test_measuring_gives_the_largest_scale_and_the_largest_rounded_weight() -> N
     magnitude = measure(weight)
     assert magnitude.amax == float(bf16_tensor(dequantize_int4(weight)).abs().max())
     assert magnitude.scale_max == float(weight.scales.max())
-
-
-def test_merged_magnitudes_are_those_of_both_tensors() -> None:
-    assert Magnitude(1.0, 9.0).merge(Magnitude(2.0, 3.0)) == Magnitude(2.0, 9.0)
 
 
 def test_a_damaged_bf16_weight_is_refused_by_name() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from converted import GOOD, Converted, Kind, check, copy_of, verdicts
+from converted import Converted, check, verdicts
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import Bytes
@@ -25,17 +23,12 @@ def test_every_rule_passes(good: Converted) -> None:
     result = read_result(good.folder, source=open_checkpoint(good.source))
     errors = {module.name: Measured(20.0) for module in result.converted}
     report = check(good.folder, source=good.source, errors=errors)
-    # `max` may choose block scales that Hopper flushes; they are counted, not refused.
-    assert {n: v for n, v in verdicts(report).items() if n != 5} == {}
+    # `max` may choose block scales that Hopper flushes; they are counted, not refused. `mse` chooses none.
+    assert {n: v for n, v in verdicts(report).items() if n != 5 or good.kind.rule == "mse"} == {}
     assert report.passed
     assert [rule.number for rule in report.rules] == list(range(1, 20))
     assert [rule.number for rule in report.rules if rule.verdict is Verdict.SKIPPED] == []
     assert (report.layout, report.activations) == (good.kind.layout, good.kind.activations)
-
-
-def test_mse_has_no_block_scale_that_hopper_flushes(convert: Callable[[Kind], Converted]) -> None:
-    mse = next(kind for kind in GOOD if kind.rule == "mse")
-    assert verdicts(convert(mse).check()) == {}
 
 
 def test_without_a_source_the_rules_that_need_one_say_so(good: Converted) -> None:
@@ -97,9 +90,8 @@ def test_report_as_json_has_number_verdict_count_and_offenders(modelopt: Convert
     assert list(rule["offenders"]) == [{"name": "tokenizer.json", "problem": "differs from the source's"}]
 
 
-def test_many_offenders_are_counted_and_the_first_few_named(modelopt: Converted, tmp_path: Path) -> None:
-    copy = copy_of(modelopt, tmp_path / "again")
+def test_many_offenders_are_counted_and_the_first_few_named(modelopt: Converted) -> None:
     for number in range(30):
-        (copy.folder / f"{number:02d}.tmp").write_bytes(b"")
-    rule = copy.check().rules[15]
+        (modelopt.folder / f"{number:02d}.tmp").write_bytes(b"")
+    rule = modelopt.check().rules[15]
     assert (rule.verdict, rule.count, len(rule.offenders)) == (Verdict.FAIL, 30, 8)

@@ -99,18 +99,6 @@ def test_the_table_names_its_rows_and_what_they_are_compared_with(
     assert "share of the router's weight that the dropped experts have: " in shown
 
 
-def test_a_whole_result_in_w4a16_has_two_rows(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("run", tiny, tmp_path / "out", "--activations", "w4a16", "--quiet") == 0
-    capsys.readouterr()
-    assert run("validate", tmp_path / "out", "--source", tiny, "--layers", "1", "--tokens", 16) == 0
-    shown = capsys.readouterr().out
-    assert "error of the output against INT4 in FP32" in " ".join(shown.split())
-    assert "1     │ this result as served (W4A16) │" in shown
-    assert "1     │ usual rule (max)              │" in shown
-    assert "router: unchanged\n" in shown
-    assert "prun" not in shown
-
-
 def test_layers_that_are_skipped_say_why(
     tiny: Path, pruned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
