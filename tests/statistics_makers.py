@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 
 from k2convert.calibration.layer_statistics import LayerStatistics
-from k2convert.calibration.statistics import StatisticsHeader, write_statistics
+from k2convert.calibration.statistics import StatisticsHeader, open_statistics, write_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import detect_family
 from k2convert.records.fingerprint import source_digest
@@ -94,4 +94,17 @@ def random_statistics(path: Path, source: Path) -> Path:
         layers.append(replace(layer, norm_digest=blake3(raw).hexdigest()))
     header = replace(HEADER, source_headers=source_digest(checkpoint))
     write_statistics(path, layers, header)
+    return path
+
+
+def layers_of(path: Path) -> list[LayerStatistics]:
+    found = open_statistics(path)
+    return [found.layer(number) for number in found.layers]
+
+
+def rewrite(statistics: Path, layers: list[LayerStatistics], path: Path, **changes: Any) -> Path:
+    """Write a copy of statistics with other layers, or with other fields of the header."""
+    found = open_statistics(statistics)
+    header = StatisticsHeader(**{field.name: getattr(found, field.name) for field in fields(StatisticsHeader)})
+    write_statistics(path, layers, replace(header, **changes))
     return path

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -71,10 +72,7 @@ def walked(
     work: WorkFolder, walk: Walk, *, smoothing: bool = True, check_stop: Callable[[], None] = nothing
 ) -> WorkFolder:
     """Do what is left of a walk; the hidden states that a layer takes are kept as `NAME.kept`."""
-    (work.folder / ".k2convert").mkdir(parents=True, exist_ok=True)
-    work.begin(WalkJob({}, 3, {}), events=SILENT)
-    shape = walk.ids.shape
-    header = StatisticsHeader("0" * 64, (), walk.ids.size, shape[1], shape[0], 0, 0, {})
+    header = begun(work, walk.ids)
 
     def save(layer: LayerStatistics, dropped: int) -> None:
         for path in (work.path("hidden", layer.layer + 1), work.path("converted", layer.layer + 1)):
@@ -111,13 +109,17 @@ def decoded(weight: Nvfp4Weight) -> LinearLayer:
     return LinearLayer(nvfp4_weight(packed, scales, weight.global_scale))
 
 
+def begun(work: WorkFolder, ids: Ids) -> StatisticsHeader:
+    (work.folder / ".k2convert").mkdir(parents=True, exist_ok=True)
+    work.begin(WalkJob({}, 3, {}), events=SILENT)
+    return StatisticsHeader("0" * 64, (), ids.size, ids.shape[1], ids.shape[0], 0, 0, {})
+
+
 def test_the_statistics_are_those_of_a_pass_over_the_windows_that_are_not_kept_out(
     tiny: Path, tiny_ids: Ids, tiny_walk: WorkFolder, tmp_path: Path
 ) -> None:
     walk, work = planned(tiny, tiny_ids[~held_out(8)]), WorkFolder(tmp_path / "pass")
-    (work.folder / ".k2convert").mkdir(parents=True)
-    work.begin(WalkJob({}, 3, {}), events=SILENT)
-    header = StatisticsHeader("0" * 64, (), tiny_ids.size, tiny_ids.shape[1], tiny_ids.shape[0], 0, 0, {})
+    header = begun(work, tiny_ids)
 
     def save(layer: LayerStatistics, dropped: int) -> None:
         write_layer(work, layer, header)
@@ -208,37 +210,32 @@ def test_the_streams_begin_equal_and_part(tiny_walk: WorkFolder) -> None:
     assert 0 < error < 0.01
 
 
-def test_the_number_of_workers_changes_no_byte(cut: Path, tmp_path: Path) -> None:
-    ids = windows_of(cut, tokens=512, window=64)
-    found = [
-        files_of(walked(conversion_work(tmp_path / str(workers)), planned(cut, ids, workers=workers)))
-        for workers in (1, 3)
-    ]
-    assert found[0] == found[1]
-    assert "codes-001.safetensors" in found[0]
-
-
 class Stop(Exception):  # noqa: N818 - the test's own
     """The walk was asked to stop."""
 
 
-@pytest.mark.parametrize("call", [2, 7])
-def test_a_stopped_walk_goes_on_to_the_same_bytes(cut: Path, tmp_path: Path, call: int) -> None:
+def test_workers_stops_and_beginning_again_change_no_byte(cut: Path, tmp_path: Path) -> None:
     ids = windows_of(cut, tokens=512, window=64)
     whole = files_of(walked(conversion_work(tmp_path / "whole"), planned(cut, ids)))
-    calls = 0
-
-    def stop_at() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise Stop
-
-    work = conversion_work(tmp_path / "stopped")
-    with pytest.raises(Stop):
-        walked(work, planned(cut, ids), check_stop=stop_at)
-    assert work.num_finished() < 2
+    assert "codes-001.safetensors" in whole
+    work = conversion_work(tmp_path / "three workers")
+    assert files_of(walked(work, planned(cut, ids, workers=3))) == whole
+    drop_quantized(work, 1)
+    work.forget(0, num_layers=2)
+    assert work.num_finished() == 0
     assert files_of(walked(work, planned(cut, ids))) == whole
+    for call in (2, 7):
+        numbers = itertools.count(1)
+
+        def stop_at(call: int = call, numbers: Iterator[int] = numbers) -> None:
+            if next(numbers) == call:
+                raise Stop
+
+        work = conversion_work(tmp_path / f"stopped {call}")
+        with pytest.raises(Stop):
+            walked(work, planned(cut, ids), check_stop=stop_at)
+        assert work.num_finished() < 2
+        assert files_of(walked(work, planned(cut, ids))) == whole
 
 
 @pytest.mark.parametrize("case", ["few", "one token", "repeated"])
@@ -267,16 +264,6 @@ def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path
 def by_mse(source: Int4Weight | torch.Tensor, global_scale: float) -> Nvfp4Weight:
     assert isinstance(source, Int4Weight)
     return quantize_mse(source, global_scale)
-
-
-def test_beginning_again_forgets_every_layer(cut: Path, tmp_path: Path) -> None:
-    ids = windows_of(cut, tokens=256, window=64)
-    work = walked(conversion_work(tmp_path / "work"), planned(cut, ids))
-    before = files_of(work)
-    drop_quantized(work, 1)
-    work.forget(0, num_layers=2)
-    assert work.num_finished() == 0
-    assert files_of(walked(work, planned(cut, ids))) == before
 
 
 def test_global_scales_are_those_of_rule_mse(tiny_walk: WorkFolder, tiny: Path) -> None:

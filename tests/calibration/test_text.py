@@ -146,22 +146,6 @@ def test_a_large_text_is_read_in_sections_that_lose_nothing(
         ("a.jsonl", b'{"conversations": [{"from": "human", "value": "x"}]}', r'line 1: has "conv.* on each line\.'),
         ("a.jsonl", b'{"prompt": "x", "completion": "y"}', r'line 1: has "prompt" and "completion".* Write {"mess'),
         ("a.parquet", b"PAR1", r"does not end in \.txt, \.jsonl or \.npy"),
-    ],
-    ids=range(18),
-)
-def test_a_text_that_cannot_be_used_is_one_line(
-    name: str, content: bytes, complaint: str, tmp_path: Path, folder: Path
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(CalibrationError, match=complaint) as failure:
-        read(tmp_path / name, folder=folder)
-    assert "\n" not in str(failure.value)
-    assert str(tmp_path / name) in str(failure.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "complaint"),
-    [
         ("a.npy", b"\x93NUMPY\x01\x00", "not an .npy file"),
         ("a.npy", b"\x80\x04K\x01.", "not an .npy file"),
         ("a.npy", npy("(True,)"), "not an .npy file"),
@@ -179,12 +163,14 @@ def test_a_text_that_cannot_be_used_is_one_line(
         ("a.jsonl", b"[-1]", "token id -1"),
         ("a.jsonl", b"[9223372036854775808]", "line 1: not a list of token ids"),
     ],
-    ids=range(16),
+    ids=range(34),
 )
-def test_token_ids_that_cannot_be_used_are_one_line(name: str, content: bytes, complaint: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_used_is_one_line(
+    name: str, content: bytes, complaint: str, tmp_path: Path, folder: Path
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CalibrationError, match=complaint) as failure:
-        read(tmp_path / name)
+        read(tmp_path / name, folder=folder)
     assert "\n" not in str(failure.value)
     assert str(tmp_path / name) in str(failure.value)
     assert len(str(failure.value)) < 500

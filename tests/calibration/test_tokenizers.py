@@ -120,12 +120,16 @@ def test_a_long_run_without_spaces_is_encoded(tmp_path: Path, tiny: Path, monkey
     assert len(encode(tiny, "x" * 100_000)) > 0
 
 
+RANKS = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
         ("tiktoken.model", b"\x80\x02binary", "not a token in base64"),
         ("tiktoken.model", b"AA== 0\nAA== 1\n", "not a whole tiktoken file"),
         ("tiktoken.model", b"", "not a whole tiktoken file"),
+        ("tiktoken.model", RANKS.replace(base64.b64encode(b"\x07"), base64.b64encode(b"ab")), "256 bytes is missing"),
         ("tokenizer.json", b"{}", "the tokenizer failed"),
         ("tokenizer.json", b"\xff\xfe", "the tokenizer failed"),
         ("tokenizer_config.json", b"[]", "not a JSON object"),
@@ -133,23 +137,12 @@ def test_a_long_run_without_spaces_is_encoded(tmp_path: Path, tiny: Path, monkey
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"3": {"content": "y"}}}', "do not fit tiktoken.model"),
     ],
 )
-def test_damaged_files_are_one_line(name: str, content: bytes, complaint: str, tmp_path: Path) -> None:
+def test_damaged_and_missing_files_are_one_line(name: str, content: bytes, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"has neither tokenizer\.json nor tiktoken\.model"):
+        open_tokenizer(tmp_path)
     write_kimi_files(tmp_path, [])
     (tmp_path / name).write_bytes(content)
     with pytest.raises(Exception, match=complaint) as failure:
         open_tokenizer(tmp_path)
     assert "\n" not in str(failure.value)
     assert "pass token ids" in str(failure.value), "what to do instead"
-
-
-def test_a_folder_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match=r"has neither tokenizer\.json nor tiktoken\.model"):
-        open_tokenizer(tmp_path)
-
-
-def test_a_missing_rank_is_found(tmp_path: Path) -> None:
-    write_kimi_files(tmp_path, [])
-    path = tmp_path / "tiktoken.model"
-    path.write_text(path.read_text().replace(base64.b64encode(b"\x07").decode(), base64.b64encode(b"ab").decode()))
-    with pytest.raises(CalibrationError, match="one of the 256 bytes is missing"):
-        open_tokenizer(tmp_path)

@@ -1,8 +1,6 @@
 """A checkpoint so small that a run of it takes a tenth of a second, for tests that need hundreds of runs."""
 
 import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +26,3 @@ def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "result"
     assert run("run", small, folder, "--json") == 0
     return folder
-
-
-@pytest.fixture
-def own_handlers() -> Iterator[None]:
-    """The command installs signal handlers; give pytest its own back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)

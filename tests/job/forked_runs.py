@@ -44,9 +44,3 @@ def send(process: BaseProcess, number: signal.Signals) -> None:
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a result but the lock, whose content is the last owner's business."""
-    files = (p for p in folder.rglob("*") if p.is_file() and p.name not in ("lock", "command.json"))
-    return {str(p.relative_to(folder)): p.read_bytes() for p in files}

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 from command import run
 from damaged_files import DAMAGES, damage_file
-from forked_runs import contents
+from results import contents
 
 from k2convert.calibration.layer_files import QuantizedLayers, conversion_work
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
-
-pytestmark = pytest.mark.usefixtures("own_handlers")
 
 OPTIONS = ("--set", "calibration={tokens: 128, window: 32}", "--device", "cpu")
 EXPERT = "model.layers.1.mlp.experts.0.down_proj"
@@ -80,7 +78,10 @@ def stopped(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
     return found
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(damage, marks=[] if damage in ("flipped", "missing") else pytest.mark.slow) for damage in DAMAGES],
+)
 @pytest.mark.parametrize("name", [*STREAMS, *RESULTS, ".k2convert/calibration.json"])
 def test_a_damaged_work_file_is_named_and_the_result_is_the_same(
     name: str,

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from command import run
-from statistics_makers import random_statistics
+from statistics_makers import layers_of, random_statistics, rewrite
 
-from k2convert.calibration.statistics import StatisticsHeader, open_statistics, write_statistics
+from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import K2ConvertError
 from k2convert.hub.client import Hub
@@ -112,22 +112,17 @@ def test_the_saliency_of_statistics_chooses(tiny: Path, statistics: Path, tmp_pa
     assert again == found, "the shares travel with the list"
 
 
-def rewritten(path: Path, statistics: Path, *, norm: str | None = None, headers: str | None = None) -> Path:
-    """The statistics with another digest of the norm of layer 2, or of the source's headers."""
-    found = open_statistics(statistics)
-    layers = [found.layer(number) for number in found.layers]
-    layers = [replace(layer, norm_digest=norm) if norm and layer.layer == 2 else layer for layer in layers]
-    fields = (found.texts, found.tokens, found.window, found.windows, found.dropped, found.seed, found.versions)
-    write_statistics(path, layers, StatisticsHeader(headers or found.source_headers, *fields))
-    return path
-
-
 def test_statistics_of_another_model_are_refused(tiny: Path, short: Path, statistics: Path, tmp_path: Path) -> None:
-    for path, source in ((statistics, short), (rewritten(tmp_path / "a", statistics, headers="ab" * 32), tiny)):
+    layers = layers_of(statistics)
+    headers = rewrite(statistics, layers, tmp_path / "a", source_headers="ab" * 32)
+    norm = rewrite(
+        statistics, [replace(of, norm_digest="ab" * 32) if of.layer == 2 else of for of in layers], tmp_path / "b"
+    )
+    for path, source in ((statistics, short), (headers, tiny)):
         with pytest.raises(K2ConvertError, match="was made from a different source: the headers of its shards differ"):
             read(path, source, experts=4)
     with pytest.raises(K2ConvertError, match=r"layers\.2\.post_attention_layernorm\.weight differs"):
-        read(rewritten(tmp_path / "b", statistics, norm="ab" * 32), tiny, experts=10)
+        read(norm, tiny, experts=10)
     with pytest.raises(K2ConvertError, match="Add --set experts=N"):
         read(statistics, tiny)
 
@@ -152,7 +147,11 @@ def with_layer(values: Any, layer: str = "2") -> dict[str, Any]:
         ({"experts": in_each_layer([0, 1, 2])}, None, "each token uses 4 (num_experts_per_tok). Keep at least 4."),
         ({"experts": {"1": EIGHT, "2": EIGHT}}, None, "has no layer 3, but the model's MoE layers are 1..3"),
         (with_layer(EIGHT, "7"), None, "has the layer 7"),
-        (LIST | {"of": 384}, None, "is for a model with 384 experts per layer, but this model has 16"),
+        (
+            LIST | {"of": 384},
+            None,
+            "is for a model with 384 experts per layer, but this model has 16. Use a file made for",
+        ),
         (LIST | {"of": True}, None, "of is True"),
         (with_layer([*range(7), True]), None, "experts.2.7 is True"),
         (with_layer([*range(7), 7.0]), None, "experts.2.7 is 7.0"),
@@ -162,6 +161,7 @@ def with_layer(values: Any, layer: str = "2") -> dict[str, Any]:
         ({"experts": {}}, None, "has no layer 1"),
         ({"experts": [EIGHT] * 3}, None, "experts is [["),
         (LIST | {"keep": 8}, None, "keep is unknown"),
+        (LIST | {"left_out": {"1": {"score": 0.5, "router_weight": None}}}, None, "Leave out 'left_out'."),
         (LIST | SCORES, None, "experts is unknown"),
         ({}, None, "experts is missing"),
         (LIST | {"chosen_by": "a\nb"}, None, "chosen_by: is not a line"),
@@ -191,30 +191,7 @@ def test_what_cannot_be_used_is_refused(
     assert message.startswith((f"{path}: ", "experts 17"))
     assert message.count(str(path)) == message.startswith(str(path)), "the file is named once"
     assert re.search(r"\n|\.\.(\s|$)", message) is None
-
-
-FORMS = "Pass {"
-
-
-@pytest.mark.parametrize(
-    ("document", "count", "ends"),
-    [
-        (LIST | {"of": 384}, None, "but this model has 16. Use a file made for this model."),
-        (LIST, 8, "so there is nothing to choose. Leave out `experts`."),
-        (REAP, 10, "so there is nothing to choose. Leave out `experts`."),
-        (SCORES, None, "has scores, but does not say how many experts to keep. Add --set experts=N."),
-        (LIST | {"left_out": {"1": {"score": 0.5, "router_weight": None}}}, None, "Leave out 'left_out'."),
-        (LIST | {"keep": 8}, None, "or scores; `k2convert guide prune` shows the forms."),
-    ],
-)
-def test_a_refusal_has_the_one_remedy_that_helps(
-    document: object, count: int | None, ends: str, tiny: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(K2ConvertError) as refused:
-        read(written(tmp_path / "list.json", document), tiny, experts=count)
-    message = str(refused.value)
-    assert message.endswith(ends)
-    assert (FORMS in message) == ("guide" in ends)
+    assert ("Pass {" in message) == ("`k2convert guide prune` shows the forms" in message), "one remedy"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +231,6 @@ def test_a_file_of_another_kind_is_refused(content: bytes | None, says: str, tin
     assert str(path) in str(refused.value)
 
 
-@pytest.mark.usefixtures("own_handlers")
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [

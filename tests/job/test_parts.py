@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from command import run
-from forked_runs import contents, finish, send, start
+from forked_runs import finish, send, start
+from results import contents
 
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME
 from k2convert.errors import PlanError
 from k2convert.job.parts import FROM_SCHEDULER, Part, read_part
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("own_handlers")
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +84,18 @@ def test_what_a_part_killed_at_its_start_leaves_is_removed_by_the_run(small: Pat
     assert [path.name for path in work.glob("*.tmp*")] == ["job.json.0123456789abcdef.tmp.mine"]
 
 
-def test_a_part_does_not_convert_again_what_is_recorded(small: Path, tmp_path: Path) -> None:
+def test_a_part_converts_nothing_again_and_parts_of_another_job_are_refused(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     assert run("run", small, out, "--part", "1/2") == 0
     first = {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
     assert 0 < len(first) < 3
+    assert run("run", small, out, "--part", "2/2", "--rule", "max") == 1
+    assert "holds a different job: rule was 'mse', now 'max'" in capsys.readouterr().err
     assert run("run", small, out, "--part", "1/1") == 0
     assert {path: path.stat().st_mtime_ns for path in first} == first
     assert len(list(out.glob("*.safetensors"))) == 3
-
-
-def test_parts_of_another_job_are_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert run("run", small, out, "--part", "1/2") == 0
-    capsys.readouterr()
-    assert run("run", small, out, "--part", "2/2", "--rule", "max") == 1
-    assert "holds a different job: rule was 'mse', now 'max'" in capsys.readouterr().err
 
 
 def test_parts_and_a_whole_run_wait_for_each_other(

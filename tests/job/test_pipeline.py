@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,21 @@ class Branch:
         return group
 
 
+def pipeline(
+    items: list[Item],
+    room: Room,
+    *,
+    stop: threading.Event | None = None,
+    to_upload: list[Item] | None = None,
+    **stages: Any,
+) -> Pipeline:
+    """A pipeline with one worker, whose stages do nothing unless given."""
+    chosen: dict[str, Any] = dict.fromkeys(("fetch", "convert", "drop_source", "drop_output"), lambda _: None)
+    chosen |= {"uploads": None, "num_workers": 1} | stages
+    stop = stop or threading.Event()
+    return Pipeline(items, room=room, stages=Stages(**chosen), stop=stop, to_upload=to_upload or [])
+
+
 def make_job(seed: int) -> tuple[list[Item], dict[str, int]]:
     choice = random.Random(seed)
     sources = {f"s{i}": choice.randrange(1, 100) for i in range(choice.randrange(1, 12))}
@@ -93,18 +109,15 @@ def test_any_job_that_fits_ends_within_its_room(seed: int, publish: bool) -> Non
         disk.add(item.name, item.output_bytes)
         converted[item.name] += 1
 
-    Pipeline(
+    pipeline(
         items,
-        room=Room(room, sources),
-        stages=Stages(
-            fetch=lambda source: disk.add(source, sources[source]),
-            convert=convert,
-            drop_source=disk.drop,
-            drop_output=disk.drop,
-            uploads=branch if publish else None,
-            num_workers=1 + seed % 3,
-        ),
-        stop=threading.Event(),
+        Room(room, sources),
+        fetch=lambda source: disk.add(source, sources[source]),
+        convert=convert,
+        drop_source=disk.drop,
+        drop_output=disk.drop,
+        uploads=branch if publish else None,
+        num_workers=1 + seed % 3,
     ).run()
     assert disk.peak <= room
     assert converted == Counter(item.name for item in items)
@@ -129,21 +142,9 @@ def test_the_first_failure_stops_everything_and_is_raised(stage: str) -> None:
 
     sources = {f"s{i}": 10 for i in range(8)}
     stop = threading.Event()
-    pipeline = Pipeline(
-        items,
-        room=Room(40, sources),
-        stages=Stages(
-            fetch=lambda _: fail_at("fetch"),
-            convert=lambda _: fail_at("convert"),
-            drop_source=lambda _: None,
-            drop_output=lambda _: None,
-            uploads=Failing(),
-            num_workers=1,
-        ),
-        stop=stop,
-    )
+    stages: dict[str, Any] = {"fetch": lambda _: fail_at("fetch"), "convert": lambda _: fail_at("convert")}
     with pytest.raises(OSError, match="no more"):
-        pipeline.run()
+        pipeline(items, Room(40, sources), stop=stop, uploads=Failing(), **stages).run()
     assert stop.is_set()
     assert calls[stage] == 3
 
@@ -163,17 +164,11 @@ def test_an_interrupt_while_the_threads_are_being_started_is_passed_on() -> None
         stop.wait(10)
 
     items, stop = [Item("o", ("s",), 1)], threading.Event()
-    stages = Stages(fetch, lambda _item: None, lambda _name: None, lambda _name: None, None, 200)
-    pipeline = Pipeline(
-        items,
-        room=Room(10, {"s": 1}),
-        stages=stages,
-        stop=stop,
-    )
+    job = pipeline(items, Room(10, {"s": 1}), stop=stop, fetch=fetch, num_workers=200)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(Interrupt):
-            pipeline.run()
+            job.run()
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert stop.is_set()
@@ -194,55 +189,33 @@ def test_stages_overlap() -> None:
             meet_at(name, "o3")
             super().upload(name)
 
-    Pipeline(
+    pipeline(
         items,
-        room=Room(100, sources),
-        stages=Stages(
-            fetch=lambda source: meet_at(source, "s5"),
-            convert=lambda item: meet_at(item.name, "o4"),
-            drop_source=lambda _: None,
-            drop_output=lambda _: None,
-            uploads=Meeting(),
-            num_workers=1,
-        ),
-        stop=threading.Event(),
+        Room(100, sources),
+        fetch=lambda source: meet_at(source, "s5"),
+        convert=lambda item: meet_at(item.name, "o4"),
+        uploads=Meeting(),
     ).run()
     assert not meeting.broken
 
 
 def test_a_local_source_has_no_fetch_stage() -> None:
     items, converted = [Item(f"o{i}", (f"s{i}",), 10) for i in range(5)], list[str]()
-    Pipeline(
-        items,
-        room=Room(50, {}),
-        stages=Stages(
-            fetch=None,
-            convert=lambda item: converted.append(item.name),
-            drop_source=lambda _: None,
-            drop_output=lambda _: None,
-            uploads=None,
-            num_workers=2,
-        ),
-        stop=threading.Event(),
-    ).run()
+    pipeline(items, Room(50, {}), fetch=None, convert=lambda item: converted.append(item.name), num_workers=2).run()
     assert sorted(converted) == [item.name for item in items]
 
 
 def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
     items = [Item(f"o{i}", (f"s{i}",), 10) for i in range(24)]
     sources, disk, branch = {f"s{i}": 10 for i in range(24)}, Disk(), Branch(delay=0.02)
-    Pipeline(
+    pipeline(
         items,
-        room=Room(10**9, sources),
-        stages=Stages(
-            fetch=lambda source: disk.add(source, 10),
-            convert=lambda item: disk.add(item.name, 10),
-            drop_source=disk.drop,
-            drop_output=disk.drop,
-            uploads=branch,
-            num_workers=1,
-        ),
-        stop=threading.Event(),
+        Room(10**9, sources),
+        fetch=lambda source: disk.add(source, 10),
+        convert=lambda item: disk.add(item.name, 10),
+        drop_source=disk.drop,
+        drop_output=disk.drop,
+        uploads=branch,
     ).run()
     assert sorted(branch.committed) == sorted(item.name for item in items)
     assert branch.most_uploads == 2
@@ -253,18 +226,5 @@ def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
 def test_uploads_left_by_an_earlier_run_are_finished_first() -> None:
     branch, dropped = Branch(), list[str]()
     waiting = [Item("old", ("gone",), 10)]
-    Pipeline(
-        [],
-        room=Room(5, {}),
-        stages=Stages(
-            fetch=lambda _: None,
-            convert=lambda _: None,
-            drop_source=lambda _: None,
-            drop_output=dropped.append,
-            uploads=branch,
-            num_workers=1,
-        ),
-        stop=threading.Event(),
-        to_upload=waiting,
-    ).run()
+    pipeline([], Room(5, {}), drop_output=dropped.append, uploads=branch, to_upload=waiting).run()
     assert branch.committed == dropped == ["old"]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from command import run
+from results import files_of, raw_tensors
 from statistics_makers import HEADER, random_statistics
 
 from k2convert.calibration.statistics import open_statistics, write_statistics
-from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.job import run as executor
 from k2convert.job.shard import ShardTask
@@ -25,10 +25,9 @@ from k2convert.records.ledger import pruned_source, read_ledger
 from k2convert.records.shard_record import ShardRecord
 from scripts.fixture_maker.layouts import reap_survivors
 
-pytestmark = pytest.mark.usefixtures("own_handlers")
-
 INT4 = ("--to", "int4")
 SMALL_TEXT = ("--set", "calibration={tokens: 256, window: 64}", "--device", "cpu")
+LEDGER = ("k2convert.json",)
 KEPT = {1: (1, 2, 3), 2: (0, 1, 3)}
 
 
@@ -54,6 +53,14 @@ def pruned(tiny: Path, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
+def converted(tiny: Path, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint, pruned and converted at once."""
+    folder = tmp_path_factory.mktemp("converted") / "out"
+    assert run("run", tiny, folder, "--keep-experts", kept, "--quiet") == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
 def small(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two MoE layers of four experts, of which a token uses two."""
     folder = Path(shutil.copytree(short, tmp_path_factory.mktemp("small") / "source"))
@@ -62,20 +69,12 @@ def small(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def raw_tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    found: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        data = path.read_bytes()
-        found |= {n: (t.dtype, t.shape, data[t.begin : t.end]) for n, t in read_header(path).tensors.items()}
-    return found
+def headers_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in open_checkpoint(folder).tensors.items()}
 
 
 def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return json.loads((folder / name).read_text())
-
-
-def files_of(folder: Path, *, without: tuple[str, ...] = ("k2convert.json",)) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.glob("*") if p.is_file() and p.name not in without}
 
 
 FORMS = {
@@ -93,36 +92,35 @@ def test_the_result_is_that_of_the_pruned_source(
     assert run("run", tiny, tmp_path / "ours", "--keep-experts", kept, *options, "--quiet") == 0
     assert run("run", reap, tmp_path / "theirs", *options, "--quiet") == 0
     assert raw_tensors(tmp_path / "ours") == raw_tensors(tmp_path / "theirs")
-    names = ("config.json", "model.safetensors.index.json", "hf_quant_config.json")
-    found = [{n: d for n, d in files_of(tmp_path / side).items() if n in names} for side in ("ours", "theirs")]
-    assert found[0] == found[1]
+    assert headers_of(tmp_path / "ours") == headers_of(tmp_path / "theirs")
+    for name in ("config.json", "model.safetensors.index.json", "hf_quant_config.json"):
+        assert files_of(tmp_path / "ours").get(name) == files_of(tmp_path / "theirs").get(name)
 
 
 def test_int4_stays_as_it_is(tiny: Path, reap: Path, pruned: Path) -> None:
     assert raw_tensors(pruned) == raw_tensors(reap)
+    assert headers_of(pruned) == headers_of(reap)
     config = read_json(pruned)
     assert config == read_json(reap)
     assert config == read_json(tiny) | {"n_routed_experts": 10}
     assert "quantization_config" in config
     index, theirs = (read_json(folder, "model.safetensors.index.json") for folder in (pruned, reap))
     assert index["weight_map"] == theirs["weight_map"]
-    assert index["metadata"]["total_size"] == sum(len(t[2]) for t in raw_tensors(reap).values())
+    assert index["metadata"]["total_size"] == sum(map(len, raw_tensors(reap).values()))
     assert (pruned / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
     assert not (pruned / "hf_quant_config.json").exists()
     assert read_ledger(pruned).totals == {}
 
 
-def test_pruning_and_then_converting_gives_the_same_files(tiny: Path, kept: Path, pruned: Path, tmp_path: Path) -> None:
-    assert run("run", tiny, tmp_path / "at-once", "--keep-experts", kept, "--quiet") == 0
+def test_pruning_and_then_converting_gives_the_same_files(pruned: Path, converted: Path, tmp_path: Path) -> None:
     assert run("run", pruned, tmp_path / "later", "--quiet") == 0
-    assert files_of(tmp_path / "at-once") == files_of(tmp_path / "later")
+    assert files_of(converted, without=LEDGER) == files_of(tmp_path / "later", without=LEDGER)
 
 
-def test_kept_experts_are_those_of_the_unpruned_result(tiny: Path, kept: Path, tmp_path: Path) -> None:
+def test_kept_experts_are_those_of_the_unpruned_result(tiny: Path, converted: Path, tmp_path: Path) -> None:
     assert run("run", tiny, tmp_path / "whole", "--quiet") == 0
-    assert run("run", tiny, tmp_path / "pruned", "--keep-experts", kept, "--quiet") == 0
     survivors = reap_survivors()
-    whole, found = raw_tensors(tmp_path / "whole"), raw_tensors(tmp_path / "pruned")
+    whole, found = raw_tensors(tmp_path / "whole"), raw_tensors(converted)
     for name, tensor in found.items():
         head, is_expert, rest = name.partition(".mlp.experts.")
         if is_expert:
@@ -131,44 +129,23 @@ def test_kept_experts_are_those_of_the_unpruned_result(tiny: Path, kept: Path, t
             assert tensor == whole[f"{head}.mlp.experts.{survivors[layer][int(number)]}.{tail}"], name
         elif ".mlp.gate." in name:
             rows = list(survivors[int(name.split(".")[2])])
-            data = np.frombuffer(whole[name][2], np.uint8).reshape(16, -1)[rows]
-            assert tensor == (whole[name][0], (10, *whole[name][1][1:]), data.tobytes()), name
+            assert tensor == np.frombuffer(whole[name], np.uint8).reshape(16, -1)[rows].tobytes(), name
         else:
             assert tensor == whole[name], name
 
 
 def test_split_shards_and_the_wrapped_model_give_the_same_tensors(
-    tiny: Path, split: Path, k25: Path, kept: Path, tmp_path: Path
+    split: Path, k25: Path, kept: Path, converted: Path, tmp_path: Path
 ) -> None:
-    for name, source in (("tiny", tiny), ("split", split), ("k25", k25)):
+    for name, source in (("split", split), ("k25", k25)):
         assert run("run", source, tmp_path / name, "--keep-experts", kept, "--quiet") == 0
-    expected = raw_tensors(tmp_path / "tiny")
+    expected = raw_tensors(converted)
     assert raw_tensors(tmp_path / "split") == expected
     wrapped = {n.removeprefix("language_model."): t for n, t in raw_tensors(tmp_path / "k25").items()}
     assert {name: wrapped[name] for name in expected} == expected
     config = read_json(tmp_path / "k25")
     assert config["text_config"]["n_routed_experts"] == 10
     assert "n_routed_experts" not in config
-
-
-def test_the_pruned_model_computes_what_the_source_does_with_masked_scores(tiny: Path, pruned: Path) -> None:
-    """In transformers. A score of minus infinity is never chosen, so weights are normalized over the kept experts."""
-    pytest.importorskip("transformers")
-    from scripts.evaluation.models import build_model, source_mlps
-
-    ids = torch.randint(0, 2048, (3, 64), generator=torch.Generator().manual_seed(1))
-    source, small = build_model(tiny), build_model(pruned)
-    source.install(source_mlps(tiny))
-    small.install(source_mlps(pruned))
-    network: Any = source.network
-    with torch.inference_mode():
-        before, found = source.logits(ids), small.logits(ids)
-        for layer, experts in reap_survivors().items():
-            dropped = [expert for expert in range(16) if expert not in experts]
-            network.model.layers[layer].mlp.gate.e_score_correction_bias[dropped] = -torch.inf
-        expected = source.logits(ids)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=2e-6 * float(expected.abs().max()))
-    assert not torch.allclose(found, before, rtol=1e-2, atol=1e-2 * float(before.abs().max()))
 
 
 def test_transformers_loads_the_pruned_model(tiny: Path, kept: Path, tmp_path: Path) -> None:
@@ -183,7 +160,7 @@ def test_transformers_loads_the_pruned_model(tiny: Path, kept: Path, tmp_path: P
             tmp_path / name, config=config, dtype=torch.float32, output_loading_info=True
         )
         assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        if name == "whole":
+        if name == "whole":  # an expert whose score is minus infinity is never chosen
             for layer, experts in reap_survivors().items():
                 dropped = [expert for expert in range(16) if expert not in experts]
                 network.model.layers[layer].mlp.gate.e_score_correction_bias[dropped] = -torch.inf
@@ -210,7 +187,7 @@ def test_statistics_of_the_source_count_for_the_kept_experts(small: Path, tmp_pa
     write_statistics(tmp_path / "pruned.stats", layers, header)
     pruned_statistics = ("--statistics", tmp_path / "pruned.stats", "--quiet")
     assert run("run", tmp_path / "int4", tmp_path / "theirs", *pruned_statistics) == 0
-    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
+    assert files_of(tmp_path / "ours", without=LEDGER) == files_of(tmp_path / "theirs", without=LEDGER)
     ours, theirs = (read_ledger(tmp_path / side).calibration for side in ("ours", "theirs"))
     assert ours is not None
     assert theirs is not None
@@ -229,7 +206,7 @@ def test_the_walk_goes_through_the_pruned_model(
     assert run("run", small, tmp_path / "ours", *keep, *calibrate) == 0
     assert run("run", small, tmp_path / "int4", *keep, *INT4, "--quiet") == 0
     assert run("run", tmp_path / "int4", tmp_path / "theirs", *calibrate) == 0
-    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
+    assert files_of(tmp_path / "ours", without=LEDGER) == files_of(tmp_path / "theirs", without=LEDGER)
     capsys.readouterr()
     words = (
         "run",
@@ -245,7 +222,12 @@ def test_the_walk_goes_through_the_pruned_model(
 
 
 def test_an_interrupted_run_resumes_with_the_same_list_and_refuses_others(
-    tiny: Path, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Path,
+    kept: Path,
+    converted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ("run", tiny, tmp_path / "out", "--keep-experts", kept, "--quiet", "--workers", "1")
     convert = executor.convert_shard
@@ -274,8 +256,7 @@ def test_an_interrupted_run_resumes_with_the_same_list_and_refuses_others(
         assert "holds a different job: " in error
         assert named in error
     assert run(*words) == 0
-    assert run("run", tiny, tmp_path / "uninterrupted", "--keep-experts", kept, "--quiet") == 0
-    assert files_of(tmp_path / "out", without=()) == files_of(tmp_path / "uninterrupted", without=())
+    assert files_of(tmp_path / "out") == files_of(converted)
 
 
 def test_the_list_travels_with_the_result(tiny: Path, kept: Path, reap: Path, pruned: Path, tmp_path: Path) -> None:
@@ -289,7 +270,7 @@ def test_the_list_travels_with_the_result(tiny: Path, kept: Path, reap: Path, pr
     assert view.config == open_checkpoint(reap).config
     (tmp_path / "again.json").write_text(json.dumps(read_json(pruned, "k2convert.json")["pruning"]))
     assert run("run", tiny, tmp_path / "again", "--keep-experts", tmp_path / "again.json", *INT4, "--quiet") == 0
-    assert files_of(tmp_path / "again", without=()) == files_of(pruned, without=())
+    assert files_of(tmp_path / "again") == files_of(pruned)
     assert pruned_source(view, None) is view
 
 

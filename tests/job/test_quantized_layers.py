@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from results import raw_tensors
 from statistics_makers import random_statistics
 
 from k2convert.calibration.channels import Calibration
@@ -74,15 +75,9 @@ def with_codes(job: Job, codes: Codes) -> Job:
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for path in folder.glob("*.safetensors"):
-        raw = path.read_bytes()
-        begin = 8 + int.from_bytes(raw[:8], "little")
-        for name, entry in json.loads(raw[8:begin]).items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                found[name] = np.frombuffer(raw[begin + first : begin + last], np.uint8), entry["shape"]
-    return found
+    """The bytes of each tensor, and its shape."""
+    tensors = open_checkpoint(folder).tensors
+    return {name: (np.frombuffer(data, np.uint8), tensors[name].shape) for name, data in raw_tensors(folder).items()}
 
 
 def codes_of(folder: Path) -> Codes:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from command import run
-from forked_runs import contents, finish, send, start
+from forked_runs import finish, send, start
 from ray_nodes import Nodes
+from results import contents
 from said import said
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.usefixtures("own_handlers")
 
 ROOT = Path(__file__).resolve().parents[2]
 

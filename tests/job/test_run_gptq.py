@@ -11,20 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import run
+from results import raw_tensors
 
 from k2convert.calibration.layer_files import conversion_work
 from k2convert.calibration.plan import CalibrationText, ShardNeeds, shard_needs, waiting_bytes
 from k2convert.calibration.statistics import open_statistics
 from k2convert.calibration.text import held_out, read_windows
-from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
 from k2convert.job.locations import Destination, Source
 from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
 from k2convert.records.command import read_command
 from k2convert.records.ledger import read_ledger
-
-pytestmark = pytest.mark.usefixtures("own_handlers")
 
 SMALL = ("--set", "calibration={tokens: 320, window: 64}", "--device", "cpu")
 
@@ -44,14 +42,6 @@ def done(short: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     options = ("--calibrate", text, *SMALL, "--set", f"calibration.save_statistics={folder / 'saved'}", "--quiet")
     assert run("run", short, folder / "out", *options) == 0
     return folder
-
-
-def raw_tensors(folder: Path) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        data = path.read_bytes()
-        found |= {name: data[t.begin : t.end] for name, t in read_header(path).tensors.items()}
-    return found
 
 
 def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int = 64) -> CalibrationText:
@@ -174,14 +164,6 @@ def test_smoothing_is_on_for_4_bit_activations_alone_unless_asked_for(
     assert f"smoothing: {'on' if is_scaled else 'off'} (" in capsys.readouterr().out
 
 
-def test_a_job_of_the_earlier_walk_is_refused_by_name(
-    short: Path, text: Path, done: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("k2convert.calibration.plan.WALK_VERSION", 1)
-    assert run("run", short, done / "out", "--calibrate", text, *SMALL, "--quiet") == 1
-    assert "walk was 2, now 1" in capsys.readouterr().err
-
-
 def test_every_tensor_without_experts_is_the_one_of_a_run_with_these_statistics(
     short: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +209,7 @@ def test_a_finished_run_is_not_made_again(
         (("--set", "calibration.window=32"), "window was 64, now 32"),
         (("--set", "smoothing=false"), "smoothing was True, now False"),
         (("text",), "texts was 'calibration.txt ("),
+        (("walk",), "walk was 2, now 1"),
     ],
 )
 def test_another_text_or_option_is_refused_by_name(
@@ -237,7 +220,11 @@ def test_another_text_or_option_is_refused_by_name(
     done: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if changed == ("walk",):
+        monkeypatch.setattr("k2convert.calibration.plan.WALK_VERSION", 1)
+        changed = ()
     if changed == ("text",):
         (tmp_path / "calibration.txt").write_text(text.read_text() + "!")
         text, changed = tmp_path / "calibration.txt", ()
@@ -331,13 +318,6 @@ def test_a_walk_that_fails_is_one_line_and_the_run_goes_on_where_it_was(
     assert "calibration" not in json.loads(capsys.readouterr().out)
 
 
-def test_token_ids_instead_of_text(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
-    windows = read_windows([text], tokenizer=short, vocab_size=2048, tokens=320, window=64, seed=0)
-    np.save(tmp_path / "ids.npy", windows.ids)
-    assert run("run", short, tmp_path / "out", "--calibrate", tmp_path / "ids.npy", *SMALL, "--quiet") == 0
-    assert raw_tensors(tmp_path / "out") == raw_tensors(done / "out")
-
-
 def test_the_room_of_a_walk_is_asked_for_before_it_starts(short: Path, text: Path, tmp_path: Path) -> None:
     few, many = (text_of(short, [text], tokens=tokens) for tokens in (64, 512))
     jobs = [planned(short, tmp_path / "out", of) for of in (few, many)]
@@ -374,14 +354,20 @@ def test_the_converted_experts_that_wait(shards: list[ShardNeeds], most: int) ->
     assert waiting_bytes(shards, num_layers=5) == most
 
 
-def test_the_command_that_resumes_has_every_text(short: Path, text: Path, tmp_path: Path) -> None:
-    other, out = tmp_path / "other.txt", tmp_path / "out"
-    other.write_text("A second text. " * 40)
-    assert run("run", short, out, "--calibrate", text, "--calibrate", other, *SMALL, "--quiet") == 0
-    kept = read_command(out)
+def test_token_ids_instead_of_text_and_the_command_that_resumes_has_every_file(
+    short: Path, text: Path, done: Path, tmp_path: Path
+) -> None:
+    ids = read_windows([text], tokenizer=short, vocab_size=2048, tokens=320, window=64, seed=0).ids
+    files = [tmp_path / "first.npy", tmp_path / "second.npy"]
+    for path, part in zip(files, (ids[:2], ids[2:]), strict=True):
+        np.save(path, part)
+    words = [word for path in files for word in ("--calibrate", str(path))]
+    assert run("run", short, tmp_path / "out", *words, *SMALL, "--quiet") == 0
+    assert raw_tensors(tmp_path / "out") == raw_tensors(done / "out")
+    kept = read_command(tmp_path / "out")
     assert kept is not None
     first = kept.words.index("--calibrate")
-    assert kept.words[first : first + 4] == ("--calibrate", str(text), "--calibrate", str(other))
+    assert kept.words[first : first + 4] == tuple(words)
 
 
 def test_weights_are_not_the_measure_of_a_calibrated_result(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,15 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from command import run
+from forked_runs import send, start
 from numpy.typing import NDArray
+from results import files_of, raw_tensors
 from said import said
-from statistics_makers import HEADER, moe_layer, random_statistics
+from statistics_makers import HEADER, layers_of, moe_layer, random_statistics, rewrite
 
 from k2convert.calibration.channels import digest_of_exponents
 from k2convert.calibration.layer_statistics import LayerStatistics
-from k2convert.calibration.statistics import Statistics, StatisticsHeader, open_statistics, write_statistics
-from k2convert.checkpoint.header import read_header
+from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.choices import Rule
 from k2convert.job import shard
@@ -38,19 +38,9 @@ from k2convert.records.ledger import read_ledger
 from scripts.fixture_maker import make_k25
 from scripts.fixture_maker.folder import read_small, write_small
 
-pytestmark = pytest.mark.usefixtures("own_handlers")
-
 MLP = "kimi-k2-thinking-nvfp4-mlp"
 Result = dict[str, bytes]
 """The bytes of every tensor of a result by name."""
-
-
-def raw_tensors(folder: Path) -> Result:
-    found: Result = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        data = path.read_bytes()
-        found |= {name: data[t.begin : t.end] for name, t in read_header(path).tensors.items()}
-    return found
 
 
 def importance(mean_square: NDArray[Any]) -> NDArray[np.uint8]:
@@ -181,10 +171,6 @@ def unconverted(raw: Result) -> Result:
     return {name: data for name, data in raw.items() if ".mlp.experts." not in name}
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("activations", ["w4a4", "w4a16"])
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_every_tensor_is_what_the_reference_gives(
@@ -245,8 +231,12 @@ def test_k25_with_an_fp32_router(cut: Path, tmp_path: Path) -> None:
     assert_equal(raw_tensors(tmp_path / "out"), expected)
 
 
-def test_ledger_and_fingerprint_name_the_statistics(cut: Path, statistics: Path, tmp_path: Path) -> None:
-    assert run("run", cut, tmp_path / "out", "--statistics", statistics, "--quiet") == 0
+def test_ledger_fingerprint_and_next_command_name_the_statistics(
+    cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", cut, tmp_path / "out", "--statistics", statistics) == 0
+    line = f"next: k2convert validate {tmp_path / 'out'} --source {cut} --statistics {statistics}"
+    assert line in capsys.readouterr().err
     explicit = ["--rule", "imatrix", "--set", "smoothing=true"]  # the same job
     assert run("run", cut, tmp_path / "out", "--statistics", statistics, *explicit, "--quiet") == 0
     ledger, found = read_ledger(tmp_path / "out"), open_statistics(statistics)
@@ -265,28 +255,15 @@ def test_ledger_and_fingerprint_name_the_statistics(cut: Path, statistics: Path,
 
 
 def test_exponents_of_zero_change_no_copied_byte(cut: Path, statistics: Path, tmp_path: Path) -> None:
-    found = open_statistics(statistics)
-    layers = [found.layer(n) for n in found.layers]
+    layers = layers_of(statistics)
     zero = [replace(layer, smoothing_exponents=np.zeros_like(layer.smoothing_exponents)) for layer in layers]
-    rewrite(found, zero, tmp_path / "zero")
+    rewrite(statistics, zero, tmp_path / "zero")
     for name, extra in (("on", ["--set", "smoothing=true"]), ("off", ["--set", "smoothing=false"])):
         words = ["run", cut, tmp_path / name, "--statistics", tmp_path / "zero", *extra]
         assert run(*words, "--quiet") == 0
     on, off = raw_tensors(tmp_path / "on"), raw_tensors(tmp_path / "off")
     assert_equal(on, off)
     assert_equal(unconverted(on), unconverted(raw_tensors(cut)))
-
-
-def rewrite(found: Statistics, layers: list[LayerStatistics], path: Path, **changes: Any) -> Path:
-    """Write statistics with other layers, or with other fields of the header."""
-    header = StatisticsHeader(**{field.name: getattr(found, field.name) for field in fields(StatisticsHeader)})
-    write_statistics(path, layers, replace(header, **changes))
-    return path
-
-
-def layers_of(path: Path) -> list[LayerStatistics]:
-    found = open_statistics(path)
-    return [found.layer(number) for number in found.layers]
 
 
 def test_a_dry_run_says_what_is_scaled_and_writes_nothing(
@@ -315,14 +292,6 @@ def test_a_dry_run_says_what_is_scaled_and_writes_nothing(
         "scaled_channels": channels,
     }
     assert not (tmp_path / "out").exists()
-
-
-def test_the_next_command_validates_with_the_statistics(
-    cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("run", cut, tmp_path / "out", "--statistics", statistics) == 0
-    line = f"next: k2convert validate {tmp_path / 'out'} --source {cut} --statistics {statistics}"
-    assert line in capsys.readouterr().err
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: object, code: int = 1) -> str:
@@ -365,7 +334,7 @@ def test_statistics_that_do_not_fit_are_refused_in_one_line(
     what: str, cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, message = WRONG[what]
-    wrong = rewrite(open_statistics(statistics), change(layers_of(statistics)), tmp_path / "wrong")
+    wrong = rewrite(statistics, change(layers_of(statistics)), tmp_path / "wrong")
     error = error_of(capsys, cut, tmp_path / "out", "--recipe", MLP, "--statistics", wrong)
     assert message in error
     assert "k2convert calibrate" in error
@@ -405,14 +374,6 @@ def test_options_and_recipes_that_contradict_statistics_are_refused(
     assert "Leave out --statistics" in error_of(capsys, cut, out, "--recipe", recipe, "--rule", "max", *given)
 
 
-def test_a_recipe_may_ask_for_weights_and_refuse_smoothing(cut: Path, statistics: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "own.yaml"
-    recipe.write_text("name: own\nrule: imatrix\nsmoothing: false\n")
-    assert run("run", cut, tmp_path / "out", "--recipe", recipe, "--statistics", statistics, "--quiet") == 0
-    assert read_ledger(tmp_path / "out").recipe.smoothing is False
-    assert_equal(unconverted(raw_tensors(tmp_path / "out")), unconverted(raw_tensors(cut)))
-
-
 def test_no_smoothing_without_statistics_is_the_run_of_always(cut: Path, tmp_path: Path) -> None:
     assert run("run", cut, tmp_path / "with", "--set", "smoothing=false", "--quiet") == 0
     assert run("run", cut, tmp_path / "without", "--quiet") == 0
@@ -445,32 +406,27 @@ def test_exponents_that_no_bf16_holds_name_tensor_and_remedy(
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def killed_run(*words: object) -> None:
-    """Start the command and kill it when it has recorded its first shard."""
-    destination = Path(str(words[2]))
-    command = [sys.executable, "-m", "k2convert", *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not list(destination.glob(".k2convert/shards/*.json")):
-        time.sleep(0.001)
-    process.kill()
-    process.wait()
-
-
 def test_a_killed_run_resumes_with_its_kept_command_to_identical_bytes(
     cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["run", cut, tmp_path / "whole", "--statistics", statistics, "--set", "smoothing=false", "--quiet"]
     assert run(*words) == 0
+    assert read_ledger(tmp_path / "whole").recipe.smoothing is False
+    assert_equal(unconverted(raw_tensors(tmp_path / "whole")), unconverted(raw_tensors(cut)))
     words[2] = tmp_path / "out"
     for _ in range(40):  # on a busy machine a job may end before it is killed
-        killed_run(*words)
+        process = start(*words)
+        while process.is_alive() and not list((tmp_path / "out").glob(".k2convert/shards/*.json")):
+            time.sleep(0.001)
+        send(process, signal.SIGKILL)
+        process.join()
         if not (tmp_path / "out" / "config.json").exists():
             break
         shutil.rmtree(tmp_path / "out")
     kept = read_command(tmp_path / "out")
     assert kept is not None
     assert set(kept.words[4:]) == {"--statistics", str(statistics), "--set", "smoothing=false", "--quiet"}
-    other = rewrite(open_statistics(statistics), layers_of(statistics), tmp_path / "other", seed=4)
+    other = rewrite(statistics, layers_of(statistics), tmp_path / "other", seed=4)
     capsys.readouterr()
     assert run(*(other if word == statistics else word for word in words)) == 1
     assert "holds a different job: statistics was" in capsys.readouterr().err

@@ -12,8 +12,6 @@ from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.writer import ShardWriter
 from k2convert.errors import DestinationError
 
-pytestmark = pytest.mark.usefixtures("own_handlers")
-
 SHARD = "model-00002-of-000003.safetensors"
 FOLDERS = [".k2convert", ".k2convert/shards", ".k2convert/download", ".k2convert/source", "extra"]
 FILES = [

@@ -1,0 +1,25 @@
+"""The files and the tensors of a result."""
+
+from pathlib import Path
+
+from k2convert.checkpoint.header import read_header
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a result but the lock, whose content is the last owner's business."""
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name not in ("lock", "command.json"))
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+def files_of(folder: Path, *, without: tuple[str, ...] = ()) -> dict[str, bytes]:
+    """The files of a result that are published."""
+    return {path.name: path.read_bytes() for path in folder.glob("*") if path.is_file() and path.name not in without}
+
+
+def raw_tensors(folder: Path) -> dict[str, bytes]:
+    """The bytes of every tensor by name."""
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        data = path.read_bytes()
+        found |= {name: data[t.begin : t.end] for name, t in read_header(path).tensors.items()}
+    return found
