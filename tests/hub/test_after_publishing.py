@@ -1,6 +1,7 @@
 """After publishing: the emptied work folder and the repository say where the result is, and how to check it."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from loopback import TOKEN, LoopbackHub
 from said import said
 
 WORK = Path("k2convert-work/me--out")
+SERVE = (
+    "vllm serve me/out --tensor-parallel-size 2 --trust-remote-code "
+    "--enable-auto-tool-choice --tool-call-parser kimi_k2 --reasoning-parser kimi_k2"
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +27,8 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
         running.store.add_folder("moon/tiny", tiny)
         env = {"HF_ENDPOINT": running.url, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "home")}
         arguments = ("run", "hf://moon/tiny", "hf://me/out", "--yes", "--work-dir", folder / "work")
-        assert run_here(*arguments, **env).returncode == 0
+        done = run_here(*arguments, **env)
+        assert (done.returncode, said(done.stderr).splitlines()[-1]) == (0, f"next: {SERVE}")
         assert list((folder / "work").glob("*.safetensors")) == []
         yield running, folder / "work"
 
@@ -51,6 +57,18 @@ def test_status_of_the_work_folder_says_where_and_at_which_commit(done: str, hub
     document = json.loads(hub_cli("status", WORK, "--json").stdout)
     assert document["complete"]
     assert document["published"] == {"repo": "me/out", "commit": done}
+
+
+@pytest.mark.parametrize("words", [("inspect", "hf://me/out"), ("status", "hf://me/out"), ("status", str(WORK))])
+def test_every_next_command_works_as_printed(done: str, hub_cli: RunCli, words: tuple[str, ...]) -> None:
+    lines: list[str] = []
+    while words[0] != "serve":
+        shown = hub_cli(*words)
+        assert shown.returncode == 0, shown.stderr
+        (line,) = (line for line in said(shown.stderr).splitlines() if line.startswith("next: "))
+        lines.append(line.removeprefix("next: "))
+        words = tuple(shlex.split(lines[-1])[1:])
+    assert lines == ["k2convert validate hf://me/out", SERVE]
 
 
 def test_validate_on_the_work_folder_says_where_the_shards_are(done: str, hub_cli: RunCli) -> None:

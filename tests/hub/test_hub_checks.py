@@ -60,8 +60,7 @@ def assert_nothing_on_main(server: LoopbackHub) -> None:
     assert list(repo.files()) == [".gitattributes"]
 
 
-@pytest.mark.parametrize("with_xet", [True, False], ids=["Xet", "LFS"])
-@pytest.mark.parametrize("what", ["code", "scale", "copied", "header"])
+@pytest.mark.parametrize(("what", "with_xet"), [("code", True), ("scale", False), ("copied", True), ("header", False)])
 def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
     tiny_on_hub: LoopbackHub, hub_cli: RunCli, what: str, with_xet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

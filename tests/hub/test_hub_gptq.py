@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from command import RunCli, run_here
 from disk import Watched
-from faults import Fault
 from loopback import LoopbackHub
 from published import assert_published
 from test_hub_interrupted import kill_after
@@ -61,22 +60,6 @@ def test_hub_to_hub_publishes_the_shards_of_a_local_job_in_bounded_disk(
     assert not list(workplace.rglob("calibration.work"))
 
 
-def test_a_job_that_the_hub_ended_goes_on_at_its_layer(
-    source: LoopbackHub, hub_cli: RunCli, workplace: Path, local: Path, text: Path
-) -> None:
-    words = ("run", "hf://moon/short", "out", "--calibrate", text, *OPTIONS)
-    source.traffic.inject(Fault("GET", r"model-00003-of-000005\.safetensors$", status=403, times=1000))
-    done = hub_cli(*words)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert not (workplace / "out" / "config.json").exists()
-    source.traffic.clear()
-    done = hub_cli(*words)
-    assert done.returncode == 0, done.stderr
-    for path in local.glob("*.safetensors"):
-        assert (workplace / "out" / path.name).read_bytes() == path.read_bytes()
-
-
 def check_killed_job(
     source: LoopbackHub, hub_cli: RunCli, workplace: Path, local: Path, text: Path, seeds: range
 ) -> None:
@@ -105,13 +88,3 @@ def test_killed_at_twenty_moments(
     source: LoopbackHub, hub_cli: RunCli, workplace: Path, local: Path, text: Path, without_xet: None, first: int
 ) -> None:
     check_killed_job(source, hub_cli, workplace, local, text, range(100 + first, 105 + first))
-
-
-def test_too_little_disk_for_the_walk_is_refused_before_a_shard_is_fetched(
-    source: LoopbackHub, hub_cli: RunCli, workplace: Path, text: Path
-) -> None:
-    words = ("run", "hf://moon/short", "hf://me/out", "--calibrate", text, *OPTIONS, "--yes", "--max-disk", "3MB")
-    done = hub_cli(*words, "--quiet")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "bytes of disk at once" in done.stderr
-    assert source.traffic.bytes_sent(r"model-00003-of-000005\.safetensors$") < 100_000

@@ -13,8 +13,7 @@ from command import RunCli, cli_environment, start_cli
 from disk import Watched, used_bytes
 from faults import Fault, Kind, Line
 from loopback import LoopbackHub
-from loopback_store import Entry
-from published import JOB, assert_published, stop_before_main
+from published import JOB, assert_published
 
 NUM_KILLS, NUM_SLOW_KILLS, NUM_SLOW_FAULTS = 3, 20, 30
 
@@ -210,18 +209,3 @@ def test_an_interrupt_while_planning_waits_for_no_answer(tiny_on_hub: LoopbackHu
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 130, "the Hub asked for a pause of 300 s"
-
-
-def test_damaged_records_on_the_branch_are_ignored(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
-) -> None:
-    stop_before_main(tiny_on_hub, hub_cli)
-    repo = tiny_on_hub.store.repos["me/out"]
-    branch = next(name for name in repo.refs if name != "main")
-    files = dict(repo.files(branch))
-    files[next(name for name in sorted(files) if name.startswith(".k2convert/shards/"))] = Entry(2, b"{}")
-    repo.commit(branch, files)
-    (workplace / "k2convert-work").rename(workplace / "old")
-    done = hub_cli(*JOB)
-    assert done.returncode == 0, done.stderr
-    assert_published(tiny_on_hub, local_result)

@@ -67,8 +67,15 @@ def _retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("k2convert.hub.client.FIRST_RETRY_SECONDS", 0.001)
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        (name, answer)
+        for name in COMMANDS
+        for answer in ANSWERS
+        if name.endswith(("inspect", "to the Hub")) or "of" in answer
+    ],
+)
 def test_an_answer_that_is_not_the_hubs_is_one_line(
     name: str, answer: str, tiny: Path, local_result: Path, hub_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,13 +1,12 @@
 """`--keep-experts` with the source on the Hub: the bytes of a run between folders, and scores of another model."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command import RunCli
-from statistics_makers import random_statistics
+from statistics_makers import layers_of, random_statistics, rewrite
 
-from k2convert.calibration.statistics import StatisticsHeader, open_statistics, write_statistics
 from k2convert.records.ledger import read_ledger
 
 
@@ -25,10 +24,7 @@ def test_statistics_choose_the_experts_of_a_source_on_the_hub(hub_cli: RunCli, w
     assert ledgers[0] == ledgers[1]
     for path in sorted((workplace / "local").glob("*.safetensors")):
         assert (workplace / "fetched" / path.name).read_bytes() == path.read_bytes(), path.name
-    found = open_statistics(scores)
-    header = StatisticsHeader(**{field.name: getattr(found, field.name) for field in fields(StatisticsHeader)})
-    layers = [replace(found.layer(number), norm_digest="0" * 64) for number in found.layers]
-    write_statistics(scores, layers, header)
+    rewrite(scores, [replace(layer, norm_digest="0" * 64) for layer in layers_of(scores)], scores)
     refused = hub_cli("run", "hf://moon/tiny", "other", *keep, "--quiet")
     assert refused.returncode == 1
     assert "was made from a different source: model-00001-of-000005.safetensors: " in refused.stderr

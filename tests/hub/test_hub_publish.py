@@ -29,16 +29,25 @@ def uploads(folder: Path) -> list[Upload]:
     return [Upload(n, folder / n, sha256_of(folder / n), (folder / n).stat().st_size) for n in SHARDS]
 
 
-def publish_all(hub: Hub, folder: Path, files: dict[str, Path | bytes] | None = None) -> str:
+def opened(hub: Hub) -> Branch:
     branch = Branch(hub, target_of(hub), BRANCH)
     branch.open()
-    shards = uploads(folder)
-    for upload in shards:
+    return branch
+
+
+def hashes_of(folder: Path) -> dict[str, tuple[str, int]]:
+    return {upload.name: (upload.sha256, upload.num_bytes) for upload in uploads(folder)}
+
+
+def publish_all(hub: Hub, folder: Path, files: dict[str, Path | bytes] | None = None) -> str:
+    branch = opened(hub)
+    for upload in uploads(folder):
         if not branch.has(upload.name, upload.sha256, upload.num_bytes):
             branch.upload(upload, records={f"shards/{upload.name}.json": b"{}"})
     branch.commit_group()
-    hashes = {u.name: (u.sha256, u.num_bytes) for u in shards}
-    return branch.commit_to_main(shards=hashes, files=files or {"config.json": b"{}\n"}, message="Add the model")
+    return branch.commit_to_main(
+        shards=hashes_of(folder), files=files or {"config.json": b"{}\n"}, message="Add the model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,45 +74,31 @@ def test_main_gets_one_commit_with_exactly_the_local_bytes(
         assert server.store.read("me/out", name) == (tiny / name).read_bytes()
 
 
-def test_main_shows_nothing_before_the_end(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
-    branch = Branch(hub, target_of(hub), BRANCH)
-    branch.open()
-    branch.upload(uploads(tiny)[0], records={})
-    assert [u.name for u in branch.commit_group()] == SHARDS[:1]
-    assert list(server.store.repos["me/out"].files()) == [".gitattributes"]
-
-
-def test_a_second_run_uploads_nothing_that_the_branch_has(
+def test_main_shows_nothing_before_the_end_and_nothing_is_sent_or_committed_twice(
     server: LoopbackHub, hub: Hub, tiny: Path, without_xet: None
 ) -> None:
-    first = Branch(hub, target_of(hub), BRANCH)
-    first.open()
+    first = opened(hub)
     for upload in uploads(tiny)[:2]:
         first.upload(upload, records={})
-    first.commit_group()
+    assert [u.name for u in first.commit_group()] == SHARDS[:2]
+    assert list(server.store.repos["me/out"].files()) == [".gitattributes"]
     server.traffic.clear()
-    publish_all(hub, tiny)
-    sent = [r.path for r in server.traffic.matching("PUT", "/_lfs/")]
-    assert sent == [f"/_lfs/{sha256_of(tiny / SHARDS[2])}"]
-
-
-def test_publishing_again_what_is_published_makes_no_commit(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
-    publish_all(hub, tiny)
-    publish_all(hub, tiny)
-    assert server.store.repos["me/out"].num_commits("main") == 2
+    for _ in range(2):
+        publish_all(hub, tiny)
+        sent = [r.path for r in server.traffic.matching("PUT", "/_lfs/")]
+        assert sent == [f"/_lfs/{sha256_of(tiny / SHARDS[2])}"]
+        assert server.store.repos["me/out"].num_commits("main") == 2
 
 
 def test_a_moved_main_is_a_clear_error_and_running_again_ends_it(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
-    branch = Branch(hub, target_of(hub), BRANCH)
-    branch.open()
-    shards = uploads(tiny)
-    for upload in shards:
+    branch = opened(hub)
+    for upload in uploads(tiny):
         branch.upload(upload, records={})
     branch.commit_group()
     repo = server.store.repos["me/out"]
     repo.commit("main", dict(repo.files()) | {"notes.md": repo.files()[".gitattributes"]})
     with pytest.raises(HubError, match=r"412.*branch moved while this ran"):
-        branch.commit_to_main(shards={u.name: (u.sha256, u.num_bytes) for u in shards}, files={}, message="Add")
+        branch.commit_to_main(shards=hashes_of(tiny), files={}, message="Add")
     assert SHARDS[0] not in repo.files()
     publish_all(hub, tiny)
     assert {*SHARDS, "notes.md"} < set(repo.files())
@@ -113,17 +108,14 @@ def test_a_lost_answer_to_the_last_commit_is_not_an_error(
     server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_all(hub, tiny)
-    branch = Branch(hub, target_of(hub), BRANCH)
-    branch.open()
+    branch = opened(hub)
     branch.head = server.store.repos["me/out"].history[0][1]  # as it was before the commit whose answer got lost
-    hashes = {u.name: (u.sha256, u.num_bytes) for u in uploads(tiny)}
-    branch.commit_to_main(shards=hashes, files={"config.json": b"{}\n"}, message="Add the model")
+    branch.commit_to_main(shards=hashes_of(tiny), files={"config.json": b"{}\n"}, message="Add the model")
     assert server.store.repos["me/out"].num_commits("main") == 2
 
 
 def test_a_shard_whose_hash_differs_on_the_branch_is_an_error(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
-    branch = Branch(hub, target_of(hub), BRANCH)
-    branch.open()
+    branch = opened(hub)
     good = uploads(tiny)[0]
     operation = branch.send(good.name, good.path)
     branch.add(Upload(good.name, good.path, "0" * 64, good.num_bytes), operation, records={})
@@ -136,8 +128,7 @@ def test_a_file_that_changed_since_it_was_hashed_is_not_sent(
     server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path, with_xet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", not with_xet)
-    branch = Branch(hub, target_of(hub), BRANCH)
-    branch.open()
+    branch = opened(hub)
     before, changed = uploads(tiny)[0], tmp_path / SHARDS[0]
     data = bytearray(before.path.read_bytes())
     data[-1] ^= 1
@@ -165,8 +156,7 @@ def test_faults_during_upload_and_commits_are_retried(
 
 
 def test_what_others_put_on_the_branch_does_not_reach_main(server: LoopbackHub, hub: Hub, tiny: Path) -> None:
-    branch = Branch(hub, target_of(hub), BRANCH)
-    branch.open()
+    branch = opened(hub)
     for upload in uploads(tiny):
         branch.upload(upload, records={})
     branch.commit_group()
@@ -174,9 +164,8 @@ def test_what_others_put_on_the_branch_does_not_reach_main(server: LoopbackHub, 
     files = repo.files(BRANCH)
     assert files[SHARDS[0]].size != files[SHARDS[2]].size
     repo.commit(BRANCH, files | {SHARDS[0]: files[SHARDS[2]]})
-    hashes = {u.name: (u.sha256, u.num_bytes) for u in uploads(tiny)}
     with pytest.raises(HubError, match=f"{SHARDS[0]} is not on {BRANCH} as it was uploaded"):
-        branch.commit_to_main(shards=hashes, files={}, message="Add the model")
+        branch.commit_to_main(shards=hashes_of(tiny), files={}, message="Add the model")
     assert repo.num_commits("main") == 1
 
 
@@ -221,8 +210,7 @@ def test_commits_stay_below_the_hourly_limit(
     waits: list[float] = []
     monkeypatch.setattr("k2convert.hub.branch.MAX_COMMITS_PER_HOUR", 2)
     monkeypatch.setattr("k2convert.hub.branch.time.sleep", waits.append)
-    branch = Branch(hub, target_of(hub), BRANCH)
-    branch.open()
+    branch = opened(hub)
     for upload in uploads(tiny):
         branch.upload(upload, records={})
         branch.commit_group()

@@ -12,6 +12,7 @@ import yaml
 from command import RunCli
 from faults import Fault
 from loopback import TOKEN, LoopbackHub
+from loopback_store import Entry
 from published import JOB, WITHOUT_SOURCE, assert_published, stop_before_main
 from said import said
 
@@ -93,12 +94,12 @@ def test_publish_sends_a_finished_folder_and_keeps_it(server: LoopbackHub, hub_c
 
 @pytest.mark.parametrize("where", ["folder", "Hub"])
 def test_publish_with_the_source_checks_all_rules(
-    server: LoopbackHub, tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path, tiny: Path, where: str
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path, tiny: Path, where: str
 ) -> None:
     source = tiny if where == "folder" else "hf://moon/tiny"
     done = hub_cli("publish", local_result, "--repo", "me/out", "--source", source, "--yes")
     assert done.returncode == 0, done.stderr
-    assert_published(server, local_result)
+    assert_published(tiny_on_hub, local_result)
 
 
 def test_publish_refuses_what_does_not_validate(
@@ -156,17 +157,6 @@ def test_publish_names_a_damaged_ledger(
     assert f"k2convert.json: {key}" in " ".join(done.stderr.split())
 
 
-def test_publish_reads_a_source_card_that_is_not_utf8(
-    server: LoopbackHub, hub_cli: RunCli, workplace: Path, tiny: Path, local_result: Path
-) -> None:
-    (workplace / "README.md").write_bytes(b"---\nlicense: mit\n---\ncaf\xe9\n")
-    server.store.add_folder("moon/tiny", workplace)
-    done = hub_cli("publish", local_result, "--repo", "me/out", "--base-model", "moon/tiny", "--yes")
-    assert "next: vllm serve me/out --tensor-parallel-size 2 --trust-remote-code " in done.stderr
-    assert done.returncode == 0, done.stderr
-    assert "license: mit" in server.store.read("me/out", "README.md").decode()
-
-
 @pytest.mark.parametrize("verb", ["run", "publish"])
 def test_publishing_without_a_terminal_needs_yes(
     tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path, verb: str
@@ -202,18 +192,12 @@ def test_planning_a_remote_source_downloads_no_shard_and_writes_nothing(
     plan = json.loads(planned.stdout)
     assert plan["source_commit"] == tiny_on_hub.store.repos["moon/tiny"].refs["main"]
     assert plan["branch"].startswith("k2convert-")
+    weighed = [hub_cli("fit", place, "--gpu", "b200", "--count", "2", "--json") for place in ("hf://moon/tiny", tiny)]
+    assert json.loads(weighed[0].stdout) == json.loads(weighed[1].stdout) | {"checkpoint": "hf://moon/tiny"}
     sent = tiny_on_hub.traffic.bytes_sent(r"\.safetensors$")
-    assert sent < 0.2 * sum((tiny / name).stat().st_size for name in SHARDS)
+    assert sent < 0.3 * sum((tiny / name).stat().st_size for name in SHARDS)
     assert list(workplace.iterdir()) == []
     assert list(tiny_on_hub.store.repos) == ["moon/tiny"]
-
-
-def test_offline_mode_fails_at_once_but_not_for_folders(tiny_on_hub: LoopbackHub, hub_cli: RunCli, tiny: Path) -> None:
-    done = hub_cli("run", "hf://moon/tiny", "out", HF_HUB_OFFLINE="1")
-    assert done.returncode == 1
-    assert "HF_HUB_OFFLINE is set" in done.stderr
-    assert hub_cli("inspect", tiny, HF_HUB_OFFLINE="1").returncode == 0
-    assert tiny_on_hub.traffic.requests == []
 
 
 def test_too_little_disk_is_refused_at_the_plan(tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path) -> None:
@@ -272,14 +256,20 @@ def test_a_job_that_stopped_at_its_commits_goes_on_as_it_began(
     assert os.environ["HF_TOKEN"] == TOKEN
 
 
+@pytest.mark.parametrize("damaged", [False, True])
 def test_another_machine_continues_from_the_branch_alone(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
+    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, damaged: bool
 ) -> None:
     stop_before_main(tiny_on_hub, hub_cli)
+    if damaged:  # such a record is ignored
+        repo = tiny_on_hub.store.repos["me/out"]
+        branch = next(name for name in repo.refs if name != "main")
+        record = next(name for name in sorted(repo.files(branch)) if name.startswith(".k2convert/shards/"))
+        repo.commit(branch, repo.files(branch) | {record: Entry(2, b"{}")})
     (workplace / "k2convert-work").rename(workplace / "elsewhere")
     assert hub_cli(*JOB).returncode == 0
     assert_published(tiny_on_hub, local_result)
-    assert tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000
+    assert damaged or tiny_on_hub.traffic.bytes_sent(r"\.safetensors$") < 200_000
     ours, theirs = (workplace / top / "me--out" / "k2convert.json" for top in ("k2convert-work", "elsewhere"))
     assert ours.read_bytes() == theirs.read_bytes()
 
@@ -314,7 +304,7 @@ def test_a_source_that_the_hub_lists_with_another_hash_is_refused(
     assert f"{SHARDS[1]}: this source shard has a different size or time" in done.stderr
 
 
-@pytest.mark.parametrize("inside", ["\x0b", "\u200b", " "])
+@pytest.mark.parametrize("inside", ["\x0b", "\u200b"])
 def test_a_token_that_no_request_can_carry_is_refused_unseen(
     tiny_on_hub: LoopbackHub, hub_process: RunCli, inside: str
 ) -> None:
@@ -331,7 +321,9 @@ def test_a_card_that_the_hub_would_refuse_is_settled_before_the_work(
 ) -> None:
     source = workplace / "source"
     shutil.copytree(tiny, source)
-    (source / "README.md").write_text("---\nlicense: modified-mit\npipeline_tag: chat\n---\n# Kimi\n")
+    (source / "README.md").write_bytes(
+        b"---\nlicense: modified-mit\npipeline_tag: chat\n---\n# caf\xe9, which is not UTF-8\n"
+    )
     server.store.add_folder("moon/odd", source)
     arguments = ("hf://moon/odd", "hf://me/out") if verb == "run" else (local_result, "--repo", "me/out")
     more = () if verb == "run" else ("--base-model", "moon/odd")
@@ -366,20 +358,6 @@ def test_a_folder_in_place_of_a_download_is_named(
     assert done.returncode == 1
     assert f"{SHARDS[0]}" in "".join(done.stderr.split())
     assert "Is a directory" in done.stderr.replace("\n", " ")
-
-
-@pytest.mark.parametrize("verb", ["run", "publish", "inspect"])
-def test_an_endpoint_that_is_no_address_ends_every_command_in_one_line(
-    hub_process: RunCli, tiny: Path, local_result: Path, verb: str
-) -> None:
-    arguments = {
-        "run": (tiny, "hf://me/out", "--dry-run"),
-        "publish": (local_result, "--repo", "me/out"),
-        "inspect": ("hf://moon/tiny",),
-    }[verb]
-    done = hub_process(verb, *arguments, HF_ENDPOINT="http://[::1")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert said(done.stderr).startswith("error: HF_ENDPOINT is 'http://[::1': not an address")
 
 
 def test_a_work_folder_that_cannot_be_made_is_named(tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path) -> None:
