@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args
@@ -45,7 +44,7 @@ def projections(tiny: Path) -> dict[str, Int4Weight]:
     }
 
 
-def convert(quantizer: Quantizer, projections: dict[str, Int4Weight], *, threads: int = 1) -> Converted:
+def convert(quantizer: Quantizer, projections: dict[str, Int4Weight]) -> Converted:
     """Convert everything, gate and up of an expert sharing their global scale."""
     magnitudes = {name: quantizer.measure(weight, name=name) for name, weight in projections.items()}
 
@@ -56,8 +55,7 @@ def convert(quantizer: Quantizer, projections: dict[str, Int4Weight], *, threads
         scale = quantizer.global_scale(magnitude, is_int4=True)
         return quantizer.quantize(projections[name], name=name, magnitude=magnitude, global_scale=scale)
 
-    with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(projections, pool.map(one, projections), strict=True))
+    return {name: one(name) for name in projections}
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +122,6 @@ def test_native_plain_equals_the_two_library_pipeline_byte_for_byte(
         assert result.global_scale == theirs.global_scale, name
         assert_same_bytes(result, theirs, name)
         assert_same_figures(metrics, their_metrics)
-
-
-def test_threads_do_not_change_a_byte_or_a_figure(mse: Converted, projections: dict[str, Int4Weight]) -> None:
-    some = {name: weight for name, weight in projections.items() if ".layers.1." in name}
-    again = convert(create_quantizer("native", rule="mse", device="cpu"), some, threads=4)
-    for name, (result, metrics) in again.items():
-        assert_same_bytes(result, mse[name][0], name)
-        assert metrics == mse[name][1]
 
 
 def test_the_reference_quantizer_writes_zeros_where_modelopt_writes_nan() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from k2convert.report import ReportFiles
 from k2convert.report.markdown import escape, sentence
-from k2convert.report.wording import decibels, percent
+from k2convert.report.wording import percent
 
 
 def test_figures_are_those_of_the_page(reported: ReportFiles) -> None:
@@ -65,8 +65,3 @@ def test_text_is_shown_as_it_is(text: str) -> None:
 )
 def test_only_none_and_all_are_shown_as_such(part: int, whole: int, shown: str) -> None:
     assert percent(part, whole) == shown
-
-
-def test_infinite_ratios_are_words() -> None:
-    assert decibels(float("inf")) == "exact"
-    assert decibels(float("-inf")) == "broken"

@@ -93,13 +93,6 @@ def test_sections_have_the_reports_figures(report: Report, config: Any) -> None:
         assert fact in sections["Provenance"]
 
 
-def test_every_engine_has_its_command(report: Report, config: Any) -> None:
-    _, sections = card(report, config)
-    for program in ("vllm serve me/", "sglang.launch_server --model-path me/", "trtllm-serve me/"):
-        assert program in sections["Serving"]
-    assert sections["Serving"].count("```") == 6
-
-
 def test_activations_of_4_bits_have_advice_of_their_own(report: Report, config: Any) -> None:
     _, sections = card(report, config)
     assert "**Keep `input_scale` at 1.0.**" in sections["What was converted"]

@@ -196,16 +196,6 @@ def test_report_is_titled_by_the_model_and_has_its_day(reported: ReportFiles, co
     assert f"report made (UTC) | `{day}`" in reported.markdown.read_text()
 
 
-def test_heat_maps_can_be_reached_by_keyboard(reported: ReportFiles) -> None:
-    page = reported.page.read_text()
-    for projection in ("gate", "up", "down"):
-        (image,) = re.findall(rf'<image [^>]*id="map-{projection}"', page)
-        assert 'tabindex="0"' in image
-        assert f'aria-label="SQNR of {projection} by layer and expert: arrow keys' in image
-        assert 'aria-describedby="readout"' in image
-    assert page.count('<svg role="group" aria-label="Heat maps') == 1
-
-
 def test_source_repository_names_the_report(records_only: Path, edit_json: EditJson) -> None:
     assert page_name(collect_report(folder=records_only)) == records_only.name
     edit_json(records_only / "k2convert.json", lambda ledger: ledger["source"].update(repo="moonshotai/Kimi-K2"))

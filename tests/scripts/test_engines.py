@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from scripts.engine_checks.engines import ENGINES
 from scripts.engine_checks.environments import QUARK, STEPS
 from scripts.engine_checks.expected import Expected
 from scripts.engine_checks.k25 import wrap_k25
-from scripts.engine_checks.table import Result, markdown
 from scripts.engine_checks.variants import K2, K25, VARIANTS, Variant, convert
 
 W4A16 = Variant(K2, "compressed-tensors", "w4a16", "mse")
@@ -99,20 +96,3 @@ def test_a_failed_check_and_a_crash_fail_the_checkpoint(tmp_path: Path) -> None:
     assert (result.title, result.num_checks, result.failed) == ("SGLang 1", 2, ("two: wrong",))
     out = run_client(task, tmp_path / "no-environments", tmp_path / "request.json")
     assert "the client stopped" in read_result(task, out, None).failed[0]
-
-
-def test_the_table_has_a_line_for_each_engine_layout_and_mode() -> None:
-    others = [Variant(form, "compressed-tensors", "w4a16", "max") for form in (K2, K25)]
-    results = [Result("an engine", variant, 5, (), None, False) for variant in (W4A16, *others)]
-    results.append(Result("another", W4A16, 5, ("two: wrong",), None, False))
-    lines = markdown(results).splitlines()
-    assert len(lines) == 4
-    assert "| an engine | compressed-tensors | w4a16 | 3 | 15 |" in lines[2]
-    assert "**1 of 5 failed**" in lines[3]
-
-
-def test_an_unknown_engine_is_named() -> None:
-    command = [sys.executable, "-m", "scripts.engine_checks", "trt"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "unknown engine trt; known: vllm" in done.stderr
