@@ -175,13 +175,10 @@ def assert_equals_transformers(folder: Path, ids: Tensor) -> None:
         assert torch.allclose(routing.weights.gather(1, order), weights.gather(1, their_order), rtol=1e-4)
 
 
-def test_hidden_states_after_every_layer_are_those_of_transformers(tiny: Path) -> None:
+def test_hidden_states_after_every_layer_are_those_of_transformers(tiny: Path, tmp_path: Path) -> None:
     assert_equals_transformers(tiny, token_ids(tiny, windows=3, length=96))
-
-
-def test_grouped_query_attention_is_that_of_transformers(tiny: Path, tmp_path: Path) -> None:
-    folder = with_grouped_queries(tiny, tmp_path / "gqa")
-    assert_equals_transformers(folder, token_ids(folder, windows=2, length=48))
+    grouped_queries = with_grouped_queries(tiny, tmp_path / "gqa")
+    assert_equals_transformers(grouped_queries, token_ids(grouped_queries, windows=2, length=48))
 
 
 def test_yarn_is_that_of_transformers(tiny: Path, tmp_path: Path) -> None:
@@ -222,16 +219,9 @@ def test_an_observer_sees_what_the_layer_adds(tiny: Path) -> None:
         assert torch.allclose(normed, seen.inputs[0], rtol=1e-4, atol=1e-5)
 
 
-def test_many_tokens_of_one_mlp_are_computed_in_pieces(tiny: Path) -> None:
-    ids = token_ids(tiny, windows=DENSE_PIECE_TOKENS // 512 + 1, length=512)
-    with closing(WeightReader(open_checkpoint(tiny))) as reader:
-        seen = Seen()
-        DecoderLayer(reader, 0).run(embed(reader, ids), seen)
-    assert [call[1].numel() for call in seen.experts] == [DENSE_PIECE_TOKENS, 512]
-    assert torch.equal(torch.cat([call[1] for call in seen.experts]), torch.arange(ids.numel()))
-
-
-def test_a_dense_mlp_is_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dense_mlp_is_read_once_and_computes_many_tokens_in_pieces(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[str] = []
     original = WeightReader.read_source
     monkeypatch.setattr(
@@ -239,9 +229,12 @@ def test_a_dense_mlp_is_read_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     ids = token_ids(tiny, windows=DENSE_PIECE_TOKENS // 512 + 1, length=512)
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
-        layer, hidden = DecoderLayer(reader, 0, workers=2), embed(reader, ids)
+        layer, hidden, seen = DecoderLayer(reader, 0, workers=2), embed(reader, ids), Seen()
+        layer.run(hidden, seen)
         for windows in hidden.split(2):
             layer.run(windows)
+    assert [call[1].numel() for call in seen.experts] == [DENSE_PIECE_TOKENS, 512]
+    assert torch.equal(torch.cat([call[1] for call in seen.experts]), torch.arange(ids.numel()))
     assert read == [f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
 
 

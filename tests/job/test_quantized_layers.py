@@ -17,6 +17,7 @@ from statistics_makers import random_statistics
 
 from k2convert.calibration.channels import Calibration
 from k2convert.calibration.statistics import Statistics, open_statistics
+from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import Layout
@@ -76,8 +77,8 @@ def with_codes(job: Job, codes: Codes) -> Job:
 
 def tensors_of(folder: Path) -> dict[str, Any]:
     """The bytes of each tensor, and its shape."""
-    tensors = open_checkpoint(folder).tensors
-    return {name: (np.frombuffer(data, np.uint8), tensors[name].shape) for name, data in raw_tensors(folder).items()}
+    shapes = {n: t.shape for path in folder.glob("*.safetensors") for n, t in read_header(path).tensors.items()}
+    return {name: (np.frombuffer(data, np.uint8), shapes[name]) for name, data in raw_tensors(folder).items()}
 
 
 def codes_of(folder: Path) -> Codes:

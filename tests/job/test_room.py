@@ -10,21 +10,13 @@ ITEMS = (Item("a", ("1",), 100), Item("b", ("2",), 300), Item("c", ("3",), 100))
 SOURCES = {"1": 100, "2": 290, "3": 100}
 
 
-def test_room_for_the_largest_shard_and_its_result_is_enough() -> None:
-    assert least_room(ITEMS, source_bytes=SOURCES, outputs_leave=True) == 590
-
-
-def test_results_that_stay_are_counted() -> None:
-    assert least_room(ITEMS, source_bytes=SOURCES, outputs_leave=False) == 100 + 290 + 300
-
-
-def test_a_source_that_several_shards_need_stays_until_the_last() -> None:
+def test_the_least_room() -> None:
+    assert least_room(ITEMS, source_bytes=SOURCES, outputs_leave=True) == 590, "the largest shard and its result"
+    assert least_room(ITEMS, source_bytes=SOURCES, outputs_leave=False) == 100 + 290 + 300, "results that stay"
+    assert least_room(ITEMS, source_bytes={}, outputs_leave=True) == 300, "local sources need none"
     items = (Item("a", ("1", "2"), 10), Item("b", ("3",), 10), Item("c", ("1",), 10))
-    assert least_room(items, source_bytes={"1": 100, "2": 50, "3": 70}, outputs_leave=True) == 100 + 70 + 10
-
-
-def test_local_sources_take_no_room() -> None:
-    assert least_room(ITEMS, source_bytes={}, outputs_leave=True) == 300
+    needed = least_room(items, source_bytes={"1": 100, "2": 50, "3": 70}, outputs_leave=True)
+    assert needed == 100 + 70 + 10, "a source that several shards need stays until the last"
 
 
 @pytest.mark.parametrize(
