@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "k2convert"
 FILES = sorted(PACKAGE.rglob("*.py"))
-DECORATED = {"command", "callback"}  # typer calls these
+DECORATED = {"command", "callback", "_verb"}  # typer calls these
 
 ALLOWED = {
     "model_config": "pydantic reads it",
@@ -28,7 +28,10 @@ def definitions(tree: ast.Module) -> Iterator[str]:
 
 def names_of(node: ast.stmt) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        if not any(isinstance(d, ast.Call) and getattr(d.func, "attr", "") in DECORATED for d in node.decorator_list):
+        if not any(
+            isinstance(d, ast.Call) and getattr(d.func, "attr", getattr(d.func, "id", "")) in DECORATED
+            for d in node.decorator_list
+        ):
             yield node.name
     elif isinstance(node, ast.Assign):
         yield from (target.id for target in node.targets if isinstance(target, ast.Name))
@@ -53,7 +56,8 @@ def unused(files: list[Path]) -> set[str]:
     trees = {path: ast.parse(path.read_text()) for path in files}
     used = Counter(name for tree in trees.values() for name in uses(tree))
     defined = {(path, name) for path, tree in trees.items() for name in definitions(tree)}
-    return {name for path, name in defined if not name.startswith("_") and not used[name]}
+    verbs = {(PACKAGE / "cli" / f"{name}.py", name) for _, name in defined}  # the command line calls these by name
+    return {name for path, name in defined - verbs if not name.startswith("_") and not used[name]}
 
 
 def test_every_public_name_is_used_by_the_package() -> None:

@@ -6,9 +6,10 @@ Heavy libraries are imported inside the commands, so that `--help` answers at on
 import gc
 import os
 import sys
+from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -28,6 +29,8 @@ from k2convert.cli.verbs import (
     ValidateOptions,
 )
 from k2convert.errors import InvalidCheckpointError, K2ConvertError, visible
+
+T = TypeVar("T")
 
 _MANY_OPTIONS: Final = 20  # from here on, help shows them in panels
 
@@ -71,6 +74,10 @@ def _examples(*commands: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  k2convert {command}" for command in commands)
 
 
+def _verb(options: type[T], *examples: str) -> Callable[[Callable[[T], None]], object]:
+    return lambda function: app.command(cls=Verb, epilog=_examples(*examples))(takes(options)(function))
+
+
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"k2convert {__version__}")
@@ -84,116 +91,72 @@ def _root(
     pass
 
 
-@app.command(cls=Verb, epilog=_examples("inspect Kimi-K2-Thinking", "inspect hf://moonshotai/Kimi-K2-Thinking --json"))
-@takes(InspectOptions)
+@_verb(InspectOptions, "inspect Kimi-K2-Thinking", "inspect hf://moonshotai/Kimi-K2-Thinking --json")
 def inspect(options: InspectOptions) -> None:
     """Describe a checkpoint, from its headers, or a statistics file."""
-    from k2convert.cli.inspect import inspect
-
-    inspect(options)
 
 
-@app.command(
-    cls=Verb,
-    epilog=_examples(
-        "fit hf://moonshotai/Kimi-K2-Thinking", "fit Kimi-K2-Thinking --gpu rtx-pro-6000 --count 8 --experts auto"
-    ),
+@_verb(
+    FitOptions,
+    "fit hf://moonshotai/Kimi-K2-Thinking",
+    "fit Kimi-K2-Thinking --gpu rtx-pro-6000 --count 8 --experts auto",
 )
-@takes(FitOptions)
 def fit(options: FitOptions) -> None:
     """Show which GPUs hold a checkpoint, and with how much KV cache. Only headers are read. Exit code 3 if it does not
     fit.
     """
-    from k2convert.cli.fit import fit
-
-    fit(options)
 
 
-@app.command(
-    cls=Verb,
-    epilog=_examples(
-        "run Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --dry-run",
-        "run hf://moonshotai/Kimi-K2-Thinking hf://YOU/K2-NVFP4 --max-disk 200GB",
-    ),
+@_verb(
+    RunOptions,
+    "run Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --dry-run",
+    "run hf://moonshotai/Kimi-K2-Thinking hf://YOU/K2-NVFP4 --max-disk 200GB",
 )
-@takes(RunOptions)
 def run(options: RunOptions) -> None:
     """Convert an INT4 checkpoint to NVFP4. Running it again resumes."""
-    from k2convert.cli.run import run
-
-    run(options)
 
 
-@app.command(
-    cls=Verb,
-    epilog=_examples(
-        "calibrate Kimi-K2-Thinking k2.stats --text prompts.jsonl --dry-run --device h200",
-        "calibrate hf://moonshotai/Kimi-K2-Thinking k2.stats --text prompts.jsonl",
-    ),
+@_verb(
+    CalibrateOptions,
+    "calibrate Kimi-K2-Thinking k2.stats --text prompts.jsonl --dry-run --device h200",
+    "calibrate hf://moonshotai/Kimi-K2-Thinking k2.stats --text prompts.jsonl",
 )
-@takes(CalibrateOptions)
 def calibrate(options: CalibrateOptions) -> None:
     """Collect statistics of activations on a text. It computes SOURCE layer by layer and writes STATISTICS for `run
     --statistics`. Running it again resumes.
     """
-    from k2convert.cli.calibrate import calibrate
-
-    calibrate(options)
 
 
-@app.command(cls=Verb, epilog=_examples("status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json"))
-@takes(StatusOptions)
+@_verb(StatusOptions, "status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json")
 def status(options: StatusOptions) -> None:
     """Show how far a conversion or a calibration is. For a finished one: where it was published."""
-    from k2convert.cli.status import status
-
-    status(options)
 
 
-@app.command(
-    cls=Verb,
-    epilog=_examples(
-        "validate Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
-        "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
-    ),
+@_verb(
+    ValidateOptions,
+    "validate Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
+    "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
 )
-@takes(ValidateOptions)
 def validate(options: ValidateOptions) -> None:
     """Check a converted checkpoint and measure its error. It checks the servable contract, every weight, and MoE
     layers on request. Exit code 3 if it fails.
     """
-    from k2convert.cli.validate import validate
-
-    validate(options)
 
 
-@app.command(
-    cls=Verb,
-    epilog=_examples(
-        "report Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking", "report hf://YOU/K2-NVFP4 --out reports"
-    ),
+@_verb(
+    ReportOptions, "report Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking", "report hf://YOU/K2-NVFP4 --out reports"
 )
-@takes(ReportOptions)
 def report(options: ReportOptions) -> None:
     """Write a report as page, Markdown and picture. The files are report.html, report.md and report.png."""
-    from k2convert.cli.report import report
-
-    report(options)
 
 
-@app.command(
-    cls=Verb,
-    epilog=_examples(
-        "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4 --source Kimi-K2-Thinking",
-        "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4@v2 --yes",
-    ),
+@_verb(
+    PublishOptions,
+    "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4 --source Kimi-K2-Thinking",
+    "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4@v2 --yes",
 )
-@takes(PublishOptions)
 def publish(options: PublishOptions) -> None:
     """Validate a converted checkpoint and publish it on the Hub. It makes one commit, on main or a branch."""
-    from k2convert.cli.publish import publish
-
-    publish(options)
 
 
 @app.command(cls=Verb, epilog=_examples("recipes", "recipes --json"))

@@ -17,18 +17,12 @@ UsageError: Final[type[Exception]] = typer.BadParameter.__bases__[
     0
 ]  # typer has it from click, or from its own copy of click
 
-_SAME_THING: Final = {
-    "convert": "run",
-    "quantize": "run",
-    "resume": "run",
-    "check": "validate",
-    "verify": "validate",
-    "evaluate": "validate",
-    "info": "inspect",
-    "show": "inspect",
-    "push": "publish",
-    "upload": "publish",
-}
+_SAME_THING: Final = (
+    dict.fromkeys(("convert", "quantize", "resume"), "run")
+    | dict.fromkeys(("check", "verify", "evaluate"), "validate")
+    | dict.fromkeys(("info", "show"), "inspect")
+    | dict.fromkeys(("push", "upload"), "publish")
+)
 """Words that other tools have for a command, where the spelling does not give it away."""
 
 _AGAIN: Final = "then run the same command again: finished work is kept."

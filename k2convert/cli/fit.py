@@ -23,7 +23,7 @@ from k2convert.cli.options import parse_size
 from k2convert.cli.verbs import AUTO, FitOptions
 from k2convert.fit.gpus import GPUS, Gpu, find_gpu
 from k2convert.fit.layouts import complete_layout
-from k2convert.fit.memory import CONTEXT, UTILIZATION, Fit, Settings, fit_layout
+from k2convert.fit.memory import CONTEXT, UTILIZATION, Settings, fit_layout
 from k2convert.fit.model import Model, read_model
 from k2convert.fit.search import Holder, find_holders, most_experts, ways_out
 from k2convert.fit.serving import ENGINE_NAMES, Deployment, ServeCommand, nvfp4_scheme, serve_command
@@ -121,14 +121,23 @@ def _answer_all(asked: _Asked, gpu: Gpu | None) -> bool:
 
 def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
     """Show the memory by role and the speed of a count of GPUs, or what would fit. Return whether it fits."""
-    options, settings = asked.options, asked.settings
-    holder = Holder(gpu, _fit(asked, gpu, count))
+    options, settings, model = asked.options, asked.settings, asked.model
+    layout = complete_layout(
+        count,
+        model.shape,
+        tensor=options.tp,
+        expert=options.ep,
+        pipeline=options.pp,
+        data_attention=options.dp_attention,
+        decode_context=options.dcp,
+    )
+    fit = fit_layout(model.weights, model.shape, layout, memory_bytes=gpu.memory_bytes, settings=settings)
+    holder = Holder(gpu, fit)
     if options.experts == AUTO and (most := most_experts(asked.whole, holder, settings=settings)) is not None:
         asked = replace(asked, model=asked.whole.with_experts(most[0]))
         holder = Holder(gpu, most[1])
     model = asked.model
     ways = None if holder.fit.holds else ways_out(asked.whole, holder, settings=settings)
-    layout = holder.fit.layout
     estimates = estimate_speeds(model.shape, gpu=holder.gpu, layout=layout) if options.estimate else []
     commands = serve_commands(model, asked.checkpoint, holder, options=options)
     if options.as_json:
@@ -146,20 +155,6 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
         if ways.experts:
             asked.print_next(experts=ways.experts[0][0])
     return holder.fit.holds
-
-
-def _fit(asked: _Asked, gpu: Gpu, count: int) -> Fit:
-    options, model = asked.options, asked.model
-    layout = complete_layout(
-        count,
-        model.shape,
-        tensor=options.tp,
-        expert=options.ep,
-        pipeline=options.pp,
-        data_attention=options.dp_attention,
-        decode_context=options.dcp,
-    )
-    return fit_layout(model.weights, model.shape, layout, memory_bytes=gpu.memory_bytes, settings=asked.settings)
 
 
 def serve_commands(model: Model, checkpoint: Checkpoint, holder: Holder, *, options: FitOptions) -> ServeCommands:

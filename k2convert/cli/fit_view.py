@@ -103,7 +103,6 @@ def show_holders(name: str, model: Model, settings: Settings, holders: Sequence[
 
 
 def _lengths(model: Model, settings: Settings) -> tuple[int, ...]:
-    """Return the lengths of requests to count: the one asked for, and the model's maximum."""
     longest = model.shape.max_context
     return (settings.context,) if longest in (None, settings.context) else (settings.context, longest)
 

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, cast, get_args, get_type_hints
 
@@ -193,11 +194,15 @@ def parse_device(text: str) -> tuple[Device | None, str | None, int | None]:
 
 
 def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Turn a function of one options object into a command with the object's fields as its parameters."""
+    """Turn the declaration of a verb into a command with the fields of its options as its parameters.
+
+    The verb itself is the function of the same name in the module of that name, which is imported when it is called.
+    """
 
     def decorate(function: Callable[[T], None]) -> Callable[..., None]:
         def command(**values: Any) -> None:
-            function(options(**values))
+            name = function.__name__
+            getattr(import_module(f"{__package__}.{name}"), name)(options(**values))
 
         hints = get_type_hints(options, include_extras=True)
         command.__name__, command.__doc__ = function.__name__, function.__doc__

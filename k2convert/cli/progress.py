@@ -82,8 +82,6 @@ class Display:
 
 @dataclass(slots=True)
 class _Lines:
-    """The plain lines of one stage."""
-
     what: str
     tally: Tally
     has_printed: bool = False
@@ -203,7 +201,6 @@ def _summary_parts(tally: Tally) -> list[str]:
 
 
 def _fitting(parts: list[str], width: int) -> str:
-    """Join as many parts as fit."""
     while len(parts) > 1 and len(", ".join(parts)) > width:
         parts = parts[:-1]
     return ", ".join(parts)

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import typer
 
-from k2convert.calibration.statistics import Statistics
-from k2convert.checkpoint.index import Checkpoint
 from k2convert.cli import console
 from k2convert.cli.progress import Display
 from k2convert.cli.run import confirm
@@ -17,7 +15,6 @@ from k2convert.hub.xet import bound_memory
 from k2convert.job.locations import Destination, open_named_statistics
 from k2convert.job.opened import open_origin
 from k2convert.job.publish import (
-    Publication,
     base_model_name,
     prepare_publication,
     publish_folder,
@@ -25,7 +22,7 @@ from k2convert.job.publish import (
 )
 from k2convert.records.events import Extent
 from k2convert.records.publication import Published, check_shards_are_here, find_published, has_left, record_published
-from k2convert.validation.remote import Shards, folder_bytes
+from k2convert.validation.remote import folder_bytes
 
 
 def publish(options: PublishOptions) -> None:
@@ -68,7 +65,14 @@ def publish(options: PublishOptions) -> None:
             open_origin(options.source, hub=hub) as (origin, shards),
         ):
             confirm(target, total_bytes=ledger.num_bytes, yes=options.yes, ask=typer.confirm)
-            commit = _publish(publication, source=origin, shards=shards, statistics=calibrated, quiet=quiet)
+            with Display("validate", Extent({"check": (folder_bytes(folder), 0)}), quiet=quiet) as events:
+                validation, hashes = validate_publication(
+                    publication, source=origin, shards=shards, statistics=calibrated, events=events
+                )
+            if not quiet:
+                console.print_note(validation.contract.summary)
+            with Display("publish", Extent({"upload": (ledger.num_bytes, 0)}), quiet=quiet) as events:
+                commit = publish_folder(publication, validation, hashes, events=events)
     record_published(folder, Published(target.name, commit))
     if as_json:
         console.print_json({"repo": target.repo, "commit": commit, "private": target.private})
@@ -87,25 +91,6 @@ def _show_left(folder: Path, repo: str, *, as_json: bool) -> None:
         return
     console.print_line(f"{folder}: published as {published}. Its shards are no longer here")
     console.print_next(console.command("k2convert", "validate", f"{SCHEME}{repo}"))
-
-
-def _publish(
-    publication: Publication,
-    *,
-    source: Checkpoint | None,
-    shards: Shards,
-    statistics: Statistics | None,
-    quiet: bool,
-) -> str:
-    total_bytes = publication.ledger.num_bytes
-    with Display("validate", Extent({"check": (folder_bytes(publication.folder), 0)}), quiet=quiet) as events:
-        validation, hashes = validate_publication(
-            publication, source=source, shards=shards, statistics=statistics, events=events
-        )
-    if not quiet:
-        console.print_note(validation.contract.summary)
-    with Display("publish", Extent({"upload": (total_bytes, 0)}), quiet=quiet) as events:
-        return publish_folder(publication, validation, hashes, events=events)
 
 
 def _parse_repo(text: str) -> RepoRef:

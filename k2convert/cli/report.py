@@ -54,8 +54,12 @@ def report(options: ReportOptions) -> None:
         else:
             files = write_report(folder=folder, out=out)
     is_servable = _show(files, options.as_json)
-    if not options.as_json and is_servable and not is_remote:
-        _print_next(folder, is_complete=files.report.is_complete)
+    if options.as_json or not is_servable or is_remote:
+        return
+    if files.report.is_complete and can_be_validated(folder) and find_ledger(folder) is not None:
+        console.print_next(console.command("k2convert", "publish", folder, "--repo", "owner/name"))
+    elif Journal(folder).job() is not None:  # it is not finished, or has left
+        console.print_next(console.command("k2convert", "status", folder))
 
 
 def _tensors(opened: Opened) -> list[Tensor] | None:
@@ -69,14 +73,6 @@ def _tensors(opened: Opened) -> list[Tensor] | None:
         return list(open_checkpoint(opened.folder).tensors.values())
     except K2ConvertError:  # the validation names the problem
         return None
-
-
-def _print_next(destination: Path, *, is_complete: bool) -> None:
-    """Print the next command: `publish` for a result, `status` for a conversion that is not finished or has left."""
-    if is_complete and can_be_validated(destination) and find_ledger(destination) is not None:
-        console.print_next(console.command("k2convert", "publish", destination, "--repo", "owner/name"))
-    elif Journal(destination).job() is not None:
-        console.print_next(console.command("k2convert", "status", destination))
 
 
 def _validate(opened: Opened, options: ReportOptions) -> ValidationReport | None:

@@ -106,7 +106,13 @@ def run(options: RunOptions) -> None:
         elif part is not None:
             run_part(job, part, options)
         elif job.target is not None and job.is_published:
-            _show_published(job, job.target, as_json=options.as_json)
+            from k2convert.job.publish import settle_published
+
+            settle_published(job, job.target)
+            console.print_note(f"{job.target.repo}: {job.target.revision} already holds this result")
+            if options.as_json:
+                document = {"repo": job.target.repo, "commit": job.target.head, "published_before": True}
+                console.print_json(document)
         else:
             _do(job, options)
 
@@ -205,15 +211,6 @@ def _show_cluster_plan(job: Job, options: RunOptions) -> None:
     check_room(job)
     if not options.as_json:
         console.print_next(console.own_command(without="--dry-run"))
-
-
-def _show_published(job: Job, target: "Target", *, as_json: bool) -> None:
-    from k2convert.job.publish import settle_published
-
-    settle_published(job, target)
-    console.print_note(f"{target.repo}: {target.revision} already holds this result")
-    if as_json:
-        console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
 
 
 def _do(job: Job, options: RunOptions) -> None:

@@ -98,7 +98,6 @@ def _check(option: str, value: int, allowed: Iterable[int], reason: str) -> None
 
 
 def _nearest(option: str, value: int, choices: Iterable[int]) -> str:
-    """Return the choices next to a value, the smaller first."""
     ordered = list(choices)
     below = [n for n in ordered if n < value][-1:]
     above = [n for n in ordered if n > value][:1]

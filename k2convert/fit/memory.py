@@ -138,7 +138,6 @@ _LAST_STAGE: Final = frozenset((Role.LM_HEAD, Role.NORM))  # outside the layers;
 def _stage_bytes(
     parts: tuple[Part, ...], layers: range, layout: Parallelism, *, is_first: bool, is_last: bool
 ) -> dict[Role, int]:
-    """Return the bytes of each role on one GPU of a pipeline stage."""
     sums: dict[Role, int] = defaultdict(int)
     for part in parts:
         is_outer_here = is_last if part.role in _LAST_STAGE else is_first

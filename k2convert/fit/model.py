@@ -167,14 +167,12 @@ def is_int4(tensors: Iterable[Tensor]) -> bool:
 
 
 def _place(name: str, module: str, family: Family) -> tuple[Role, int | None, bool]:
-    """Return role, layer and whether tensor parallelism splits a tensor's module."""
     place = family.classify(module) or parse_tensor_name(name, family=family)  # which raises PlanError
     is_whole = module.rpartition(".")[2] in family.unsplit_attention
     return place.role, place.layer, place.role in _SPLIT_ROLES and not is_whole
 
 
 def _converted_bytes(tensor: Tensor, parameter: str, role: Role, recipe: Recipe) -> int:
-    """Return the bytes that a tensor of an INT4 source becomes."""
     is_packed = parameter == WEIGHT_PACKED
     if not is_packed and not (parameter == WEIGHT and role in recipe.roles):
         return tensor.num_bytes

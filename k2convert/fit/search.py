@@ -48,7 +48,6 @@ def fp8_and_bf16_tokens(model: Model, holder: Holder, *, settings: Settings) -> 
 
 
 def _fit_like(model: Model, holder: Holder, *, settings: Settings) -> Fit:
-    """Return what the GPUs of a holder hold of a model, in the same layout."""
     fit = holder.fit
     return fit_layout(model.weights, model.shape, fit.layout, memory_bytes=fit.memory_bytes, settings=settings)
 

@@ -104,7 +104,6 @@ class ServeCommand:
 
 
 def _options(words: tuple[str, ...]) -> Iterator[str]:
-    """Yield the command up to its first option, then each option with its value."""
     part: list[str] = []
     for word in words:
         if word.startswith("--") and part:
@@ -247,25 +246,19 @@ def _engine_notes(engine: Engine, deployment: Deployment) -> Iterator[str]:
         )
     if engine == "sglang" and deployment.utilization is not None:
         yield "`--mem-fraction-static` of SGLang counts weights and KV cache only. SGLang chooses it if it is left out."
-    if engine == "tensorrt-llm":
-        yield from _tensorrt_llm_notes(deployment)
+    if engine == "tensorrt-llm" and deployment.activations == "w4a16":
+        yield "Weight-only NVFP4 (`W4A16_NVFP4`) is not in older releases of TensorRT-LLM."
+    if engine == "tensorrt-llm" and deployment.layout == "compressed-tensors":
+        yield "Only recent releases of TensorRT-LLM read this layout; all of them read the `modelopt` layout."
+    if engine == "tensorrt-llm" and deployment.kv_cache == "bf16":
+        yield "trtllm-serve cannot ask for a 16-bit KV cache: it has one unless the checkpoint declares FP8."
+    if engine == "tensorrt-llm" and deployment.utilization is not None:
+        yield "`--free_gpu_memory_fraction` of trtllm-serve is the share of what the weights leave free (0.9)."
     if deployment.is_on_sparks:
         yield _machines(engine, deployment.parallelism.num_gpus)
 
 
-def _tensorrt_llm_notes(deployment: Deployment) -> Iterator[str]:
-    if deployment.activations == "w4a16":
-        yield "Weight-only NVFP4 (`W4A16_NVFP4`) is not in older releases of TensorRT-LLM."
-    if deployment.layout == "compressed-tensors":
-        yield "Only recent releases of TensorRT-LLM read this layout; all of them read the `modelopt` layout."
-    if deployment.kv_cache == "bf16":
-        yield "trtllm-serve cannot ask for a 16-bit KV cache: it has one unless the checkpoint declares FP8."
-    if deployment.utilization is not None:
-        yield "`--free_gpu_memory_fraction` of trtllm-serve is the share of what the weights leave free (0.9)."
-
-
 def _machines(engine: Engine, count: int) -> str:
-    """Return how to start the command on machines with one GPU each."""
     start = f"{ENGINE_NAMES[engine]}: start the command on all {count} machines"
     if engine == "tensorrt-llm":
         return f"{start} with mpirun. `trtllm-llmapi-launch` goes before `trtllm-serve`."

@@ -84,7 +84,6 @@ _K2_EXPERTS: Final = 384
 
 
 def _is_k2(shape: ModelShape) -> bool:
-    """Tell whether a model has K2's sizes, whatever its number of experts."""
     sizes = (shape.num_layers, shape.num_heads, shape.experts_per_token, shape.expert_width, shape.kv_values)
     return sizes == (61, 64, 8, 2048, 576)
 

@@ -103,7 +103,6 @@ class Branch:
         self.on_branch = list_files(self.hub, repo, self.name)
 
     def _create_branch(self, name: str) -> None:
-        """Create a branch at `head`, if it is missing."""
         api = self.hub.api()
         self.hub.call(
             f"create the branch {name} of {self.repo}",

@@ -12,10 +12,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
 from k2convert.buffers import PAGE_BYTES
-from k2convert.checkpoint.files import write_atomically, writing
+from k2convert.checkpoint.files import mapping_or_empty, write_atomically, writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.errors import DiskFullError
 from k2convert.hub.source import RemoteFile
@@ -52,17 +51,13 @@ class PartialFile:
     descriptor: int
     done: bytearray
     _taken: bytearray = field(init=False)
-    _lock: threading.Condition = field(init=False)
-    _writing: threading.Lock = field(init=False)
-    _recorded_at: float = field(init=False)
+    _lock: threading.Condition = field(default_factory=threading.Condition)
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+    _recorded_at: float = field(default_factory=time.monotonic)
     _recorded: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self._taken = bytearray(self.done)
-        self._lock = threading.Condition()
-        self._writing = threading.Lock()
-        self._recorded_at = time.monotonic()
-        self._recorded = bytes(self.done)
+        self._taken, self._recorded = bytearray(self.done), bytes(self.done)
 
     def end_of(self, segment: int) -> int:
         return min((segment + 1) * self.segment_bytes, self.file.num_bytes)
@@ -203,15 +198,11 @@ def _identity(file: RemoteFile, segment_bytes: int) -> dict[str, object]:
 
 def _read_record(path: Path, file: RemoteFile, segment_bytes: int, num_segments: int) -> bytearray:
     """The recorded segments, or none if the record is missing, damaged or from a different file."""
-    nothing = bytearray(num_segments)
     try:
-        document: Any = json.loads(path.read_text())
+        fields = mapping_or_empty(json.loads(path.read_text()))
     except (OSError, ValueError):
-        return nothing
-    if not isinstance(document, dict):
-        return nothing
-    fields = cast(dict[str, object], document)
+        return bytearray(num_segments)
     bits = fields.pop("done", None)
     if fields != _identity(file, segment_bytes) or not isinstance(bits, str) or len(bits) != num_segments:
-        return nothing
+        return bytearray(num_segments)
     return bytearray(bit == "1" for bit in bits)

@@ -76,7 +76,6 @@ def _series(tensors: Sequence[TensorFigures], rule: str, palette: Palette) -> li
 
 
 def _mark_gaps(axes: Axes, medians: Sequence[float], palette: Palette) -> None:
-    """Draw arrows between adjacent medians that are far enough apart for the text."""
     low, high = axes.get_xlim()
     level = axes.get_ylim()[1] * 0.93
     for left, right in pairwise(medians):
@@ -114,7 +113,6 @@ def draw_block_scales(counts: Mapping[int, int], palette: Palette) -> Figure:
 
 
 def _warn_below(axes: Axes, limit: float, palette: Palette) -> None:
-    """Mark what is below a limit on the horizontal axis."""
     axes.axvspan(axes.get_xlim()[0], limit, color=palette.warn, alpha=0.1, linewidth=0)
     axes.axvline(limit, color=palette.warn, linewidth=1.0, linestyle=(0, (4, 3)))
 

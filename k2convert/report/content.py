@@ -230,25 +230,24 @@ def role_table(report: Report) -> Table:
     """Return the errors of each role, and the total if there are several roles."""
     totals, is_weighted = report.ledger.totals, report.total.weighted_error is not None
     roles = [role for role in totals if role != TOTAL]
-    rows = [_role_row(role, totals[role]) for role in (roles if len(roles) == 1 else [*roles, TOTAL])]
+    rows = [
+        (
+            role_name(role),
+            f"{m.num_weights:,}",
+            decibels(m.sqnr_db),
+            f"{m.relative_mse:.5f}",
+            f"{m.achieved_to_max:.3f}" if m.sampled_error_max > 0 else "",
+            f"{m.achieved_to_bound:.3f}" if m.sampled_error_bound > 0 else "",
+            percent(m.num_nonzero - m.equal_nonzero, m.num_nonzero),
+            *(() if m.weighted_error is None else (decibels(m.weighted_sqnr_db),)),
+        )
+        for role, m in totals.items()
+        if role != TOTAL or len(roles) != 1
+    ]
     return Table((*_ROLE_COLUMNS, *(("weighted SQNR",) if is_weighted else ())), rows)
 
 
-def _role_row(role: str, metrics: WeightMetrics) -> tuple[str, ...]:
-    return (
-        role_name(role),
-        f"{metrics.num_weights:,}",
-        decibels(metrics.sqnr_db),
-        f"{metrics.relative_mse:.5f}",
-        f"{metrics.achieved_to_max:.3f}" if metrics.sampled_error_max > 0 else "",
-        f"{metrics.achieved_to_bound:.3f}" if metrics.sampled_error_bound > 0 else "",
-        percent(metrics.num_nonzero - metrics.equal_nonzero, metrics.num_nonzero),
-        *(() if metrics.weighted_error is None else (decibels(metrics.weighted_sqnr_db),)),
-    )
-
-
 def _worst(report: Report) -> Table:
-    """Return one row per tensor; a cell is empty if a figure was not recorded."""
     rows = [
         (
             f"{t.place}: {t.module}" if t.place else t.module,

@@ -23,7 +23,7 @@ from k2convert.errors import CheckpointError, K2ConvertError, remedy
 from k2convert.fit.model import Tensor, read_result
 from k2convert.fit.search import Needs, state_needs
 from k2convert.models import find_family, locate_module
-from k2convert.models.names import ModulePlace, Role
+from k2convert.models.names import Role
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.records.fingerprint import JobDescription, fingerprint_digest
 from k2convert.records.journal import Journal
@@ -205,7 +205,6 @@ def read_records(folder: Path) -> tuple[Ledger | None, JobDescription | None]:
 
 
 def _ledger_so_far(job: JobDescription, records: Mapping[str, ShardRecord]) -> Ledger:
-    """Return what the ledger of an unfinished conversion would say by now."""
     headers = {shard: digest for record in records.values() for shard, digest in record.source_headers.items()}
     return Ledger(
         tool_version="",
@@ -257,7 +256,9 @@ def _measured(measured: Mapping[str, DecodedError], missing: list[str]) -> tuple
 
 def tensor_figures(module: str, error: WeightMetrics | DecodedError, *, role: str | None = None) -> TensorFigures:
     """Return the figures of a tensor, recorded or measured. `role` is by default the one that the name tells."""
-    place = locate_projection(module)
+    place = locate_module(module)
+    if place is None or place.projection is None:
+        place = None
     return TensorFigures(
         module=module,
         role=role or (place.role if place else "unknown"),
@@ -271,12 +272,6 @@ def tensor_figures(module: str, error: WeightMetrics | DecodedError, *, role: st
         sqnr_max_db=error.sqnr_max_db if isinstance(error, WeightMetrics) else None,
         sqnr_bound_db=error.sqnr_bound_db if isinstance(error, WeightMetrics) else None,
     )
-
-
-def locate_projection(module: str) -> ModulePlace | None:
-    """Return layer, expert and projection of a module; None if no known model has such a projection."""
-    place = locate_module(module)
-    return place if place is not None and place.projection is not None else None
 
 
 def heat_maps(tensors: Iterable[TensorFigures]) -> tuple[HeatMap, ...]:

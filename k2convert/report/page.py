@@ -78,7 +78,6 @@ def page_name(report: Report) -> str:
 
 
 def _with_code(text: str) -> Markup:
-    """Return a sentence with what is between backticks as code."""
     parts = text.split("`")
     return Markup("").join(Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts))
 
@@ -88,7 +87,6 @@ def _text(name: str) -> str:
 
 
 def _charts(report: Report) -> dict[str, Markup]:
-    """Return the charts that the sections name, as SVG."""
     found = {"block_scales": _svg(draw_block_scales(report.total.scale_histogram, THEMED), "Histogram of block scales")}
     if has_distribution(report):
         found["distribution"] = _svg(draw_distribution(report, THEMED), "Histogram of SQNR over the tensors")

@@ -122,9 +122,7 @@ _OF_SOURCE: Final = ("num_weights", "num_blocks", "energy", "num_nonzero")
 class Totals:
     """Adds up what was measured, by role. Weights may come from several threads."""
 
-    _metrics: dict[str, list[WeightMetrics]] = field(
-        default_factory=lambda: defaultdict[str, list[WeightMetrics]](list)
-    )
+    _metrics: dict[str, list[WeightMetrics]] = field(default_factory=dict[str, list[WeightMetrics]])
     _num_metrics: int = 0
     _has_exact_scales: bool = True
     _lock: Lock = field(default_factory=Lock)
@@ -136,7 +134,7 @@ class Totals:
             if metrics is None:
                 return
             self._num_metrics += 1
-            parts = self._metrics[role]
+            parts = self._metrics.setdefault(role, [])
             parts.append(metrics)
             if len(parts) == _MERGED_AT_ONCE:  # a trillion weights have too many to keep
                 self._metrics[role] = [total_metrics(parts)]

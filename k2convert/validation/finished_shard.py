@@ -83,7 +83,6 @@ def check_finished_shard(
 
 
 def _problems(result: Result, found: ShardsFound, record: ShardRecord) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a shard, and where."""
     for module, checked in found.checked.items():
         if checked.problems:
             yield module, "; ".join(checked.problems)

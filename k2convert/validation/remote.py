@@ -66,7 +66,6 @@ class Shards:
         return [(side, side.present(ranges)) for side, ranges in parts if side is not None]
 
     def _check_room(self, needs: Iterable["Needs"]) -> None:
-        """Refuse what the temporary folders have no room for at once (DiskFullError)."""
         needed = max((sum(side.takes(ranges) for side, ranges in together) for together in needs), default=0)
         for side in (self.result, self.source):
             if side is not None and needed > (free := shutil.disk_usage(side.folder).free):

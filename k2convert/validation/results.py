@@ -309,7 +309,6 @@ def _weights_document(weights: WeightsReport) -> dict[str, object]:
 
 
 def _verdict(compared: int, mismatches: Sized) -> Verdict:
-    """Return the outcome of a comparison: skipped if nothing was compared."""
     if not compared:
         return Verdict.SKIPPED
     return Verdict.FAIL if mismatches else Verdict.PASS

@@ -150,7 +150,6 @@ def over_powers(weight: SourceWeight, exponents: Exponents | None) -> SourceWeig
 
 
 def _values(data: Bytes, dtype: str) -> NDArray[np.float64]:
-    """Return the numbers of BF16 or F32 bytes."""
     if dtype == "BF16":
         return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     return data.view(np.float32).astype(np.float64)

@@ -92,7 +92,6 @@ def _derive(result: Result, shards: Shards) -> tuple[dict[int, Exponents], list[
 def _differences(
     result: Result, derived: Mapping[int, Exponents], expected: Mapping[int, Exponents]
 ) -> list[ScalingProblem]:
-    """Compare the norms with the statistics."""
     problems: list[ScalingProblem] = []
     for layer, exponents in derived.items():
         differing = (exponents != expected[layer]).nonzero()[0]

@@ -116,7 +116,6 @@ def validate_checkpoint(
 
 
 def _with_smoothing(result: Result, shards: Shards, statistics: "Statistics | None" = None) -> Result:
-    """Return the result with its calibration, if its statistics are given, and with its smoothing."""
     if statistics is None and not result.is_smoothed:
         return result
     from k2convert.validation.smoothing import calibration_of, read_scaling
@@ -154,7 +153,6 @@ def _is_nvfp4(tensors: Mapping[str, TensorInfo]) -> bool:
 
 
 def _broken_rules(contract: ContractReport) -> str:
-    """Return which rules do not hold, as the reason why reference layers were not computed."""
     rules = ", ".join(map(str, contract.failed))
     return f"rule {rules} does not hold" if len(contract.failed) == 1 else f"rules {rules} do not hold"
 

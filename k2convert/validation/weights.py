@@ -177,7 +177,6 @@ def _check_measured(
 
 
 def _difference(weight: WrittenWeight, expected: Nvfp4Weight) -> list[str]:
-    """Return how the written bytes differ from the expected ones; empty if they do not."""
     scales, packed = expected.block_scales.reshape(-1), expected.packed.reshape(-1)
     written_scales, written = weight.block_scales.reshape(-1), weight.packed.reshape(-1)
     if same_bytes(scales, written_scales) and same_bytes(packed, written):

@@ -15,10 +15,11 @@ import pytest
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError, DestinationError
+from k2convert.models import locate_module
 from k2convert.records.document import plain
 from k2convert.records.journal import Journal
 from k2convert.report import write_report
-from k2convert.report.figures import collect_report, heat_maps, locate_projection, tensor_figures
+from k2convert.report.figures import collect_report, heat_maps, tensor_figures
 from k2convert.validation.validate import validate_checkpoint
 
 EditJson = Callable[[Path, Callable[[dict[str, Any]], object]], None]
@@ -38,7 +39,7 @@ def test_every_cell_is_its_records_sqnr(converted: Path) -> None:
     for record in Journal(converted).all_records().values():
         for projection in record.projections:
             assert projection.metrics is not None
-            name = locate_projection(projection.module)
+            name = locate_module(projection.module)
             assert name is not None
             found = maps[str(name.projection)]
             sqnr = found.values[found.layers.index(int(name.layer or 0)), int(name.expert or 0)]

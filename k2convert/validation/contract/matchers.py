@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import accumulate
 from typing import Final
 
 from k2convert.models.names import EngineNaming
@@ -199,18 +200,9 @@ def tensorrt_llm_excludes_subtree(module: str, excludes: Sequence[str]) -> bool:
 
     An entry for gate or up also matches the layer fused from both.
     """
-    parts = _fused_parts(module, {"gate_up_proj": ("gate_proj", "up_proj")}) or []
-    return any(
-        _subtree_entry_matches(ancestor, entry)
-        for name in (module, *parts)
-        for ancestor in _with_ancestors(name)
-        for entry in excludes
-    )
-
-
-def _with_ancestors(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    names = (module, *(_fused_parts(module, {"gate_up_proj": ("gate_proj", "up_proj")}) or ()))
+    ancestors = [stem for name in names for stem in accumulate(name.split("."), "{}.{}".format)]
+    return any(_subtree_entry_matches(ancestor, entry) for ancestor in ancestors for entry in excludes)
 
 
 def _subtree_entry_matches(name: str, entry: str) -> bool:

@@ -213,11 +213,17 @@ def open_shard(path: Path, *, family: Family, source: Checkpoint, recipe: Recipe
 def _from_headers(
     folder: Path, headers: dict[str, ShardHeader], *, family: Family, source: Checkpoint | None, recipe: Recipe | None
 ) -> Result:
-    tensors, renamed = _named_as_expected(headers, family)
+    tensors, renamed = dict[str, TensorInfo](), dict[str, str]()
+    for name, tensor in (item for header in headers.values() for item in header.tensors.items()):
+        if (expected := family.expected_name(name)) != name:
+            renamed[name] = expected
+        tensors.setdefault(expected, tensor)
     parsed, unknown = _parse(tensors, family)
     source_names = _parse(source.tensors, family)[0] if source is not None else {}
     int4 = frozenset(parts.module for parts in source_names.values() if parts.parameter == WEIGHT_PACKED)
-    layout = _detect_layout(parsed)
+    parameters = {parts.parameter for parts in parsed.values()}
+    found = (layout for layout in (MODELOPT, COMPRESSED_TENSORS) if LAYOUTS[layout].global_scale in parameters)
+    layout = next(found, MODELOPT)
     modules = _modules(tensors, parsed, int4, recipe, LAYOUTS[layout])
     return Result(
         folder=folder,
@@ -265,24 +271,11 @@ def _read_headers(
         if Path(shard).name != shard:
             unreadable[shard] = "a path, not a file name"
             continue
-        header, problem = _read(folder / shard, read)
-        if header is None:
-            unreadable[shard] = problem
-        else:
+        header, unreadable[shard] = _read(folder / shard, read)
+        if header is not None:
             headers[shard] = header
+            del unreadable[shard]
     return headers, unreadable
-
-
-def _named_as_expected(headers: dict[str, ShardHeader], family: Family) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    tensors: dict[str, TensorInfo] = {}
-    renamed: dict[str, str] = {}
-    for header in headers.values():
-        for found, tensor in header.tensors.items():
-            name = family.expected_name(found)
-            if name != found:
-                renamed[found] = name
-            tensors.setdefault(name, tensor)
-    return tensors, renamed
 
 
 def _parse(tensors: Mapping[str, TensorInfo], family: Family) -> tuple[dict[str, TensorName], tuple[str, ...]]:
@@ -294,13 +287,6 @@ def _parse(tensors: Mapping[str, TensorInfo], family: Family) -> tuple[dict[str,
         except PlanError:
             unknown.append(name)
     return parsed, tuple(unknown)
-
-
-def _detect_layout(parsed: Mapping[str, TensorName]) -> str:
-    found = {parts.parameter for parts in parsed.values()}
-    if LAYOUTS[MODELOPT].global_scale in found:
-        return MODELOPT
-    return COMPRESSED_TENSORS if LAYOUTS[COMPRESSED_TENSORS].global_scale in found else MODELOPT
 
 
 def _modules(

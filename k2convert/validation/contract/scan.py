@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
 
+from k2convert.checkpoint.files import file_digest
 from k2convert.checkpoint.header import ShardHeader, TensorInfo
 from k2convert.checkpoint.reader import Bytes, ShardReader, same_bytes
 from k2convert.choices import BLOCK_SIZE
@@ -126,16 +126,8 @@ def scan_shards(
             path = result.folder / shard
             if path.is_file() and not path.is_symlink():
                 with around(shard):
-                    found.digests[shard], found.unreadable_bytes[shard] = _hash_file(path), path.stat().st_size
+                    found.digests[shard], found.unreadable_bytes[shard] = file_digest(path), path.stat().st_size
     return found
-
-
-def _hash_file(path: Path) -> str:
-    digest = blake3()
-    with path.open("rb") as file:
-        while block := file.read(BATCH_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _targets(result: Result) -> dict[tuple[str, str], _Target]:
@@ -221,8 +213,12 @@ class _Scan:
         if target.source is not None:
             self._compare(target, piece, data)
         elif target.module is not None:
-            if target.is_readable:
-                self._check_converted(target, target.module, data)
+            names = self.result.names
+            if target.is_readable and target.parameter in (names.global_scale, names.input_scale):
+                self.found.scalars[target.name] = data.tobytes()
+            is_scale = target.is_readable and target.parameter == names.block_scale and data.size
+            if is_scale and (data.min() <= SUBNORMAL_LAST or data.max() > LARGEST_FINITE):  # most scales are good
+                self._count_scales(target, target.module, data)
             if self.tensor_visitor is not None:
                 self.tensor_visitor.tensor(target.module.name, target.parameter, data)
 
@@ -257,21 +253,12 @@ class _Scan:
         elif problem := misfit(before, data, dtype=dtype, begin=piece.begin, exponents=exponents):
             self.found.misscaled[target.name] = problem
 
-    def _check_converted(self, target: _Target, module: Module, data: Bytes) -> None:
-        names = self.result.names
-        if target.parameter in (names.global_scale, names.input_scale):
-            self.found.scalars[target.name] = data.tobytes()
-        elif target.parameter == names.block_scale and _outside(data, SUBNORMAL_LAST + 1, LARGEST_FINITE):
-            self._count_scales(target, module, data)
-
     def _count_scales(self, target: _Target, module: Module, scales: Bytes) -> None:
         """Count the scales outside 2^-6 .. 448. Called only if there are any."""
         counts = np.bincount(scales, minlength=256)
-        invalid = int(counts[LARGEST_FINITE + 1 :].sum())
-        if invalid:
+        if invalid := int(counts[LARGEST_FINITE + 1 :].sum()):
             self.found.invalid_scales[target.name] = invalid
-        subnormal = int(counts[1 : SUBNORMAL_LAST + 1].sum())
-        if subnormal:
+        if subnormal := int(counts[1 : SUBNORMAL_LAST + 1].sum()):
             self.found.subnormal_scales[target.name] = subnormal
         weight = module.parameters.get(self.result.names.weight)
         if counts[0] and weight is not None and not shape_problems(self.result, module):
@@ -290,8 +277,3 @@ class _Scan:
                 ).reshape(-1, _CODE_BYTES_A_BLOCK)
                 dirty += int(np.count_nonzero(codes[zero + begin - first].any(axis=1)))
         return dirty
-
-
-def _outside(data: Bytes, least: int, largest: int) -> bool:
-    """Return whether any byte is outside least .. largest, without a temporary array."""
-    return bool(data.size) and (int(data.min()) < least or int(data.max()) > largest)

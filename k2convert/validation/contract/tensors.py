@@ -6,16 +6,14 @@ Rule 8 names the tensors that no other rule reports. Where others report why the
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 from k2convert.checkpoint.header import TensorInfo
-from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import projection_tensors
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, LEDGER_NAME
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import PlanError
 from k2convert.models.config import text_config
-from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Family, Role
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, Architecture, Role
 from k2convert.validation.contract.result import PRUNING_PLACE, Module, Result
 from k2convert.validation.results import Findings
 
@@ -203,12 +201,15 @@ def check_expert_counts(result: Result) -> Findings:
                 has = "missing" if router is None else f"has shape {list(router.shape)}"
                 found.error(f"{router_name}.{parameter}", f"{has}, but n_routed_experts is {count}")
     if not found.errors and not result.is_pruned and result.source is not None:
-        _compare_count(result.source, architecture, result.family, found)
+        total = family.read_architecture(result.source.config, str(result.source.folder)).num_experts
+        if total != count:
+            problem = f"the result has {count} experts per layer, the source {total}, and the ledger has no list of "
+            problem += "kept experts. Pass the source that it was converted from, or restore the ledger"
+            found.error(LEDGER_NAME, problem)
     return found
 
 
 def _check_list(result: Result, architecture: Architecture, found: Findings) -> None:
-    """Compare the ledger's list of kept experts with the result's own count and layers, and with the source."""
     pruning = None if result.ledger is None else result.ledger.pruning
     if pruning is None:
         return
@@ -224,17 +225,6 @@ def _check_list(result: Result, architecture: Architecture, found: Findings) -> 
 
 def _span(layers: Sequence[int]) -> str:
     return f"{layers[0]}..{layers[-1]} ({len(layers)})" if layers else "none"
-
-
-def _compare_count(source: Checkpoint, architecture: Architecture, family: Family, found: Findings) -> None:
-    """A pruned result says in its ledger which experts of the source it has. Without that, nothing can be compared."""
-    total = family.read_architecture(source.config, str(source.folder)).num_experts
-    if total != architecture.num_experts:
-        found.error(
-            LEDGER_NAME,
-            f"the result has {architecture.num_experts} experts per layer, the source {total}, and the ledger has no "
-            "list of kept experts. Pass the source that it was converted from, or restore the ledger",
-        )
 
 
 def _architecture(result: Result, found: Findings) -> Architecture | None:
@@ -260,7 +250,10 @@ def check_alignment(result: Result) -> Findings:
     hidden, width = text.get("hidden_size"), text.get("moe_intermediate_size")
     if not isinstance(hidden, int) or hidden % HIDDEN_ALIGNMENT:
         found.error("hidden_size", f"{hidden} is not a multiple of {HIDDEN_ALIGNMENT}")
-    sizes = _card_tp_sizes(result.folder / CARD_NAME) or [1]
+    card, sizes = result.folder / CARD_NAME, [1]
+    if card.is_file() and not card.is_symlink():
+        stated = _TP_SIZE.findall(card.read_text(encoding="utf-8", errors="replace"))
+        sizes = sorted({int(size) for size in stated if int(size) > 0}) or [1]
     found.note = "tensor-parallel sizes " + ", ".join(map(str, sizes))
     for size in sizes:
         part = width // size if isinstance(width, int) and width % size == 0 else None
@@ -270,10 +263,3 @@ def check_alignment(result: Result) -> Findings:
         elif part % WIDTH_ALIGNMENT_FAST:
             found.warn(name, f"{width} / {size} is not a multiple of {WIDTH_ALIGNMENT_FAST}: kernels pad it")
     return found
-
-
-def _card_tp_sizes(card: Path) -> list[int]:
-    if not card.is_file() or card.is_symlink():
-        return []
-    text = card.read_text(encoding="utf-8", errors="replace")
-    return sorted({int(size) for size in _TP_SIZE.findall(text) if int(size) > 0})

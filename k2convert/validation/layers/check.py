@@ -132,7 +132,10 @@ def _check_layer(
     pruning = whole = None
     if read.whole is not None:
         all_routing = read_router(read.whole, stem)(states)
-        pruning = _pruning(all_routing, kept=source.info(f"{stem}.gate.weight").rows or ())
+        kept, weights = source.info(f"{stem}.gate.weight").rows or (), all_routing.weights
+        dropped = ~torch.isin(all_routing.experts, torch.tensor(kept, dtype=torch.int64))
+        share = float(weights[dropped].double().sum() / weights.double().sum())
+        pruning = LayerPruning(all_routing.scores.shape[1], share)
         whole = int4_output(stem, states, all_routing, source=read.whole, progress=progress)
     has_scales = converted.read_converted(f"{stem}.experts.0.down_proj").input_scale is not None
     exponents = scaling.exponents.get(layer)
@@ -158,13 +161,6 @@ def _check_layer(
         failures=_failures(block, budget=budget, router_unchanged=unchanged),
         pruning=pruning,
     )
-
-
-def _pruning(routing: Routing, *, kept: Sequence[int]) -> LayerPruning:
-    """Return what the router of all experts gives those that are not `kept`."""
-    dropped = ~torch.isin(routing.experts, torch.tensor(kept, dtype=torch.int64))
-    share = float(routing.weights[dropped].double().sum() / routing.weights.double().sum())
-    return LayerPruning(routing.scores.shape[1], share)
 
 
 def _is_same(name: str, source: WeightReader, converted: WeightReader, scaling: Scaling) -> bool:
@@ -231,8 +227,6 @@ def states_of_text(
 
 @dataclass(slots=True)
 class _Memory:
-    """Hidden states in memory: one layer's at a time."""
-
     kept: dict[int, list[HiddenStates]] = field(default_factory=dict[int, list[HiddenStates]])
 
     def num_finished(self) -> int:
