@@ -17,7 +17,7 @@ UsageError: Final[type[Exception]] = typer.BadParameter.__bases__[
     0
 ]  # typer has it from click, or from its own copy of click
 
-_SAME_THING: Final = (
+_SAME_THING: Final[dict[str, str]] = (
     dict.fromkeys(("convert", "quantize", "resume"), "run")
     | dict.fromkeys(("check", "verify", "evaluate"), "validate")
     | dict.fromkeys(("info", "show"), "inspect")

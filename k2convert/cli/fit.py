@@ -17,7 +17,6 @@ from k2convert.cli.fit_view import (
     show_holders,
     show_ways_out,
     speed_document,
-    ways_document,
 )
 from k2convert.cli.options import parse_size
 from k2convert.cli.verbs import AUTO, FitOptions
@@ -141,9 +140,13 @@ def _answer_one(asked: _Asked, gpu: Gpu, count: int) -> bool:
     estimates = estimate_speeds(model.shape, gpu=holder.gpu, layout=layout) if options.estimate else []
     commands = serve_commands(model, asked.checkpoint, holder, options=options)
     if options.as_json:
+        pruned = [
+            {"experts_per_layer": count, "context": fit.context, "kv_tokens": fit.tokens}
+            for count, fit in (() if ways is None else ways.experts)
+        ]
         one = holder_document(holder, model, settings) | speed_document(model, holder, estimates)
         serve = {name: {"command": found.line or None, "notes": found.notes} for name, found in commands.items()}
-        one |= {"serve": serve} | ({} if ways is None else {"ways_out": ways_document(ways)})
+        one |= {"serve": serve} | ({} if ways is None else {"ways_out": {"experts": pruned, "count": ways.gpus}})
         console.print_json(asked.document(fits=[one]))
         return holder.fit.holds
     show_fit(options.checkpoint, model, settings, holder, estimates)

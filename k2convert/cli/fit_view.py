@@ -152,16 +152,6 @@ def show_ways_out(ways: WaysOut, holder: Holder, *, whole: Model) -> None:
         print_line(f"fits with all experts on {ways.gpus} x {holder.gpu.title}")
 
 
-def ways_document(ways: WaysOut) -> dict[str, object]:
-    """Return what would fit as plain data."""
-    return {
-        "experts": [
-            {"experts_per_layer": count, "context": fit.context, "kv_tokens": fit.tokens} for count, fit in ways.experts
-        ],
-        "count": ways.gpus,
-    }
-
-
 def _show_model(name: str, model: Model) -> None:
     how = "" if model.recipe is None else f", as `run` would convert it (recipe {model.recipe.name})"
     print_line(

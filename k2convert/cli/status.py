@@ -242,15 +242,13 @@ def _repository_document(repo: RemoteRepo, ledger: Ledger, missing: list[str]) -
 
 def show_published(folder: Path) -> bool:
     """Say where the result of a folder went; return whether the state's next step was said too."""
-    found = find_published(folder)
+    found, left = find_published(folder), has_left(folder)
     if found is not None:
         console.print_line(f"published as {found}")
-    if not has_left(folder):
-        return False
-    if found is None:
+        if left:
+            console.print_next(console.command("k2convert", "validate", f"hf://{found.repo}"))
+    elif left:
         console.print_note("uploaded, but not known to be on main: the same `k2convert run` command finishes the job")
         if (command := read_command(folder)) is not None:
             console.print_next(command.line(here=str(Path.cwd())))
-    else:
-        console.print_next(console.command("k2convert", "validate", f"hf://{found.repo}"))
-    return True
+    return left

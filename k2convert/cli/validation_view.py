@@ -14,7 +14,6 @@ from k2convert.validation.decode import DecodedError
 from k2convert.validation.layers.result import LayersReport, Variant, labels, reference_name
 from k2convert.validation.results import (
     MAX_OFFENDERS,
-    Comparison,
     ContractReport,
     ValidationReport,
     WeightsReport,
@@ -34,8 +33,15 @@ def show_validation(report: ValidationReport, *, as_json: bool) -> None:
         _show_layers(report.layers)
     if report.layers_skipped:
         print_line(f"reference layers: skipped ({report.layers_skipped})")
-    if report.comparison is not None:
-        _show_comparison(report.comparison)
+    if (other := report.comparison) is not None:
+        if other.note is not None:
+            print_line(other.note)
+        _show_contract(other.contract)
+        _show_weights(f"weight error of {other.folder}", other.weights)
+        print_line(
+            f"by tensor: less error here in {other.better_here:,}, less there in {other.better_there:,}, "
+            f"equal in {other.equal:,}"
+        )
     print_verdict(report.folder, passed=report.passed)
 
 
@@ -139,17 +145,6 @@ def _show_layers(report: LayersReport) -> None:
     for layer in report.layers:
         for failure in layer.failures:
             print_line(f"layer {layer.layer}: {failure}")
-
-
-def _show_comparison(comparison: Comparison) -> None:
-    if comparison.note is not None:
-        print_line(comparison.note)
-    _show_contract(comparison.contract)
-    _show_weights(f"weight error of {comparison.folder}", comparison.weights)
-    print_line(
-        f"by tensor: less error here in {comparison.better_here:,}, less there in {comparison.better_there:,}, "
-        f"equal in {comparison.equal:,}"
-    )
 
 
 def print_serve(model: str, *, folder: Path, revision: str | None = None) -> None:

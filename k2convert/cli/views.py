@@ -56,7 +56,17 @@ def plan_document(job: Job, *, source: str) -> dict[str, Any]:
         ],
     }
     document |= calibration_document(job) | pruning_document(job)
-    return document | _hub_document(job) if job.uses_hub else document
+    if job.uses_hub:
+        target = job.target
+        document |= {
+            "work_folder": str(job.destination.folder),
+            "source_commit": job.source.revision,
+            "max_disk": limits.disk_allowed,
+            "branch": None if target is None else branch_name(job.digest),
+            "private": None if target is None else target.private,
+            "notices": [] if target is None else list(target.notices),
+        }
+    return document
 
 
 def calibration_document(job: Job) -> dict[str, Any]:
@@ -121,18 +131,6 @@ def show_pruning(job: Job) -> None:
             print_line(f"left out of the {what}: {share_words(shares)}")
 
 
-def _hub_document(job: Job) -> dict[str, object]:
-    target = job.target
-    return {
-        "work_folder": str(job.destination.folder),
-        "source_commit": job.source.revision,
-        "max_disk": job.limits.disk_allowed,
-        "branch": branch_name(job.digest) if target is not None else None,
-        "private": target.private if target is not None else None,
-        "notices": list(target.notices) if target is not None else [],
-    }
-
-
 def show_plan(job: Job, *, source: str) -> None:
     """Print a dry run. `source` is the source as the user wrote it."""
     document, recipe = plan_document(job, source=source), job.plan.recipe
@@ -185,7 +183,7 @@ def _show_hub(job: Job) -> None:
 def estimate_document(found: Estimate) -> dict[str, object]:
     """Return an estimate as plain data; rates are bytes a second, null if not measured."""
     seconds = None if found.seconds is None else [round(bound) for bound in found.seconds]
-    return {"seconds": seconds, "without_network": True} | asdict(found)
+    return {"seconds": seconds, "without_network": True, **asdict(found)}
 
 
 def show_estimate(found: Estimate) -> None:

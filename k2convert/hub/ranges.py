@@ -16,10 +16,8 @@ from k2convert.hub.source import RemoteRepo
 WHOLE_SHARE: Final = 0.9
 """A shard is fetched whole, and its sha256 checked, if at least this share of it is needed."""
 
-Places = set[tuple[int, int]]
-"""Byte ranges [begin, end) of one shard."""
-Ranges = dict[str, Places]
-"""Byte ranges by shard."""
+Ranges = dict[str, set[tuple[int, int]]]
+"""Byte ranges [begin, end) by shard."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,10 +46,9 @@ def channels_by_exponent(record: CalibrationRecord) -> dict[int, int]:
     return {exponent: count for exponent, count in sorted(counts.items()) if count}
 
 
-def gptq_layers(record: CalibrationRecord | None) -> dict[int, GptqLayer]:
+def gptq_layers(record: CalibrationRecord) -> dict[int, GptqLayer]:
     """Return what rule `gptq` did in each MoE layer, in order; empty for every other rule."""
-    layers = {} if record is None else record.layers
-    return {number: layer.gptq for number, layer in sorted(layers.items()) if layer.gptq is not None}
+    return {number: layer.gptq for number, layer in sorted(record.layers.items()) if layer.gptq is not None}
 
 
 def shrinkages_by_layer(layers: Mapping[int, GptqLayer]) -> dict[float | None, list[int]]:

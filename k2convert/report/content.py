@@ -266,6 +266,11 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
     """Return the known facts that identify the result, as (label, value)."""
     ledger, recipe, record = report.ledger, report.ledger.recipe, report.ledger.calibration
     source, scales = ledger.source, recipe.input_scale
+    calibrated_by: list[tuple[str, str | None]] = []
+    if record is not None:
+        texts = [(f"text {name} (blake3)", digest) for name, digest in record.texts]
+        calibrated_by = [("statistics (blake3)", record.statistics), *texts, ("seed of the windows", str(record.seed))]
+        calibrated_by.append(("smoothing exponents (blake3)", record.exponents_digest))
     rows = (
         ("report made (UTC)", report.made_on),
         ("source", source.repo),
@@ -282,19 +287,12 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
         ("quantizer", recipe.quantizer),
         ("experts kept", None if ledger.pruning is None else kept_experts(ledger.pruning)),
         ("arithmetic version", ledger.fingerprint.get("arithmetic")),
-        *(() if record is None else _calibrated_by(record)),
+        *calibrated_by,
         ("k2convert", ledger.tool_version),
         *ledger.versions.items(),
         ("shards", f"{report.finished_shards} of {report.num_shards}"),
     )
     return tuple((label, str(value)) for label, value in rows if value not in (None, ""))
-
-
-def _calibrated_by(record: CalibrationRecord) -> Iterator[tuple[str, str | None]]:
-    yield "statistics (blake3)", record.statistics
-    yield from ((f"text {name} (blake3)", digest) for name, digest in record.texts)
-    yield "seed of the windows", str(record.seed)
-    yield "smoothing exponents (blake3)", record.exponents_digest
 
 
 def figures_document(report: Report) -> dict[str, Any]:

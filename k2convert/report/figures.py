@@ -262,9 +262,7 @@ def tensor_figures(module: str, error: WeightMetrics | DecodedError, *, role: st
     return TensorFigures(
         module=module,
         role=role or (place.role if place else "unknown"),
-        layer=place.layer if place else None,
-        expert=place.expert if place else None,
-        projection=place.projection if place else None,
+        **{key: getattr(place, key, None) for key in ("layer", "expert", "projection")},
         sqnr_db=math.inf if error.sqnr_db is None else error.sqnr_db,
         relative_mse=error.relative_mse,
         max_error_steps=error.max_error_steps,

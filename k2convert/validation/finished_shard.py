@@ -140,8 +140,7 @@ def read_source_shards(
     `digests` are those of the headers at the plan; CheckpointError if one changed. `kept` are the experts of a pruned
     result.
     """
-    headers: dict[str, ShardHeader] = {}
-    tensors: dict[str, TensorInfo] = {}
+    headers, tensors = dict[str, ShardHeader](), dict[str, TensorInfo]()
     for shard, digest in digests.items():
         headers[shard] = read_header(folder / shard)
         if headers[shard].digest != digest:
