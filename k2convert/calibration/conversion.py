@@ -7,7 +7,7 @@ begins with the first layer once more: it makes the same bytes on the same machi
 
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Condition, Event
@@ -32,7 +32,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CalibrationError, InterruptedRun
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.records.events import Events, Phase
+from k2convert.records.events import Events
 
 _POLL_SECONDS: Final = 0.2
 _LEAVE_SECONDS: Final = 20.0  # a factor of K2's size takes this long, and nothing interrupts it
@@ -50,15 +50,6 @@ class OpenWalk:
     chunk: int
     first: int
     shards: Collection[str]
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all windows."""
-        return self.plan.num_tokens
-
-    def phases(self, others: Mapping[Phase, tuple[int, int]]) -> dict[Phase, tuple[int, int]]:
-        """Return the extent of the walk's own phase, and of the download with what the walk fetches."""
-        return self.plan.phases(self.first, others)
 
     def needs(self) -> dict[str, ShardNeeds]:
         """Return what the shards that are not recorded need."""

@@ -38,20 +38,16 @@ def opened_folder(folder: Path, *, root: Path | None = None) -> Generator[int]:
     try:
         for part in folder.relative_to(path).parts:
             path = path / part
-            inner = _open_inner(path, descriptor)
+            try:
+                inner = os.open(path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+            except OSError:
+                check_no_link(path)
+                raise
             os.close(descriptor)
             descriptor = inner
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _open_inner(path: Path, parent: int) -> int:
-    try:
-        return os.open(path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
-    except OSError:
-        check_no_link(path)
-        raise
 
 
 def make_folder(folder: Path, *, root: Path | None = None) -> None:
@@ -68,8 +64,9 @@ def make_folder(folder: Path, *, root: Path | None = None) -> None:
                 os.fsync(parent)
         path = top
         for part in folder.relative_to(top).parts:
-            with opened_folder(path, root=top) as parent:
-                _make_inner(part, parent)
+            with opened_folder(path, root=top) as parent, suppress(FileExistsError):
+                os.mkdir(part, dir_fd=parent)
+                os.fsync(parent)
             path = path / part
         with opened_folder(folder, root=top):
             pass
@@ -77,14 +74,6 @@ def make_folder(folder: Path, *, root: Path | None = None) -> None:
         raise DestinationWriteError(
             f"{folder}: cannot be created ({error.strerror}). Choose a folder that you may write to."
         ) from None
-
-
-def _make_inner(name: str, parent: int) -> None:
-    try:
-        os.mkdir(name, dir_fd=parent)
-    except FileExistsError:
-        return
-    os.fsync(parent)
 
 
 def create_file(path: Path, folder: int, *, flags: int = os.O_WRONLY) -> int:

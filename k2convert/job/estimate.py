@@ -20,7 +20,7 @@ from k2convert.buffers import PAGE_BYTES
 from k2convert.choices import GROUP_SIZE
 from k2convert.job.prepare import Job
 from k2convert.job.resources import available_memory, existing_parent, inflight_bytes, peak_bytes
-from k2convert.plan.plan import ConvertStep, ShardJob
+from k2convert.plan.plan import ConvertStep
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.quantizer import create_quantizer
 from k2convert.quantize.rules import RULES
@@ -72,25 +72,18 @@ def estimate(job: Job, *, memory: int) -> Estimate:
     `memory` is what `memory_bytes` said before anything was measured.
     """
     left = [shard for shard in job.plan.jobs if shard.name not in job.finished]
+    steps = (step for shard in left for step in shard.steps)
+    members = (member for step in steps if isinstance(step, ConvertStep) for member in step.members)
+    shards = [job.source.checkpoint.path(shard) for shard in job.source.checkpoint.headers]
     return Estimate(
         bytes_in=sum(shard.bytes_in for shard in left),
         bytes_out=sum(shard.data_bytes for shard in left),
-        bytes_converted=sum(map(_bytes_converted, left)),
-        read_rate=None if job.source.remote is not None else _read_rate(_largest_shard(job)),
+        bytes_converted=sum(tensor.num_bytes for member in members for tensor in member.sources),
+        read_rate=None if job.source.remote is not None else _read_rate(max(shards, key=lambda p: p.stat().st_size)),
         write_rate=_write_rate(existing_parent(job.destination.folder)),
         convert_rate=_convert_rate(job),
         memory_bytes=memory,
         memory_available=available_memory(),
-    )
-
-
-def _bytes_converted(shard: ShardJob) -> int:
-    return sum(
-        tensor.num_bytes
-        for step in shard.steps
-        if isinstance(step, ConvertStep)
-        for member in step.members
-        for tensor in member.sources
     )
 
 
@@ -104,11 +97,6 @@ def memory_bytes(job: Job, *, walk: int = 0) -> int:
     if job.gptq is not None:  # a small model has less than that
         shards = min(shards, job.bytes_in + job.plan.data_bytes)
     return peak_bytes() + shards + walk + (XET_BYTES if uses_xet else 0)
-
-
-def _largest_shard(job: Job) -> Path:
-    checkpoint = job.source.checkpoint
-    return max((checkpoint.path(shard) for shard in checkpoint.headers), key=lambda path: path.stat().st_size)
 
 
 def _rate(step: Callable[[], int], *, finish: Callable[[], None] | None = None) -> float | None:

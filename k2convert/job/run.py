@@ -39,7 +39,6 @@ from k2convert.records.shard_record import ShardRecord
 
 if TYPE_CHECKING:
     from k2convert.calibration.conversion import OpenWalk, ShardWalk
-    from k2convert.hub.source import RemoteRepo
     from k2convert.job.parts import Part
     from k2convert.job.ray import Cluster
     from k2convert.job.transfers import Uploads
@@ -205,14 +204,14 @@ def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ex
         sizes, needed = job.limits.source_bytes, {source for item in run.items for source in item.sources}
         phases["download"] = (sum(sizes.values()), sum(sizes.values()) - sum(sizes[source] for source in needed))
     if walk is not None:
-        phases |= walk.phases(phases)
+        phases |= walk.plan.phases(walk.first, phases)
     shards = [shard for shard in job.plan.jobs if shard.name in names]
     done = sum(shard.bytes_in for shard in shards if shard.name not in left)
     phases["convert"] = (sum(shard.bytes_in for shard in shards), done)
     if job.target is not None and cluster is None:
         total = sum(item.output_bytes for item in job.items)
         phases["upload"] = (total, total - sum(item.output_bytes for item in (*run.items, *run.to_upload)))
-    layer_tokens = 0 if walk is None else walk.num_tokens
+    layer_tokens = 0 if walk is None else walk.plan.num_tokens
     return Extent(phases, len(run.mine), len(run.mine) - len(run.items), layer_tokens=layer_tokens)
 
 
@@ -223,16 +222,18 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
     The nodes of a `cluster` fetch, convert and send; they get all shards at once.
     """
     job, limits = run.job, run.job.limits
-    remote = job.source.remote if cluster is None else None
+    remote, fetch = job.source.remote if cluster is None else None, None
     if remote is not None:
-        from k2convert.job.transfers import sweep_downloads
+        from k2convert.job.transfers import fetch_shard, sweep_downloads
+
+        fetch = partial(fetch_shard, job, remote, stop=run.stop, events=run.events)
 
         sweep_downloads(job, run.items, run.to_upload)
     walking = nullcontext() if walk is None else walk.running(room=limits.layer_room, stop=run.stop, events=run.events)
     with resources.open_threads(limits.workers) as threads, walking as shard_walk:
         convert = _LocalStage(run, threads, shard_walk).convert if cluster is None else partial(_on_node, run, cluster)
         yield Stages(
-            fetch=None if remote is None else partial(_fetch, run, remote),
+            fetch=fetch,
             convert=convert,
             drop_source=lambda shard: discard_file(job.downloads / shard),
             drop_output=lambda shard: discard_file(job.destination.folder / shard),
@@ -274,12 +275,6 @@ class _LocalStage:
         if walk is not None:
             walk.recorded(item.name)
         run.events.shard_finished(item.name)
-
-
-def _fetch(run: _Run, remote: "RemoteRepo", shard: str) -> None:
-    from k2convert.job.transfers import fetch_shard
-
-    fetch_shard(run.job, remote, shard, stop=run.stop, events=run.events)
 
 
 def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:

@@ -52,7 +52,7 @@ def measure_quantized(
         check_importance(importance, source.shape[1])
     outside, found = (None, None) if converted is None else (converted.outside_normal, converted.sums)
     if found is None:
-        found = _add_up(source, result, importance)
+        found = add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale, importance)
     is_int4 = isinstance(source, Int4Weight)
     histogram = np.zeros(256, dtype=np.int64)
     _cpu.count_bytes(flat(result.block_scales), histogram)
@@ -85,18 +85,8 @@ def measure_quantized(
     )
 
 
-def _e4m3_values() -> NDArray[np.float64]:
-    """Return the number of every byte, float64 [256]; zero for those that are no block scale."""
-    values = np.zeros(256)
-    values[: MAX_BYTE + 1] = decode_e4m3(np.arange(MAX_BYTE + 1, dtype=np.uint8))
-    return values
-
-
-_E4M3: Final = _e4m3_values()
-
-
-def _add_up(source: SourceWeight, result: Nvfp4Weight, importance: NDArray[np.uint8] | None = None) -> Sums:
-    return add_up(source, result.packed, result.block_scales, _E4M3 * result.global_scale, importance)
+_E4M3: Final = np.concatenate([decode_e4m3(np.arange(MAX_BYTE + 1, dtype=np.uint8)), np.zeros(255 - MAX_BYTE)])
+"""The number of every byte, float64 [256]; zero for those that are no block scale."""
 
 
 def add_up(

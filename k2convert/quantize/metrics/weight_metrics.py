@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
-
-T = TypeVar("T", int, float)
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,39 +113,20 @@ def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
     metrics = tuple(parts)
     if not metrics:
         raise ValueError("no metrics to add up")
-    histogram: Counter[int] = Counter()
-    for part in metrics:
-        histogram.update(part.scale_histogram)
-    return WeightMetrics(
-        num_weights=sum(part.num_weights for part in metrics),
-        num_blocks=sum(part.num_blocks for part in metrics),
-        energy=math.fsum(part.energy for part in metrics),
-        squared_error=math.fsum(part.squared_error for part in metrics),
-        num_nonzero=sum(part.num_nonzero for part in metrics),
-        equal_nonzero=sum(part.equal_nonzero for part in metrics),
-        equal_blocks=sum(part.equal_blocks for part in metrics),
-        num_codes=_optional(sum, (part.num_codes for part in metrics)),
-        max_error_steps=_optional(max, (part.max_error_steps for part in metrics)),
-        recoverable_codes=_optional(sum, (part.recoverable_codes for part in metrics)),
-        num_five_or_seven=_optional(sum, (part.num_five_or_seven for part in metrics)),
-        num_minus_eight=_optional(sum, (part.num_minus_eight for part in metrics)),
-        blocks_outside_normal=_optional(sum, (part.blocks_outside_normal for part in metrics)),
-        scale_spread_exceeded=_optional(sum, (part.scale_spread_exceeded for part in metrics)),
-        min_scale_byte=_optional(min, (part.min_scale_byte for part in metrics)),
-        max_scale_byte=_optional(max, (part.max_scale_byte for part in metrics)),
-        scale_histogram=dict(sorted(histogram.items())),
-        sampled_blocks=sum(part.sampled_blocks for part in metrics),
-        sampled_error_achieved=math.fsum(part.sampled_error_achieved for part in metrics),
-        sampled_error_max=math.fsum(part.sampled_error_max for part in metrics),
-        sampled_error_bound=math.fsum(part.sampled_error_bound for part in metrics),
-        weighted_energy=_optional(math.fsum, (part.weighted_energy for part in metrics)),
-        weighted_error=_optional(math.fsum, (part.weighted_error for part in metrics)),
-    )
+    present = {
+        field.name: [value for part in metrics if (value := getattr(part, field.name)) is not None]
+        for field in fields(WeightMetrics)
+    }
+    return WeightMetrics(**{name: _combined(name, values) if values else None for name, values in present.items()})
 
 
-def _optional(combine: Callable[[list[T]], T], values: Iterable[T | None]) -> T | None:
-    present = [value for value in values if value is not None]
-    return combine(present) if present else None
+def _combined(name: str, values: list[Any]) -> Any:
+    """Return the least, the largest or the sum of one field's values."""
+    if name == "scale_histogram":
+        return dict(sorted(sum(map(Counter, values), Counter[int]()).items()))
+    if name.startswith(("min_", "max_")):
+        return min(values) if name.startswith("min_") else max(values)
+    return math.fsum(values) if isinstance(values[0], float) else sum(values)
 
 
 def ratio(numerator: float, denominator: float) -> float:

@@ -94,12 +94,11 @@ void quantize_blocks(const uint16_t* source, size_t num_blocks, double global_sc
             step = steps[best];
         }
         scale_bytes[block] = static_cast<uint8_t>(byte);
-        int nibbles[kBlock];
-        for (int i = 0; i < kBlock; ++i) {
+        const auto nibble = [&](int i) {
             const int code = nearest_code(4.0 * static_cast<double>(weights[i]), step);
-            nibbles[i] = code | (code > 0 && source[i] >> 15 ? 8 : 0);
-        }
-        for (int i = 0; i < kBlock; i += 2) packed[i / 2] = static_cast<uint8_t>(nibbles[i] | nibbles[i + 1] << 4);
+            return code | (code > 0 && source[i] >> 15 ? 8 : 0);
+        };
+        for (int i = 0; i < kBlock; i += 2) packed[i / 2] = static_cast<uint8_t>(nibble(i) | nibble(i + 1) << 4);
     }
 }
 
@@ -130,12 +129,11 @@ void quantize_max_bf16(const uint16_t* source, size_t num_blocks, float global_s
         const int byte = max_scale_byte(load_magnitudes(source, weights), global_scale);
         const float step = e4m3_value(byte) * global_scale;
         scale_bytes[block] = static_cast<uint8_t>(byte);
-        int nibbles[kBlock];
-        for (int i = 0; i < kBlock; ++i) {
+        const auto nibble = [&](int i) {
             const float scaled = weights[i] / step;
-            nibbles[i] = nearest_code(scaled) | (scaled > 0.0f && source[i] >> 15 ? 8 : 0);
-        }
-        for (int i = 0; i < kBlock; i += 2) packed[i / 2] = static_cast<uint8_t>(nibbles[i] | nibbles[i + 1] << 4);
+            return nearest_code(scaled) | (scaled > 0.0f && source[i] >> 15 ? 8 : 0);
+        };
+        for (int i = 0; i < kBlock; i += 2) packed[i / 2] = static_cast<uint8_t>(nibble(i) | nibble(i + 1) << 4);
     }
 }
 

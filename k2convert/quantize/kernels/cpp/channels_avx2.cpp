@@ -21,6 +21,17 @@ __m256i sum_of(__m256i magnitudes, __m256i importance) {
 
 __m256i add_halves(__m256i sums) { return _mm256_add_epi16(sums, _mm256_shuffle_epi32(sums, 0x4E)); }
 
+// The sums of these bytes where |q| is 1..8, in both halves: 16 bits each.
+__m256i sum_by_magnitude(__m256i magnitudes, __m256i values) {
+    const __m256i small = _mm256_or_si256(
+        _mm256_or_si256(sum_of<1>(magnitudes, values), sum_of<2>(magnitudes, values)),
+        _mm256_or_si256(sum_of<3>(magnitudes, values), sum_of<4>(magnitudes, values)));
+    const __m256i large = _mm256_or_si256(
+        _mm256_or_si256(sum_of<5>(magnitudes, values), sum_of<6>(magnitudes, values)),
+        _mm256_or_si256(sum_of<7>(magnitudes, values), sum_of<8>(magnitudes, values)));
+    return _mm256_unpacklo_epi64(add_halves(small), add_halves(large));
+}
+
 // The summed importance of |q| = 1..8 in both blocks, 16 bits each.
 __m256i sum_importance(const uint8_t* packed, const SplitImportance* importance) {
     const __m256i bytes = _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(packed)));
@@ -31,13 +42,7 @@ __m256i sum_importance(const uint8_t* packed, const SplitImportance* importance)
                                            2, 3, 4, 5, 6, 7);
     const __m256i magnitudes = _mm256_shuffle_epi8(table, nibbles);
     const __m256i weights = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(importance));
-    const __m256i small = _mm256_or_si256(
-        _mm256_or_si256(sum_of<1>(magnitudes, weights), sum_of<2>(magnitudes, weights)),
-        _mm256_or_si256(sum_of<3>(magnitudes, weights), sum_of<4>(magnitudes, weights)));
-    const __m256i large = _mm256_or_si256(
-        _mm256_or_si256(sum_of<5>(magnitudes, weights), sum_of<6>(magnitudes, weights)),
-        _mm256_or_si256(sum_of<7>(magnitudes, weights), sum_of<8>(magnitudes, weights)));
-    return _mm256_unpacklo_epi64(add_halves(small), add_halves(large));
+    return sum_by_magnitude(magnitudes, weights);
 }
 
 // The last candidate with the least sum.
@@ -93,17 +98,6 @@ __m128i split_block(const uint8_t* packed) {
     return _mm_and_si128(_mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4)), _mm_set1_epi8(15));
 }
 
-// The sums of these bytes where |q| is 1..8, for the columns of two groups: 16 bits each.
-__m256i sum_groups(__m256i magnitudes, __m256i values) {
-    const __m256i small = _mm256_or_si256(
-        _mm256_or_si256(sum_of<1>(magnitudes, values), sum_of<2>(magnitudes, values)),
-        _mm256_or_si256(sum_of<3>(magnitudes, values), sum_of<4>(magnitudes, values)));
-    const __m256i large = _mm256_or_si256(
-        _mm256_or_si256(sum_of<5>(magnitudes, values), sum_of<6>(magnitudes, values)),
-        _mm256_or_si256(sum_of<7>(magnitudes, values), sum_of<8>(magnitudes, values)));
-    return _mm256_unpacklo_epi64(add_halves(small), add_halves(large));
-}
-
 }  // namespace
 
 void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitImportance& importance, int num_groups,
@@ -114,7 +108,7 @@ void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitI
     for (int group = 0; group < num_groups; group += 2) {
         const __m256i mask = _mm256_load_si256(reinterpret_cast<const __m256i*>(groups.masks[group]));
         const __m256i magnitudes = _mm256_and_si256(all, mask);
-        const __m256i sums = sum_groups(magnitudes, weights);
+        const __m256i sums = sum_by_magnitude(magnitudes, weights);
         _mm256_store_si256(reinterpret_cast<__m256i*>(fields.sums[group]), sums);
         const __m256i zero = _mm256_setzero_si256();
         const uint32_t absent = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_packs_epi16(_mm256_cmpeq_epi16(sums, zero), zero)));

@@ -77,18 +77,10 @@ uint32_t masks_of(__m256i first, __m256i second) {
     return static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_packs_epi16(first, second)));
 }
 
-// The squared error of both blocks from the sums A, B and C.
-double error_from_sums(const Decoded& bytes, const uint8_t* packed, const uint8_t* values, __m128i squares,
-                       __m256i value_squares, double scale, __m128d steps) {
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(bytes.sixteenfold),
-                                               _mm256_sign_epi8(bytes.eightfold, bytes.sixteenfold));
-    const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    const __m256i eights = _mm256_add_epi32(fours, _mm256_srli_epi64(fours, 32));
-    const __m128i products = _mm_add_epi32(_mm256_castsi256_si128(eights), _mm256_extracti128_si256(eights, 1));
-    const __m128d both = _mm_set1_pd(scale), energies = _mm_mul_pd(as_doubles(squares), _mm_mul_pd(both, both));
-    const __m128d b = _mm_mul_pd(_mm_cvtepi32_pd(_mm_shuffle_epi32(products, 0x08)), _mm_set1_pd(1.0 / 64.0));
-    const __m128d c = _mm_mul_pd(as_doubles(sum_bytes(value_squares)), _mm_set1_pd(0.25));
-    __m128d errors = _mm_sub_pd(energies, _mm_mul_pd(_mm_mul_pd(both, steps), b));
+// The squared error of both blocks from the sums s**2 A, B and C.
+double error_of(__m128d energies, __m128d b, __m128d c, const uint8_t* packed, const uint8_t* values, double scale,
+                __m128d steps, const double* importance) {
+    __m128d errors = _mm_sub_pd(energies, _mm_mul_pd(_mm_mul_pd(_mm_set1_pd(scale), steps), b));
     errors = _mm_add_pd(errors, _mm_mul_pd(_mm_mul_pd(steps, steps), c));
     const int small = _mm_movemask_pd(_mm_cmplt_pd(errors, _mm_mul_pd(energies, _mm_set1_pd(kLeastShare))));
     if (__builtin_expect(small == 0, 1)) return sum_of(errors);
@@ -96,9 +88,23 @@ double error_from_sums(const Decoded& bytes, const uint8_t* packed, const uint8_
     _mm_storeu_pd(parts, errors);
     _mm_storeu_pd(step, steps);
     for (int i = 0; i < 2; ++i) {
-        if (small >> i & 1) parts[i] = exact_error(packed + 8 * i, values + 8 * i, scale, step[i], nullptr);
+        const double* factors = importance == nullptr ? nullptr : importance + kBlock * i;
+        if (small >> i & 1) parts[i] = exact_error(packed + 8 * i, values + 8 * i, scale, step[i], factors);
     }
     return parts[0] + parts[1];
+}
+
+double error_from_sums(const Decoded& bytes, const uint8_t* packed, const uint8_t* values, __m128i squares,
+                       __m256i value_squares, double scale, __m128d steps) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(bytes.sixteenfold),
+                                               _mm256_sign_epi8(bytes.eightfold, bytes.sixteenfold));
+    const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    const __m256i eights = _mm256_add_epi32(fours, _mm256_srli_epi64(fours, 32));
+    const __m128i products = _mm_add_epi32(_mm256_castsi256_si128(eights), _mm256_extracti128_si256(eights, 1));
+    const __m128d energies = _mm_mul_pd(as_doubles(squares), _mm_set1_pd(scale * scale));
+    const __m128d b = _mm_mul_pd(_mm_cvtepi32_pd(_mm_shuffle_epi32(products, 0x08)), _mm_set1_pd(1.0 / 64.0));
+    const __m128d c = _mm_mul_pd(as_doubles(sum_bytes(value_squares)), _mm_set1_pd(0.25));
+    return error_of(energies, b, c, packed, values, scale, steps, nullptr);
 }
 
 // A sum of each block, [first, second], over the 32-bit lanes of two vectors for each.
@@ -121,26 +127,12 @@ void add_weighted(const Decoded& bytes, const uint8_t* packed, const uint8_t* va
         products[i] = _mm256_madd_epi16(wq, v);
         squares[i] = _mm256_madd_epi16(_mm256_mullo_epi16(w, v), v);
     }
-    const __m128d both = _mm_set1_pd(scale), square = _mm_mul_pd(both, both);
     const __m128d a = _mm_cvtepi32_pd(sum_lanes(codes[0], codes[1]));
     const __m128d b = _mm_cvtepi32_pd(sum_lanes(products[0], products[1]));
     const __m128d c = _mm_mul_pd(_mm_cvtepi32_pd(sum_lanes(squares[0], squares[1])), _mm_set1_pd(0.25));
-    const __m128d energies = _mm_mul_pd(a, square);
-    __m128d errors = _mm_sub_pd(energies, _mm_mul_pd(_mm_mul_pd(both, steps), b));
-    errors = _mm_add_pd(errors, _mm_mul_pd(_mm_mul_pd(steps, steps), c));
+    const __m128d energies = _mm_mul_pd(a, _mm_set1_pd(scale * scale));
     sums.weighted_energy += sum_of(a) * (scale * scale);
-    const int small = _mm_movemask_pd(_mm_cmplt_pd(errors, _mm_mul_pd(energies, _mm_set1_pd(kLeastShare))));
-    if (__builtin_expect(small == 0, 1)) {
-        sums.weighted_error += sum_of(errors);
-        return;
-    }
-    double parts[2], step[2];
-    _mm_storeu_pd(parts, errors);
-    _mm_storeu_pd(step, steps);
-    for (int i = 0; i < 2; ++i) {
-        if (small >> i & 1) parts[i] = exact_error(packed + 8 * i, values + 8 * i, scale, step[i], importance + kBlock * i);
-    }
-    sums.weighted_error += parts[0] + parts[1];
+    sums.weighted_error += error_of(energies, b, c, packed, values, scale, steps, importance);
 }
 
 }  // namespace
