@@ -113,17 +113,20 @@ def total_metrics(parts: Iterable[WeightMetrics]) -> WeightMetrics:
     metrics = tuple(parts)
     if not metrics:
         raise ValueError("no metrics to add up")
-    present = {
-        field.name: [value for part in metrics if (value := getattr(part, field.name)) is not None]
-        for field in fields(WeightMetrics)
-    }
-    return WeightMetrics(**{name: _combined(name, values) if values else None for name, values in present.items()})
+    combined: dict[str, Any] = {}
+    for field in fields(WeightMetrics):
+        values = [value for part in metrics if (value := getattr(part, field.name)) is not None]
+        combined[field.name] = _combined(field.name, values) if values else None
+    return WeightMetrics(**combined)
 
 
 def _combined(name: str, values: list[Any]) -> Any:
     """Return the least, the largest or the sum of one field's values."""
     if name == "scale_histogram":
-        return dict(sorted(sum(map(Counter, values), Counter[int]()).items()))
+        counts: Counter[int] = Counter()
+        for histogram in values:
+            counts.update(histogram)
+        return dict(sorted(counts.items()))
     if name.startswith(("min_", "max_")):
         return min(values) if name.startswith("min_") else max(values)
     return math.fsum(values) if isinstance(values[0], float) else sum(values)
