@@ -13,17 +13,15 @@ import typer
 
 from k2convert.errors import cut, shortened, visible
 
-UsageError: Final[type[Exception]] = typer.BadParameter.__bases__[
-    0
-]  # typer has it from click, or from its own copy of click
+# typer has it from click, or from its own copy of click
+UsageError: Final[type[Exception]] = typer.BadParameter.__bases__[0]
 
-_VERBS: Final = (
-    ("run", "convert quantize resume"),
-    ("validate", "check verify evaluate"),
-    ("inspect", "info show"),
-    ("publish", "push upload"),
+_SAME_THING: Final = (
+    dict.fromkeys(("convert", "quantize", "resume"), "run")
+    | dict.fromkeys(("check", "verify", "evaluate"), "validate")
+    | dict.fromkeys(("info", "show"), "inspect")
+    | dict.fromkeys(("push", "upload"), "publish")
 )
-_SAME_THING: Final = {word: verb for verb, words in _VERBS for word in words.split()}
 """Words that other tools have for a command, where the spelling does not give it away."""
 
 _AGAIN: Final = "then run the same command again: finished work is kept."
