@@ -16,12 +16,12 @@ from k2convert.errors import cut, shortened, visible
 # typer has it from click, or from its own copy of click
 UsageError: Final[type[Exception]] = typer.BadParameter.__bases__[0]
 
-_SAME_THING: Final = (
-    dict.fromkeys(("convert", "quantize", "resume"), "run")
-    | dict.fromkeys(("check", "verify", "evaluate"), "validate")
-    | dict.fromkeys(("info", "show"), "inspect")
-    | dict.fromkeys(("push", "upload"), "publish")
-)
+_SAME_THING: Final[dict[str, str]] = {
+    **dict.fromkeys(("convert", "quantize", "resume"), "run"),
+    **dict.fromkeys(("check", "verify", "evaluate"), "validate"),
+    **dict.fromkeys(("info", "show"), "inspect"),
+    **dict.fromkeys(("push", "upload"), "publish"),
+}
 """Words that other tools have for a command, where the spelling does not give it away."""
 
 _AGAIN: Final = "then run the same command again: finished work is kept."
