@@ -1,4 +1,4 @@
-"""The oracle of the search: every normal E4M3 scale, every E2M1 value, exactly, and no code of the package.
+"""The oracle of the search: every normal E4M3 scale, every E2M1 value, exactly, and no arithmetic of the package.
 
 Fractions throughout; within one search they are held over a common denominator, because integers compare faster.
 """
@@ -13,7 +13,11 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
+from block_makers import codes_of, scales_of
 from numpy.typing import NDArray
+
+from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 
 E2M1 = (Fraction(0), Fraction(1, 2), Fraction(1), Fraction(3, 2), Fraction(2), Fraction(3), Fraction(4), Fraction(6))
 NORMAL_BYTES = range(0x08, 0x7F)
@@ -41,19 +45,14 @@ class ExactSearch:
     unit: Fraction
     """An error of 1 is this much."""
 
-    def error(self, magnitudes: Sequence[int], byte: int) -> Fraction:
-        """Squared error of a block with these |q| under a scale."""
-        return self._error(magnitudes, byte) * self.unit
 
-    def best(self, magnitudes: Sequence[int]) -> int:
-        """The byte of the best scale, ties to the larger; 0x38 for a block of zeros."""
-        if not any(magnitudes):
-            return 0x38
-        return min(NORMAL_BYTES, key=lambda byte: (self._error(magnitudes, byte), -byte))
+@dataclass(frozen=True)
+class Element:
+    """A weight q * scale of a block, with its importance."""
 
-    def _error(self, magnitudes: Sequence[int], byte: int) -> int:
-        errors = self.errors[byte]
-        return sum(errors[k] for k in magnitudes)
+    q: int
+    scale: Fraction
+    importance: int
 
 
 @lru_cache(maxsize=512)
@@ -69,6 +68,61 @@ def exact_search(scale: Fraction, global_scale: Fraction) -> ExactSearch:
         codes[byte] = tuple(nearest(value, integers) for value in values)
         errors[byte] = tuple((value - integers[code]) ** 2 for value, code in zip(values, codes[byte], strict=True))
     return ExactSearch(codes=codes, errors=errors, unit=Fraction(1, denominator**2))
+
+
+def errors_of(block: Sequence[Element], global_scale: Fraction) -> tuple[dict[int, int], Fraction]:
+    """The weighted squared error of a block under each scale, and the unit of these integers."""
+    searches = [(element.importance, exact_search(element.scale, global_scale), abs(element.q)) for element in block]
+    least = min(search.unit for _, search, _ in searches)
+    assert all((search.unit / least).denominator == 1 for _, search, _ in searches)
+    rows = [(factor * int(search.unit / least), search.errors, k) for factor, search, k in searches]
+    return {byte: sum(factor * errors[byte][k] for factor, errors, k in rows) for byte in NORMAL_BYTES}, least
+
+
+def live(block: Sequence[Element]) -> list[Element]:
+    return [element for element in block if element.q and element.scale]
+
+
+def blocks_of(weight: Int4Weight, importance: Sequence[int]) -> list[list[Element]]:
+    """The blocks of an INT4 weight, in row-major order."""
+    rows, columns = weight.shape
+    exponents = [0] * columns if weight.channel_exponents is None else weight.channel_exponents.tolist()
+    codes, scales = codes_of(weight).tolist(), scales_of(weight).tolist()
+    steps = {
+        (s, a): Fraction(abs(s)) / Fraction(2) ** a for s in scales_of(weight).unique().tolist() for a in set(exponents)
+    }
+    elements = [
+        Element(codes[row][j], steps[scales[row][j // 32], exponents[j]], int(importance[j]))
+        for row in range(rows)
+        for j in range(columns)
+    ]
+    return [elements[start : start + 16] for start in range(0, len(elements), 16)]
+
+
+def assert_is_best(weight: Int4Weight, importance: Sequence[int], result: Nvfp4Weight) -> None:
+    """Every byte is the best scale, ties to the larger, and every nibble the nearest value, ties to even, never -0."""
+    g = Fraction(result.global_scale)
+    nibbles = np.stack([result.packed & 15, result.packed >> 4], axis=-1).reshape(-1, 16).tolist()
+    blocks = blocks_of(weight, importance)
+    for block, byte, written in zip(blocks, result.block_scales.reshape(-1).tolist(), nibbles, strict=True):
+        best, expected = 0x38, [0] * 16
+        if some := live(block):
+            errors, _ = errors_of(some, g)
+            best = min(NORMAL_BYTES, key=lambda byte: (errors[byte], -byte))
+            codes = [exact_search(e.scale, g).codes[best][abs(e.q)] if e.scale else 0 for e in block]
+            expected = [code | (8 if code and e.q < 0 else 0) for code, e in zip(codes, block, strict=True)]
+        assert (byte, written) == (best, expected), block
+
+
+def count_outside_normal(weight: Int4Weight, importance: Sequence[int], g: Fraction) -> int:
+    """Count blocks that do strictly better with g free by any power of two, which frees the exponent of b."""
+    count = 0
+    for block in filter(None, map(live, blocks_of(weight, importance))):
+        largest = max(element.scale for element in block)
+        free = Fraction(2) ** (largest.numerator.bit_length() - largest.denominator.bit_length() - 3)
+        own, *others = (errors_of(block, found) for found in (g, free, free / 64))
+        count += min(min(errors.values()) * unit for errors, unit in others) < min(own[0].values()) * own[1]
+    return count
 
 
 @lru_cache(maxsize=1)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from exact_search import NORMAL_BYTES, e4m3_value, nearest
-from imatrix_search import assert_is_best, blocks_of, error
+from exact_search import E2M1, NORMAL_BYTES, assert_is_best, count_outside_normal, e4m3_value, nearest
 from int4_makers import MAKERS, int4_weight, trained_like
 
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.channels import divide_columns, scale_bits, scale_fp32
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, bf16_values, dequantize_int4, unpack_int4
-from k2convert.quantize.formats.nvfp4 import unpack_nibbles
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, unpack_nibbles
 from k2convert.quantize.kernels.cpu import convert
 from k2convert.quantize.rules.imatrix import block_importance, quantize_imatrix, quantize_mse_bf16
 from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
-
-E2M1 = [Fraction(value) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 
 
 def own_scale(weight: Int4Weight) -> float:
@@ -40,6 +38,11 @@ def any_importance(rng: np.random.Generator, columns: int = 256) -> np.ndarray:
 def any_exponents(rng: np.random.Generator, reach: int, columns: int = 256) -> np.ndarray:
     """Mostly zeros, with some columns up to `reach`."""
     return np.where(rng.random(columns) < 0.5, 0, rng.integers(-reach, reach + 1, columns)).astype(np.int8)
+
+
+def assert_same(one: Nvfp4Weight, other: Nvfp4Weight) -> None:
+    assert np.array_equal(one.packed, other.packed)
+    assert np.array_equal(one.block_scales, other.block_scales)
 
 
 def few_scales(weight: Int4Weight, exponents: np.ndarray) -> Int4Weight:
@@ -82,14 +85,10 @@ def test_a_tie_goes_to_the_larger_scale() -> None:
     codes = np.zeros(256, dtype=np.int64)
     codes[::16] = 4
     for exponent, byte in ((0, 0x50), (3, 0x38), (-2, 0x60)):
-        weight = Int4Weight(*_fields(int4_weight(codes, np.full(8, 0x3F80))), np.full(256, exponent, dtype=np.int8))
+        weight = replace(int4_weight(codes, np.full(8, 0x3F80)), channel_exponents=np.full(256, exponent, np.int8))
         result = quantize_imatrix(weight, 1.0, np.full(256, 9, dtype=np.uint8))
         assert (result.block_scales == byte).all()
         assert_is_best(weight, [9] * 256, result)
-
-
-def _fields(weight: Int4Weight) -> tuple[np.ndarray, np.ndarray]:
-    return weight.packed, weight.scale_bits
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -98,26 +97,19 @@ def test_equal_importance_is_mse(maker: str, value: int) -> None:
     weight = MAKERS[maker]()
     weight = weight.rows(0, min(weight.shape[0], 200))
     for exponents in (None, any_exponents(np.random.default_rng(value), 4)):
-        scaled = Int4Weight(weight.packed, weight.scale_bits, exponents)
+        scaled = replace(weight, channel_exponents=exponents)
         g = own_scale(scaled)
-        result, expected = (
-            quantize_imatrix(scaled, g, np.full(256, value, dtype=np.uint8)),
-            quantize_mse(scaled, g),
-        )
-        assert np.array_equal(result.block_scales, expected.block_scales)
-        assert np.array_equal(result.packed, expected.packed)
+        assert_same(quantize_imatrix(scaled, g, np.full(256, value, dtype=np.uint8)), quantize_mse(scaled, g))
 
 
 def test_the_same_exponent_everywhere_is_another_scale() -> None:
     weight = trained_like(16, seed=3)
     for exponent in (-4, 1, 4):
-        scaled = Int4Weight(weight.packed, weight.scale_bits, np.full(256, exponent, dtype=np.int8))
+        scaled = replace(weight, channel_exponents=np.full(256, exponent, dtype=np.int8))
         bits = (weight.scale_bits.astype(np.int32) - (exponent << 7)).astype(np.uint16)
-        expected = quantize_mse(Int4Weight(weight.packed, bits), own_scale(scaled))
-        result = quantize_mse(scaled, own_scale(scaled))
-        assert np.array_equal(result.packed, expected.packed)
-        assert np.array_equal(result.block_scales, expected.block_scales)
-        assert measure(scaled) == measure(Int4Weight(weight.packed, bits))
+        other = Int4Weight(weight.packed, bits)
+        assert_same(quantize_mse(scaled, own_scale(scaled)), quantize_mse(other, own_scale(scaled)))
+        assert measure(scaled) == measure(other)
 
 
 @pytest.mark.usefixtures("instructions")
@@ -128,22 +120,10 @@ def test_blocks_that_want_a_scale_outside_the_normal_range_are_counted() -> None
     counted = 0
     for step in (-8, 7):
         g = own_scale(weight) * 2.0**step
-        expected = sum(_wants_more(block, Fraction(g)) for block in blocks_of(weight, importance.tolist()))
-        found = convert(weight, rule="imatrix", global_scale=g, importance=importance)
-        assert found.outside_normal == expected
-        counted += expected
+        found = convert(weight, rule="imatrix", global_scale=g, importance=importance).outside_normal
+        assert found == count_outside_normal(weight, importance.tolist(), Fraction(g))
+        counted += found
     assert counted > 0
-
-
-def _wants_more(block: list, g: Fraction) -> bool:
-    """Whether the block does strictly better with g free by any power of two, which frees the exponent of b."""
-    block = [element for element in block if element.q and element.scale]
-    if not block:
-        return False
-    own = min(error(block, byte, g) for byte in NORMAL_BYTES)
-    largest = max(element.scale for element in block)
-    free = Fraction(2) ** (largest.numerator.bit_length() - largest.denominator.bit_length() - 3)
-    return min(error(block, byte, free * step) for step in (1, Fraction(1, 64)) for byte in NORMAL_BYTES) < own
 
 
 def test_bf16_weights_get_the_best_scale_by_importance() -> None:
@@ -181,12 +161,7 @@ def test_equal_importance_is_mse_for_bf16_weights() -> None:
     weight = Bf16Weight((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
     for step in (0, -7, 6):
         g = mse_global_scale(measure(weight), is_int4=False) * 2.0**step
-        result, expected = (
-            quantize_imatrix(weight, g, np.full(128, 3, dtype=np.uint8)),
-            quantize_mse_bf16(weight, g),
-        )
-        assert np.array_equal(result.packed, expected.packed)
-        assert np.array_equal(result.block_scales, expected.block_scales)
+        assert_same(quantize_imatrix(weight, g, np.full(128, 3, dtype=np.uint8)), quantize_mse_bf16(weight, g))
 
 
 def test_importance_is_the_share_of_the_blocks_largest_mean_square() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 import pytest
@@ -10,12 +9,12 @@ import torch
 from block_makers import any_codes, bf16_from_bits, blocks_of, codes_of, int4_weight, scales_of, trained_like
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from exact_search import exact_search
+from exact_search import assert_is_best, count_outside_normal
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.int4 import Int4Weight
-from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4, unpack_nibbles
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.kernels.cpu import convert
 from k2convert.quantize.rules.max import Magnitude, measure
 from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
@@ -32,78 +31,59 @@ def decode(result: Nvfp4Weight) -> torch.Tensor:
     return torch.from_numpy(dequantize_nvfp4(result))
 
 
-def block_errors(weight: Int4Weight, result: Nvfp4Weight) -> torch.Tensor:
-    return blocks_of((exact_weight(weight) - decode(result)) ** 2).sum(dim=-1)
-
-
 def own_scale(weight: Int4Weight) -> float:
     return mse_global_scale(measure(weight), is_int4=True)
 
 
-def assert_equals_exhaustive_search(weight: Int4Weight, global_scale: float) -> None:
-    """Every byte and every nibble is what the search in fractions gives; the error difference is exactly zero."""
-    result = quantize_mse(weight, global_scale)
-    codes = blocks_of(codes_of(weight)).tolist()
-    nibbles = unpack_nibbles(result.packed).reshape(-1, 16).tolist()
-    scales = scales_of(weight).repeat_interleave(2, dim=-1).flatten().to(torch.float64).tolist()
-    searches = {scale: exact_search(Fraction(scale), Fraction(global_scale)) for scale in set(scales)}
-    for scale, block, written, byte in zip(
-        scales, codes, nibbles, result.block_scales.reshape(-1).tolist(), strict=True
-    ):
-        search, magnitudes = searches[scale], [abs(q) for q in block]
-        best = search.best(magnitudes) if scale else 0x38
-        assert search.error(magnitudes, byte) - search.error(magnitudes, best) == Fraction(0)
-        assert byte == best, (scale, block)
-        signed = [search.codes[byte][abs(q)] | (8 if q < 0 and search.codes[byte][abs(q)] else 0) for q in block]
-        assert written == (signed if scale else [0] * 16)
+def single_elements_and_uniform_blocks(mantissa: int) -> Int4Weight:
+    codes = torch.zeros(16, 32, dtype=torch.int8)
+    codes[:, 5] = torch.arange(-8, 8)
+    codes[:, 16:] = torch.arange(-8, 8).unsqueeze(-1)
+    return int4_weight(codes, torch.full((16, 1), mantissa * 2.0**-13, dtype=torch.bfloat16))
 
 
-def test_trained_like_blocks_equal_the_exhaustive_search() -> None:
-    weight = trained_like(16, 256, seed=0)
-    assert_equals_exhaustive_search(weight, own_scale(weight))
-
-
-def test_awkward_blocks_equal_the_exhaustive_search() -> None:
+def awkward() -> Int4Weight:
     scales = (torch.rand(60, 1, generator=torch.Generator().manual_seed(1)) * 0.05).to(torch.bfloat16)
-    weight = int4_weight(any_codes(60, 384, seed=1), scales.expand(60, 12).contiguous())
-    assert_equals_exhaustive_search(weight, own_scale(weight))
+    return int4_weight(any_codes(60, 384, seed=1), scales.expand(60, 12).contiguous())
 
 
-@pytest.mark.parametrize("mantissa", [128, 129, 144, 160, 170, 191, 192, 224, 240, 255])
-def test_chosen_mantissas_equal_the_exhaustive_search(mantissa: int) -> None:
-    scales = torch.full((8, 4), mantissa * 2.0**-14, dtype=torch.bfloat16)
-    weight = int4_weight(any_codes(8, 128, seed=mantissa), scales)
-    assert_equals_exhaustive_search(weight, own_scale(weight))
-
-
-def test_scales_of_every_size_with_one_large_one_equal_the_exhaustive_search() -> None:
+def scales_of_every_size() -> Int4Weight:
     exponents = torch.arange(0, -48, -2, dtype=torch.float64)
-    scales = (170 * torch.exp2(exponents)).to(torch.bfloat16).unsqueeze(-1)
-    weight = int4_weight(any_codes(24, 32, seed=3), scales)
-    assert_equals_exhaustive_search(weight, own_scale(weight))
+    return int4_weight(any_codes(24, 32, seed=3), (170 * torch.exp2(exponents)).to(torch.bfloat16).unsqueeze(-1))
+
+
+def with_mantissa(mantissa: int) -> Int4Weight:
+    return int4_weight(any_codes(8, 128, seed=mantissa), torch.full((8, 4), mantissa * 2.0**-14).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        trained_like(16, 256, seed=0),
+        awkward(),
+        scales_of_every_size(),
+        *(with_mantissa(mantissa) for mantissa in (128, 129, 144, 160, 170, 191, 192, 224, 240, 255)),
+        *(single_elements_and_uniform_blocks(mantissa) for mantissa in (128, 147, 208)),
+    ],
+)
+def test_any_blocks_equal_the_exhaustive_search(weight: Int4Weight) -> None:
+    assert_is_best(weight, [1] * weight.shape[1], quantize_mse(weight, own_scale(weight)))
 
 
 @pytest.mark.parametrize("exponent", [-126, -40, -16, -12, -10, -8, -7, -6, -4, 0, 4, 10, 100])
 def test_any_power_of_two_as_global_scale_equals_the_exhaustive_search(exponent: int) -> None:
     scales = torch.tensor([[0.0101], [0.0202], [0.0156]], dtype=torch.bfloat16)
     weight = int4_weight(any_codes(3, 32 * 6, seed=4), scales.expand(3, 6).contiguous())
-    assert_equals_exhaustive_search(weight, 2.0**exponent)
+    result = quantize_mse(weight, 2.0**exponent)
+    assert result.global_scale == 2.0**exponent
+    assert_is_best(weight, [1] * 192, result)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 0x55, 0x7F, 0x80, 0xFF])
 def test_subnormal_scales_equal_the_exhaustive_search(bits: int) -> None:
     weight = int4_weight(any_codes(2, 96, seed=bits), bf16_from_bits(torch.full((2, 3), bits)))
     assert own_scale(weight) == 2.0**-126
-    assert_equals_exhaustive_search(weight, 2.0**-126)
-
-
-def test_every_single_element_and_every_uniform_block_equals_the_exhaustive_search() -> None:
-    single = torch.zeros(16, 32, dtype=torch.int8)
-    single[:, 5] = torch.arange(-8, 8)
-    single[:, 16:] = torch.arange(-8, 8).unsqueeze(-1)
-    for mantissa in (128, 147, 208):
-        weight = int4_weight(single, torch.full((16, 1), mantissa * 2.0**-13, dtype=torch.bfloat16))
-        assert_equals_exhaustive_search(weight, own_scale(weight))
+    assert_is_best(weight, [1] * 96, quantize_mse(weight, 2.0**-126))
 
 
 def test_a_zero_scale_and_zero_codes_both_give_an_empty_block() -> None:
@@ -129,7 +109,8 @@ def test_a_five_or_seven_with_another_magnitude_is_never_kept(odd: int) -> None:
     codes = torch.tensor(rows, dtype=torch.int8).repeat(128, 2)
     mantissas = torch.arange(128, 256).repeat_interleave(len(rows)).unsqueeze(-1)
     weight = int4_weight(codes, (mantissas * 2.0**-15).to(torch.bfloat16))
-    assert (block_errors(weight, quantize_mse(weight, own_scale(weight))) > 0).all()
+    differs = exact_weight(weight) != decode(quantize_mse(weight, own_scale(weight)))
+    assert blocks_of(differs).any(dim=-1).all()
 
 
 def test_both_libraries_decode_exactly_v_times_b_times_g() -> None:
@@ -189,21 +170,6 @@ def test_blocks_that_want_a_scale_outside_the_normal_range_are_counted() -> None
     for exponent in (0, -8):
         g = 2.0**exponent
         counted = convert(weight, rule="mse", global_scale=g).outside_normal
-        assert counted == count_by_exhaustive_search(weight, g) > 0
+        assert counted == count_outside_normal(weight, [1] * 96, Fraction(g)) > 0
     ordinary = trained_like(64, 256, seed=1)
     assert convert(ordinary, rule="mse", global_scale=own_scale(ordinary)).outside_normal == 0
-
-
-def count_by_exhaustive_search(weight: Int4Weight, global_scale: float) -> int:
-    """Count blocks that do strictly better when g is free by any power of two, which frees the exponent of b."""
-    count = 0
-    scales = scales_of(weight).repeat_interleave(2, dim=-1).flatten().to(torch.float64).tolist()
-    for scale, block in zip(scales, blocks_of(codes_of(weight)).tolist(), strict=True):
-        magnitudes = [abs(q) for q in block]
-        if any(magnitudes):
-            own = exact_search(Fraction(scale), Fraction(global_scale))
-            # With this g the normal scales reach from t = 2**-10 to t = 56; no scale outside that range can be best.
-            free = exact_search(Fraction(scale), Fraction(2) ** (math.frexp(scale)[1] - 4))
-            least = [min(search.error(magnitudes, byte) for byte in search.errors) for search in (own, free)]
-            count += least[1] < least[0]
-    return count

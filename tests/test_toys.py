@@ -1,0 +1,246 @@
+"""A new rule is a word, a file and a row; so is a new family: toy ones are added to a copy of the package and used."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command import RunCli
+from safetensors.torch import load_file, save_file
+from said import said
+
+import k2convert
+from k2convert.quantize.kernels import _cpu
+
+RULE = """
+from k2convert.quantize.formats.int4 import Int4Weight, bf16_values, dequantize_int4
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, pack_nibbles
+from k2convert.quantize.rules.max import Magnitude, max_block_scales, max_global_scale, max_steps, plain_nibbles
+
+
+def toy_global_scale(magnitude: Magnitude, *, is_int4: bool) -> float:
+    return 2 * max_global_scale(magnitude)
+
+
+def quantize_toy(weight, global_scale):
+    rows, columns = weight.shape
+    bits = dequantize_int4(weight).bits if isinstance(weight, Int4Weight) else weight.bits
+    blocks = bf16_values(bits).reshape(-1, 16)
+    scales = max_block_scales(abs(blocks).max(axis=1), global_scale * 4 / 6)
+    nibbles = plain_nibbles(blocks, max_steps(scales, global_scale)[:, None])
+    return Nvfp4Weight(pack_nibbles(nibbles.reshape(rows, columns)), scales.reshape(rows, -1), global_scale)
+"""
+
+ROW = '''
+    "toy": RuleArithmetic(
+        summary="Every block gets its largest weight over 4 as scale.",
+        global_scale=toy_global_scale,
+        quantize_int4=quantize_toy,
+        quantize_bf16=quantize_toy,
+    ),
+}
+"""One row for each word'''
+
+PROGRAM = '''
+import json
+import numpy as np
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, bf16_values, dequantize_int4
+from k2convert.quantize.formats.nvfp4 import decode_e4m3, dequantize_nvfp4
+from k2convert.quantize.quantizer import create_quantizer
+
+VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+rng = np.random.default_rng(0)
+toy = create_quantizer("native", rule="toy", device="cpu")
+
+
+def check(source, exact):
+    """Convert and compare with nearest scales and codes by exhaustive comparison, and with sums over all weights."""
+    rounded = bf16_values((dequantize_int4(source) if isinstance(source, Int4Weight) else source).bits)
+    magnitude = toy.measure(source, name="w")
+    amax = np.abs(rounded).max()
+    assert magnitude.amax == amax
+    g = toy.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
+    assert g == 2 * np.float32(amax) / np.float32(2688)
+    result, metrics = toy.quantize(source, name="w", magnitude=magnitude, global_scale=g)
+    blocks = rounded.astype(np.float64).reshape(-1, 16)
+    wanted = np.abs(blocks).max(axis=1) / (4 * g)
+    nearest = np.abs(wanted[:, None] - decode_e4m3(np.arange(127, dtype=np.uint8))).min(axis=1)
+    scales = decode_e4m3(result.block_scales.reshape(-1))
+    assert (np.abs(wanted - scales) <= nearest + 1e-6 * wanted).all()
+    written = dequantize_nvfp4(result).reshape(-1, 16)
+    best = np.abs(np.abs(blocks)[:, :, None] - VALUES * (scales * g)[:, None, None]).min(axis=2)
+    assert (np.abs(blocks - written) <= best * (1 + 1e-6) + 1e-12).all()
+    error = exact.reshape(-1, 16) - written
+    assert np.isclose(metrics.squared_error, (error**2).sum(), rtol=1e-12, atol=0)
+    assert np.isclose(metrics.energy, (exact**2).sum(), rtol=1e-12, atol=0)
+    assert np.isclose(metrics.sampled_error_achieved, metrics.squared_error, rtol=1e-12, atol=0)
+    assert metrics.sampled_blocks == metrics.num_blocks == blocks.shape[0]
+    assert metrics.equal_blocks == (error == 0).all(axis=1).sum()
+    assert metrics.blocks_outside_normal is None
+    assert 0 < metrics.sampled_error_bound <= metrics.sampled_error_max
+    return metrics.sqnr_db
+
+
+codes = rng.integers(-7, 8, (8, 256))
+scale_bits = rng.integers(0x3C00, 0x3C80, (8, 8)).astype(np.uint16)
+int4 = Int4Weight(((codes[:, 0::2] + 8) | (codes[:, 1::2] + 8) << 4).astype(np.uint8), scale_bits)
+bf16 = Bf16Weight((rng.standard_normal((8, 256)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
+exact = codes * int4.element_scales().astype(np.float64)
+print(json.dumps([check(int4, exact), check(bf16, bf16_values(bf16.bits).astype(np.float64))]))
+'''
+"""The rule has no kernel. Its scale is amax / 4, under which the largest weight of a block is a four."""
+
+FAMILY = '''
+"""A toy family: K2's tensors under other names."""
+
+import re
+from functools import partial
+
+from k2convert.models.config import read_architecture
+from k2convert.models.names import WEIGHT, Family, ModelCardFacts, ModulePlace, Role
+
+_BLOCK = re.compile(r"toy\\.blocks\\.(\\d+)\\.(.+)")
+_EXPERT = re.compile(r"ffn\\.experts\\.(\\d+)\\.(gate|up|down)_proj")
+_MLP = re.compile(r"ffn\\.(shared_experts\\.)?(gate|up|down)_proj")
+
+
+def _classify(module):
+    if module in ("toy.embed_tokens", "toy.norm", "lm_head"):
+        return ModulePlace({"lm_head": Role.LM_HEAD, "toy.norm": Role.NORM}.get(module, Role.EMBEDDINGS))
+    block = _BLOCK.fullmatch(module)
+    if block is None:
+        return None
+    layer, inner = int(block[1]), block[2]
+    if expert := _EXPERT.fullmatch(inner):
+        return ModulePlace(Role.EXPERTS, layer, int(expert[1]), expert[2])
+    if mlp := _MLP.fullmatch(inner):
+        return ModulePlace(Role.SHARED_EXPERTS if mlp[1] else Role.DENSE_MLP, layer, None, mlp[2])
+    if inner == "ffn.gate":
+        return ModulePlace(Role.ROUTER, layer)
+    return ModulePlace(Role.NORM if inner.endswith("layernorm") else Role.ATTENTION, layer)
+
+
+def _unconverted(roles, architecture):
+    dense = [(f"blocks.{i}.ffn", True) for i in range(architecture.num_dense_layers)]
+    return [("self_attn", True), ("shared_experts", True), *dense, ("lm_head", True), ("ffn.gate", False)]
+
+
+TOY = Family(
+    name="toy",
+    title="Toy",
+    source_hint="Use the toy release.",
+    recipe="toy-nvfp4",
+    prefix="toy.",
+    layer="toy.blocks.{layer}",
+    router="toy.blocks.{layer}.ffn.gate",
+    experts="toy.blocks.{layer}.ffn.experts",
+    mlp_norm="toy.blocks.{layer}.post_attention_layernorm",
+    classify=_classify,
+    expected_name=lambda name: name,
+    read_architecture=read_architecture,
+    matches_config=lambda config: config.get("model_type") == "toy",
+    unconverted=_unconverted,
+    card=ModelCardFacts(model_kind="a toy", kept=("attention",)),
+    router_parameters=(WEIGHT, "e_score_correction_bias"),
+)
+'''
+COMMAND = "from k2convert.cli.app import main; main(sys.argv[2:])"
+START = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+import k2convert
+assert k2convert.__file__.startswith(sys.argv[1]), k2convert.__file__
+"""
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1, (path, old)
+    path.write_text(text.replace(old, new))
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with the toy rule and the toy family added in the places that CONTRIBUTING.md lists."""
+    root = tmp_path_factory.mktemp("copy")
+    copied = root / "k2convert"
+    original = Path(k2convert.__file__).parent
+    shutil.copytree(original, copied, ignore=shutil.ignore_patterns("__pycache__", "*.so", "cpp"))
+    shutil.copy(_cpu.__file__, copied / "quantize" / "kernels")
+    shutil.copytree(original.parent / "recipes", root / "recipes")
+    edit(copied / "choices.py", "\nRule = Literal[", '\nRule = Literal["toy", ')
+    (copied / "quantize" / "rules" / "toy.py").write_text(RULE)
+    rules = copied / "quantize" / "rules" / "__init__.py"
+    line = "from k2convert.quantize.rules.toy import quantize_toy, toy_global_scale\n"
+    edit(rules, "\n\nclass GlobalScale", f"{line}\n\nclass GlobalScale")
+    edit(rules, '\n}\n"""One row for each word', ROW)
+    (copied / "models" / "toy.py").write_text(FAMILY)
+    (root / "recipes" / "toy-nvfp4.yaml").write_text("name: toy-nvfp4\nfamily: toy\nroles: [experts]\n")
+    families = copied / "models" / "__init__.py"
+    edit(families, "from k2convert.models import kimi\n", "from k2convert.models import kimi, toy\n")
+    edit(families, "(kimi.K2_5, kimi.K2_THINKING)", "(kimi.K2_5, kimi.K2_THINKING, toy.TOY)")
+    return root
+
+
+def in_copy(package: Path, program: str, *words: str | Path) -> str:
+    """Run a program that imports the copy; what it prints."""
+    command = [sys.executable, "-c", START + program, package, *words]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=package, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_toy_rule_converts_and_measures(package: Path, cut: Path, tmp_path: Path) -> None:
+    assert all(12 < sqnr < 25 for sqnr in json.loads(in_copy(package, PROGRAM)))
+    in_copy(package, COMMAND, "run", cut, tmp_path / "out", "--rule", "toy", "--quiet")
+    assert re.search(
+        r"^rule toy: 12 tensors regenerated from the source, all [0-9,]+ blocks by the rule's arithmetic "
+        r"\(it has no kernel\); 0 tensors differ$",
+        in_copy(package, COMMAND, "validate", tmp_path / "out", "--source", cut, "--quiet"),
+        re.MULTILINE,
+    )
+
+
+def toy_name(name: str) -> str:
+    return name.replace("model.", "toy.").replace(".layers.", ".blocks.").replace(".mlp.", ".ffn.")
+
+
+@pytest.fixture(scope="module")
+def toy(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint under the toy family's names."""
+    folder = Path(shutil.copytree(tiny, tmp_path_factory.mktemp("toy") / "source"))
+    for shard in folder.glob("*.safetensors"):
+        tensors = {toy_name(name): tensor for name, tensor in load_file(shard).items()}
+        save_file(tensors, shard, metadata={"format": "pt"})
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {toy_name(name): shard for name, shard in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "toy"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_toy_family_is_converted_and_validated(package: Path, toy: Path, tiny: Path, tmp_path: Path) -> None:
+    in_copy(package, COMMAND, "run", toy, tmp_path / "toy")
+    in_copy(package, COMMAND, "validate", tmp_path / "toy", "--source", toy)
+    inspected = json.loads(in_copy(package, COMMAND, "inspect", toy, "--json"))
+    assert (inspected["family"], inspected["recipe"], inspected["int4_projections"]) == ("toy", "toy-nvfp4", 144)
+    in_copy(package, COMMAND, "run", tiny, tmp_path / "k2")
+    for shard in tiny.glob("*.safetensors"):
+        ours, toys = load_file(tmp_path / "k2" / shard.name), load_file(tmp_path / "toy" / shard.name)
+        assert {toy_name(name) for name in ours} == set(toys)
+        for name, tensor in ours.items():
+            assert tensor.reshape(-1).view(torch.uint8).equal(toys[toy_name(name)].reshape(-1).view(torch.uint8))
+
+
+def test_a_checkpoint_of_no_family_is_refused_naming_all(toy: Path, run_cli: RunCli) -> None:
+    """The unchanged package refuses the toy checkpoint, and says what it converts."""
+    done = run_cli("inspect", toy)
+    assert done.returncode == 1
+    assert "no tensor is named model.layers.* or language_model.model.layers.*" in said(done.stderr)
