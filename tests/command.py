@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,11 @@ def run_here(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
     with _environment(env), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run(*args)
     return subprocess.CompletedProcess(list(map(str, args)), code, out.getvalue(), err.getvalue())
+
+
+def said(errors: str) -> str:
+    """Return stderr without its lines of progress, which begin with a time: their number depends on the machine."""
+    return re.sub(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ .*\n?", "", errors, flags=re.MULTILINE)
 
 
 def run(*args: object) -> int:

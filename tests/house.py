@@ -34,14 +34,14 @@ try:
     k2convert.__main__.main()
 finally:
     sys.setprofile(None)
-    files = {"entered": sorted(entered), "loaded": sorted(m for m in sys.modules if m.startswith("k2convert"))}
+    loaded = sorted(m for m in sys.modules if m == "torch" or m.startswith("k2convert"))
     with open(report, "w") as file:
-        json.dump(files, file)
+        json.dump({"entered": sorted(entered), "loaded": loaded}, file)
 """
 
 
 def traced(*arguments: str | Path) -> dict[str, list[str]]:
-    """Run a command; return the package's files that it `entered` and its modules that it `loaded`."""
+    """Run a command; return the package's files that it `entered` and its modules (and torch) that it `loaded`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-c", _TRACER, str(ROOT / "k2convert"), str(report), *map(str, arguments)]

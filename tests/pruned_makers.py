@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from conversions import convert
+
 from k2convert.calibration.statistics import open_statistics
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.locations import Destination, Source
-from k2convert.job.prepare import choose_recipe, prepare
-from k2convert.job.run import execute
+from k2convert.job.locations import Source
 from k2convert.records.pruning import PruningRecord
 from scripts.fixture_maker import damage, make_cut, make_short
 
@@ -39,14 +39,5 @@ def convert_pruned(
 ) -> Path:
     """Convert the kept experts of a source, with its statistics or without; returns the result's folder."""
     opened = Source(open_checkpoint(source)).pruned(record_for(source, scores=scores))
-    chosen = choose_recipe(opened.checkpoint, None, {"keep_experts": "kept.json"} | recipe)
-    execute(
-        prepare(
-            source=opened,
-            destination=Destination(folder),
-            recipe=chosen,
-            statistics=None if statistics is None else open_statistics(statistics),
-            device="cpu",
-        )
-    )
-    return folder
+    found = None if statistics is None else open_statistics(statistics)
+    return convert(opened, folder, statistics=found, **{"keep_experts": "kept.json"} | recipe)

@@ -122,29 +122,21 @@ def test_there_is_no_import_circle() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize(
-    ("code", "complaint"),
-    [("from k2convert.job.run import execute\n", "imports"), ("import k2convert.cli.app\n", "imports")],
-)
-def test_an_import_upwards_is_found(tmp_path: Path, code: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = PACKAGE / "checkpoint" / "files.py"
-    copy = tmp_path / "k2convert" / "checkpoint" / "files.py"
-    copy.parent.mkdir(parents=True)
-    copy.write_text(wrong.read_text() + code)
-    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "k2convert")
-    monkeypatch.setattr(sys.modules[__name__], "FILES", [copy])
-    with pytest.raises(AssertionError, match=complaint):
-        test_imports_go_down()
-
-
-def test_a_module_without_a_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stray = tmp_path / "k2convert" / "helpers" / "things.py"
-    stray.parent.mkdir(parents=True)
-    stray.write_text("")
-    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "k2convert")
-    monkeypatch.setattr(sys.modules[__name__], "FILES", [stray])
-    with pytest.raises(AssertionError, match="ground up"):
-        test_every_wing_has_its_place()
+@pytest.mark.parametrize("code", ["from k2convert.job.run import execute\n", "import k2convert.cli.app\n"])
+def test_an_import_upwards_and_a_module_without_a_place_are_found(
+    tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, test, complaint in (
+        ("checkpoint", test_imports_go_down, "imports"),
+        ("helpers", test_every_wing_has_its_place, "ground up"),
+    ):
+        copy = tmp_path / "k2convert" / folder / "things.py"
+        copy.parent.mkdir(parents=True)
+        copy.write_text(code)
+        monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "k2convert")
+        monkeypatch.setattr(sys.modules[__name__], "FILES", [copy])
+        with pytest.raises(AssertionError, match=complaint):
+            test()
 
 
 def test_the_command_line_is_imported_by_nothing_else() -> None:
@@ -199,16 +191,3 @@ def test_help_does_not_import_heavy_libraries() -> None:
     code = f"import sys, k2convert.cli.app; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("rule", ["mse", "max"])
-def test_int4_is_converted_and_validated_on_cpus_without_torch(rule: str, tiny: Path, tmp_path: Path) -> None:
-    """Importing torch takes seconds, and memory that the machine may need for other things."""
-    code = (
-        "import sys\nfrom k2convert.cli.app import main\n"
-        "try: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
-    )
-    out = tmp_path / "out"
-    for arguments in (("run", tiny, out, "--rule", rule), ("validate", out, "--source", tiny)):
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines()[-1] == "False"

@@ -7,13 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command import ROOT, cli_environment
-from said import said
+from command import ROOT, cli_environment, said
+from conversions import convert
 
-from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.locations import Destination, Source
-from k2convert.job.prepare import choose_recipe, prepare
-from k2convert.job.run import execute
 from scripts import fixture_maker as fixtures
 
 TINY = fixtures.TINY
@@ -86,8 +82,6 @@ def test_a_missing_library_is_one_line_that_names_the_extra(converted: Path, tmp
 def test_the_ledger_names_the_versions_of_what_computed(
     quantizer: str, libraries: set[str], k2_shaped: Path, tmp_path: Path
 ) -> None:
-    source = Source(open_checkpoint(k2_shaped))
-    recipe = choose_recipe(source.checkpoint, None, {"quantizer": quantizer, "rule": "max"})
-    execute(prepare(source=source, destination=Destination(tmp_path / "out"), recipe=recipe, device="cpu"))
-    ledger = json.loads((tmp_path / "out" / "k2convert.json").read_text())
+    out = convert(k2_shaped, tmp_path / "out", quantizer=quantizer, rule="max")
+    ledger = json.loads((out / "k2convert.json").read_text())
     assert set(ledger["versions"]) == {"python"} | libraries

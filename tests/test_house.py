@@ -19,6 +19,7 @@ def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dic
     _, found = converted
     assert len(found["entered"]) <= 50, found["entered"]
     assert len(found["loaded"]) <= 90, found["loaded"]
+    assert "torch" not in found["loaded"], "importing it takes seconds, and memory"
     unused = ("calibration", "fit", "forward", "report", "validation")
     assert not [name for name in found["loaded"] if name.split(".")[1:2] and name.split(".")[1] in unused]
 
@@ -26,6 +27,7 @@ def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dic
 def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, dict[str, list[str]]]) -> None:
     found = traced("validate", converted[0], "--source", TINY, "--quiet")
     assert len(found["entered"]) <= 55, found["entered"]
+    assert "torch" not in found["loaded"]
 
 
 def test_a_run_that_calibrates_enters_few_files(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from command import RunCli
+from command import RunCli, said
 from safetensors import safe_open
-from said import said
 
 REMEDY = re.compile(
     r"\b([Dd]ownload|[Cc]hoose|Pass|[Nn]ame|[Ss]tart|Use|[Aa]dd|Free|[Rr]emove|[Dd]elete|[Nn]othing to do|[Kk]nown"

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import RunCli, run
-from said import said
+from command import RunCli, run, said
 
 from scripts import fixture_maker as fixtures
 from scripts.fixture_maker.damage import edit_checkpoint, edit_config, edit_json, edit_tensor

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run_here
-from said import said
+from command import run_here, said
 
 from k2convert.checkpoint.files import MAX_SMALL_FILE_BYTES
 from scripts.fixture_maker.damage import edit_header, edit_json

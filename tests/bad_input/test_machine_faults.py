@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import RunCli
-from said import said
+from command import RunCli, said
 
 SHARD, INDEX = "model-00002-of-000003.safetensors", "model.safetensors.index.json"
 COMMAND = [sys.executable, "-m", "k2convert"]

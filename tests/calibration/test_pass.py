@@ -11,9 +11,8 @@ from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
-from command import run_here
+from command import run_here, said
 from damaged_files import DAMAGES, damage_file
-from said import said
 
 from k2convert.calibration.accumulate import calibrate as do_calibration
 from k2convert.calibration.layer_files import statistics_work, write_layer

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import run
-from said import said
+from command import run, said
 
 from k2convert.cli.options import check_new_place, check_source
 from k2convert.errors import HubError

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from command import run
-from said import said
+from command import run, said
 from statistics_makers import HEADER, dense_layer, moe_layer, write_small
 
 from k2convert.calibration.statistics import open_statistics, write_statistics

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run
-from said import said
+from command import run, said
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.plan.plan import plan_conversion

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import RunCli, run_here
+from command import RunCli, run_here, said
 from loopback import TOKEN, LoopbackHub
-from said import said
 
 WORK = Path("k2convert-work/me--out")
 SERVE = (

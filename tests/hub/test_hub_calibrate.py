@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import RunCli, run_here
+from command import RunCli, run_here, said
 from disk import Watched
 from faults import Fault, Line
 from loopback import LoopbackHub
-from said import said
 
 LAYERS = ("--tokens", "64", "--window", "32", "--device", "cpu")
 

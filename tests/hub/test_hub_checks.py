@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from command import RunCli
+from command import RunCli, said
 from loopback import LoopbackHub
 from published import ALL_RULES, JOB, assert_published, stop_before_main
-from said import said
 from sealed_files import edit_sealed
 
 from k2convert.checkpoint.header import read_header

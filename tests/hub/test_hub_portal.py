@@ -9,8 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from command import RunCli
-from said import said
+from command import RunCli, said
 
 ANSWERS = {
     "a login page": ("text/html", b"<html><title>Log in to the airport</title></html>"),

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import RunCli
+from command import RunCli, said
 from loopback import LoopbackHub
-from said import said
 from statistics_makers import layers_of, random_statistics, rewrite
 
 from k2convert.calibration.statistics import open_statistics

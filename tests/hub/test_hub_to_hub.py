@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from command import RunCli
+from command import RunCli, said
 from faults import Fault
 from loopback import TOKEN, LoopbackHub
 from loopback_store import Entry
 from published import JOB, WITHOUT_SOURCE, assert_published, stop_before_main
-from said import said
 
 from k2convert.job import run as executor
 from k2convert.job.shard import ShardTask

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import RunCli, cli_environment, command
+from command import RunCli, cli_environment, command, said
 from disk import Watched
 from faults import Fault, Kind
 from loopback import LoopbackHub
-from said import said
 
 from k2convert.checkpoint.header import read_header as header_of
 from scripts.fixture_maker.damage import edit_json

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,12 @@ from k2convert.plan.plan import CopyStep, Plan, plan_conversion
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from scripts.evaluation.measure import encode
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS = (1, 2, 3)
 TYPES: dict[str, tuple[type[np.generic], torch.dtype]] = {
     "BF16": (np.int16, torch.bfloat16),
     "F32": (np.float32, torch.float32),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tensor_of(data: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import RunCli
-from said import said
+from command import RunCli, said
 
 
 def next_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import run
+from command import run, said
 from forked_runs import finish, send, start
 from ray_nodes import Nodes
 from results import contents
-from said import said
 
 pytest.importorskip("ray")
 

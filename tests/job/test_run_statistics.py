@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from command import run
+from command import run, said
 from forked_runs import send, start
 from numpy.typing import NDArray
 from results import files_of, raw_tensors
-from said import said
 from statistics_makers import HEADER, layers_of, moe_layer, random_statistics, rewrite
 
 from k2convert.calibration.channels import digest_of_exponents

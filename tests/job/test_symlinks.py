@@ -5,8 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command import run
-from said import said
+from command import run, said
 
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.writer import ShardWriter

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command import RunCli
-from said import said
+from command import RunCli, said
 
 
 def holdings(run_cli: RunCli, folder: Path) -> dict[tuple[str, str], int]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run, run_here
-from said import said
+from command import run, run_here, said
 from sealed_files import edit_sealed
 
 from k2convert.checkpoint.files import write_atomically

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,16 +21,8 @@ from scripts.evaluation.measure import compare, encode
 from scripts.evaluation.models import build_model, source_mlps
 from scripts.evaluation.table import Evaluation, Row
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = 1024
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors are slower on several threads, and much slower while other tests run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import conversions
 import pytest
 from converted import GOOD, Converted, Kind, copy_of
 
-from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.locations import Destination, Source
-from k2convert.job.prepare import choose_recipe, prepare
-from k2convert.job.run import execute
 from scripts.fixture_maker.folder import SmallCheckpoint, read_small, write_small
 
 KEEP = 4  # experts; as many as a token chooses
@@ -49,13 +46,8 @@ def convert(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
     def run(kind: Kind) -> Converted:
         if kind not in made:
-            source = open_checkpoint(sources[kind.source])
-            recipe = choose_recipe(
-                source, None, {"layout": kind.layout, "activations": kind.activations, "rule": kind.rule}
-            )
-            destination = folder / str(len(made))
-            execute(prepare(source=Source(source), destination=Destination(destination), recipe=recipe, device="cpu"))
-            made[kind] = Converted(kind, destination, source.folder)
+            source = sources[kind.source]
+            made[kind] = Converted(kind, conversions.convert(source, folder / str(len(made)), **kind.recipe), source)
         return made[kind]
 
     return run

@@ -34,6 +34,10 @@ class Kind(NamedTuple):
     def __str__(self) -> str:
         return "-".join(self)
 
+    @property
+    def recipe(self) -> dict[str, str]:
+        return {"layout": self.layout, "activations": self.activations, "rule": self.rule}
+
 
 GOOD = [
     Kind("modelopt", "thinking", "w4a4"),

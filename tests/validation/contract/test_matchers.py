@@ -1,6 +1,6 @@
 """The engines read one exclude list in different ways. These lists were published, or caused trouble.
 
-compare_with_engines.py compares our matchers with the functions in the engines' wheels.
+scripts/engine_matchers.py compares our matchers with the functions in the engines' wheels.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ def prune(whole: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
     def run(kind: Kind) -> Converted:
         if kind not in made:
-            recipe = {"layout": kind.layout, "activations": kind.activations, "rule": kind.rule}
-            destination = convert_pruned(whole[kind.source], folder / str(len(made)), **recipe)
+            destination = convert_pruned(whole[kind.source], folder / str(len(made)), **kind.recipe)
             shutil.rmtree(destination / ".k2convert")
             made[kind] = Converted(kind, destination, whole[kind.source])
         return made[kind]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import conversions
 import numpy as np
 import pytest
 import torch
@@ -21,9 +22,6 @@ from k2convert.calibration.statistics import Statistics, open_statistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.errors import CalibrationError
-from k2convert.job.locations import Destination, Source
-from k2convert.job.prepare import choose_recipe, prepare
-from k2convert.job.run import execute
 from k2convert.models import locate_module, parse_tensor_name
 from k2convert.models.kimi import K2_THINKING
 from k2convert.models.projections import load_projection, projection_of
@@ -60,17 +58,8 @@ def convert(cut: Path, statistics: Statistics, tmp_path_factory: pytest.TempPath
     def run(**options: Any) -> Path:
         name = json.dumps(options)
         if name not in made:
-            source, destination = open_checkpoint(cut), folder / str(len(made))
-            recipe = choose_recipe(source, None, {"rule": "imatrix", **options})
-            job = prepare(
-                source=Source(source),
-                destination=Destination(destination),
-                recipe=recipe,
-                statistics=statistics,
-                device="cpu",
-            )
-            execute(job)
-            made[name] = destination
+            recipe = {"rule": "imatrix", **options}
+            made[name] = conversions.convert(cut, folder / str(len(made)), statistics=statistics, **recipe)
         return made[name]
 
     return run
@@ -150,12 +139,7 @@ def test_k25_with_an_fp32_router_keeps_all_rules(cut: Path, tmp_path: Path) -> N
     small.replace(ROUTER, small.tensors()[ROUTER].float())
     source = make_k25(tmp_path / "k25", write_small(small, tmp_path / "fp32"))
     statistics = open_statistics(random_statistics(tmp_path / "stats", source))
-    checkpoint = open_checkpoint(source)
-    recipe = choose_recipe(checkpoint, None, {"rule": "max"})
-    job = prepare(
-        source=Source(checkpoint), destination=Destination(tmp_path / "out"), recipe=recipe, statistics=statistics
-    )
-    execute(job)
+    conversions.convert(source, tmp_path / "out", statistics=statistics, rule="max")
     assert validate(tmp_path / "out", source).passed
     edit_tensor(tmp_path / "out", f"language_model.{ROUTER}", times(2.0))
     assert list(offenders(validate(tmp_path / "out", source))[7]) == [f"language_model.{ROUTER}"]

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from conversions import convert as convert_source
 from converted import Converted, Kind, change, change_tensor, copy_of, set_byte
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
-from k2convert.job.locations import Destination, Source
-from k2convert.job.prepare import choose_recipe, prepare
-from k2convert.job.run import execute
 from k2convert.validation.results import ValidationReport, Verdict, validation_document
 from k2convert.validation.validate import validate_checkpoint
 from scripts import fixture_maker as fixtures
@@ -247,10 +245,9 @@ def test_what_cannot_be_made_again_is_skipped(
 def test_every_kind_of_source_weight(source: str, rule: str, tmp_path: Path) -> None:
     """INT4 and BF16 weights, with partners in other shards; the layout rounds the global scale of `max`."""
     made = {"split": fixtures.make_split, "zeros": fixtures.make_zeros}[source](tmp_path / "source")
-    checkpoint, out = open_checkpoint(made), tmp_path / "out"
     roles = ("experts", "shared_experts", "dense_mlp")
-    chosen = choose_recipe(checkpoint, None, {"layout": "compressed-tensors", "rule": rule, "roles": roles})
-    execute(prepare(source=Source(checkpoint), destination=Destination(out), recipe=chosen, device="cpu"))
+    out = convert_source(made, tmp_path / "out", layout="compressed-tensors", rule=rule, roles=roles)
+    checkpoint = open_checkpoint(made)
     shutil.rmtree(out / ".k2convert")
     report = validate_checkpoint(folder=out, source=checkpoint)
     assert report.passed, report.weights

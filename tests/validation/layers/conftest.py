@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+import conversions
 import pytest
-import torch
-
-from k2convert.checkpoint.index import open_checkpoint
-from k2convert.job.locations import Destination, Source
-from k2convert.job.prepare import choose_recipe, prepare
-from k2convert.job.run import execute
 
 Convert = Callable[..., Path]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads, above all when other tests run at the same time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -33,13 +19,7 @@ def convert(tmp_path_factory: pytest.TempPathFactory) -> Convert:
     def run(source: Path, **fields: object) -> Path:
         key = (source, repr(sorted(fields.items())))
         if key not in made:
-            checkpoint = open_checkpoint(source)
-            destination = tmp_path_factory.mktemp("layers") / "converted"
-            recipe = choose_recipe(checkpoint, None, dict(fields))
-            execute(
-                prepare(source=Source(checkpoint), destination=Destination(destination), recipe=recipe, device="cpu")
-            )
-            made[key] = destination
+            made[key] = conversions.convert(source, tmp_path_factory.mktemp("layers") / "converted", **fields)
         return made[key]
 
     return run

@@ -26,6 +26,7 @@ from k2convert.validation.layers.result import (
 )
 from scripts.fixture_maker.damage import edit_tensor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BUDGET = LayerBudget()
 
 

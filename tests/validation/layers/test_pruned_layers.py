@@ -17,6 +17,7 @@ from scripts.fixture_maker.damage import edit_config
 from scripts.fixture_maker.layouts import reap_survivors
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from k2convert.validation.layers.check import check_layers, states_of_text
 from k2convert.validation.layers.result import LayerBudget
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def windows_of(tiny: Path, tokens: int) -> Windows:

@@ -1,7 +1,7 @@
-"""Development check: compare our matchers with the engines' own functions, extracted from their wheels.
+"""Compares our matchers of exclude lists with the engines' own functions, extracted from their wheels.
 
     pip download --no-deps vllm==0.33.0 sglang==0.5.23
-    python tests/validation/contract/compare_with_engines.py --vllm vllm-*.whl --sglang sglang-*.whl [--tensorrt-llm F]
+    python -m scripts.engine_matchers --vllm vllm-*.whl --sglang sglang-*.whl [--tensorrt-llm F]
 
 The functions are cut out of the source by name and executed in this process, without their packages. Nothing of them is
 kept. F is a Python file that contains TensorRT-LLM's `QuantConfig.is_module_excluded_from_quantization`.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import random
+import re
 import sys
 import zipfile
 from collections import Counter
@@ -23,9 +24,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
-import re
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "validation" / "contract"))
 
 from matcher_cases import LISTS, modules_of
 from test_matchers import naming, sglang, sglang_packed, tensorrt_llm, tensorrt_llm_subtree, vllm, vllm_packed
@@ -43,12 +42,11 @@ def cut(source: str, *names: str, within: str | None = None) -> str:
     body: list[ast.stmt] = ast.parse(source).body
     if within is not None:
         body = next(n for n in body if isinstance(n, ast.ClassDef) and n.name == within).body
-    found: list[ast.stmt] = []
-    for node in body:
-        named = getattr(node, "name", None)
-        targets = [getattr(t, "id", None) for t in getattr(node, "targets", [])]
-        if named in names or any(target in names for target in targets):
-            found.append(node)
+    found = [
+        node
+        for node in body
+        if {getattr(node, "name", None), *(getattr(t, "id", None) for t in getattr(node, "targets", []))} & {*names}
+    ]
     assert len(found) == len(names), (names, within, len(found))
     return "\n".join(ast.unparse(node) for node in found)
 
@@ -85,16 +83,12 @@ class VllmReal:
             cut(read("layers/quantization/compressed_tensors/utils.py"), "should_ignore_layer"),
         )
         self.should_ignore = config["should_ignore_layer"]
-        self.ct_map = define(
-            cut(
-                read("layers/quantization/compressed_tensors/compressed_tensors.py"),
-                "apply_vllm_mapper",
-                within="CompressedTensorsConfig",
-            )
-        )["apply_vllm_mapper"]
+        packed = read("layers/quantization/compressed_tensors/compressed_tensors.py")
+        renaming = define(cut(packed, "apply_vllm_mapper", within="CompressedTensorsConfig"))
+        self.ct_map = renaming["apply_vllm_mapper"]
         self.mapper = mapper_from(read("models/utils.py"), read("models/kimi_k25.py"), "hf_to_vllm_mapper", K25_CLASS)
-        packed = cut(read("models/deepseek_v2.py"), "packed_modules_mapping", within="DeepseekV2ForCausalLM")
-        self.fused = define(packed)["packed_modules_mapping"] | {"fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"]}
+        fused = cut(read("models/deepseek_v2.py"), "packed_modules_mapping", within="DeepseekV2ForCausalLM")
+        self.fused = define(fused)["packed_modules_mapping"] | {"fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"]}
 
     def excludes(self, module: str, entries: list[str], wrapped: bool) -> bool:
         config = SimpleNamespace(exclude_modules=list(entries), packed_modules_mapping=self.fused)
@@ -129,12 +123,7 @@ class SglangReal:
             "_is_equal_or_regex_match",
         )
         self.should_ignore = define(ct, Optional=object)["should_ignore_layer"]
-        self.mapper = mapper_from(
-            read("models/utils.py"),
-            read("models/kimi_k25.py"),
-            "hf_to_sglang_mapper",
-            "KimiK25ForConditionalGeneration",
-        )
+        self.mapper = mapper_from(read("models/utils.py"), read("models/kimi_k25.py"), "hf_to_sglang_mapper", K25_CLASS)
         self.fused = {"fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"]}
 
     def excludes(self, module: str, entries: list[str], wrapped: bool) -> bool:
@@ -152,10 +141,8 @@ class SglangReal:
 
 
 def tensorrt_llm_real(path: Path) -> Matcher:
-    import fnmatch as fnmatch_module
-
     text = cut(path.read_text(), "is_module_excluded_from_quantization", within="QuantConfig")
-    method = define(text, fnmatch=fnmatch_module)["is_module_excluded_from_quantization"]
+    method = define(text, fnmatch=SimpleNamespace(fnmatch=fnmatch))["is_module_excluded_from_quantization"]
     return lambda module, entries, wrapped: method(
         SimpleNamespace(exclude_modules=matchers.map_tensorrt_llm_excludes(entries, naming(wrapped))), module
     )
@@ -214,14 +201,14 @@ def main() -> None:
     parser.add_argument("--fuzz", type=int, default=2000, help="random lists for each engine and name style")
     options = parser.parse_args()
     good = True
-    if options.vllm:
-        real = VllmReal(options.vllm)
-        good &= compare("vLLM, modelopt", real.excludes, vllm, "vLLM", options.fuzz)
-        good &= compare("vLLM, compressed-tensors", real.ignores, vllm_packed, "vLLM", options.fuzz)
-    if options.sglang:
-        other = SglangReal(options.sglang)
-        good &= compare("SGLang, modelopt", other.excludes, sglang, "SGLang", options.fuzz)
-        good &= compare("SGLang, compressed-tensors", other.ignores, sglang_packed, "SGLang", options.fuzz)
+    for name, wheel, kind, modelopt, packed in (
+        ("vLLM", options.vllm, VllmReal, vllm, vllm_packed),
+        ("SGLang", options.sglang, SglangReal, sglang, sglang_packed),
+    ):
+        if wheel:
+            real = kind(wheel)
+            good &= compare(f"{name}, modelopt", real.excludes, modelopt, name, options.fuzz)
+            good &= compare(f"{name}, compressed-tensors", real.ignores, packed, name, options.fuzz)
     for path in options.tensorrt_llm:
         is_subtree = "rsplit" in path.read_text()
         good &= compare(

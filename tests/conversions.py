@@ -1,0 +1,20 @@
+"""Conversions of small checkpoints by the real pipeline, without the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from k2convert.calibration.statistics import Statistics
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.job.locations import Destination, Source
+from k2convert.job.prepare import choose_recipe, prepare
+from k2convert.job.run import execute
+
+
+def convert(source: Path | Source, folder: Path, *, statistics: Statistics | None = None, **recipe: Any) -> Path:
+    """Convert a source on the CPU; the keywords are its recipe's. Returns the result's folder."""
+    opened = source if isinstance(source, Source) else Source(open_checkpoint(source))
+    chosen, out = choose_recipe(opened.checkpoint, None, recipe), Destination(folder)
+    execute(prepare(source=opened, destination=out, recipe=chosen, statistics=statistics, device="cpu"))
+    return folder
