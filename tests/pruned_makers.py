@@ -18,7 +18,7 @@ SCORES = "REAP saliency on <novels> | of 1813"
 
 
 def make_whole(folder: Path, *, is_split: bool = False) -> Path:
-    """Write a source with four experts a layer, of which a token uses two.
+    """Write a source with four experts per layer, of which a token uses two.
 
     Two MoE layers; or one, whose partners lie in different shards.
     """

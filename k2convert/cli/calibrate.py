@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from k2convert.cli import console
-from k2convert.cli.forecast import (
-    Computer,
-    Forecast,
-    check_time,
-    choose_computer,
-    forecast,
-    plan_document,
-    plan_line,
-)
+from k2convert.cli.forecast import Computer, Forecast, check_time, choose_computer, forecast, plan_document, plan_line
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import CalibrateOptions

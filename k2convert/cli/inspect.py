@@ -1,5 +1,6 @@
 """`inspect`: what a checkpoint or a statistics file holds, as tables for people and plain data for --json."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ def inspect(options: InspectOptions) -> None:
         return
     found = inspect_source(source, hub=Hub(notify=print_note))
     if options.as_json:
-        print_json(found.to_dict())
+        print_json(asdict(found))
         return
     _show_inspection(found)
     if found.recipe is not None:
@@ -40,8 +41,8 @@ def _show_inspection(found: Inspection) -> None:
     layers = found.layers
     print_line(f"{found.folder}: {found.family} ({', '.join(found.architectures)}, model_type {found.model_type})")
     print_line(
-        f"{layers['total']} layers ({layers['dense']} dense, {layers['moe']} MoE), {found.experts_per_layer} experts a "
-        f"MoE layer, hidden {found.hidden_size}, expert width {found.moe_intermediate_size}"
+        f"{layers['total']} layers ({layers['dense']} dense, {layers['moe']} MoE), {found.experts_per_layer} experts "
+        f"per MoE layer, hidden {found.hidden_size}, expert width {found.moe_intermediate_size}"
     )
     if (pruning := found.pruning) is not None:
         chosen = "" if pruning["chosen_by"] is None else f", chosen by {pruning['chosen_by']}"
@@ -52,12 +53,11 @@ def _show_inspection(found: Inspection) -> None:
         f"{found.num_shards} shards, {found.num_tensors:,} tensors, {found.tensor_bytes:,} bytes "
         f"({format_bytes(found.tensor_bytes)}), {projections} projections"
     )
-    quantization = found.quantization
-    if quantization is None:
-        print_line("quantization_config: none")
-    else:
-        rest = ", ".join(f"{key} {value}" for key, value in quantization.items() if key != "where")
-        print_line(f"quantization_config in {quantization['where']}: {rest}")
+    quantization = found.quantization or {}
+    rest = ", ".join(f"{key} {value}" for key, value in quantization.items() if key != "where")
+    print_line(
+        f"quantization_config in {quantization['where']}: {rest}" if quantization else "quantization_config: none"
+    )
     rows = [
         (h.role, h.form, f"{h.num_tensors:,}", f"{h.num_weights:,}", format_bytes(h.num_bytes)) for h in found.holdings
     ]
@@ -79,10 +79,11 @@ def _inspect_statistics(path: Path, *, as_json: bool) -> None:
                 f"{path.parent}"
             ) from None
         raise
+    document = _statistics_document(found)
     if as_json:
-        print_json(_statistics_document(found))
+        print_json(document)
         return
-    _show_statistics(found)
+    _show_statistics(document)
     print_next(command("k2convert", "run", "SOURCE", "DEST", "--statistics", path))
 
 
@@ -121,8 +122,7 @@ def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[s
     }
 
 
-def _show_statistics(statistics: Statistics) -> None:
-    document = _statistics_document(statistics)
+def _show_statistics(document: dict[str, Any]) -> None:
     print_line(
         f"{document['file']}: statistics of {document['tokens']:,} tokens in windows of {document['window']:,}, "
         f"seed {document['seed']}"

@@ -158,8 +158,7 @@ def flag(name: str, help: str, panel: str | None = None) -> Any:
 JsonOption = Annotated[bool, flag("--json", "Print one JSON document on stdout, not tables.", RESULT)]
 QuietOption = Annotated[bool, flag("--quiet", "Show no progress on stderr.", RESULT)]
 SourceOption = Annotated[
-    str | None,
-    option(f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", callback=existing_place),
+    str | None, option(f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", callback=existing_place)
 ]
 StatisticsOption = Annotated[
     str | None,

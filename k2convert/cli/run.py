@@ -266,11 +266,7 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
         if missed:
             document["below_budget"] = {"tensor_sqnr_db": job.plan.recipe.budget.tensor_sqnr_db, "tensors": missed}
         if job.uses_hub:
-            document |= {
-                "destination": str(job.destination),
-                "repo": job.destination.repo,
-                "commit": outcome.commit,
-            }
+            document |= {"destination": str(job.destination), "repo": job.destination.repo, "commit": outcome.commit}
             if outcome.validation is not None:
                 contract = outcome.validation.contract
                 counts = {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}

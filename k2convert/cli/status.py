@@ -33,8 +33,8 @@ def status(options: StatusOptions) -> None:
         show_repository(place, as_json=as_json)
     elif path.is_file():
         _show_statistics(path, as_json=as_json)
-    elif (found := _find_pass(path)) is not None:
-        _show_pass(*found, as_json=as_json)
+    elif (found := _find_calibration(path)) is not None:
+        _show_calibration(*found, as_json=as_json)
     else:
         _show_job(path, as_json=as_json)
 
@@ -45,16 +45,14 @@ def _show_statistics(path: Path, *, as_json: bool) -> None:
         console.print_json({"complete": True, "layers": len(found.layers), "tokens": found.tokens})
         return
     size, texts = console.format_bytes(path.stat().st_size), ", ".join(name for name, _ in found.texts)
-    console.print_line(
-        f"{path}: complete statistics: {len(found.layers)} layers, {found.tokens:,} tokens of {texts}, {size}"
-    )
-    use = console.command("k2convert", "run", "SOURCE", "DEST", "--statistics", path)
-    console.print_line(f"to use it: {use}")
+    contents = f"{len(found.layers)} layers, {found.tokens:,} tokens of {texts}, {size}"
+    console.print_line(f"{path}: complete statistics: {contents}")
+    console.print_line(f"to use it: {console.command('k2convert', 'run', 'SOURCE', 'DEST', '--statistics', path)}")
     console.print_next(console.command("k2convert", "inspect", path))
 
 
-def _find_pass(path: Path) -> tuple[WorkFolder, WalkJob] | None:
-    """Return the unfinished pass of a statistics file, which may be named with or without the suffix of its folder."""
+def _find_calibration(path: Path) -> tuple[WorkFolder, WalkJob] | None:
+    """Return the unfinished work on a statistics file, named with or without the suffix of its folder."""
     for statistics in (path, path.with_name(path.name.removesuffix(WORK_SUFFIX)) if path.name else path):
         work = statistics_work(statistics)
         if (begun := work.job()) is not None:
@@ -62,7 +60,7 @@ def _find_pass(path: Path) -> tuple[WorkFolder, WalkJob] | None:
     return None
 
 
-def _show_pass(work: WorkFolder, begun: WalkJob, *, as_json: bool) -> None:
+def _show_calibration(work: WorkFolder, begun: WalkJob, *, as_json: bool) -> None:
     is_running, progress, age = read_lock(work.folder)
     command, here = read_command(work.folder), str(Path.cwd())
     finished, layers, tokens = work.num_finished(), begun.identity.get("layers"), begun.identity.get("tokens")
@@ -70,8 +68,8 @@ def _show_pass(work: WorkFolder, begun: WalkJob, *, as_json: bool) -> None:
         raise CheckpointError(f"{work.folder}: is not of this version. Delete it to start over.")
     if as_json:
         document: dict[str, object] = {"complete": False, "running": is_running, "layers": layers, "tokens": tokens}
-        document |= {"finished_layers": finished, "progress": progress}
-        console.print_json(document | {"resume": None if command is None else command.line(here=here)})
+        resume = None if command is None else command.line(here=here)
+        console.print_json(document | {"finished_layers": finished, "progress": progress, "resume": resume})
         return
     word = "running" if is_running else "not finished"
     amount = f"{finished} of {layers} layers, {tokens:,} tokens at most"
@@ -195,13 +193,24 @@ def show_repository(text: str, *, as_json: bool) -> None:
     repo = resolve_source(hub, ref)
     ledger = _read_ledger(hub, repo, text)
     missing = [n for n, s in ledger.shards.items() if n not in repo.files or repo.files[n].num_bytes != s.num_bytes]
-    document = _repository_document(repo, ledger, missing)
+    is_complete = bool(ledger.shards) and not missing
     if as_json:
+        document = {
+            "complete": is_complete,
+            "published": {"repo": repo.repo, "commit": repo.commit},
+            "private": repo.private,
+            "shards": len(ledger.shards),
+            "bytes": ledger.num_bytes,
+            "missing": missing,
+            "source": {"repo": ledger.source.repo, "revision": ledger.source.revision},
+            "recipe": ledger.recipe.document(),
+            "fingerprint": ledger.fingerprint,
+        }
         console.print_json(document)
         return
     kind = "private" if repo.private else "public"
     count, size = len(ledger.shards), console.format_bytes(ledger.num_bytes)
-    word = "complete" if document["complete"] else "not complete"
+    word = "complete" if is_complete else "not complete"
     console.print_line(f"{text} ({kind}) at commit {repo.commit}: {word}: {count} shards, {size}")
     if missing:
         console.print_line(f"shards missing or of a wrong size: {len(missing)} of {count}, first {missing[0]}")
@@ -224,20 +233,6 @@ def _read_ledger(hub: Hub, repo: RemoteRepo, text: str) -> Ledger:
     data = read_file(hub, repo.repo, repo.commit, file)
     with remedy("Choose a different revision, or publish the result again."):
         return parse_ledger(data.decode(errors="replace"), where=f"{text}: {LEDGER_NAME}")
-
-
-def _repository_document(repo: RemoteRepo, ledger: Ledger, missing: list[str]) -> dict[str, object]:
-    return {
-        "complete": bool(ledger.shards) and not missing,
-        "published": {"repo": repo.repo, "commit": repo.commit},
-        "private": repo.private,
-        "shards": len(ledger.shards),
-        "bytes": ledger.num_bytes,
-        "missing": missing,
-        "source": {"repo": ledger.source.repo, "revision": ledger.source.revision},
-        "recipe": ledger.recipe.document(),
-        "fingerprint": ledger.fingerprint,
-    }
 
 
 def show_published(folder: Path) -> bool:

@@ -45,12 +45,12 @@ class Meter:
             self._samples = deque((at, done + amount) for at, done in self._samples)
             return
         self.is_moving = True
-        if not self._samples:  # when this work began is not known
-            self._samples.append((now, self.done))
-        elif len(self._samples) > 1 and now - self._samples[-2][0] < _SAMPLE_SECONDS:
-            self._samples[-1] = (now, self.done)
-        else:
-            self._samples.append((now, self.done))
+        if len(self._samples) > 1 and now - self._samples[-2][0] < _SAMPLE_SECONDS:
+            self._samples.pop()
+        self._samples.append((now, self.done))  # the first: when this work began is not known
+        self._drop_old(now)
+
+    def _drop_old(self, now: float) -> None:
         while len(self._samples) > _LUMPS + 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
             self._samples.popleft()
 
@@ -63,14 +63,10 @@ class Meter:
     def rate(self) -> float | None:
         """Work a second over the window; 0.0 if the work has stopped, None if it waits or not enough was measured."""
         now = self.clock()
-        if len(self._samples) < 2:
+        self._drop_old(now)
+        if len(self._samples) < 2 or now - self._samples[0][0] < MIN_SECONDS:
             return None
-        while len(self._samples) > _LUMPS + 1 and self._samples[1][0] <= now - WINDOW_SECONDS:
-            self._samples.popleft()
-        first_at, first = self._samples[0]
-        last_at, last = self._samples[-1]
-        if now - first_at < MIN_SECONDS:
-            return None
+        (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
         gap = (last_at - first_at) / (len(self._samples) - 1)
         if now - last_at > max(WINDOW_SECONDS, _LUMPS * gap):
             return None if self.can_wait else 0.0
@@ -138,19 +134,20 @@ class Tally:
     def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
         """Count bytes read and written, and tensors."""
         with self._lock:
-            meter = self.meters.get("convert") or self.meters.get("check")
-            if meter is not None:
-                meter.add(bytes_in)
+            self._count("convert" if "convert" in self.meters else "check", bytes_in)
             self.written.add(bytes_out)
             self.tensors += tensors
 
     def transferred(self, *, downloaded: int = 0, uploaded: int = 0, is_new: bool = True) -> None:
         """Count bytes that crossed the network."""
         with self._lock:
-            if downloaded and "download" in self.meters:
-                self.meters["download"].add(downloaded, is_new=is_new)
-            if uploaded and "upload" in self.meters:
-                self.meters["upload"].add(uploaded, is_new=is_new)
+            for phase, amount in (("download", downloaded), ("upload", uploaded)):
+                if amount:
+                    self._count(phase, amount, is_new=is_new)
+
+    def _count(self, phase: Phase, amount: int, *, is_new: bool = True) -> None:
+        if phase in self.meters:
+            self.meters[phase].add(amount, is_new=is_new)
 
     def shard_finished(self, shard: str) -> None:
         """Count a shard."""
@@ -162,21 +159,18 @@ class Tally:
         """Count an expert of a reference layer."""
         with self._lock:
             if "layers" in self.meters:
-                meter = self.meters["layers"]
-                meter.start()
-                meter.add(1)
+                self.meters["layers"].start()
+                self._count("layers", 1)
 
     def tokens_computed(self, tokens: int) -> None:
         """Count tokens that a layer of a calibration computed."""
         with self._lock:
-            if "calibrate" in self.meters:
-                self.meters["calibrate"].add(tokens)
+            self._count("calibrate", tokens)
 
     def take_new_shards(self) -> list[str]:
         """Return the shards that were finished since the last call."""
         with self._lock:
-            names = list(self.new_shards)
-            self.new_shards.clear()
+            names, self.new_shards = self.new_shards, []
             return names
 
     @property

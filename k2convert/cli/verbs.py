@@ -47,8 +47,7 @@ class RunOptions:
         str, argument("DEST", "Folder of the converted checkpoint, or hf://owner/name[@branch].", new_place)
     ]
     recipe: Annotated[
-        str | None,
-        option("A file, or a name that `recipes` lists [default: by family].", "RECIPE", panel=RESULT),
+        str | None, option("A file, or a name that `recipes` lists [default: by family].", "RECIPE", panel=RESULT)
     ] = None
     settings: Annotated[
         list[str] | None,
@@ -69,8 +68,7 @@ class RunOptions:
     layout: Annotated[Layout | None, option("Tensor names and config of the result.", panel=RESULT)] = None
     activations: Annotated[Activations | None, option("4-bit activations, or weight-only.", panel=RESULT)] = None
     to: Annotated[
-        Target | None,
-        option("NVFP4, the dequantized BF16 copy, or INT4 as it is (with --keep-experts).", panel=RESULT),
+        Target | None, option("NVFP4, the dequantized BF16 copy, or INT4 as it is (with --keep-experts).", panel=RESULT)
     ] = None
     keep_experts: Annotated[
         Path | None,
@@ -88,12 +86,7 @@ class RunOptions:
     quiet: QuietOption = False
     statistics: Annotated[
         str | None,
-        option(
-            f"Statistics of `calibrate`: {STATISTICS}.",
-            "FILE",
-            panel=CALIBRATION,
-            callback=statistics_place,
-        ),
+        option(f"Statistics of `calibrate`: {STATISTICS}.", "FILE", panel=CALIBRATION, callback=statistics_place),
     ] = None
     calibrate: Annotated[
         list[Path] | None,
@@ -101,8 +94,7 @@ class RunOptions:
     ] = None
     device: DeviceOption = "auto"
     workers: Annotated[
-        int | None,
-        option("Shards at a time [default: by cores and devices].", "N", panel=MACHINE, min=1),
+        int | None, option("Shards at a time [default: by cores and devices].", "N", panel=MACHINE, min=1)
     ] = None
     max_disk: MaxDiskOption = None
     part: Annotated[
@@ -114,8 +106,7 @@ class RunOptions:
         ),
     ] = None
     ray: Annotated[
-        str | None,
-        option("Convert on a Ray cluster: its address, or auto for the one here.", "ADDRESS", panel=MACHINE),
+        str | None, option("Convert on a Ray cluster: its address, or auto for the one here.", "ADDRESS", panel=MACHINE)
     ] = None
     cpus_per_shard: Annotated[int, option("CPUs of each task with --ray.", "N", panel=MACHINE, min=1)] = 4
     public: PublicOption = False
@@ -163,8 +154,7 @@ class ValidateOptions:
         option("MoE layers to compute: 1,30,60 or all. From hf:// only these are read. Needs --source.", "LAYERS"),
     ] = None
     hidden_states: Annotated[
-        Path | None,
-        option("Captured hidden states for --layers [default: synthetic].", "FILE"),
+        Path | None, option("Captured hidden states for --layers [default: synthetic].", "FILE")
     ] = None
     text: Annotated[
         list[Path] | None,
@@ -191,12 +181,10 @@ class ReportOptions:
     source: SourceOption = None
     statistics: StatisticsOption = None
     validation: Annotated[
-        Path | None,
-        option("Output of `validate --json`, to show it instead of reading the shards again.", "FILE"),
+        Path | None, option("Output of `validate --json`, to show it instead of reading the shards again.", "FILE")
     ] = None
     out: Annotated[
-        Path | None,
-        option("Folder to write to [default: DEST, or . for hf://].", "FOLDER", callback=new_place),
+        Path | None, option("Folder to write to [default: DEST, or . for hf://].", "FOLDER", callback=new_place)
     ] = None
     as_json: JsonOption = False
     quiet: QuietOption = False
@@ -205,10 +193,7 @@ class ReportOptions:
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
     folder: Annotated[Path, argument("FOLDER", "Folder of the converted checkpoint.", local_folder)]
-    repo: Annotated[
-        str,
-        option("Repository to publish on.", "owner/name[@branch]", callback=not_address),
-    ]
+    repo: Annotated[str, option("Repository to publish on.", "owner/name[@branch]", callback=not_address)]
     public: PublicOption = False
     yes: Annotated[bool, flag("--yes", "Publish without asking.")] = False
     base_model: Annotated[
@@ -236,8 +221,7 @@ class InspectOptions:
 @dataclass(frozen=True, slots=True)
 class StatusOptions:
     destination: Annotated[
-        str,
-        argument("DEST", f"Folder of a conversion, statistics file of a calibration, or {ADDRESS}.", status_place),
+        str, argument("DEST", f"Folder of a conversion, statistics file of a calibration, or {ADDRESS}.", status_place)
     ]
     as_json: JsonOption = False
 
@@ -258,8 +242,7 @@ class FitOptions:
     ]
     gpu: Annotated[str | None, option("Kind of GPU: b200, h200, rtx-pro-6000 ...", "GPU")] = None
     memory: Annotated[
-        str | None,
-        option("Memory of one GPU, instead of --gpu: 96GB.", "BYTES", callback=size_option),
+        str | None, option("Memory of one GPU, instead of --gpu: 96GB.", "BYTES", callback=size_option)
     ] = None
     count: Annotated[int | None, option("Number of GPUs.", "N", min=1, max=1024)] = None
     tp: Annotated[int | None, option("GPUs that hold each layer together.", "N", min=1)] = None
@@ -274,8 +257,7 @@ class FitOptions:
         float, option("Share of the memory that the engine may use.", "SHARE", min=0.01, max=1.0)
     ] = 0.92
     overhead: Annotated[
-        str,
-        option("Memory for activations, CUDA graphs and NCCL on each GPU.", "BYTES", callback=size_option),
+        str, option("Memory for activations, CUDA graphs and NCCL on each GPU.", "BYTES", callback=size_option)
     ] = "3GB"
     experts: Annotated[
         str | None,

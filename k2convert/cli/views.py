@@ -5,14 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from k2convert.cli.console import (
-    format_bytes,
-    format_rate,
-    format_seconds,
-    format_span,
-    print_line,
-    print_table,
-)
+from k2convert.choices import counted
+from k2convert.cli.console import format_bytes, format_rate, format_seconds, format_span, print_line, print_table
 from k2convert.hub.branch import branch_name
 from k2convert.hub.client import MAIN, Hub
 from k2convert.hub.request_errors import redacted
@@ -93,18 +87,15 @@ def calibration_document(job: Job) -> dict[str, Any]:
 
 def _show_calibration(job: Job) -> None:
     for found in calibration_document(job).values():
-        texts = f"{len(found['texts'])} text{'s' if len(found['texts']) != 1 else ''}, {found['tokens']:,} tokens"
+        texts = f"{counted(len(found['texts']), 'text')}, {found['tokens']:,} tokens"
         print_line(f"statistics: {found['file']}: {texts}")
         from k2convert.calibration.channels import MIN_TOKENS
 
         if num_few := found["fallback_experts"]:
             print_line(f"{num_few:,} experts have fewer than {MIN_TOKENS} tokens: importance drawn toward an even one")
         if found["smoothing"]:
-            layers = f"{found['scaled_layers']} layer{'s' if found['scaled_layers'] != 1 else ''}"
-            print_line(
-                f"smoothing: {found['scaled_channels']:,} channels of {layers} are multiplied by powers of two, "
-                "which is exact"
-            )
+            channels = f"{found['scaled_channels']:,} channels of {counted(found['scaled_layers'], 'layer')}"
+            print_line(f"smoothing: {channels} are multiplied by powers of two, which is exact")
 
 
 def pruning_document(job: Job) -> dict[str, Any]:
@@ -112,10 +103,8 @@ def pruning_document(job: Job) -> dict[str, Any]:
     pruning, whole, seen = job.source.pruning, job.source.whole, job.source.checkpoint
     if pruning is None or whole is None:
         return {}
-    dropped = {
-        "source_tensors": len(whole.tensors) - len(seen.tensors),
-        "bytes_in": whole.tensor_bytes - seen.tensor_bytes,
-    }
+    tensors, num_bytes = len(whole.tensors) - len(seen.tensors), whole.tensor_bytes - seen.tensor_bytes
+    dropped = {"source_tensors": tensors, "bytes_in": num_bytes}
     return {"pruning": plain(pruning) | {"kept": pruning.kept.num_experts, "dropped": dropped}}
 
 

@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from k2convert.checkpoint.files import mapping_or_empty
@@ -69,10 +69,6 @@ class Inspection:
     oddities: list[str]
     recipe: str | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for --json."""
-        return asdict(self)
-
 
 def inspect_checkpoint(source: Checkpoint, *, shown_as: str, pruning: Mapping[str, Any] | None = None) -> Inspection:
     """Describe a checkpoint; raises PlanError if it belongs to no known family.
@@ -85,7 +81,7 @@ def inspect_checkpoint(source: Checkpoint, *, shown_as: str, pruning: Mapping[st
     packed = _packed_modules(source, names)
     architecture = family.read_architecture(source.config, str(source.folder))
     found = find_quantization_config(source.config)
-    recipe: str | None = family.recipe
+    recipe, named = cast(str | None, family.recipe), source.config.get("architectures")
     oddities = _oddities(source, names, architecture, family, is_pruned=pruning is not None)
     try:
         claim_projections(source=source, recipe=load_recipe(family.recipe), names=names)
@@ -96,7 +92,7 @@ def inspect_checkpoint(source: Checkpoint, *, shown_as: str, pruning: Mapping[st
         folder=shown_as,
         family=family.name,
         model_type=source.config.get("model_type"),
-        architectures=_strings(source.config.get("architectures")),
+        architectures=list(map(str, cast(list[object], named))) if isinstance(named, list) else [],
         layers={
             "total": architecture.num_layers,
             "dense": architecture.num_dense_layers,
@@ -122,8 +118,8 @@ def _headline(config: dict[str, Any]) -> dict[str, Any]:
     keys = ("quant_method", "format", "quant_algo", "kv_cache_scheme")
     result = {key: config[key] for key in keys if config.get(key) is not None}
     # Shown as found, but not relied on: the tensors decide what is INT4.
-    first = next(iter(mapping_or_empty(config.get("config_groups")).values()), None)
-    weights = mapping_or_empty(mapping_or_empty(first).get("weights"))
+    groups = mapping_or_empty(config.get("config_groups")).values()
+    weights = mapping_or_empty(mapping_or_empty(next(iter(groups), None)).get("weights"))
     return result | {key: weights[key] for key in ("num_bits", "type", "group_size", "symmetric") if key in weights}
 
 
@@ -142,21 +138,16 @@ def _holdings(source: Checkpoint, names: dict[str, TensorName], packed: dict[str
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, parts in names.items():
         tensor = source.tensors[name]
-        form = packed.get(parts.module)
-        if form is not None and parts.parameter not in _PACKED_PARAMETERS[form]:
+        form, weights = packed.get(parts.module), math.prod(tensor.shape)
+        if form is not None and parts.parameter in _PACKED_PARAMETERS[form]:
+            weights *= _WEIGHTS_PER_CODE[form] if parts.parameter in (WEIGHT, WEIGHT_PACKED) else 0
+        else:
             form = None
-        weights = math.prod(tensor.shape)
-        if form is not None:
-            weights = weights * _WEIGHTS_PER_CODE[form] if parts.parameter in (WEIGHT, WEIGHT_PACKED) else 0
         entry = sums[parts.role, form or tensor.dtype]
         entry[0] += 1
         entry[1] += tensor.num_bytes
         entry[2] += weights
     return [Holding(role, form, *entry) for (role, form), entry in sorted(sums.items(), key=lambda i: -i[1][1])]
-
-
-def _strings(value: object) -> list[str]:
-    return [str(entry) for entry in cast(list[object], value)] if isinstance(value, list) else []
 
 
 def _oddities(
@@ -182,7 +173,7 @@ def _oddities(
         notes.append("two quantization_config: at the top level and in text_config")
     if architecture.num_experts not in (0, family.usual_num_experts) and not is_pruned:
         notes.append(
-            f"{architecture.num_experts} experts a layer (the family's usual count is {family.usual_num_experts}): "
+            f"{architecture.num_experts} experts per layer (the family's usual count is {family.usual_num_experts}): "
             "a pruned or a small model"
         )
     return notes

@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
@@ -159,11 +159,8 @@ def plan_conversion(*, source: Checkpoint, recipe: Recipe, scaled_layers: Collec
     projections = {} if recipe.target == "int4" else claim.projections
     steps = _make_steps(source, projections, recipe, scalings)
     jobs = _resharded(steps) if recipe.target == "bf16" else _same_shards(source, steps)
-    excludes: list[str] = []
-    if recipe.target == "nvfp4":
-        unconverted = claim.family.unconverted(recipe.roles, claim.architecture)
-        excludes = exclude_list(unconverted, layout=recipe.layout)
-    return Plan(claim.family.name, recipe, tuple(excludes), tuple(jobs))
+    unconverted = claim.family.unconverted(recipe.roles, claim.architecture) if recipe.target == "nvfp4" else ()
+    return Plan(claim.family.name, recipe, tuple(exclude_list(unconverted, layout=recipe.layout)), tuple(jobs))
 
 
 def _find_scalings(source: Checkpoint, claim: Claim, layers: Collection[int]) -> dict[str, ColumnScaling]:
@@ -244,37 +241,31 @@ def _resharded(steps: list[tuple[str, ConvertStep | CopyStep]]) -> list[ShardJob
             filled = 0
         parts[-1].append(step)
         filled += num_bytes
-    total = len(parts)
-    names = [f"model-{i:05d}-of-{total:06d}.safetensors" for i in range(1, total + 1)]
-    return [ShardJob(name, (("format", "pt"),), tuple(part)) for name, part in zip(names, parts, strict=True)]
+    return [
+        ShardJob(f"model-{i:05d}-of-{len(parts):06d}.safetensors", (("format", "pt"),), tuple(part))
+        for i, part in enumerate(parts, start=1)
+    ]
 
 
-def action_counts(plan: Plan) -> dict[str, dict[str, Any]]:
+def action_counts(plan: Plan) -> dict[str, dict[str, int]]:
     """Return tensors and bytes by action, for the dry run: of the source going in, of the result coming out.
 
     `scale` is only there if smoothing changes copied tensors.
     """
-    converts = [s for j in plan.jobs for s in j.steps if isinstance(s, ConvertStep)]
-    copies = [s for j in plan.jobs for s in j.steps if isinstance(s, CopyStep)]
-    sources = [t for s in converts for p in s.members for t in p.sources]
-    outputs = [o for s in converts for o in s.outputs]
-    counts = {
-        "convert": {
-            "source_tensors": len(sources),
-            "bytes_in": sum(t.num_bytes for t in sources),
-            "tensors": len(outputs),
-            "bytes_out": sum(o.num_bytes for o in outputs),
-            "projections": sum(len(s.members) for s in converts),
-        },
-        "copy": _copy_counts([s for s in copies if s.scaling is None]),
-    }
-    scaled = [s for s in copies if s.scaling is not None]
-    return counts | {"scale": _copy_counts(scaled)} if scaled else counts
-
-
-def _copy_counts(copies: list[CopyStep]) -> dict[str, Any]:
-    num_bytes = sum(s.tensor.num_bytes for s in copies)
-    return {"source_tensors": len(copies), "bytes_in": num_bytes, "tensors": len(copies), "bytes_out": num_bytes}
+    none = dict.fromkeys(("source_tensors", "bytes_in", "tensors", "bytes_out"), 0)
+    counts = {"convert": none | {"projections": 0}, "copy": {**none}}
+    for step in (step for job in plan.jobs for step in job.steps):
+        if isinstance(step, ConvertStep):
+            action, sources = "convert", [t for member in step.members for t in member.sources]
+            counts[action]["projections"] += len(step.members)
+        else:
+            action, sources = "copy" if step.scaling is None else "scale", [step.tensor]
+        found = counts.setdefault(action, {**none})
+        found["source_tensors"] += len(sources)
+        found["bytes_in"] += sum(tensor.num_bytes for tensor in sources)
+        found["tensors"] += len(step.outputs)
+        found["bytes_out"] += sum(output.num_bytes for output in step.outputs)
+    return counts
 
 
 def exclude_list(unconverted: Sequence[tuple[str, bool]], *, layout: Layout) -> list[str]:

@@ -101,10 +101,8 @@ def _seen(
 
 
 def _config(config: Mapping[str, Any], count: int) -> dict[str, Any]:
-    text = text_config(config)
-    if text is config:
-        return {**config, EXPERTS_KEY: count}
-    return {**config, "text_config": {**text, EXPERTS_KEY: count}}
+    changed = {**text_config(config), EXPERTS_KEY: count}
+    return changed if text_config(config) is config else {**config, "text_config": changed}
 
 
 def check_kept(kept: KeptExperts, architecture: Architecture, config: Mapping[str, Any]) -> None:

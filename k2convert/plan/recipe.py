@@ -19,9 +19,8 @@ from k2convert.quantize.rules import RULES
 
 
 def _is_fp32_scale(value: float) -> float:
-    # One layout stores the scale, the other its reciprocal.
     if not 2.0**-126 <= value <= 2.0**126:
-        raise ValueError("must be between 1.2e-38 and 8.5e+37, because it and its reciprocal are stored in FP32")
+        raise ValueError("must be between 1.2e-38 and 8.5e+37, because it or its reciprocal is stored in FP32")
     return value
 
 
@@ -40,52 +39,50 @@ def _are_roles(value: tuple[RoleName, ...]) -> tuple[RoleName, ...]:
     return value
 
 
-Fp32Scale = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_is_fp32_scale)]
+Fp32Scale = Annotated[float, AfterValidator(_is_fp32_scale)]
 
 MAX_RECIPE_BYTES: Final = 1 << 20
 MAX_PROBLEMS: Final = 5  # of one recipe, in one message
 
-_FORBID = ConfigDict(extra="forbid", frozen=True)
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class InputScale(BaseModel):
+class InputScale(_Part):
     """Constant activation scales: activation amax / 2688, one for gate and up, one for down."""
 
-    model_config = _FORBID
     gate_up: Fp32Scale = 1.0
     down: Fp32Scale = 1.0
 
 
-class Budget(BaseModel):
+class Budget(_Part):
     """The least SQNR in dB that `validate` accepts: of a converted tensor, a reference layer, one expert of it."""
 
-    model_config = _FORBID
     tensor_sqnr_db: float = 17.0
     layer_sqnr_db: float = 15.0
     expert_sqnr_db: float = 12.0
 
 
-class TextUse(BaseModel):
+class TextUse(_Part):
     """How the text of `run --calibrate` is used: how many tokens of it, in windows drawn by a seed.
 
     `save_statistics` is the path of a statistics file to write.
     """
 
-    model_config = _FORBID
     tokens: Annotated[int, Field(ge=1)] = 131_072
     window: Annotated[int, Field(ge=1)] = 2048
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
     save_statistics: Path | None = None
 
 
-class Recipe(BaseModel):
+class Recipe(_Part):
     """One kind of result: which roles become NVFP4, by which rule, in which layout, and which experts are kept.
 
     `purpose` is one sentence for people: whom the recipe serves. The result does not depend on it.
     `keep_experts` is the path of a file that lists or scores the experts, `experts` how many to keep by scores.
     """
 
-    model_config = _FORBID
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
     purpose: str = ""
     family: Annotated[str, AfterValidator(_is_family)] | None = None
@@ -115,9 +112,9 @@ class Recipe(BaseModel):
         return document
 
 
-WALK_TENSOR_SQNR_DB: Final = 13.0
-"""The budget of a tensor whose codes come from a walk, in dB. The walk keeps outputs, not weights: the worst tensor of
-k2-tiny had 17.2 dB and that of SmolLM2 18.2 dB, against 22.5 dB by rule `mse` on k2-tiny."""
+_GPTQ_TENSOR_SQNR_DB: Final = 13.0
+"""The budget of a tensor by rule gptq, which keeps outputs, not weights: the worst tensor of k2-tiny had 17.2 dB and
+that of SmolLM2 18.2 dB, against 22.5 dB by rule mse on k2-tiny."""
 
 _NVFP4_KEYS: Final = frozenset(("rule", "layout", "activations", "quantizer", "smoothing", "kv_cache"))
 
@@ -132,11 +129,11 @@ def settle_recipe(
     settled: dict[str, Any] = {}
     if "rule" not in recipe.model_fields_set and recipe.target == "nvfp4":
         if recipe.quantizer == "reference":
-            settled["rule"] = _the_rule(modelopt=True)
+            settled["rule"] = "max"
         elif has_text or has_statistics:
-            settled["rule"] = _the_rule(walk=True) if has_text else "imatrix"
+            settled["rule"] = "gptq" if has_text else "imatrix"
     if has_text and "budget" not in recipe.model_fields_set:
-        settled["budget"] = Budget(tensor_sqnr_db=WALK_TENSOR_SQNR_DB)
+        settled["budget"] = Budget(tensor_sqnr_db=_GPTQ_TENSOR_SQNR_DB)
     if recipe.smoothing is None and (has_statistics or has_text):
         settled["smoothing"] = recipe.activations == "w4a4"  # weights alone lose 10 % by it on SmolLM2
     elif not recipe.smoothing and not (has_statistics or has_text):
@@ -146,11 +143,6 @@ def settle_recipe(
         if is_wrong:
             raise RecipeError(f"recipe {recipe.name}: {problem}")
     return recipe
-
-
-def _the_rule(*, walk: bool = False, modelopt: bool = False) -> Rule:
-    """Return the only rule that needs a walk, or that ModelOpt has too."""
-    return next(name for name, rule in RULES.items() if (walk and rule.needs_walk) or (modelopt and rule.is_modelopt))
 
 
 def _contradictions(r: Recipe, *, statistics: bool, text: bool, to_hub: bool) -> Iterator[tuple[object, str]]:
@@ -166,11 +158,11 @@ def _contradictions(r: Recipe, *, statistics: bool, text: bool, to_hub: bool) ->
     )
     yield (
         r.quantizer == "reference" and not rule.is_modelopt,
-        f"quantizer reference does not support rule {r.rule}. Use rule {_the_rule(modelopt=True)}.",
+        f"quantizer reference does not support rule {r.rule}. Use rule max.",
     )
     yield (
         text and not rule.needs_walk,
-        f"--calibrate converts by rule {_the_rule(walk=True)}, not {r.rule}. Leave out the rule, or --calibrate.",
+        f"--calibrate converts by rule gptq, not {r.rule}. Leave out the rule, or --calibrate.",
     )
     yield (
         is_nvfp4 and rule.needs_walk and not text,
@@ -303,12 +295,11 @@ def _is_recipe(document: dict[str, Any]) -> bool:
 
 def _explain(error: ValidationError) -> str:
     parts: list[str] = []
+    models = {"input_scale": InputScale, "budget": Budget, "calibration": TextUse}
     for problem in error.errors():
         place = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            model = {"input_scale": InputScale, "budget": Budget, "calibration": TextUse}.get(
-                str(problem["loc"][0]), Recipe
-            )
+            model = models.get(str(problem["loc"][0]), Recipe)
             known = f"; known keys: {', '.join(model.model_fields)}"  # once for each model
             parts.append(f"unknown key {quoted(place)}{'' if any(known in part for part in parts) else known}")
         else:

@@ -100,7 +100,7 @@ class PruningRecord:
         found = family.read_architecture(source.config, str(source.folder)).num_experts
         if found != self.num_source_experts:
             raise PlanError(
-                f"{source.folder}: has {found} experts a layer, but the list of kept experts is for a model with "
+                f"{source.folder}: has {found} experts per layer, but the list of kept experts is for a model with "
                 f"{self.num_source_experts}. Use the model that the list was made for."
             )
         return keep_experts(source, self.kept)

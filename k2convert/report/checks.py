@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from k2convert.errors import MalformedFileError, quoted
-from k2convert.report.wording import Rule, decibels, with_exponents
+from k2convert.report.wording import decibels, with_exponents
 from k2convert.validation.layers.result import labels, reference_name
+from k2convert.validation.results import Offender, RuleResult, Verdict
 
-VERDICTS: Final = ("pass", "warn", "fail", "skipped")
 LAYER_COLUMNS: Final = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
 
 
@@ -24,7 +24,7 @@ class Checks:
     """
 
     has_passed: bool
-    rules: tuple[Rule, ...]
+    rules: tuple[RuleResult, ...]
     summary: str
     layers: tuple[tuple[str, ...], ...]
     hidden_states: str
@@ -63,17 +63,15 @@ def read_checks(document: Mapping[str, Any]) -> Checks:
         ) from None
 
 
-def _read_rule(rule: Mapping[str, Any]) -> Rule:
-    verdict = str(rule["verdict"])
-    if verdict not in VERDICTS:
-        raise ValueError(f"verdict {verdict}")
-    return Rule(
-        number=int(rule["number"]),
-        title=with_exponents(str(rule["title"])),
-        verdict=verdict,
-        count=int(rule["count"]),
-        note=str(rule["note"]),
-        offenders=tuple((str(o["name"]), str(o["problem"])) for o in rule["offenders"]),
+def _read_rule(rule: Mapping[str, Any]) -> RuleResult:
+    title, offenders = with_exponents(str(rule["title"])), rule["offenders"]
+    return RuleResult(
+        int(rule["number"]),
+        title,
+        Verdict(rule["verdict"]),
+        int(rule["count"]),
+        tuple(Offender(str(found["name"]), str(found["problem"])) for found in offenders),
+        str(rule["note"]),
     )
 
 

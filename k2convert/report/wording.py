@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from k2convert.validation.results import RuleResult
+
 _MOST_LISTED: Final = 12
+_RAISED: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NUMBER: Final = re.compile(r"(?:[<>] )?[\d,.]+( (?:MB|GB|dB|%))?")
 
 
@@ -29,18 +32,6 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One rule of the servable contract and its outcome. Offenders are (name, problem)."""
-
-    number: int
-    title: str
-    verdict: str
-    count: int
-    note: str
-    offenders: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Section:
     """One part of a report. `charts` are names (see page); `rules` are shown by the page instead of the tables."""
 
@@ -48,7 +39,7 @@ class Section:
     sentences: Sequence[str] = ()
     tables: Sequence[Table] = ()
     charts: Sequence[str] = ()
-    rules: Sequence[Rule] = ()
+    rules: Sequence[RuleResult] = ()
 
 
 def decibels(value: float | None) -> str:
@@ -75,18 +66,12 @@ def percent(part: int, whole: int) -> str:
 
 def power_of_two(exponent: int) -> str:
     """Return "8" or "2⁻⁶"."""
-    if 0 <= exponent <= 9:
-        return f"{2**exponent}"
-    return f"2{_raised(str(exponent))}"
-
-
-def _raised(exponent: str) -> str:
-    return "".join("⁻" if c == "-" else "⁰¹²³⁴⁵⁶⁷⁸⁹"[int(c)] for c in exponent)
+    return f"{2**exponent}" if 0 <= exponent <= 9 else with_exponents(f"2^{exponent}")
 
 
 def with_exponents(text: str) -> str:
     """Return a text of the terminal with "2⁻⁶" for each "2^-6"."""
-    return re.sub(r"\b2\^(-?[0-9]+)", lambda found: f"2{_raised(found[1])}", text)
+    return re.sub(r"\b2\^(-?[0-9]+)", lambda found: "2" + found[1].translate(_RAISED), text)
 
 
 def short_count(value: float, _position: object = None) -> str:

@@ -89,13 +89,10 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "experts left out": ("name: a\nroles: [dense_mlp]\n", ["roles", "experts"]),
     "unknown rule": ("name: a\nrule: best\n", ["rule", "mse"]),
     "mse by the reference": ("name: a\nrule: mse\nquantizer: reference\n", ["reference", "max"]),
-    "negative input scale": ("name: a\ninput_scale: {down: -1.0}\n", ["input_scale.down", "greater than 0"]),
+    "negative input scale": ("name: a\ninput_scale: {down: -1.0}\n", ["input_scale.down", "must be between"]),
     "input scale beyond FP32": ("name: a\ninput_scale: {down: 1.0e+39}\n", ["input_scale.down", "must be between"]),
-    "input scale without a reciprocal": (
-        "name: a\ninput_scale: {down: 3.0e+38}\n",
-        ["input_scale.down", "must be between"],
-    ),
-    "infinite input scale": ("name: a\ninput_scale: {down: .inf}\n", ["input_scale.down", "finite"]),
+    "input scale without a reciprocal": ("name: a\ninput_scale: {down: 3.0e+38}\n", ["input_scale.down", "between"]),
+    "infinite input scale": ("name: a\ninput_scale: {down: .inf}\n", ["input_scale.down", "must be between"]),
     "not YAML": ("name: [a\n", ["not YAML"]),
     "a tag that would run code": ("!!python/object/apply:os.getcwd []\n", ["not YAML"]),
     "duplicate key": ("name: a\nrule: max\nrule: mse\n", ["rule", "duplicate key"]),
@@ -328,8 +325,8 @@ def test_a_bad_value_blames_its_option(
 
 
 SETTINGS = [
-    ("input_scale.down=0", "input_scale.down: Input should be greater than 0"),
-    ("input_scale.gate_up=.nan", "finite"),
+    ("input_scale.down=0", "input_scale.down: must be between"),
+    ("input_scale.gate_up=.nan", "must be between"),
     ("input_scale.down=1.0e-50", "between"),
     ("calibration.token=1", "unknown key 'calibration.token'; known keys: tokens, window"),
     ("ruel=plain", "unknown key 'ruel'; known keys: name"),

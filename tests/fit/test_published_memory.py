@@ -47,7 +47,7 @@ def thinking_weights() -> Weights:
 
 
 def pruned(weights: Weights, experts: int) -> tuple[Weights, ModelShape]:
-    """The weights with fewer experts a layer: every expert has the same bytes."""
+    """The weights with fewer experts per layer: every expert has the same bytes."""
     parts = tuple(
         replace(part, num_bytes=part.num_bytes * experts // 384) if part.role in (Role.EXPERTS, Role.ROUTER) else part
         for part in weights.parts

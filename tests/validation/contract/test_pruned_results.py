@@ -191,7 +191,7 @@ Edit = Callable[[dict[str, Any]], object]
             lambda p: p.update(of=5),
             9,
             LEDGER_LIST,
-            "has 4 experts a layer, but the list of kept experts is for a model",
+            "has 4 experts per layer, but the list of kept experts is for a model",
         ),
         (lambda p: p.update(experts={"1": [0, 3]}), 9, LEDGER_LIST, "has 1..1 (1), but the MoE layers are 1..2 (2)"),
         (
