@@ -40,9 +40,7 @@ def tokens_by_expert(record: CalibrationRecord) -> list[int]:
 
 def channels_by_exponent(record: CalibrationRecord) -> dict[int, int]:
     """Return the number of channels by exponent, over all layers; 0 is a channel that was not scaled."""
-    counts: Counter[int] = Counter()
-    for layer in record.layers.values():
-        counts.update(layer.exponents)
+    counts = sum((Counter(layer.exponents) for layer in record.layers.values()), Counter[int]())
     return {exponent: count for exponent, count in sorted(counts.items()) if count}
 
 
@@ -64,20 +62,15 @@ def calibrated_sections(record: CalibrationRecord | None) -> Iterator[Section]:
     if record is None:
         return
     rows = [_calibration_row(number, layer) for number, layer in sorted(record.layers.items())]
-    charts = (
-        *(["tokens"] if tokens_by_expert(record) else []),
-        *(["exponents"] if channels_by_exponent(record) else []),
-    )
+    found = {"tokens": tokens_by_expert(record), "exponents": channels_by_exponent(record)}
     table = Table(_CALIBRATION_COLUMNS, rows, summary=f"Layers ({len(rows)})")
+    charts = [name for name, values in found.items() if values]
     yield Section("Calibration", tuple(_calibration_sentences(record)), (table,), charts)
     if layers := gptq_layers(record):
         rows = [_gptq_row(number, layer) for number, layer in layers.items()]
-        yield Section(
-            "Rule gptq, layer by layer",
-            tuple(_gptq_sentences(record, layers)),
-            (Table(_GPTQ_COLUMNS, rows, summary=f"Layers ({len(rows)})"),),
-            (*(["layer_errors"] if record.held_out else []), "shrinkages"),
-        )
+        table = Table(_GPTQ_COLUMNS, rows, summary=f"Layers ({len(rows)})")
+        charts = ["layer_errors", "shrinkages"] if record.held_out else ["shrinkages"]
+        yield Section("Rule gptq, layer by layer", tuple(_gptq_sentences(record, layers)), (table,), charts)
 
 
 def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
@@ -200,14 +193,11 @@ def pruned_section(record: PruningRecord, checks: Checks | None) -> Section:
     if measured and checks is not None:
         sentences.append(f"Left out of the router's weight, {checks.hidden_states}: {share_words(measured)}.")
         shares["router's weight, in validate,"] = dict(measured)
-    how = (
-        "The rows of pruning, under Reference layers, do."
-        if measured
-        else ("k2convert validate --layers all --text FILE measures that.")
-    )
+    rest = "The rows of pruning, under Reference layers, do."
     sentences.append(
         f"Experts are numbered here as in the result, 0 to {kept - 1}, in the source's order. The figures of weights "
-        f"are of the kept experts: they do not show the cost of leaving out the others. {how}"
+        "are of the kept experts: they do not show the cost of leaving out the others. "
+        f"{rest if measured else 'k2convert validate --layers all --text FILE measures that.'}"
     )
     rows = [
         [str(layer), *(f"{100 * found[layer]:.1f} %" if layer in found else "" for found in shares.values())]

@@ -28,9 +28,6 @@ _ZERO_LOG2 = -1.0  # where experts without tokens are drawn
 _TAIL_DB = 0.5
 _LEAST_ALPHA = 0.2  # of the bars with most shrinkage, which is the least correction
 
-Series = tuple[str, NDArray[np.float64], str]
-"""Label, SQNR of every tensor, color."""
-
 
 def has_distribution(report: Report) -> bool:
     """Return whether any tensor has a finite SQNR."""
@@ -40,7 +37,7 @@ def has_distribution(report: Report) -> bool:
 def draw_distribution(report: Report, palette: Palette) -> Figure:
     """Draw histograms of the tensors' SQNR: of this conversion, of `max`, and of the bound."""
     sheet = Sheet(3.1, palette)
-    series = _series(report.tensors, report.rule, palette)
+    series = _finite_series(report.tensors, report.rule, palette)
     axes = sheet.plot(0.22 * len(series) + 0.08)
     everything = np.concatenate([values for _, values, _ in series])
     # A few broken tensors must not squeeze the rest: they are counted in the first bin, and the label says how many.
@@ -63,16 +60,19 @@ def draw_distribution(report: Report, palette: Palette) -> Figure:
     return sheet.figure
 
 
-def _series(tensors: Sequence[TensorFigures], rule: str, palette: Palette) -> list[Series]:
-    by_max = [t.sqnr_max_db for t in tensors if t.sqnr_max_db is not None and rule != "max"]
-    bound = [t.sqnr_bound_db for t in tensors if t.sqnr_bound_db is not None]
+def _finite_series(
+    tensors: Sequence[TensorFigures], rule: str, palette: Palette
+) -> list[tuple[str, NDArray[np.float64], str]]:
+    """Return label, SQNR of every tensor, and color of what the histograms show."""
     listed = (
-        ("max", by_max, palette.max),
+        ("max", [] if rule == "max" else [t.sqnr_max_db for t in tensors], palette.max),
         (f"this: {rule}", [t.sqnr_db for t in tensors], palette.ours),
-        ("bound", bound, palette.bound),
+        ("bound", [t.sqnr_bound_db for t in tensors], palette.bound),
     )
-    arrays = [(label, np.array([v for v in values if np.isfinite(v)]), color) for label, values, color in listed]
-    return [(label, values, color) for label, values, color in arrays if values.size]
+    finite = [
+        (label, [v for v in values if v is not None and np.isfinite(v)], color) for label, values, color in listed
+    ]
+    return [(label, np.array(values), color) for label, values, color in finite if values]
 
 
 def _mark_gaps(axes: Axes, medians: Sequence[float], palette: Palette) -> None:

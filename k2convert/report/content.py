@@ -21,7 +21,6 @@ from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table, decibels, percent
 
 NOT_COUNTED: Final = "not counted"
-TIMES: Final = "\u00d7"
 _SMALLEST_NORMAL_BYTE, _LARGEST_BYTE = 0x08, 0x7E
 _ROLE_NAMES: Final = {
     "experts": "routed experts",
@@ -56,11 +55,10 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     detail = f"of {total.num_weights:,} weights against the exact source; relative error {total.relative_mse:.5f}"
     tiles.append(Tile(decibels(total.sqnr_db), "SQNR", detail))
     if total.sampled_error_max > 0 and report.rule != "max":
-        value = f"{total.achieved_to_max:.3f} {TIMES}"
-        tiles.append(Tile(value, "max's error", "max calibration, the usual recipe"))
+        tiles.append(Tile(f"{total.achieved_to_max:.3f} \u00d7", "max's error", "max calibration, the usual recipe"))
     if total.sampled_error_bound > 0:
-        value = f"{total.achieved_to_bound:.3f} {TIMES}"
-        tiles.append(Tile(value, "the bound's error", "no choice of scales, even real-valued, can do better"))
+        detail = "no choice of scales, even real-valued, can do better"
+        tiles.append(Tile(f"{total.achieved_to_bound:.3f} \u00d7", "the bound's error", detail))
     if report.worst:
         worst = report.worst[0]
         tiles.append(Tile(decibels(worst.sqnr_db), "worst tensor", worst.place or "of all converted tensors"))
@@ -104,8 +102,7 @@ def caution(report: Report) -> str:
     if total.num_codes != total.num_weights:
         exact += " (the BF16 values for BF16 sources)"
     is_scaled = calibration is not None and calibration.exponents_digest is not None
-    if is_scaled:
-        exact += ", divided by the powers of two of smoothing"
+    exact += ", divided by the powers of two of smoothing" if is_scaled else ""
     space = "It does not save space" if pruning is None else "Only leaving out experts saves space"
     text = (
         f"These are errors of weights against {exact}. The conversion is not lossless: INT4 has sixteen evenly spaced "
@@ -182,8 +179,7 @@ def _contract(checks: Checks) -> Iterator[Section]:
 
 def needs_section(report: Report) -> Section | None:
     """Return memory and GPUs; None if they are not known."""
-    needs = report.needs
-    if needs is None:
+    if (needs := report.needs) is None:
         return None
     return Section("Needs", (needs.summary, needs.note), (Table(NEEDS_COLUMNS, needs.rows),) if needs.rows else ())
 
@@ -216,9 +212,8 @@ def _counts(metrics: WeightMetrics) -> Table:
 
 
 def _count(label: str, value: int | None, of: int | None, meaning: str) -> tuple[str, ...]:
-    if value is None:
-        return label, NOT_COUNTED, "", meaning
-    return label, f"{value:,}", percent(value, of) if of else "", meaning
+    shown = NOT_COUNTED if value is None else f"{value:,}"
+    return label, shown, percent(value, of) if of and value is not None else "", meaning
 
 
 def role_name(role: str) -> str:
@@ -229,7 +224,7 @@ def role_name(role: str) -> str:
 def role_table(report: Report) -> Table:
     """Return the errors of each role, and the total if there are several roles."""
     totals, is_weighted = report.ledger.totals, report.total.weighted_error is not None
-    roles = [role for role in totals if role != TOTAL]
+    num_roles = len(totals.keys() - {TOTAL})
     rows = [
         (
             role_name(role),
@@ -242,7 +237,7 @@ def role_table(report: Report) -> Table:
             *(() if m.weighted_error is None else (decibels(m.weighted_sqnr_db),)),
         )
         for role, m in totals.items()
-        if role != TOTAL or len(roles) != 1
+        if role != TOTAL or num_roles != 1
     ]
     return Table((*_ROLE_COLUMNS, *(("weighted SQNR",) if is_weighted else ())), rows)
 
@@ -297,22 +292,22 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
 
 def figures_document(report: Report) -> dict[str, Any]:
     """Return totals, worst tensors and contract as plain data, for --json; figures that are not finite become None."""
-    checks = None if report.validation is None else read_checks(report.validation)
-    parts = {"calibration": report.ledger.calibration, "pruning": report.ledger.pruning}
-    return {
-        "complete": report.is_complete,
-        "rule": report.rule,
-        "totals": {role: metrics_document(metrics) for role, metrics in report.ledger.totals.items()},
-        "worst": shown(report.worst),
-        "contract": None
-        if checks is None
-        else {
+    contract, parts = None, {"calibration": report.ledger.calibration, "pruning": report.ledger.pruning}
+    if report.validation is not None:
+        checks = read_checks(report.validation)
+        contract = {
             "rules": len(checks.rules),
             "held": len(checks.numbers("pass")) + len(checks.numbers("warn")),
             "skipped": len(checks.numbers("skipped")),
             "failed": checks.numbers("fail"),
             "passed": checks.has_passed,
-        },
+        }
+    return {
+        "complete": report.is_complete,
+        "rule": report.rule,
+        "totals": {role: metrics_document(metrics) for role, metrics in report.ledger.totals.items()},
+        "worst": shown(report.worst),
+        "contract": contract,
         "missing": list(report.missing),
         **{name: plain(part) for name, part in parts.items() if part is not None},
     }
