@@ -10,7 +10,7 @@ from k2convert.cli.console import print_json, print_line, print_next, print_tabl
 from k2convert.models import find_family
 from k2convert.records.ledger import read_ledger
 from k2convert.records.pruning import share_words
-from k2convert.validation.decode import DecodedError
+from k2convert.records.shard_record import DecodedError
 from k2convert.validation.layers.result import LayersReport, Variant, labels, reference_name
 from k2convert.validation.results import (
     MAX_OFFENDERS,

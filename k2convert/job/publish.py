@@ -180,7 +180,12 @@ def validate_publication(
     folder, hashes = publication.folder, ShardHashes()
     with remedy("Run the conversion again: it replaces what is damaged."):
         validation = validate_checkpoint(
-            folder=folder, source=source, events=events, visitor=hashes, shards=shards, statistics=statistics
+            folder=folder,
+            source=source,
+            events=events,
+            visitor=hashes.shard_bytes,
+            shards=shards,
+            statistics=statistics,
         )
     if not validation.passed:
         raise UnservableError(

@@ -31,7 +31,7 @@ from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, LedgerSource, f
 from k2convert.records.shard_record import ShardRecord
 
 if TYPE_CHECKING:
-    from k2convert.validation.decode import DecodedError
+    from k2convert.records.shard_record import DecodedError
 
 PROJECTIONS: Final = ("gate", "up", "down")
 MAX_CELLS: Final = 1 << 20  # of one map; K2 has 23,040. A damaged record may name any expert: its map would take TB

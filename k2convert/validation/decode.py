@@ -13,7 +13,7 @@ from a rounded divisor, only figures of the source remain.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Final, cast
 
@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from k2convert.choices import BLOCK_SIZE
 from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.metrics.measure import add_up
-from k2convert.quantize.metrics.weight_metrics import WeightMetrics, decibels, ratio, total_metrics
+from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.rules.mse import MAX_IMPORTANCE
 from k2convert.records.document import plain
 from k2convert.records.ledger import TOTAL
-from k2convert.records.shard_record import ProjectionRecord
+from k2convert.records.shard_record import DecodedError, ProjectionRecord
 
 F64 = NDArray[np.float64]
 
@@ -44,47 +44,6 @@ def _e4m3_values() -> F64:
 
 
 _E4M3 = _e4m3_values()
-
-
-@dataclass(frozen=True, slots=True)
-class DecodedError:
-    """The error of one tensor's written bytes against the source; `max_error_steps` is None for BF16.
-
-    `weighted_energy` and `weighted_error` are the sums weighted by importance; None if there is none.
-    """
-
-    num_weights: int
-    num_nonzero: int
-    equal_nonzero: int
-    energy: float
-    squared_error: float
-    max_error_steps: float | None
-    weighted_energy: float | None = None
-    weighted_error: float | None = None
-
-    @property
-    def relative_mse(self) -> float:
-        """squared_error / energy; infinite if an all-zero source did not stay zero."""
-        return ratio(self.squared_error, self.energy)
-
-    @property
-    def sqnr_db(self) -> float | None:
-        """Signal-to-noise ratio in dB; infinite if nothing changed, None if source and result are all zero."""
-        return None if self.energy == self.squared_error == 0.0 else decibels(self.energy, self.squared_error)
-
-    @property
-    def weighted_sqnr_db(self) -> float | None:
-        """The same of the weighted sums; None without importance."""
-        if self.weighted_energy is None or self.weighted_error is None:
-            return None
-        return None if self.weighted_energy == 0.0 else decibels(self.weighted_energy, self.weighted_error)
-
-    def to_dict(self) -> dict[str, float | int | None]:
-        """Return the stored fields. Without importance, the weighted sums are left out."""
-        stored = asdict(self)
-        if self.weighted_error is None:
-            del stored["weighted_energy"], stored["weighted_error"]
-        return stored
 
 
 def measure_decoded(
@@ -142,7 +101,7 @@ class Totals:
     def figures(self, decoded: Mapping[str, DecodedError], *, num_modules: int) -> dict[str, Figures]:
         """Return the figures by role and under "total". `decoded` are the decoder's, by the same keys."""
         measured: dict[str, Figures] = {
-            role: error.to_dict() | {"num_blocks": error.num_weights // BLOCK_SIZE} for role, error in decoded.items()
+            role: plain(error) | {"num_blocks": error.num_weights // BLOCK_SIZE} for role, error in decoded.items()
         }
         if not self._has_exact_scales:
             return {role: {key: found[key] for key in _OF_SOURCE} for role, found in measured.items()}

@@ -5,7 +5,7 @@ the view that the conversion reads (plan/pruning), so a plan or a view that is w
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,9 +18,9 @@ from k2convert.models.names import Family, Role
 from k2convert.plan.pruning import KeptExperts
 from k2convert.plan.recipe import Recipe
 from k2convert.records.ledger import summarize
-from k2convert.records.shard_record import DecodedFigures, ProjectionRecord, ShardFindings, ShardRecord
+from k2convert.records.shard_record import ProjectionRecord, ShardFindings, ShardRecord
 from k2convert.validation.contract.result import Result, open_shard
-from k2convert.validation.decode import DecodedError, differing_totals
+from k2convert.validation.decode import differing_totals
 from k2convert.validation.scaling import Scaling
 from k2convert.validation.shards import ShardsFound, validate_shards
 from k2convert.validation.weights import CheckedWeight
@@ -71,10 +71,8 @@ def check_finished_shard(
         blake3=record.blake3,
         copied=tuple(sorted(scan.compared)),
         scaled=tuple(sorted(scan.scaled)),
-        decoded={
-            module: DecodedFigures(**asdict(checked.error), sampled_blocks=checked.sampled_blocks)
-            for module, checked in found.checked.items()
-        },
+        decoded=found.errors,
+        sampled_blocks={module: checked.sampled_blocks for module, checked in found.checked.items()},
         invalid_scales=scan.invalid_scales,
         subnormal_scales=scan.subnormal_scales,
         zero_blocks_with_codes=scan.zero_blocks_with_codes,
@@ -118,17 +116,11 @@ def join_findings(records: Iterable[ShardRecord]) -> ShardsFound:
         scan.zero_blocks_with_codes.update(checked.zero_blocks_with_codes)
         scan.scalars.update({name: bytes.fromhex(data) for name, data in checked.scalars.items()})
         for projection in record.projections:
-            figures = checked.decoded[projection.module]
-            error = DecodedError(**{field.name: getattr(figures, field.name) for field in fields(DecodedError)})
-            found = CheckedWeight(
-                projection.module,
-                error,
-                num_blocks=error.num_weights // BLOCK_SIZE if figures.sampled_blocks else 0,
-                sampled_blocks=figures.sampled_blocks,
-                metrics=projection.metrics,
-            )
-            joined.totals.add(projection.role, found.metrics, has_exact_scale=True)
-            joined.checked[projection.module] = replace(found, metrics=None)
+            module = projection.module
+            error, sampled = checked.decoded[module], checked.sampled_blocks[module]
+            num_blocks = error.num_weights // BLOCK_SIZE if sampled else 0
+            joined.totals.add(projection.role, projection.metrics, has_exact_scale=True)
+            joined.checked[module] = CheckedWeight(module, error, num_blocks, sampled)
     return joined
 
 

@@ -1,13 +1,14 @@
 """What a validation found, as plain values: the nineteen rules, the weights, reference layers and a comparison."""
 
 from collections.abc import Mapping, Sized
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from k2convert.choices import Rule
 from k2convert.quantize.rules import RULES
 from k2convert.records.document import shown
-from k2convert.validation.decode import DecodedError, total_errors
+from k2convert.records.shard_record import DecodedError
+from k2convert.validation.decode import total_errors
 from k2convert.validation.layers.result import LayersReport
 from k2convert.validation.weights import CheckedWeight
 
@@ -154,15 +155,7 @@ class ContractReport:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data for --json."""
-        return {
-            "folder": self.folder,
-            "layout": self.layout,
-            "activations": self.activations,
-            "passed": self.passed,
-            "failed": self.failed,
-            "summary": self.summary,
-            "rules": [asdict(rule) for rule in self.rules],
-        }
+        return {"passed": self.passed, "failed": self.failed, "summary": self.summary, **shown(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +295,7 @@ def _weights_document(weights: WeightsReport) -> dict[str, object]:
             "journal": _verdict(weights.journal_compared, weights.journal_mismatches),
             "library_decoder": _verdict(weights.decoder_compared, weights.decoder_mismatches),
         },
-        "rule": asdict(weights.rule),
+        "rule": shown(weights.rule),
         "journal": {"compared": weights.journal_compared, "mismatches": list(weights.journal_mismatches)},
         "library_decoder": {"compared": weights.decoder_compared, "mismatches": list(weights.decoder_mismatches)},
     }

@@ -24,11 +24,11 @@ from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
-from k2convert.records.shard_record import ProjectionRecord
+from k2convert.records.shard_record import DecodedError, ProjectionRecord
 from k2convert.validation.contract.result import Result
-from k2convert.validation.contract.scan import ScanResult, ShardVisitor, scan_shards
+from k2convert.validation.contract.scan import ScanResult, ShardBytes, scan_shards
 from k2convert.validation.contract.tensors import shape_problems
-from k2convert.validation.decode import DecodedError, Figures, Totals, total_errors
+from k2convert.validation.decode import Figures, Totals, total_errors
 from k2convert.validation.remote import LOCAL, Shards
 from k2convert.validation.scaling import over_powers
 from k2convert.validation.weights import CheckedWeight, WrittenWeight, check_weights
@@ -80,7 +80,7 @@ def validate_shards(
     recorded: Mapping[str, ProjectionRecord],
     with_library: bool = False,
     events: Events = SILENT,
-    visitor: ShardVisitor | None = None,
+    visitor: ShardBytes | None = None,
     shards: Shards = LOCAL,
 ) -> ShardsFound:
     """Read every shard once, and measure each converted module if there is a source.
@@ -101,14 +101,14 @@ def validate_shards(
         sharing = result.sharing_modules()
         measurer = _Measurer(result, source, reader, pool, decoder, recorded, rule, sharing)
         around = shards.plan(result, settle=measurer.settle)
-        scan = scan_shards(result, shard_visitor=visitor, tensor_visitor=measurer, events=events, around=around)
+        scan = scan_shards(result, shard_visitor=visitor, tensor_visitor=measurer.tensor, events=events, around=around)
         checked = measurer.results()
     return ShardsFound(scan, checked, measurer.totals, recorded, measurer.decoder_mismatches, with_library)
 
 
 @dataclass(slots=True)
 class _Measurer:
-    """Collects the tensors of each module during the scan and checks them in the pool; a TensorVisitor.
+    """Collects the tensors of each module during the scan and checks them in the pool.
 
     Modules that share a global scale are checked together if they come soon after one another. `sharing` maps each
     sharing key to the modules of the source that have it.

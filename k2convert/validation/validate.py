@@ -19,7 +19,6 @@ from k2convert.choices import Rule
 from k2convert.errors import CheckpointError, remedy
 from k2convert.models import read_architecture
 from k2convert.models.names import WEIGHT_PACKED
-from k2convert.plan.recipe import Budget
 from k2convert.quantize.rules import RULES
 from k2convert.records.events import SILENT, Events
 from k2convert.records.fingerprint import ARITHMETIC_VERSION
@@ -27,10 +26,10 @@ from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ProjectionRecord, ShardRecord
 from k2convert.validation.contract import check_result
 from k2convert.validation.contract.result import Result, read_result
-from k2convert.validation.contract.scan import ShardVisitor
+from k2convert.validation.contract.scan import ShardBytes
 from k2convert.validation.decode import compare_journal
 from k2convert.validation.finished_shard import join_findings
-from k2convert.validation.layers.result import LayerBudget, LayersReport
+from k2convert.validation.layers.result import LayersReport
 from k2convert.validation.remote import LOCAL, Shards
 from k2convert.validation.results import (
     ContractReport,
@@ -70,7 +69,7 @@ def validate_checkpoint(
     against: Path | None = None,
     layers: LayersRequest | None = None,
     events: Events = SILENT,
-    visitor: ShardVisitor | None = None,
+    visitor: ShardBytes | None = None,
     shards: Shards = LOCAL,
     statistics: "Statistics | None" = None,
 ) -> ValidationReport:
@@ -222,7 +221,7 @@ def _scan(
     *,
     reference: bool = False,
     events: Events,
-    visitor: ShardVisitor | None = None,
+    visitor: ShardBytes | None = None,
     shards: Shards = LOCAL,
 ) -> ShardsFound:
     """Read every shard, and measure each converted tensor if there is a source; CheckpointError for a BF16 copy."""
@@ -308,14 +307,13 @@ def _compute_layers(
 
     with remedy(RESULT_REMEDY):
         converted = open_checkpoint(result.folder, read=shards.header_reader)
-    budget = Budget() if result.recipe is None else result.recipe.budget
     return check_layers(
         source=source,
         converted=converted,
         layers=request.layers or read_architecture(source).moe_layers,
         hidden_states=request.hidden_states,
         tokens=request.tokens,
-        budget=LayerBudget(layer_sqnr_db=budget.layer_sqnr_db, expert_sqnr_db=budget.expert_sqnr_db),
+        budget=result.budget,
         scaling=result.scaling,
         whole=whole if result.is_pruned else None,
         events=events,

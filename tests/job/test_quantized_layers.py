@@ -162,7 +162,7 @@ def test_the_codes_of_the_walk_are_written_and_compared(
         assert record.checked is not None
         assert parse(ShardRecord, encode(record).decode(), where="record") == record
         for projection in record.projections:
-            found, sampled = projection.metrics, record.checked.decoded[projection.module].sampled_blocks
+            found, sampled = projection.metrics, record.checked.sampled_blocks[projection.module]
             assert found is not None
             assert (found.weighted_error or 0) > 0
             assert (sampled == 0) == (projection.module in codes.found)

@@ -12,8 +12,9 @@ pytest.importorskip("transformers")
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.moe import Mlp
 from k2convert.forward.weights import DenseWeight, LinearLayer
+from k2convert.plan.recipe import Budget
 from k2convert.validation.layers.check import check_layers
-from k2convert.validation.layers.result import LayerBudget, Variant
+from k2convert.validation.layers.result import Variant
 from scripts.evaluation import smollm2
 from scripts.evaluation.__main__ import FP4, FP32, INT4, SUBJECTS, convert, evaluate
 from scripts.evaluation.capture import capture
@@ -130,7 +131,7 @@ def test_captured_states_serve_the_layer_check(trained: Path, work: Path, evalua
         converted=open_checkpoint(converted),
         layers=(1, 2, 3),
         hidden_states=path,
-        budget=LayerBudget(),
+        budget=Budget(),
     )
     assert report.passed
     for layer in report.layers:

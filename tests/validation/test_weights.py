@@ -126,7 +126,7 @@ def test_weights_with_exponents_and_importance_are_made_again(
     assert found.metrics is not None
     stated = plain(found.metrics)
     assert is_same_error(found.error, found.metrics)
-    decoded = {key: value for key, value in found.error.to_dict().items() if key in stated}
+    decoded = {key: value for key, value in plain(found.error).items() if key in stated}
     assert list(differing_totals({"it": found.metrics}, {"it": decoded})) == []
 
 

@@ -17,8 +17,8 @@ from typing import Final
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import quoted, shortened
 from k2convert.models.names import Role
-from k2convert.plan.recipe import Budget
 from k2convert.records.ledger import Ledger
+from k2convert.records.shard_record import DecodedError
 from k2convert.validation.contract.folder import (
     check_config_unchanged,
     check_hf_quant_config,
@@ -38,7 +38,7 @@ from k2convert.validation.contract.tensors import (
     check_shapes,
     check_totals,
 )
-from k2convert.validation.decode import DecodedError, Figures, differing_totals
+from k2convert.validation.decode import Figures, differing_totals
 from k2convert.validation.results import ContractReport, Findings
 
 # These rules need every header. They are skipped if a shard cannot be read.
@@ -205,7 +205,7 @@ def check_errors(result: Result, errors: Mapping[str, DecodedError] | None) -> F
         return found.skip(result.no_source or NO_SOURCE)
     if not errors and not result.converted:
         return found.skip("no weight is converted")
-    budget = (Budget() if result.recipe is None else result.recipe.budget).tensor_sqnr_db
+    budget = result.budget.tensor_sqnr_db
     worst = math.inf
     for module in result.converted:
         measured = errors.get(module.name)

@@ -19,7 +19,7 @@ from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, LEDGER_NAME, SHA
 from k2convert.errors import CheckpointError, PlanError
 from k2convert.models import detect_family, expected_family, parse_tensor_name
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, WEIGHT_SHAPE, Family, Role, TensorName
-from k2convert.plan.recipe import Recipe
+from k2convert.plan.recipe import Budget, Recipe
 from k2convert.records.ledger import Ledger, find_ledger, pruned_source
 from k2convert.validation.results import NO_SOURCE
 from k2convert.validation.scaling import NO_SCALING, Exponents, Scaling
@@ -115,6 +115,11 @@ class Result:
         names = self.names
         scalars = (names.global_scale, names.input_scale) if self.has_input_scale else (names.global_scale,)
         return (names.weight, names.block_scale, *scalars)
+
+    @property
+    def budget(self) -> Budget:
+        """The error budget of the recipe, or the usual one without a recipe."""
+        return Budget() if self.recipe is None else self.recipe.budget
 
     @property
     def is_int4(self) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
@@ -30,20 +29,10 @@ _BLOCKS_AT_ONCE = 1 << 20
 _CODE_BYTES_A_BLOCK = BLOCK_SIZE // 2
 
 
-class ShardVisitor(Protocol):
-    """Gets all bytes of all shards."""
-
-    def shard_bytes(self, shard: str, data: Bytes) -> None:
-        """Get the next bytes of a shard. Called in file order, mostly from another thread."""
-        ...
-
-
-class TensorVisitor(Protocol):
-    """Gets the tensors of converted modules."""
-
-    def tensor(self, module: str, parameter: str, data: Bytes) -> None:
-        """Get one whole tensor. Called in file order."""
-        ...
+ShardBytes = Callable[[str, Bytes], None]
+"""Gets the next bytes of a shard, in file order, mostly from another thread."""
+TensorBytes = Callable[[str, str, Bytes], None]
+"""Gets module, parameter and bytes of one whole tensor of a converted module, in file order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +88,8 @@ class _Target:
 def scan_shards(
     result: Result,
     *,
-    shard_visitor: ShardVisitor | None = None,
-    tensor_visitor: TensorVisitor | None = None,
+    shard_visitor: ShardBytes | None = None,
+    tensor_visitor: TensorBytes | None = None,
     events: Events = SILENT,
     around: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> ScanResult:
@@ -157,8 +146,8 @@ class _Scan:
     source_reader: ShardReader
     found: ScanResult
     ahead: ThreadPoolExecutor
-    shard_visitor: ShardVisitor | None
-    tensor_visitor: TensorVisitor | None
+    shard_visitor: ShardBytes | None
+    tensor_visitor: TensorBytes | None
     events: Events
 
     def shard(self, header: ShardHeader) -> str:
@@ -203,7 +192,7 @@ class _Scan:
     def _read(self, shard: str, begin: int, end: int) -> Bytes:
         data = self.reader.read(TensorInfo("(all)", "U8", (end - begin,), begin, end, shard))
         if self.shard_visitor is not None:
-            self.shard_visitor.shard_bytes(shard, data)
+            self.shard_visitor(shard, data)
         return data
 
     def _check(self, piece: Piece, data: Bytes) -> None:
@@ -220,7 +209,7 @@ class _Scan:
             if is_scale and (data.min() <= SUBNORMAL_LAST or data.max() > LARGEST_FINITE):  # most scales are good
                 self._count_scales(target, target.module, data)
             if self.tensor_visitor is not None:
-                self.tensor_visitor.tensor(target.module.name, target.parameter, data)
+                self.tensor_visitor(target.module.name, target.parameter, data)
 
     def _compare(self, target: _Target, piece: Piece, data: Bytes) -> None:
         assert target.source is not None

@@ -154,9 +154,6 @@ def _output_error(variant: Variant, reference: Tensor, result: Tensor) -> Varian
         sqnr_db=sqnr_db(reference, result),
         cosine=float(cosine.mean()),
         worst_cosine=float(cosine.min()),
-        worst_expert=None,
-        worst_expert_sqnr_db=None,
-        shared_experts_sqnr_db=None,
     )
 
 

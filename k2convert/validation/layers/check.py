@@ -38,9 +38,10 @@ from k2convert.forward.walk import Walk, walk_layers
 from k2convert.forward.weights import WeightReader
 from k2convert.forward.work import HiddenStates, ReadStates, WriteStates
 from k2convert.models import detect_family, parse_tensor_name, read_architecture
+from k2convert.plan.recipe import Budget
 from k2convert.records.events import SILENT, Events
 from k2convert.validation.layers.block import BlockError, compute_block, int4_output
-from k2convert.validation.layers.result import LayerBudget, LayerPruning, LayerResult, LayersReport, Variant, labels
+from k2convert.validation.layers.result import LayerPruning, LayerResult, LayersReport, Variant, labels
 from k2convert.validation.scaling import NO_SCALING, Scaling, misfit
 
 ROUTER_PARAMETERS = ("weight", "e_score_correction_bias")
@@ -62,7 +63,7 @@ def check_layers(
     layers: Sequence[int],
     hidden_states: Path | Windows | None = None,
     tokens: int = 256,
-    budget: LayerBudget,
+    budget: Budget,
     scaling: Scaling = NO_SCALING,
     whole: Checkpoint | None = None,
     events: Events = SILENT,
@@ -123,7 +124,7 @@ def _check_layer(
     stem: str,
     states: Tensor,
     read: _Readers,
-    budget: LayerBudget,
+    budget: Budget,
     scaling: Scaling,
     events: Events,
 ) -> LayerResult:
@@ -176,7 +177,7 @@ def _is_same(name: str, source: WeightReader, converted: WeightReader, scaling: 
     return not misfit(before.numpy(), after.numpy(), dtype=one.dtype, begin=0, exponents=exponents)
 
 
-def _failures(block: BlockError, *, budget: LayerBudget, router_unchanged: bool) -> tuple[str, ...]:
+def _failures(block: BlockError, *, budget: Budget, router_unchanged: bool) -> tuple[str, ...]:
     failures: list[str] = []
     if not router_unchanged:
         failures.append("the router's weight or correction bias differs from the source's")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from k2convert.plan.recipe import Budget
 from k2convert.records.document import shown
 
 
@@ -53,18 +54,6 @@ def reference_name(found: Collection[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerBudget:
-    """The least weight-only SQNR in dB of a layer's output, and of any single expert's output.
-
-    Measured on synthetic states, routed experts converted: layers 19.2 to 20.6 `mse`, 16.2 to 17.7 `max`; worst
-    expert 16.9 to 17.9 and 13.9 to 14.8. Shared experts converted too: layers 18.5 and 16.0.
-    """
-
-    layer_sqnr_db: float = 15.0
-    expert_sqnr_db: float = 12.0
-
-
-@dataclass(frozen=True, slots=True)
 class VariantError:
     """Error of one layer's output against the INT4 source in FP32: of a pruned result, against its kept experts.
 
@@ -77,9 +66,9 @@ class VariantError:
     sqnr_db: float
     cosine: float
     worst_cosine: float
-    worst_expert: int | None
-    worst_expert_sqnr_db: float | None
-    shared_experts_sqnr_db: float | None
+    worst_expert: int | None = None
+    worst_expert_sqnr_db: float | None = None
+    shared_experts_sqnr_db: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +111,14 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True)
 class LayersReport:
-    """All layers that were computed; `hidden_states` describes their inputs."""
+    """All layers that were computed; `hidden_states` describes their inputs.
+
+    Measured on synthetic states, routed experts converted: layers 19.2 to 20.6 dB `mse`, 16.2 to 17.7 `max`; worst
+    expert 16.9 to 17.9 and 13.9 to 14.8. Shared experts converted too: layers 18.5 and 16.0.
+    """
 
     hidden_states: str
-    budget: LayerBudget
+    budget: Budget
     layers: tuple[LayerResult, ...]
 
     @property

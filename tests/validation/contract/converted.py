@@ -14,10 +14,10 @@ from blake3 import blake3
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS, LayoutNames
+from k2convert.records.shard_record import DecodedError
 from k2convert.validation.contract import check_result
 from k2convert.validation.contract.result import read_result
 from k2convert.validation.contract.scan import scan_shards
-from k2convert.validation.decode import DecodedError
 from k2convert.validation.results import ContractReport, RuleResult, Verdict
 from scripts.fixture_maker import damage
 from scripts.fixture_maker.folder import SmallCheckpoint

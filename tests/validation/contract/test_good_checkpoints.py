@@ -75,7 +75,7 @@ def test_visitors_get_every_shard_and_every_converted_tensor_once_and_whole(good
     result = read_result(good.folder, source=None)
     sizes = Sizes()
     events: Events = sizes
-    scan_shards(result, shard_visitor=sizes, tensor_visitor=sizes, events=events)
+    scan_shards(result, shard_visitor=sizes.shard_bytes, tensor_visitor=sizes.tensor, events=events)
     assert sizes.tensors == {f"{m.name}.{p}": t.num_bytes for m in result.converted for p, t in m.parameters.items()}
     assert sizes.shards == {name: header.file_bytes for name, header in result.headers.items()}
     assert sizes.bytes_in == sum(tensor.num_bytes for tensor in result.tensors.values())

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
+from k2convert.plan.recipe import Budget
 from k2convert.validation.layers.check import check_layers
 from k2convert.validation.layers.result import (
     W4A4_VARIANTS,
-    LayerBudget,
     LayerResult,
     LayersReport,
     Variant,
@@ -27,7 +27,7 @@ from k2convert.validation.layers.result import (
 from scripts.fixture_maker.damage import edit_tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-BUDGET = LayerBudget()
+BUDGET = Budget()
 
 
 def check(source: Path, converted: Path, **fields: Any) -> LayersReport:
@@ -142,7 +142,7 @@ def test_one_changed_bit_of_the_router_fails(tiny: Path, mse: Path, tmp_path: Pa
 
 def test_a_tighter_budget_fails_the_same_layer(tiny: Path, by_max: Path) -> None:
     assert check(tiny, by_max).passed
-    (layer,) = check(tiny, by_max, budget=LayerBudget(layer_sqnr_db=19.0)).layers
+    (layer,) = check(tiny, by_max, budget=Budget(layer_sqnr_db=19.0)).layers
     assert layer.failures == (
         f"output SQNR {error(layer, Variant.CONVERTED).sqnr_db:.2f} dB, under the budget of 19 dB",
     )

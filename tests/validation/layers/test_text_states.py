@@ -14,9 +14,9 @@ from torch import Tensor
 from k2convert.calibration.text import Windows, read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.cli.tally import Tally
+from k2convert.plan.recipe import Budget
 from k2convert.records.events import SILENT, Extent
 from k2convert.validation.layers.check import check_layers, states_of_text
-from k2convert.validation.layers.result import LayerBudget
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,7 +60,7 @@ def test_the_check_gets_these_states(tiny: Path, mse: Path, tmp_path: Path) -> N
     windows = windows_of(tiny, 64)
     states = {f"layers.{n}.mlp.input": x for n, x in states_of_text(source, windows.ids, (2,), events=SILENT)}
     save_file(states, tmp_path / "states.safetensors")
-    options: dict[str, Any] = {"source": source, "converted": converted, "layers": (2,), "budget": LayerBudget()}
+    options: dict[str, Any] = {"source": source, "converted": converted, "layers": (2,), "budget": Budget()}
     real = check_layers(**options, hidden_states=windows, tokens=64)
     captured = check_layers(**options, hidden_states=tmp_path / "states.safetensors", tokens=64)
     assert real.layers == captured.layers
