@@ -3,7 +3,7 @@
 app              registers the verbs; verbs: their arguments and options; options: what these share
 run, calibrate, validate, report, inspect, status, publish, fit, recipes
                  a file per verb
-machines         parts and clusters; forecast: what a calibration needs and found
+forecast         what a calibration needs and found
 views            plans and runs; validation_view: validations; fit_view: which GPUs hold a checkpoint
 console          stdout and stderr; progress: bars and progress lines
 interrupts       Ctrl-C and SIGTERM; failures: what the machine refuses, in one line

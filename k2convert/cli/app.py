@@ -6,10 +6,10 @@ Heavy libraries are imported inside the commands, so that `--help` answers at on
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn, TypeVar
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from k2convert import __version__
 from k2convert.cli.failures import UsageError, explain, explain_usage
 from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrupted
-from k2convert.cli.options import JsonOption, takes
+from k2convert.cli.options import JsonOption, verb
 from k2convert.cli.verbs import (
     CalibrateOptions,
     FitOptions,
@@ -29,8 +29,6 @@ from k2convert.cli.verbs import (
     ValidateOptions,
 )
 from k2convert.errors import InvalidCheckpointError, K2ConvertError, visible
-
-T = TypeVar("T")
 
 _MANY_OPTIONS: Final = 20  # from here on, help shows them in panels
 
@@ -74,10 +72,6 @@ def _examples(*commands: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  k2convert {command}" for command in commands)
 
 
-def _verb(options: type[T], *examples: str) -> Callable[[Callable[[T], None]], object]:
-    return lambda function: app.command(cls=Verb, epilog=_examples(*examples))(takes(options)(function))
-
-
 def _version(value: bool) -> None:
     if value:
         typer.echo(f"k2convert {__version__}")
@@ -91,72 +85,44 @@ def _root(
     pass
 
 
-@_verb(InspectOptions, "inspect Kimi-K2-Thinking", "inspect hf://moonshotai/Kimi-K2-Thinking --json")
-def inspect(options: InspectOptions) -> None:
-    """Describe a checkpoint, from its headers, or a statistics file."""
-
-
-@_verb(
-    FitOptions,
-    "fit hf://moonshotai/Kimi-K2-Thinking",
-    "fit Kimi-K2-Thinking --gpu rtx-pro-6000 --count 8 --experts auto",
+_VERBS: Final[Sequence[tuple[type, str, str]]] = (
+    (InspectOptions, "inspect Kimi-K2-Thinking", "inspect hf://moonshotai/Kimi-K2-Thinking --json"),
+    (
+        FitOptions,
+        "fit hf://moonshotai/Kimi-K2-Thinking",
+        "fit Kimi-K2-Thinking --gpu rtx-pro-6000 --count 8 --experts auto",
+    ),
+    (
+        RunOptions,
+        "run Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --dry-run",
+        "run hf://moonshotai/Kimi-K2-Thinking hf://YOU/K2-NVFP4 --max-disk 200GB",
+    ),
+    (
+        CalibrateOptions,
+        "calibrate Kimi-K2-Thinking k2.stats --text prompts.jsonl --dry-run --device h200",
+        "calibrate hf://moonshotai/Kimi-K2-Thinking k2.stats --text prompts.jsonl",
+    ),
+    (StatusOptions, "status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json"),
+    (
+        ValidateOptions,
+        "validate Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
+        "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
+    ),
+    (
+        ReportOptions,
+        "report Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
+        "report hf://YOU/K2-NVFP4 --out reports",
+    ),
+    (
+        PublishOptions,
+        "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4 --source Kimi-K2-Thinking",
+        "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4@v2 --yes",
+    ),
 )
-def fit(options: FitOptions) -> None:
-    """Show which GPUs hold a checkpoint, and with how much KV cache. Only headers are read. Exit code 3 if it does not
-    fit.
-    """
+"""The options of every verb, and two examples."""
 
-
-@_verb(
-    RunOptions,
-    "run Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --dry-run",
-    "run hf://moonshotai/Kimi-K2-Thinking hf://YOU/K2-NVFP4 --max-disk 200GB",
-)
-def run(options: RunOptions) -> None:
-    """Convert an INT4 checkpoint to NVFP4. Running it again resumes."""
-
-
-@_verb(
-    CalibrateOptions,
-    "calibrate Kimi-K2-Thinking k2.stats --text prompts.jsonl --dry-run --device h200",
-    "calibrate hf://moonshotai/Kimi-K2-Thinking k2.stats --text prompts.jsonl",
-)
-def calibrate(options: CalibrateOptions) -> None:
-    """Collect statistics of activations on a text. It computes SOURCE layer by layer and writes STATISTICS for `run
-    --statistics`. Running it again resumes.
-    """
-
-
-@_verb(StatusOptions, "status Kimi-K2-Thinking-NVFP4", "status hf://YOU/K2-NVFP4 --json")
-def status(options: StatusOptions) -> None:
-    """Show how far a conversion or a calibration is. For a finished one: where it was published."""
-
-
-@_verb(
-    ValidateOptions,
-    "validate Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
-    "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
-)
-def validate(options: ValidateOptions) -> None:
-    """Check a converted checkpoint and measure its error. It checks the servable contract, every weight, and MoE
-    layers on request. Exit code 3 if it fails.
-    """
-
-
-@_verb(
-    ReportOptions, "report Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking", "report hf://YOU/K2-NVFP4 --out reports"
-)
-def report(options: ReportOptions) -> None:
-    """Write a report as page, Markdown and picture. The files are report.html, report.md and report.png."""
-
-
-@_verb(
-    PublishOptions,
-    "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4 --source Kimi-K2-Thinking",
-    "publish Kimi-K2-Thinking-NVFP4 --repo YOU/K2-NVFP4@v2 --yes",
-)
-def publish(options: PublishOptions) -> None:
-    """Validate a converted checkpoint and publish it on the Hub. It makes one commit, on main or a branch."""
+for _options, *_commands in _VERBS:
+    app.command(cls=Verb, epilog=_examples(*_commands))(verb(_options))
 
 
 @app.command(cls=Verb, epilog=_examples("recipes", "recipes --json"))

@@ -15,6 +15,7 @@ from k2convert.cli.fit_view import (
     holder_document,
     show_fit,
     show_holders,
+    show_notes,
     show_ways_out,
     speed_document,
 )
@@ -49,8 +50,8 @@ def fit(options: FitOptions) -> None:
         utilization=options.utilization,
         overhead_bytes=parse_size(options.overhead),
     )
-    is_pruned = options.experts not in (None, AUTO)
-    model = whole.with_experts(int(options.experts or 0)) if is_pruned else whole
+    experts = None if options.experts in (None, AUTO) else options.experts
+    model = whole if experts is None else whole.with_experts(int(experts))
     asked = _Asked(options, opened.checkpoint, whole, model, settings)
     count = options.count
     fits = _answer_all(asked, gpu) if gpu is None or count is None else _answer_one(asked, gpu, count)
@@ -89,8 +90,7 @@ def _chosen_gpu(options: FitOptions) -> Gpu | None:
     """Return the GPU asked for, None for all; raises BadParameter for options that need more than was given."""
     if options.gpu is not None and options.memory is not None:
         raise typer.BadParameter("pass --gpu or --memory, not both")
-    named = options.gpu is not None or options.memory is not None
-    if options.count is not None and not named:
+    if options.count is not None and options.gpu is None and options.memory is None:
         raise typer.BadParameter("--count needs --gpu or --memory")
     if options.memory is not None and options.count is None:
         raise typer.BadParameter("--memory needs --count")
@@ -194,7 +194,4 @@ def show_serving(commands: ServeCommands, *, known: Sequence[str]) -> None:
         console.print_line(f"\n{ENGINE_NAMES[engine]}:")
         if command.words:
             console.print_line(command.block)
-    notes = dict.fromkeys(note for command in commands.values() for note in command.notes)
-    for note in notes:
-        if note not in known:
-            console.print_note(f"note: {note}")
+    show_notes(dict.fromkeys(note for found in commands.values() for note in found.notes if note not in known))

@@ -1,6 +1,6 @@
 """How `fit` is shown: tables for people, plain data for --json."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 from k2convert.choices import counted
@@ -99,7 +99,7 @@ def show_holders(name: str, model: Model, settings: Settings, holders: Sequence[
     print_table(f"GPUs that hold it with {_wanted(settings)}", columns, rows, left=(0, 1))
     if (longest := model.shape.max_context) in lengths:
         print_line(f"{longest:,} tokens are the most that the model was made for (max_position_embeddings)")
-    _show_notes(_general_notes(settings))
+    show_notes(_general_notes(settings))
 
 
 def _lengths(model: Model, settings: Settings) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def show_fit(name: str, model: Model, settings: Settings, holder: Holder, estima
     ]
     print_table("on the fullest GPU" if fit.layout.pipeline > 1 else "on each GPU", ("what", "bytes"), rows)
     _show_speed(model, holder, estimates)
-    _show_notes(fit_notes(holder, settings))
+    show_notes(fit_notes(holder, settings))
 
 
 def _verdict(fit: Fit, settings: Settings, lengths: Sequence[int]) -> str:
@@ -172,15 +172,8 @@ def _show_speed(model: Model, holder: Holder, estimates: Sequence[EstimatedSpeed
             "For K2, published speeds are 4 to 11 times lower."
         )
     rows = [
-        (
-            f"{row.tokens_per_second} tok/s",
-            f"{row.requests}",
-            row.layout,
-            row.weights,
-            row.engine,
-            f"{row.source}, {row.date}",
-        )
-        for row in published_speeds(model.shape, holder.gpu, layout.num_gpus)
+        (f"{r.tokens_per_second} tok/s", f"{r.requests}", r.layout, r.weights, r.engine, f"{r.source}, {r.date}")
+        for r in published_speeds(model.shape, holder.gpu, layout.num_gpus)
     ]
     rows += [
         (
@@ -213,6 +206,7 @@ def _general_notes(settings: Settings) -> list[str]:
     return [overhead, *([FP8_NOTE] if settings.kv == "fp8" else [])]
 
 
-def _show_notes(notes: Sequence[str]) -> None:
+def show_notes(notes: Iterable[str]) -> None:
+    """Print what to know about an answer."""
     for note in notes:
         print_note(f"note: {note}")

@@ -103,12 +103,10 @@ class Forecast:
 
         if self.size.num_layers == 0:
             return Time(0.0, 0.0)
-        gpu = self.computer.gpu
+        gpu, source, size, is_walk = self.computer.gpu, self.source, self.size, self.is_walk
         if gpu is None or gpu.flops is None:
-            return measured_time(self.source, self.size, is_walk=self.is_walk)
-        return computed_time(
-            self.source, self.size, is_walk=self.is_walk, gpu=gpu, flops=gpu.flops, disk_bytes=disk_bytes
-        )
+            return measured_time(source, size, is_walk=is_walk)
+        return computed_time(source, size, is_walk=is_walk, gpu=gpu, flops=gpu.flops, disk_bytes=disk_bytes)
 
     def memory_lines(self, needed: int) -> list[str]:
         """Return the memory that is needed and the memory that is there, in lines."""
@@ -177,17 +175,14 @@ def plan_line(plan: CalibrationPlan) -> str:
     """Return layers and text of a calibration, in a line."""
     windows = plan.text.windows
     names = ", ".join(name for name, _ in windows.texts)
-    line = (
-        f"{plan.num_layers} layers on {windows.ids.size:,} tokens of {names}, in "
-        f"{counted(windows.ids.shape[0], 'window')} of {windows.ids.shape[1]:,}"
-    )
+    size = f"{counted(windows.ids.shape[0], 'window')} of {windows.ids.shape[1]:,}"
+    line = f"{plan.num_layers} layers on {windows.ids.size:,} tokens of {names}, in {size}"
     if plan.needs is None:
         return line
     held_out = "with only one window, no error on other tokens"
     if count := plan.held_out_windows:
-        held_out = (
-            f"{count:,} of them {'is' if count == 1 else 'are'} kept out of the fit, so that its error on other tokens"
-        )
+        verb = "is" if count == 1 else "are"
+        held_out = f"{count:,} of them {verb} kept out of the fit, so that its error on other tokens"
     return f"calibrates while it converts: {line}; {held_out} is measured"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, Final, cast, get_args, get_type_hints
 
 import typer
 
@@ -19,8 +19,6 @@ from k2convert.checkpoint.names import WORK_SUFFIX
 from k2convert.choices import Device
 from k2convert.errors import HubError, PlanError, shortened
 from k2convert.hub.client import SCHEME, parse_repo
-
-T = TypeVar("T")
 
 TEXT_FORMS: Final = '.txt, .jsonl with "text" or "messages", or token ids in .npy or .jsonl'
 ADDRESS: Final = "hf://owner/name[@revision]"
@@ -86,52 +84,47 @@ def _if_repo(name: str) -> str:
         return f"{SCHEME}owner/name"
 
 
-def _callback(check: Callable[[str], None]) -> Callable[[Any], Any]:
-    """Return the callback of an argument that checks how a place is spelled, if it is given."""
-
-    def checked(value: Any) -> Any:
-        if value is not None:
-            check(str(value))
-        return value
-
-    return checked
+def check_status_place(text: str) -> None:
+    """The same as `check_source`; the statistics file of an unfinished calibration is missing, but not its folder."""
+    if not Path(f"{text}{WORK_SUFFIX}").is_dir():
+        check_source(text)
 
 
-def _check_statistics(text: str) -> None:
+def check_statistics(text: str) -> None:
+    """Refuse an address on the Hub that names no file; raises HubError."""
     if text.startswith(SCHEME):
         from k2convert.hub.download import parse_file_address
 
         parse_file_address(text)
 
 
-def _check_size(text: str) -> None:
+def check_size(text: str) -> None:
+    """Refuse what is not a size; raises BadParameter."""
     try:
         parse_size(text)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-existing_place = _callback(check_source)
-new_place = _callback(check_new_place)
-not_address = _callback(check_not_address)
-local_folder = _callback(check_folder)
-statistics_place = _callback(_check_statistics)
-size_option = _callback(_check_size)
+def _callback(check: Callable[[str], None] | None) -> Callable[[Any], Any]:
+    """Return the callback that checks a value if it is given."""
+
+    def checked(value: Any) -> Any:
+        if value is not None and check is not None:
+            check(str(value))
+        return value
+
+    return checked
 
 
-def status_place(value: Any) -> Any:
-    """Callback of `status`: the statistics file of an unfinished calibration is not there yet, but its folder is."""
-    return value if Path(f"{value}{WORK_SUFFIX}").is_dir() else existing_place(value)
-
-
-def argument(name: str, help: str, callback: Callable[[Any], Any]) -> Any:
+def argument(name: str, help: str, check: Callable[[str], None]) -> Any:
     """Define an argument. `name` is what help calls it."""
-    return typer.Argument(metavar=name, help=help, callback=callback, show_default=False)
+    return typer.Argument(metavar=name, help=help, callback=_callback(check), show_default=False)
 
 
-SourceArgument = Annotated[str, argument("SOURCE", f"Folder of the INT4 checkpoint, or {ADDRESS}.", existing_place)]
+SourceArgument = Annotated[str, argument("SOURCE", f"Folder of the INT4 checkpoint, or {ADDRESS}.", check_source)]
 ResultArgument = Annotated[
-    str, argument("DEST", f"Folder of the converted checkpoint, or {ADDRESS}.", existing_place)
+    str, argument("DEST", f"Folder of the converted checkpoint, or {ADDRESS}.", check_source)
 ]  # of a result that is there
 
 
@@ -141,13 +134,15 @@ def option(
     *,
     name: str | None = None,
     panel: str | None = None,
-    callback: Callable[[Any], Any] | None = None,
+    check: Callable[[str], None] | None = None,
     min: float | None = None,
     max: float | None = None,
 ) -> Any:
     """Define an option. `metavar` is what help calls its value; without one, help lists the choices."""
     names = () if name is None else (name,)
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, callback=callback, min=min, max=max)
+    return typer.Option(
+        *names, help=help, metavar=metavar, rich_help_panel=panel, callback=_callback(check), min=min, max=max
+    )
 
 
 def flag(name: str, help: str, panel: str | None = None) -> Any:
@@ -158,11 +153,11 @@ def flag(name: str, help: str, panel: str | None = None) -> Any:
 JsonOption = Annotated[bool, flag("--json", "Print one JSON document on stdout, not tables.", RESULT)]
 QuietOption = Annotated[bool, flag("--quiet", "Show no progress on stderr.", RESULT)]
 SourceOption = Annotated[
-    str | None, option(f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", callback=existing_place)
+    str | None, option(f"INT4 source, a folder or {ADDRESS}: measures every weight.", "SOURCE", check=check_source)
 ]
 StatisticsOption = Annotated[
     str | None,
-    option(f"Statistics that the conversion used: {STATISTICS}. Needs --source.", "FILE", callback=statistics_place),
+    option(f"Statistics that the conversion used: {STATISTICS}. Needs --source.", "FILE", check=check_statistics),
 ]
 PublicOption = Annotated[bool, flag("--public/--private", "Visibility of a new repository.", HUB)]
 MaxDiskOption = Annotated[
@@ -171,7 +166,7 @@ MaxDiskOption = Annotated[
         "Disk to use at once, with the Hub: 200GB [default: free less 10 %].",
         "BYTES",
         panel=MACHINE,
-        callback=size_option,
+        check=check_size,
     ),
 ]
 DeviceOption = Annotated[
@@ -192,34 +187,30 @@ def parse_device(text: str) -> tuple[Device | None, str | None, int | None]:
     return (None, None, int(cores[1])) if cores else (None, text, None)
 
 
-def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Turn the declaration of a verb into a command with the fields of its options as its parameters.
+def verb(options: type) -> Callable[..., None]:
+    """Return the command with the fields of a verb's options as its parameters, and their docstring as its help.
 
-    The verb itself is the function of the same name in the module of that name, which is imported when it is called.
+    The verb `run` of RunOptions is the function `run` of the module `run`, which is imported when it is called.
     """
+    name = options.__name__.removesuffix("Options").lower()
 
-    def decorate(function: Callable[[T], None]) -> Callable[..., None]:
-        def command(**values: Any) -> None:
-            name = function.__name__
-            getattr(import_module(f"{__package__}.{name}"), name)(options(**values))
+    def command(**values: Any) -> None:
+        getattr(import_module(f"{__package__}.{name}"), name)(options(**values))
 
-        hints = get_type_hints(options, include_extras=True)
-        command.__name__, command.__doc__ = function.__name__, function.__doc__
-        command.__annotations__ = hints
-        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
-            [
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                    annotation=hints[field.name],
-                )
-                for field in fields(options)  # type: ignore[arg-type]  # a dataclass
-            ]
-        )
-        return command
-
-    return decorate
+    hints = get_type_hints(options, include_extras=True)
+    command.__name__, command.__doc__, command.__annotations__ = name, options.__doc__, hints
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
+        [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(options)  # type: ignore[arg-type]  # a dataclass
+        ]
+    )
+    return command
 
 
 def command_words(verb: str, options: Any) -> tuple[str, ...]:

@@ -3,14 +3,15 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import typer
 
+from k2convert.choices import counted
 from k2convert.cli import console
 from k2convert.cli.forecast import (
     Computer,
@@ -23,7 +24,6 @@ from k2convert.cli.forecast import (
     show_outputs,
     show_walk,
 )
-from k2convert.cli.machines import capacity_line, open_cluster, run_part
 from k2convert.cli.options import command_words, parse_device, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import RunOptions
@@ -52,6 +52,8 @@ from k2convert.records.ledger import below_budget, check_budget, summarize
 if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan
     from k2convert.hub.preflight import Target
+    from k2convert.job.parts import Part
+    from k2convert.job.ray import Cluster
 
 
 _UNUSED_GPU: Final = (
@@ -104,15 +106,14 @@ def run(options: RunOptions) -> None:
         if options.dry_run:
             _show_plan(job, options, computer)
         elif part is not None:
-            run_part(job, part, options)
+            _do_part(job, part, options)
         elif job.target is not None and job.is_published:
             from k2convert.job.publish import settle_published
 
             settle_published(job, job.target)
             console.print_note(f"{job.target.repo}: {job.target.revision} already holds this result")
             if options.as_json:
-                document = {"repo": job.target.repo, "commit": job.target.head, "published_before": True}
-                console.print_json(document)
+                console.print_json({"repo": job.target.repo, "commit": job.target.head, "published_before": True})
         else:
             _do(job, options)
 
@@ -200,32 +201,65 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
 
 
 def _show_cluster_plan(job: Job, options: RunOptions) -> None:
-    with Waiting("looks at the cluster", quiet=options.quiet), open_cluster(options) as cluster:
-        capacity = cluster.capacity
+    with Waiting("looks at the cluster", quiet=options.quiet), _open_cluster(options) as cluster:
+        found = cluster.capacity
     if options.as_json:
-        document = plan_document(job, source=options.source)
-        console.print_json(document | {"cluster": asdict(capacity)})
+        console.print_json(plan_document(job, source=options.source) | {"cluster": asdict(found)})
     else:
         show_plan(job, source=options.source)
-        console.print_line(capacity_line(capacity))
+        counts = ((found.nodes, "node"), (found.cpus, "CPU"), (found.gpus, "GPU"))
+        has = ", ".join(counted(count, unit) for count, unit in counts if count or unit != "GPU")
+        rate = f"{found.shards_at_a_time:,} shards at a time; the time is not estimated"
+        lack = f"{found.lack}, or wait until the cluster grows"
+        console.print_line(f"cluster: {has}; {lack if found.lack else rate}")
     check_room(job)
     if not options.as_json:
         console.print_next(console.own_command(without="--dry-run"))
+
+
+@contextmanager
+def _open_cluster(options: RunOptions) -> "Generator[Cluster]":
+    """Connect to the cluster of --ray; raises PlanError without one."""
+    assert options.ray is not None
+    from k2convert.job.ray import connect
+
+    max_disk, cpus = None if options.max_disk is None else parse_size(options.max_disk), options.cpus_per_shard
+    with connect(options.ray, cpus=cpus, with_gpu=options.device == "cuda", max_disk=max_disk) as cluster:
+        yield cluster
+
+
+def _do_part(job: Job, part: "Part", options: RunOptions) -> None:
+    """Do one part, and print the command that ends the job."""
+    whole = JobCommand(command_words("run", replace(options, part=None)), str(Path.cwd()))
+    num_shards = len(part.items(job.items))
+    display = Display("convert", Extent({"convert": (job.bytes_in, 0)}, num_shards), quiet=options.quiet)
+    try:
+        with display as events:
+            execute(replace(job, command=whole), part=part, events=events)
+    except BaseException as error:
+        error.add_note(f"{display.tally.shards} of this part's {num_shards} shards are converted")
+        error.add_note(console.command(*command_words("run", options)))
+        raise
+    if options.as_json:
+        console.print_json({"part": str(part), "shards": num_shards, "shards_of_job": len(job.plan.jobs)})
+        return
+    console.print_line(f"part {part}: {num_shards} of the {len(job.plan.jobs)} shards are converted")
+    console.print_note("when all parts are done, the command without --part writes index and config:")
+    console.print_next(whole.line(here=whole.folder))
 
 
 def _do(job: Job, options: RunOptions) -> None:
     if job.target is not None:
         confirm(job.target, total_bytes=job.plan.data_bytes, yes=options.yes, ask=typer.confirm)
     command = JobCommand(command_words("run", options), str(Path.cwd()))
-    job = replace(job, command=command)
     extent = Extent({"convert": (job.bytes_in, job.finished_bytes_in)}, len(job.plan.jobs), len(job.finished))
     display = Display("transfer" if job.uses_hub else "convert", extent, quiet=options.quiet)
     if job.gptq is not None:
         display.tally.expected_seconds["calibrate"] = _start_walk(job, job.gptq, options)
     start = time.monotonic()
     try:
-        with nullcontext() if options.ray is None else open_cluster(options) as cluster, display as events:
-            outcome = execute(job, events=events, cluster=cluster, verify=options.verify)
+        with nullcontext() if options.ray is None else _open_cluster(options) as cluster, display as events:
+            outcome = execute(replace(job, command=command), events=events, cluster=cluster, verify=options.verify)
     except UnservableError as error:
         from k2convert.cli.validation_view import show_validation
 

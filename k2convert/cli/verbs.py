@@ -1,4 +1,4 @@
-"""The arguments and options of every verb, in the order of its help."""
+"""The arguments and options of every verb, in the order of its help, which begins with the docstring."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +25,15 @@ from k2convert.cli.options import (
     SourceOption,
     StatisticsOption,
     argument,
-    existing_place,
+    check_folder,
+    check_new_place,
+    check_not_address,
+    check_size,
+    check_source,
+    check_statistics,
+    check_status_place,
     flag,
-    local_folder,
-    new_place,
-    not_address,
     option,
-    size_option,
-    statistics_place,
-    status_place,
 )
 from k2convert.errors import quoted
 
@@ -42,9 +42,11 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
+    """Convert an INT4 checkpoint to NVFP4. Running it again resumes."""
+
     source: SourceArgument
     destination: Annotated[
-        str, argument("DEST", "Folder of the converted checkpoint, or hf://owner/name[@branch].", new_place)
+        str, argument("DEST", "Folder of the converted checkpoint, or hf://owner/name[@branch].", check_new_place)
     ]
     recipe: Annotated[
         str | None, option("A file, or a name that `recipes` lists [default: by family].", "RECIPE", panel=RESULT)
@@ -86,7 +88,7 @@ class RunOptions:
     quiet: QuietOption = False
     statistics: Annotated[
         str | None,
-        option(f"Statistics of `calibrate`: {STATISTICS}.", "FILE", panel=CALIBRATION, callback=statistics_place),
+        option(f"Statistics of `calibrate`: {STATISTICS}.", "FILE", panel=CALIBRATION, check=check_statistics),
     ] = None
     calibrate: Annotated[
         list[Path] | None,
@@ -116,7 +118,7 @@ class RunOptions:
             "Folder for a job that publishes to the Hub [default: k2convert-work/REPO].",
             "FOLDER",
             panel=HUB,
-            callback=local_folder,
+            check=check_folder,
         ),
     ] = None
     yes: Annotated[bool, flag("--yes", "Publish without asking; calibrate for more than 12 hours too.", HUB)] = False
@@ -124,13 +126,17 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class CalibrateOptions:
+    """Collect statistics of activations on a text. It computes SOURCE layer by layer and writes STATISTICS for `run
+    --statistics`. Running it again resumes.
+    """
+
     source: SourceArgument
     statistics: Annotated[
         Path,
         argument(
             "STATISTICS",
             "Statistics file to write. Until it is complete, the work is in STATISTICS.work.",
-            local_folder,
+            check_folder,
         ),
     ]
     text: Annotated[list[Path], option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")]
@@ -147,6 +153,10 @@ class CalibrateOptions:
 
 @dataclass(frozen=True, slots=True)
 class ValidateOptions:
+    """Check a converted checkpoint and measure its error. It checks the servable contract, every weight, and MoE
+    layers on request. Exit code 3 if it fails.
+    """
+
     destination: ResultArgument
     source: SourceOption = None
     layers: Annotated[
@@ -168,7 +178,7 @@ class ValidateOptions:
         option(
             "Folder of another NVFP4 checkpoint of the same source, to measure it too. Needs --source.",
             "FOLDER",
-            callback=existing_place,
+            check=check_source,
         ),
     ] = None
     as_json: JsonOption = False
@@ -177,6 +187,8 @@ class ValidateOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
+    """Write a report as page, Markdown and picture. The files are report.html, report.md and report.png."""
+
     destination: ResultArgument
     source: SourceOption = None
     statistics: StatisticsOption = None
@@ -184,7 +196,7 @@ class ReportOptions:
         Path | None, option("Output of `validate --json`, to show it instead of reading the shards again.", "FILE")
     ] = None
     out: Annotated[
-        Path | None, option("Folder to write to [default: DEST, or . for hf://].", "FOLDER", callback=new_place)
+        Path | None, option("Folder to write to [default: DEST, or . for hf://].", "FOLDER", check=check_new_place)
     ] = None
     as_json: JsonOption = False
     quiet: QuietOption = False
@@ -192,8 +204,10 @@ class ReportOptions:
 
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
-    folder: Annotated[Path, argument("FOLDER", "Folder of the converted checkpoint.", local_folder)]
-    repo: Annotated[str, option("Repository to publish on.", "owner/name[@branch]", callback=not_address)]
+    """Validate a converted checkpoint and publish it on the Hub. It makes one commit, on main or a branch."""
+
+    folder: Annotated[Path, argument("FOLDER", "Folder of the converted checkpoint.", check_folder)]
+    repo: Annotated[str, option("Repository to publish on.", "owner/name[@branch]", check=check_not_address)]
     public: PublicOption = False
     yes: Annotated[bool, flag("--yes", "Publish without asking.")] = False
     base_model: Annotated[
@@ -201,7 +215,7 @@ class PublishOptions:
         option(
             "Repository of the INT4 source, for the card and its license [default: the ledger's].",
             "owner/name",
-            callback=not_address,
+            check=check_not_address,
         ),
     ] = None
     source: SourceOption = None
@@ -212,38 +226,48 @@ class PublishOptions:
 
 @dataclass(frozen=True, slots=True)
 class InspectOptions:
+    """Describe a checkpoint, from its headers, or a statistics file."""
+
     source: Annotated[
-        str, argument("SOURCE", f"Folder of a checkpoint, {ADDRESS}, or a statistics file.", existing_place)
+        str, argument("SOURCE", f"Folder of a checkpoint, {ADDRESS}, or a statistics file.", check_source)
     ]
     as_json: JsonOption = False
 
 
 @dataclass(frozen=True, slots=True)
 class StatusOptions:
+    """Show how far a conversion or a calibration is. For a finished one: where it was published."""
+
     destination: Annotated[
-        str, argument("DEST", f"Folder of a conversion, statistics file of a calibration, or {ADDRESS}.", status_place)
+        str,
+        argument(
+            "DEST", f"Folder of a conversion, statistics file of a calibration, or {ADDRESS}.", check_status_place
+        ),
     ]
     as_json: JsonOption = False
 
 
-def _experts_option(text: str | None) -> str | None:
-    if text is not None and text != AUTO and not (text.isdecimal() and 0 < len(text) < 10 and int(text)):
+def _check_experts(text: str) -> None:
+    if text != AUTO and not (text.isdecimal() and 0 < len(text) < 10 and int(text)):
         raise typer.BadParameter(f"{quoted(text)} is not a number of experts. Pass one such as 192, or auto.")
-    return text
 
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
+    """Show which GPUs hold a checkpoint, and with how much KV cache. Only headers are read. Exit code 3 if it does not
+    fit.
+    """
+
     checkpoint: Annotated[
         str,
         argument(
-            "CHECKPOINT", f"Folder or {ADDRESS}: an INT4 source, as it would be converted, or a result.", existing_place
+            "CHECKPOINT", f"Folder or {ADDRESS}: an INT4 source, as it would be converted, or a result.", check_source
         ),
     ]
     gpu: Annotated[str | None, option("Kind of GPU: b200, h200, rtx-pro-6000 ...", "GPU")] = None
-    memory: Annotated[
-        str | None, option("Memory of one GPU, instead of --gpu: 96GB.", "BYTES", callback=size_option)
-    ] = None
+    memory: Annotated[str | None, option("Memory of one GPU, instead of --gpu: 96GB.", "BYTES", check=check_size)] = (
+        None
+    )
     count: Annotated[int | None, option("Number of GPUs.", "N", min=1, max=1024)] = None
     tp: Annotated[int | None, option("GPUs that hold each layer together.", "N", min=1)] = None
     ep: Annotated[int | None, option("GPUs that whole experts are given to.", "N", min=1)] = None
@@ -257,14 +281,14 @@ class FitOptions:
         float, option("Share of the memory that the engine may use.", "SHARE", min=0.01, max=1.0)
     ] = 0.92
     overhead: Annotated[
-        str, option("Memory for activations, CUDA graphs and NCCL on each GPU.", "BYTES", callback=size_option)
+        str, option("Memory for activations, CUDA graphs and NCCL on each GPU.", "BYTES", check=check_size)
     ] = "3GB"
     experts: Annotated[
         str | None,
         option(
             "Experts per layer if it is pruned; auto: the most that fit on --count GPUs.",
             "N|auto",
-            callback=_experts_option,
+            check=_check_experts,
         ),
     ] = None
     estimate: Annotated[

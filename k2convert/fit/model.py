@@ -47,11 +47,8 @@ class ModelShape:
                 f"--experts {count}: a layer has {self.num_experts} experts and each token uses "
                 f"{self.experts_per_token}. Pass {self.experts_per_token} to {self.num_experts}."
             )
-        if count % self.num_groups:
-            raise FitError(
-                f"--experts {count}: the router splits experts into {self.num_groups} groups (n_group). "
-                "Pass a multiple."
-            )
+        if count % (groups := self.num_groups):
+            raise FitError(f"--experts {count}: the router splits experts into {groups} groups. Pass a multiple.")
         return replace(self, num_experts=count)
 
 

@@ -118,23 +118,20 @@ def state_needs(model: Model) -> Needs:
             f"Weights: {gigabytes(model.weights.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
             "tensor parallelism does not divide it, decode context parallelism does."
         ),
-        rows=tuple(_row(model, holder) for holder in fewest.values()),
+        rows=tuple(
+            (
+                f"{holder.fit.layout.num_gpus} x {holder.gpu.title}",
+                str(holder.fit.layout),
+                gigabytes(holder.fit.weight_bytes),
+                *(f"{count:,}" for count in fp8_and_bf16_tokens(model, holder, settings=settings)),
+            )
+            for holder in fewest.values()
+        ),
         note=(
             f"Computed from the headers, with {UTILIZATION:.0%} of each GPU's memory used and "
             f"{gigabytes(OVERHEAD_BYTES)} assumed for activations, CUDA graphs and NCCL. `k2convert fit` computes "
             "other GPUs, layouts and lengths."
         ),
-    )
-
-
-def _row(model: Model, holder: Holder) -> tuple[str, ...]:
-    fit = holder.fit
-    tokens = fp8_and_bf16_tokens(model, holder, settings=Settings())
-    return (
-        f"{fit.layout.num_gpus} x {holder.gpu.title}",
-        str(fit.layout),
-        gigabytes(fit.weight_bytes),
-        *(f"{count:,}" for count in tokens),
     )
 
 
