@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NoReturn, cast
 
-from k2convert.checkpoint.files import list_folder, parse_json_object, read_json_file, read_text_file, walk_folder
+from k2convert.checkpoint.files import (
+    check_plain_file,
+    list_folder,
+    parse_json_object,
+    read_json_file,
+    read_text_file,
+    walk_folder,
+)
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, read_header
 from k2convert.checkpoint.names import (
     CARD_NAME,
@@ -31,24 +38,16 @@ def _refuse(_self: object, *_args: object, **_options: object) -> NoReturn:
     raise TypeError("this document is frozen: change a copy")
 
 
+def _reduced(self: Any, *_args: object) -> tuple[Any, ...]:
+    return freeze, (thaw(self),)
+
+
 class FrozenDict(dict[str, Any]):
     """A dict without its methods that change it."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return freeze, (dict(self),)
-
-    def __deepcopy__(self, memo: object) -> dict[str, Any]:
-        return thaw(self)
 
 
 class FrozenList(list[Any]):
     """A list without its methods that change it."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return freeze, (list(self),)
-
-    def __deepcopy__(self, memo: object) -> list[Any]:
-        return thaw(self)
 
 
 for _kind, _methods in (
@@ -57,6 +56,8 @@ for _kind, _methods in (
 ):
     for _name in _methods.split():
         setattr(_kind, _name, _refuse)
+    _kind.__reduce_ex__ = _reduced
+    _kind.__deepcopy__ = lambda self, _memo: thaw(self)
 
 
 def freeze(document: Any) -> Any:
@@ -216,10 +217,7 @@ def list_sidecars(folder: Path) -> list[Path]:
         if any(part.startswith(".") or part == "__pycache__" for part in relative.parts):
             continue
         if path.is_symlink():
-            raise MalformedFileError(
-                f"{path}: is a link, and links are not followed. Replace it by the file itself "
-                "(`hf download REPO --local-dir FOLDER` writes files)."
-            )
+            check_plain_file(path)
         if path.is_file() and str(relative) not in _NOT_COPIED and path.suffix not in _WEIGHT_SUFFIXES:
             _check_name(path.name, folder=path.parent)
             found.append(relative)

@@ -69,8 +69,8 @@ def parse_repo(text: str) -> RepoRef | None:
     return RepoRef(name, revision or None)
 
 
-def ignore(_: object) -> None:
-    """Discard a notice: the default of `Hub.notify`."""
+def ignore(*_: object) -> None:
+    """Discard a notice or a count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.errors import DestinationError, DestinationWriteError, DiskFullError, HubError
-from k2convert.hub.client import NUM_ATTEMPTS, SCHEME, Hub, RepoRef, parse_repo
+from k2convert.hub.client import NUM_ATTEMPTS, SCHEME, Hub, RepoRef, ignore, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial, range_segment_bytes
-from k2convert.hub.source import DATASET, MODEL, RemoteRepo, fetch_file, file_url, resolve_source
+from k2convert.hub.source import DATASET, MODEL, RemoteRepo, file_url, read_file, resolve_source
 
 NUM_CONNECTIONS = 8  # one connection seldom fills a line
 RUN_BYTES = 256 << 20  # one request fetches at most this much, so a 10 GB shard needs about 40 requests
@@ -38,10 +38,6 @@ _WRITE_BYTES = 1 << 20
 Arrived = Callable[[int, bool], None]
 
 
-def ignore_arrival(num_bytes: int, is_new: bool) -> None:
-    """Count nothing: the default of `arrived`."""
-
-
 def download_shard(
     hub: Hub,
     source: RemoteRepo,
@@ -49,7 +45,7 @@ def download_shard(
     *,
     target: Path,
     stop: threading.Event,
-    arrived: Arrived = ignore_arrival,
+    arrived: Arrived = ignore,
 ) -> None:
     """Fetch `shard` to `target`, continuing an earlier attempt; the file appears only if its sha256 is right.
 
@@ -101,7 +97,7 @@ def download_ranges(
     partial = open_partial(target, file, segment_bytes=range_segment_bytes(file.num_bytes))
     try:
         partial.keep_only(ranges)
-        with _fetching(hub, partial, file_url(hub, source, shard), ignore_arrival) as check:
+        with _fetching(hub, partial, file_url(hub, source, shard), ignore) as check:
             while not partial.is_complete():
                 check()
                 partial.wait(0.2)
@@ -275,7 +271,7 @@ def fetch_named_file(hub: Hub, text: str, *, suffix: str, folder: Path) -> tuple
         raise HubError(f"{text}: is not there at commit {remote.commit[:12]}. Check the name and the revision.")
     target = folder / Path(name).name
     if remote.files[name].sha256 is None:
-        target.write_bytes(fetch_file(hub, remote, remote.files[name]))
+        target.write_bytes(read_file(hub, remote.repo, remote.commit, remote.files[name], kind=remote.kind))
     else:
         download_shard(hub, remote, name, target=target, stop=Event())
     return target, str(FileAddress(address.repo, address.kind, remote.commit, name))

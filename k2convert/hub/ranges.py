@@ -9,8 +9,8 @@ from typing import Final
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.header import ShardHeader
 from k2convert.errors import MalformedFileError
-from k2convert.hub.client import Hub
-from k2convert.hub.download import Arrived, download_ranges, download_shard, ignore_arrival
+from k2convert.hub.client import Hub, ignore
+from k2convert.hub.download import Arrived, download_ranges, download_shard
 from k2convert.hub.source import RemoteRepo
 
 WHOLE_SHARE: Final = 0.9
@@ -51,7 +51,7 @@ class RemoteShards:
         needed, num_bytes = sum(end - begin for begin, end in ranges), self.repo.shard(shard).num_bytes
         return num_bytes if needed >= WHOLE_SHARE * num_bytes else needed
 
-    def bring(self, ranges: Ranges, *, stop: Event | None = None, arrived: Arrived = ignore_arrival) -> None:
+    def bring(self, ranges: Ranges, *, stop: Event | None = None, arrived: Arrived = ignore) -> None:
         """Fetch what is needed of each shard; raises HubError, DiskFullError.
 
         `stop` and `arrived` are download_shard's. Bytes of a part of a shard arrive when all of them are there.

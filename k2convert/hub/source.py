@@ -119,21 +119,16 @@ def file_url(hub: Hub, source: RemoteRepo, path: str) -> str:
     return hf_hub_url(source.repo, path, revision=source.commit, repo_type=source.kind, endpoint=hub.endpoint)
 
 
-def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile) -> bytes:
-    """The bytes of a small file at a commit or a branch: see fetch_file."""
-    return fetch_file(hub, RemoteRepo(repo, revision, private=True, files={}), file)
-
-
-def fetch_file(hub: Hub, source: RemoteRepo, file: RemoteFile) -> bytes:
-    """The bytes of a small file, checked against the Hub's hash; raises HubError if they stay wrong."""
-    url = file_url(hub, source, file.path)
+def read_file(hub: Hub, repo: str, revision: str, file: RemoteFile, *, kind: str = MODEL) -> bytes:
+    """The bytes of a small file at a commit or a branch, checked against its hash; HubError if they stay wrong."""
+    url = file_url(hub, RemoteRepo(repo, revision, private=True, files={}, kind=kind), file.path)
     for _ in range(NUM_ATTEMPTS):
         data = hub.fetch_range(url, begin=0, end=file.num_bytes)
         if matches(data, file):
             return data
         hub.notify(f"{file.path} arrived with a wrong hash; fetching it again")
     raise HubError(
-        f"{source.repo}/{file.path}: arrived {NUM_ATTEMPTS} times with bytes that do not match the Hub's hash. "
+        f"{repo}/{file.path}: arrived {NUM_ATTEMPTS} times with bytes that do not match the Hub's hash. "
         "Check the proxy."
     )
 

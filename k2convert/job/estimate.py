@@ -117,28 +117,22 @@ def _read_rate(path: Path) -> float | None:
     descriptor = _open_first(path, (os.O_RDONLY | os.O_DIRECT, os.O_RDONLY))
     if descriptor is None:
         return None
-    position = path.stat().st_size // 2 // PAGE_BYTES * PAGE_BYTES
+    size = path.stat().st_size
+    position = size // 2 // PAGE_BYTES * PAGE_BYTES
     with mmap.mmap(-1, _CHUNK_BYTES) as buffer:
 
         def read() -> int:
             nonlocal position
-            count = os.preadv(descriptor, [buffer], position)
-            position += count
-            return count if count == _CHUNK_BYTES else 0
+            count = os.preadv(descriptor, [buffer], position) if position < size else 0
+            position += _CHUNK_BYTES
+            return count
 
         try:
-            return _rate(read) or _rate_of_small(descriptor, buffer)
+            return _rate(read)
         except OSError:
             return None
         finally:
             os.close(descriptor)
-
-
-def _rate_of_small(descriptor: int, buffer: mmap.mmap) -> float | None:
-    """Return the rate of one read from the start, for a file of less than two chunks."""
-    begin = time.monotonic()
-    count = os.preadv(descriptor, [buffer], 0)
-    return count / max(time.monotonic() - begin, 1e-6) if count else None
 
 
 def _write_rate(folder: Path) -> float | None:

@@ -6,7 +6,7 @@
     scores          {"scores": {"1": [0.5, 0.25, ..], ..}, "of": 384, "chosen_by": ".."}, one number per expert
     statistics      the file of `k2convert calibrate`, which has REAP's saliency
 
-Layers are those of the model, experts are numbered as in the source. `of`, how many experts a layer of the model has,
+Layers are those of the model, experts are numbered as in the source. `of`, the number of experts per layer,
 `chosen_by`, one phrase, and `left_out` may be left out. With scores and statistics, the recipe's `experts` is how many
 to keep.
 """

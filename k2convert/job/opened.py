@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from k2convert.checkpoint.index import Checkpoint, open_checkpoint
-from k2convert.errors import K2ConvertError, remedy
-from k2convert.hub.client import SCHEME, Hub
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.errors import K2ConvertError
+from k2convert.hub.client import Hub
 from k2convert.hub.ranges import RemoteShards
 from k2convert.hub.source import read_headers
 from k2convert.job.locations import open_named_statistics, open_result, open_source
 from k2convert.models import detect_family
-from k2convert.models.projections import SOURCE_REMEDY
 from k2convert.records.ledger import find_ledger
 from k2convert.validation.contract.result import view_source
 from k2convert.validation.remote import Shards, folder_bytes, layer_bytes
@@ -79,11 +78,7 @@ def open_origin(text: str | None, *, hub: Hub) -> Generator[tuple[Checkpoint | N
     """
     if text is None:
         yield None, Shards()
-    elif text.startswith(SCHEME):
-        with open_source(text, hub=hub) as source:
-            assert source.remote is not None
-            yield source.checkpoint, Shards(source=RemoteShards(hub, source.remote, source.checkpoint.folder))
-    else:
-        with remedy(SOURCE_REMEDY):
-            checkpoint = open_checkpoint(Path(text))
-        yield checkpoint, Shards()
+        return
+    with open_source(text, hub=hub) as source:
+        found, remote = source.checkpoint, source.remote
+        yield found, Shards(source=None if remote is None else RemoteShards(hub, remote, found.folder))

@@ -65,11 +65,12 @@ def open_job(
     K2ConvertError.
     """
     target = read_destination(destination, work_folder=work_folder)
+    begun = Journal(target.folder).job()
     if target.repo is not None:
         bound_memory()
     with (
         open_named_statistics(statistics, hub=hub) as found,
-        open_source(source, hub=hub, pinned=Journal(target.folder).pinned_revision()) as opened,
+        open_source(source, hub=hub, pinned=begun and begun.source_revision) as opened,
     ):
         chosen = choose_recipe(opened.checkpoint, recipe, settings or {})
         has_statistics, has_text, to_hub = (it is not None for it in (found, text, target.repo))

@@ -118,21 +118,19 @@ def prepare(
     if recipe.quantizer == "reference" and recipe.target == "nvfp4":
         require_extra("reference", purpose="the reference quantizer")
     check_destination(folder, source=checkpoint.folder if source.remote is None else None)
-    calibration = None if statistics is None else _choose_calibration(statistics, recipe, source)
-    plan = _plan(source, recipe, calibration, has_text=has_text)
+    plan, calibration, calibrated = _plan(source, recipe, statistics, has_text=has_text)
     items = output_items(plan)
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *list_sidecars(checkpoint.folder)])
     devices, walk = cluster_devices(device) if on_cluster else choose_devices(device), None
     description = _describe(
         plan, source, statistics, walk=None if text is None else text.identity(device_name(devices))
     )
-    calibrated = _calibration_record(statistics, calibration, checkpoint)
     if text is not None:
         walk = plan_walk(text, source, folder, plan.jobs, description, devices=devices, hub=hub)
         calibrated = _kept_calibration(folder, description)
         items = tuple(sorted(items, key=lambda item, walk=walk: walk.last_layer(item.name)))
     finished = Journal(folder).finished(description.digest)
-    target = _check_target(items, source, destination, private=private, hub=hub)
+    target, card = _check_target(items, source, destination, private=private, hub=hub)
     workers = min(choose_workers(workers, num_devices=len(devices)), max(len(items) - len(finished), 1))
     limits = plan_limits(
         plan, items, source, destination, devices=devices, workers=workers, max_disk=max_disk, walk=walk
@@ -142,7 +140,7 @@ def prepare(
         destination=destination,
         hub=hub,
         target=target,
-        card=None if target is None else _accepted_card(hub, source),
+        card=card,
         is_published=target is not None and is_published(hub, target, description.fingerprint),
         plan=plan,
         items=items,
@@ -155,40 +153,28 @@ def prepare(
     )
 
 
-def _plan(source: Source, recipe: Recipe, calibration: "Calibration | None", *, has_text: bool) -> Plan:
-    """Plan the conversion, with statistics if there are any; raises PlanError, CalibrationError.
+def _plan(
+    source: Source, recipe: Recipe, statistics: "Statistics | None", *, has_text: bool
+) -> "tuple[Plan, Calibration | None, CalibrationRecord | None]":
+    """Plan the conversion, with statistics if there are any, and how it uses them; raises PlanError, CalibrationError.
 
     With a text, which channels of a layer are scaled is known when the walk has done it: any may be.
     """
     checkpoint = source.checkpoint
-    if calibration is None:
+    if statistics is None:
         is_scaled = has_text and recipe.smoothing
         layers = read_architecture(checkpoint).moe_layers if is_scaled else ()
-        return plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
-    from k2convert.calibration.fitting import check_norms, check_widths, scaled_layers
+        return plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers), None, None
+    from k2convert.calibration import fitting
 
-    layers = scaled_layers(calibration, read_architecture(checkpoint))
+    architecture = read_architecture(checkpoint)
+    calibration = fitting.choose_calibration(statistics, recipe=recipe, source=checkpoint, pruning=source.pruning)
+    layers = fitting.scaled_layers(calibration, architecture)
     plan = plan_conversion(source=checkpoint, recipe=recipe, scaled_layers=layers)
-    check_widths(calibration, plan)
+    fitting.check_widths(calibration, plan)
     if source.remote is None:
-        check_norms(calibration.statistics, checkpoint, folder=checkpoint.folder)
-    return plan
-
-
-def _choose_calibration(statistics: "Statistics", recipe: Recipe, source: Source) -> "Calibration":
-    from k2convert.calibration.fitting import choose_calibration
-
-    return choose_calibration(statistics, recipe=recipe, source=source.checkpoint, pruning=source.pruning)
-
-
-def _calibration_record(
-    statistics: "Statistics | None", calibration: "Calibration | None", source: Checkpoint
-) -> CalibrationRecord | None:
-    if statistics is None or calibration is None:
-        return None
-    from k2convert.calibration.fitting import calibration_record
-
-    return calibration_record(statistics, calibration, read_architecture(source))
+        fitting.check_norms(calibration.statistics, checkpoint, folder=checkpoint.folder)
+    return plan, calibration, fitting.calibration_record(statistics, calibration, architecture)
 
 
 def _describe(
@@ -227,29 +213,25 @@ def _check_target(
     *,
     private: bool,
     hub: Hub,
-) -> "Target | None":
-    """Check the repository that the result goes to, if it goes to one; raises HubError."""
+) -> "tuple[Target | None, SourceCard | None]":
+    """Check the repository that the result goes to, if it goes to one, and the source's card; raises HubError."""
     if destination.repo is None:
-        return None
+        return None, None
     from k2convert.hub.preflight import check_target
+    from k2convert.hub.source_card import accepted_card
 
     check_endpoint()
-    file_bytes = {item.name: item.output_bytes for item in items}
-    return check_target(
+    card = source.card
+    target = check_target(
         hub,
         repo=destination.repo,
         private=private,
-        file_bytes=file_bytes,
-        licence=source.card.licence,
+        file_bytes={item.name: item.output_bytes for item in items},
+        licence=card.licence,
         source=source.remote,
         revision=destination.revision,
     )
-
-
-def _accepted_card(hub: Hub, source: Source) -> "SourceCard":
-    from k2convert.hub.source_card import accepted_card
-
-    return accepted_card(hub, source.card)
+    return target, accepted_card(hub, card)
 
 
 def is_published(hub: Hub, target: "Target", fingerprint: Mapping[str, Any]) -> bool:

@@ -60,23 +60,15 @@ class NodeTask:
     rooms: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeResult:
-    """What a node did: the shard's record."""
-
-    record: ShardRecord
-    node: str = ""
-
-
-def do_on_node(work: NodeTask, *, cpus: int) -> NodeResult:
-    """Convert one shard on this machine; raises K2ConvertError."""
+def do_on_node(work: NodeTask, *, cpus: int) -> ShardRecord:
+    """Convert one shard on this machine and return its record; raises K2ConvertError."""
     uses_hub = work.remote is not None or work.target is not None
     resources.settle_runtime(uses_hub=uses_hub)
     inflight_bytes = resources.inflight_bytes(uses_hub=uses_hub, cores=cpus)
     task = replace(work.task, suffix=own_suffix(), inflight_bytes=inflight_bytes)
     if not uses_hub:
         with resources.open_threads(1, num_converting=cpus) as threads:
-            return NodeResult(convert_shard(task, threads=threads))
+            return convert_shard(task, threads=threads)
     bound_memory()
     with (
         open_room(work.rooms, shard_bytes=work.disk_bytes, max_disk=work.max_disk) as folder,
@@ -87,16 +79,16 @@ def do_on_node(work: NodeTask, *, cpus: int) -> NodeResult:
                 download_shard(Hub(), work.remote, name, target=folder / name, stop=Event())
             task = replace(task, source_folder=folder)
         if work.target is None:
-            return NodeResult(convert_shard(task, threads=threads))
+            return convert_shard(task, threads=threads)
         result = folder / "result"
         result.mkdir()
         record = convert_shard(replace(task, destination=result), threads=threads)
         Branch(Hub(), work.target, work.branch).send(record.shard, result / record.shard, sha256=record.sha256)
-        return NodeResult(record)
+        return record
 
 
 def answer_on_node(data: bytes, *, cpus: int) -> bytes:
-    """Do a pickled NodeTask; returns the pickled NodeResult, or the expected error that stopped it."""
+    """Do a pickled NodeTask; returns the pickled record, or the expected error that stopped it."""
     try:
         return pickle.dumps(do_on_node(pickle.loads(data), cpus=cpus))
     except InvalidCheckpointError as error:  # has an exit code of its own
@@ -184,8 +176,11 @@ class Cluster:
         """What the cluster has now."""
         return _capacity(self.ray.nodes(), cpus=self.cpus, with_gpu=self.with_gpu)
 
-    def convert(self, work: NodeTask, *, stop: Event, events: Events) -> NodeResult:
-        """Do one shard on some node; raises InterruptedRun when `stop` is set, K2ConvertError naming the node."""
+    def convert(self, work: NodeTask, *, stop: Event, events: Events) -> tuple[str, ShardRecord]:
+        """Do one shard on some node; return its name and the record.
+
+        Raises InterruptedRun when `stop` is set, K2ConvertError naming the node.
+        """
         ray, name, work = self.ray, work.task.shard.name, replace(work, max_disk=self.max_disk, rooms=self.rooms)
         data, retries, report = pickle.dumps(work), 0, None
         while report is None:
@@ -210,7 +205,7 @@ class Cluster:
         if isinstance(result, K2ConvertError):
             result.args = (f"node {node}: {result}",)
             raise result
-        return replace(result, node=node)
+        return node, result
 
     def _report(self, name: str, data: bytes, stop: Event, events: Events) -> Any:
         """Start a task and return its last report. It has two: it started, and what it did."""
@@ -240,11 +235,11 @@ def convert_on_node(cluster: Cluster, job: Job, name: str, *, stop: Event, event
     sizes = (sum(limits.source_bytes.get(s, 0) for s in item.sources) + item.output_bytes for item in job.items)
     branch = "" if job.target is None else branch_name(job.digest)
     work = NodeTask(task, job.source.remote, job.target, branch, max(sizes))
-    result = cluster.convert(work, stop=stop, events=events)
+    node, record = cluster.convert(work, stop=stop, events=events)
     shard = task.shard
     events.progress(bytes_in=shard.bytes_in, bytes_out=shard.data_bytes, tensors=len(shard.outputs))
-    events.note(f"node {result.node}: {name}")
-    return result.record
+    events.note(f"node {node}: {name}")
+    return record
 
 
 @contextmanager

@@ -258,18 +258,19 @@ class Limits:
 
 def output_headers(plan: Plan) -> dict[str, ShardHeader]:
     """Return the headers of the output shards as they will be written."""
-    encoded = ((job, _encoded_header(job)) for job in plan.jobs)
+    encoded = ((job, encoded_header(job)) for job in plan.jobs)
     return {job.name: parse_header(raw, shard=job.name, file_bytes=len(raw) + job.data_bytes) for job, raw in encoded}
 
 
 def output_items(plan: Plan) -> tuple[Item, ...]:
     """Return the output shards with their exact sizes. It encodes every header: 1 second for K2."""
     return tuple(
-        Item(job.name, tuple(job.source_shards), len(_encoded_header(job)) + job.data_bytes) for job in plan.jobs
+        Item(job.name, tuple(job.source_shards), len(encoded_header(job)) + job.data_bytes) for job in plan.jobs
     )
 
 
-def _encoded_header(job: ShardJob) -> bytes:
+def encoded_header(job: ShardJob) -> bytes:
+    """Return the bytes of an output shard before its data."""
     outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in job.outputs]
     return encode_header(outputs, metadata=dict(job.metadata), alignment=ALIGNMENT)
 

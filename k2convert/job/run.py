@@ -35,6 +35,7 @@ from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events, Extent, Keep, Phase
 from k2convert.records.journal import Journal
+from k2convert.records.lock import lock_destination, share_destination
 from k2convert.records.shard_record import ShardRecord
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _opened(job: Job, part: "Part | None", verify: bool, events: Events) -> Gene
     make_folder(folder / WORK_FOLDER, root=folder)
     check_work_folder(folder / WORK_FOLDER)
     journal = Journal(folder, suffix=TEMPORARY_SUFFIX if part is None else own_suffix())
-    with journal.locked(events=events) if part is None else journal.shared() as keep:
+    with lock_destination(folder, events=events) if part is None else share_destination(folder) as keep:
         was_begun = journal.job() is not None
         (journal.begin if part is None else journal.join)(job.description)
         if job.command is not None:

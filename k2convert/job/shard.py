@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX
-from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo, encode_header
+from k2convert.checkpoint.header import DTYPE_BYTES, TensorInfo
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.reader import Bytes, ShardReader
-from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
+from k2convert.checkpoint.writer import ShardWriter
 from k2convert.errors import FormatError, InterruptedRun, remedy
-from k2convert.job.resources import Threads, inflight_bytes, open_threads
+from k2convert.job.resources import Threads, encoded_header, inflight_bytes, open_threads
 from k2convert.models.projections import SOURCE_REMEDY, Projection, load_projection
 from k2convert.plan.plan import ConvertStep, CopyStep, ShardJob, step_sources
 from k2convert.plan.pruning import KeptExperts
@@ -162,8 +162,7 @@ class _Conversion:
 
     def run(self) -> ShardRecord:
         task, shard = self.task, self.task.shard
-        outputs = [(o.name, o.dtype, o.shape, o.num_bytes) for o in shard.outputs]
-        header = encode_header(outputs, metadata=dict(shard.metadata), alignment=ALIGNMENT)
+        header = encoded_header(shard)
         file_bytes = len(header) + shard.data_bytes
         path, records = task.destination / shard.name, list[ProjectionRecord]()
         writing = ShardWriter(path, file_bytes, for_upload=task.for_upload, suffix=task.suffix)
@@ -181,7 +180,7 @@ class _Conversion:
             fingerprint=task.fingerprint,
             blake3=digest,
             file_bytes=file_bytes,
-            num_tensors=len(outputs),
+            num_tensors=len(shard.outputs),
             source_headers={name: task.header_digests[name] for name in shard.source_shards},
             projections=tuple(records),
             sha256=writer.sha256,

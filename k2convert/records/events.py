@@ -51,27 +51,8 @@ class Events(Protocol):
         """Take how many tokens a layer of a calibration computed since the last call."""
 
 
-class _Silent:
-    def note(self, text: str) -> None:
-        pass
-
-    def begun(self, extent: Extent, *, keep: Keep | None = None) -> None:
-        pass
-
-    def progress(self, *, bytes_in: int = 0, bytes_out: int = 0, tensors: int = 0) -> None:
-        pass
-
-    def transferred(self, *, downloaded: int = 0, uploaded: int = 0, is_new: bool = True) -> None:
-        pass
-
-    def shard_finished(self, shard: str) -> None:
-        pass
-
-    def experts_computed(self, layer: int, done: int, total: int) -> None:
-        pass
-
-    def tokens_computed(self, tokens: int) -> None:
-        pass
+class _Silent(Events):
+    pass
 
 
 SILENT: Final[Events] = _Silent()

@@ -11,8 +11,7 @@ Nothing in these files depends on time, host or path of the run: an interrupted 
 source end in the same bytes.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,8 @@ from k2convert.errors import (
 )
 from k2convert.records.command import JobCommand, read_command, say_own_command
 from k2convert.records.document import encode, read_document, read_sealed, seal
-from k2convert.records.events import SILENT, Events, Keep
 from k2convert.records.fingerprint import JobDescription, changed_shards, describe_changes, source_error
-from k2convert.records.lock import lock_destination, read_lock, share_destination
+from k2convert.records.lock import read_lock
 from k2convert.records.shard_record import ShardRecord
 
 
@@ -84,23 +82,6 @@ class Journal:
         self.folder = destination / WORK_FOLDER
         self._records = self.folder / RECORDS_FOLDER
         self._job_path = self.folder / JOB_NAME
-
-    @contextmanager
-    def locked(self, *, events: Events = SILENT) -> Generator[Keep]:
-        """Lock the destination for this process; raises LockedError while another process has it.
-
-        Yields a function that keeps one line in the lock file, for `status`.
-        """
-        make_folder(self.folder, root=self.destination)
-        with lock_destination(self.destination, events=events) as keep:
-            yield keep
-
-    @contextmanager
-    def shared(self) -> Generator[None]:
-        """Lock the destination for parts of one job; raises LockedError while a run has it."""
-        make_folder(self.folder, root=self.destination)
-        with share_destination(self.destination):
-            yield
 
     def begin(self, job: JobDescription) -> None:
         """Start a job, or resume it if its fingerprint and its source are the same; ResumeError names what differs."""
@@ -164,11 +145,6 @@ class Journal:
                 "finished shards are kept."
             ) from None
 
-    def pinned_revision(self) -> str | None:
-        """Return the commit of the Hub source that the job here began with, if any."""
-        job = self.job()
-        return None if job is None else job.source_revision
-
     def record(self, record: ShardRecord) -> None:
         """Declare a shard finished. Its file must be in place and synced."""
         with writing(self._record_path(record.shard)):
@@ -186,12 +162,8 @@ class Journal:
 
     def records(self, digest: str) -> dict[str, ShardRecord]:
         """Return the records of the job with this fingerprint digest; raises CheckpointError if one is damaged."""
-        return {name: record for name, record in self.all_records().items() if record.fingerprint == digest}
-
-    def all_records(self) -> dict[str, ShardRecord]:
-        """Return every record by shard, also those of other jobs; raises CheckpointError for a damaged one."""
         found = (_read_record(path) for path in self._record_paths())
-        return {record.shard: record for record in found}
+        return {record.shard: record for record in found if record.fingerprint == digest}
 
     def find_records(self, digest: str) -> FoundRecords:
         """Return what is known of the job with this fingerprint digest, damaged records set aside."""

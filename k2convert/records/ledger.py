@@ -16,7 +16,6 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from k2convert import __version__
-from k2convert.checkpoint.files import read_text_file
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import LEDGER_NAME
 from k2convert.errors import CheckpointError, InvalidCheckpointError, quoted, remedy, shortened
@@ -25,7 +24,7 @@ from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.records.document import Count, JsonObject, encode, parse, plain
+from k2convert.records.document import Count, JsonObject, encode, parse, plain, read_document
 from k2convert.records.fingerprint import StoredRecipe, fingerprint_digest
 from k2convert.records.pruning import PruningRecord
 from k2convert.records.shard_record import Metrics, ShardRecord
@@ -185,7 +184,7 @@ def check_budget(folder: Path, recipe: Recipe, missed: Mapping[str, float]) -> N
 def encode_ledger(path: Path, ledger: Ledger) -> bytes:
     """Return the bytes to write to `path`. If an equal ledger is there, its versions are kept: those that converted."""
     try:
-        found = parse_ledger(read_text_file(path), where=str(path))
+        found = read_document(Ledger, path)
     except CheckpointError:
         return encode(ledger)
     kept, new = encode(replace(ledger, versions=found.versions)), encode(ledger)
@@ -200,7 +199,7 @@ def parse_ledger(text: str, *, where: str) -> Ledger:
 def find_ledger(folder: Path) -> Ledger | None:
     """Read a folder's ledger; None if there is none; raises MalformedFileError."""
     path = folder / LEDGER_NAME
-    return parse_ledger(read_text_file(path), where=str(path)) if path.exists() else None
+    return read_document(Ledger, path) if path.exists() else None
 
 
 def read_ledger(folder: Path) -> Ledger:

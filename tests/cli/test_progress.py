@@ -12,7 +12,7 @@ from command import RunCli
 
 from k2convert.cli.tally import Tally
 from k2convert.records.events import Extent
-from k2convert.records.journal import Journal
+from k2convert.records.lock import lock_destination
 from scripts.fixture_maker.damage import edit_tensor
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
@@ -87,7 +87,7 @@ def test_status_of_a_running_job_shows_its_rate_and_eta(
     clock = [0.0]
     extent = Extent({"convert": (10_000_000, 0)}, 5)
     tally = Tally(extent, note=print, clock=lambda: clock[0])
-    with Journal(out).locked() as keep:
+    with lock_destination(out) as keep:
         tally.begun(extent, keep=keep)
         for _ in range(8):
             clock[0] += 1
