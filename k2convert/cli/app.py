@@ -154,12 +154,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = app(args=sys.argv[1:] if arguments is None else arguments, standalone_mode=False)
     except Interrupted as interrupt:
         sys.exit(say_interrupted(*getattr(interrupt, "__notes__", ())))
-    except InvalidCheckpointError as error:
-        _say(str(error))
-        sys.exit(3)
     except K2ConvertError as error:
         _say(str(error))
-        sys.exit(1)
+        sys.exit(3 if isinstance(error, InvalidCheckpointError) else 1)
     except UsageError as error:
         sys.stderr.write(explain_usage(error))
         sys.exit(2)
@@ -167,8 +164,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.stderr.write("Aborted!\n")
         sys.exit(1)
     except Exception as error:
-        line = explain(error)
-        if line is None:
+        if (line := explain(error)) is None:
             raise
         _say(line)
         sys.exit(1)

@@ -131,9 +131,9 @@ ResultArgument = Annotated[
 def option(
     help: str,
     metavar: str | None = None,
+    panel: str | None = None,
     *,
     name: str | None = None,
-    panel: str | None = None,
     check: Callable[[str], None] | None = None,
     min: float | None = None,
     max: float | None = None,
@@ -162,19 +162,14 @@ StatisticsOption = Annotated[
 PublicOption = Annotated[bool, flag("--public/--private", "Visibility of a new repository.", HUB)]
 MaxDiskOption = Annotated[
     str | None,
-    option(
-        "Disk to use at once, with the Hub: 200GB [default: free less 10 %].",
-        "BYTES",
-        panel=MACHINE,
-        check=check_size,
-    ),
+    option("Disk to use at once, with the Hub: 200GB [default: free less 10 %].", "BYTES", MACHINE, check=check_size),
 ]
 DeviceOption = Annotated[
     str,
     option(
         "auto, cpu or cuda. To estimate a calibration elsewhere with --dry-run: a GPU such as h200, or 64-cores.",
         "DEVICE",
-        panel=MACHINE,
+        MACHINE,
     ),
 ]
 

@@ -49,7 +49,7 @@ class RunOptions:
         str, argument("DEST", "Folder of the converted checkpoint, or hf://owner/name[@branch].", check_new_place)
     ]
     recipe: Annotated[
-        str | None, option("A file, or a name that `recipes` lists [default: by family].", "RECIPE", panel=RESULT)
+        str | None, option("A file, or a name that `recipes` lists [default: by family].", "RECIPE", RESULT)
     ] = None
     settings: Annotated[
         list[str] | None,
@@ -77,7 +77,7 @@ class RunOptions:
         option(
             "Experts to keep: a list, a REAP report, or scores (such as statistics) with --set experts=N.",
             "FILE",
-            panel=RESULT,
+            RESULT,
         ),
     ] = None
     verify: Annotated[
@@ -87,37 +87,31 @@ class RunOptions:
     as_json: JsonOption = False
     quiet: QuietOption = False
     statistics: Annotated[
-        str | None,
-        option(f"Statistics of `calibrate`: {STATISTICS}.", "FILE", panel=CALIBRATION, check=check_statistics),
+        str | None, option(f"Statistics of `calibrate`: {STATISTICS}.", "FILE", CALIBRATION, check=check_statistics)
     ] = None
     calibrate: Annotated[
-        list[Path] | None,
-        option(f"Calibrate while converting, on {TEXT_FORMS}. May be repeated.", "FILE", panel=CALIBRATION),
+        list[Path] | None, option(f"Calibrate while converting, on {TEXT_FORMS}. May be repeated.", "FILE", CALIBRATION)
     ] = None
     device: DeviceOption = "auto"
-    workers: Annotated[
-        int | None, option("Shards at a time [default: by cores and devices].", "N", panel=MACHINE, min=1)
-    ] = None
+    workers: Annotated[int | None, option("Shards at a time [default: by cores and devices].", "N", MACHINE, min=1)] = (
+        None
+    )
     max_disk: MaxDiskOption = None
     part: Annotated[
         str | None,
-        option(
-            "Convert part I of N, or that of a Slurm array (auto). Run without it at the end.",
-            "I/N|auto",
-            panel=MACHINE,
-        ),
+        option("Convert part I of N, or that of a Slurm array (auto). Run without it at the end.", "I/N|auto", MACHINE),
     ] = None
     ray: Annotated[
-        str | None, option("Convert on a Ray cluster: its address, or auto for the one here.", "ADDRESS", panel=MACHINE)
+        str | None, option("Convert on a Ray cluster: its address, or auto for the one here.", "ADDRESS", MACHINE)
     ] = None
-    cpus_per_shard: Annotated[int, option("CPUs of each task with --ray.", "N", panel=MACHINE, min=1)] = 4
+    cpus_per_shard: Annotated[int, option("CPUs of each task with --ray.", "N", MACHINE, min=1)] = 4
     public: PublicOption = False
     work_dir: Annotated[
         Path | None,
         option(
             "Folder for a job that publishes to the Hub [default: k2convert-work/REPO].",
             "FOLDER",
-            panel=HUB,
+            HUB,
             check=check_folder,
         ),
     ] = None

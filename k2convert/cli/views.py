@@ -127,21 +127,18 @@ def show_plan(job: Job, *, source: str) -> None:
         f"{source} ({job.plan.family}) -> {job.destination}: {recipe.name}, {recipe.target}, rule {recipe.rule}, "
         f"layout {recipe.layout}, {recipe.activations}, roles {', '.join(recipe.roles)}"
     )
-    shards = document["shards"]
-    shown = shards if len(shards) <= 12 else [*shards[:4], None, *shards[-2:]]
     rows = [
-        ("...", "", "", "", "")
-        if shard is None
-        else (
+        (
             shard["name"],
             f"{shard['tensors']:,}",
             format_bytes(shard["bytes_in"]),
             format_bytes(shard["bytes_out"]),
             "done" if shard["finished"] else "to do",
         )
-        for shard in shown
+        for shard in document["shards"]
     ]
-    print_table(f"{len(shards)} shards", ("shard", "tensors", "in", "out", "state"), rows)
+    shown = rows if len(rows) <= 12 else [*rows[:4], ("...", "", "", "", ""), *rows[-2:]]
+    print_table(f"{len(rows)} shards", ("shard", "tensors", "in", "out", "state"), shown)
     rows = [
         (
             "copy, times powers of two" if name == "scale" else name,

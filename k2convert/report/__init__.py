@@ -47,7 +47,6 @@ def write_report(
     validation: Mapping[str, Any] | None = None,
     measured: Mapping[str, "DecodedError"] | None = None,
     tensors: Iterable[Tensor] | None = None,
-    name: str | None = None,
 ) -> ReportFiles:
     """Write the report on the conversion in `folder` into `out`, or into the folder itself.
 
@@ -58,7 +57,7 @@ def write_report(
     target = folder if out is None else out
     if target.exists() and not target.is_dir():
         raise DestinationError(f"{target}: is a file. Pass a folder for the report.")
-    report = collect_report(folder=folder, validation=validation, measured=measured, tensors=tensors, name=name)
+    report = collect_report(folder=folder, validation=validation, measured=measured, tensors=tensors)
     files = render_report(report)
     make_folder(target)
     for file, data in files.items():

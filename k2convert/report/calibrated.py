@@ -153,13 +153,13 @@ def _output_sentences(record: CalibrationRecord) -> Iterator[str]:
 
 
 def _gptq_row(number: int, layer: GptqLayer) -> tuple[str, ...]:
-    errors = layer.held_out
+    measured = ("not measured", "", "")
+    if (errors := layer.held_out) is not None:
+        measured = tuple(f"{e:.3g}" for e in (errors.gptq_error, errors.mse_error, errors.inherited_error))
     counts = {key: count for key, (count,) in shrinkages_by_layer({number: layer}).items() if key is not None}
     return (
         str(number),
-        "not measured" if errors is None else f"{errors.gptq_error:.3g}",
-        "" if errors is None else f"{errors.mse_error:.3g}",
-        "" if errors is None else f"{errors.inherited_error:.3g}",
+        *measured,
         "none" if layer.ridge is None else f"{layer.ridge:g}",
         "" if layer.ridge is None else f"{100 * layer.ridge_gain:.1f} %",
         "no correction" if layer.shrinkage is None else f"{layer.shrinkage:g}",

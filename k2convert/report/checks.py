@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from k2convert.errors import MalformedFileError, quoted
 from k2convert.report.wording import decibels, with_exponents
 from k2convert.validation.layers.result import labels, reference_name
 from k2convert.validation.results import Offender, RuleResult, Verdict
-
-LAYER_COLUMNS: Final = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +73,7 @@ def _read_rule(rule: Mapping[str, Any]) -> RuleResult:
     )
 
 
-def _last_part(path: Any) -> str:
-    """Return the last part of a path. A report is given to others, so it must not show local paths."""
+def _last_part(path: Any) -> str:  # a report is given to others, so it must not show local paths
     return str(path).rstrip("/").rsplit("/", 1)[-1]
 
 

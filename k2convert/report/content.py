@@ -16,7 +16,7 @@ from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import plain, shown
 from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.report.calibrated import calibrated_sections, kept_experts, pruned_section
-from k2convert.report.checks import LAYER_COLUMNS, Checks, read_checks
+from k2convert.report.checks import Checks, read_checks
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table, decibels, percent
 
@@ -28,8 +28,6 @@ _ROLE_NAMES: Final = {
     "dense_mlp": "dense MLP of the first layers",
     TOTAL: "all converted weights",
 }
-_COUNT_COLUMNS: Final = ("", "count", "share", "meaning")
-_WORST_COLUMNS: Final = ("", "SQNR", "max", "bound", "largest error, steps", "non-zero changed")
 _ROLE_COLUMNS: Final = (
     "role", "weights", "SQNR", "relative error", "error / max", "error / bound", "non-zero changed",
 )  # fmt: skip
@@ -174,7 +172,8 @@ def _contract(checks: Checks) -> Iterator[Section]:
             f"Error of the output of MoE blocks against {checks.against} in FP32. Hidden states: "
             f"{checks.hidden_states}."
         )
-        yield Section("Reference layers", (sentence,), (Table(LAYER_COLUMNS, checks.layers),))
+        columns = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
+        yield Section("Reference layers", (sentence,), (Table(columns, checks.layers),))
 
 
 def needs_section(report: Report) -> Section | None:
@@ -208,7 +207,7 @@ def _counts(metrics: WeightMetrics) -> Table:
         ("largest error of a weight", steps or NOT_COUNTED, "", "in steps of its INT4 grid"),
         ("block scales used", " to ".join(f"{v:g}" for v in values) or NOT_COUNTED, "", "smallest and largest"),
     )  # fmt: skip
-    return Table(_COUNT_COLUMNS, rows)
+    return Table(("", "count", "share", "meaning"), rows)
 
 
 def _count(label: str, value: int | None, of: int | None, meaning: str) -> tuple[str, ...]:
@@ -254,7 +253,7 @@ def _worst(report: Report) -> Table:
         )
         for t in report.worst
     ]
-    return Table(_WORST_COLUMNS, rows)
+    return Table(("", "SQNR", "max", "bound", "largest error, steps", "non-zero changed"), rows)
 
 
 def made_by(report: Report) -> tuple[tuple[str, str], ...]:

@@ -49,30 +49,19 @@ class Palette:
     warn: str
 
 
-LIGHT = Palette(
-    ink="#1b2430",
-    muted="#5c6773",
-    line="#d5dbe1",
-    paper="#ffffff",
-    empty="#e9edf0",
-    ours="#2563c9",
-    max="#c2571a",
-    bound="#18835a",
-    mse="#7a4fb5",
-    warn="#b3261e",
-)
-DARK = Palette(
-    ink="#e8edf2",
-    muted="#9aa7b4",
-    line="#37424d",
-    paper="#12171c",
-    empty="#232b33",
-    ours="#6ea8ff",
-    max="#f09a5b",
-    bound="#4ec795",
-    mse="#c3a3f2",
-    warn="#ff8a80",
-)
+_COLORS = {  # light, dark
+    "ink": ("#1b2430", "#e8edf2"),
+    "muted": ("#5c6773", "#9aa7b4"),
+    "line": ("#d5dbe1", "#37424d"),
+    "paper": ("#ffffff", "#12171c"),
+    "empty": ("#e9edf0", "#232b33"),
+    "ours": ("#2563c9", "#6ea8ff"),
+    "max": ("#c2571a", "#f09a5b"),
+    "bound": ("#18835a", "#4ec795"),
+    "mse": ("#7a4fb5", "#c3a3f2"),
+    "warn": ("#b3261e", "#ff8a80"),
+}
+LIGHT, DARK = (Palette(**{name: pair[i] for name, pair in _COLORS.items()}) for i in range(2))
 # Colors that nothing else uses. The SVG backend writes them, then they are replaced by variables.
 THEMED = Palette(*(f"#0a0b{i:02x}" for i in range(len(fields(Palette)))))
 
