@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from blake3 import blake3
@@ -14,6 +15,9 @@ from k2convert.calibration.statistics import StatisticsHeader, open_statistics, 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.models import detect_family
 from k2convert.records.fingerprint import source_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEADER = StatisticsHeader(
     source_headers="ab" * 32,
@@ -95,6 +99,27 @@ def random_statistics(path: Path, source: Path) -> Path:
     header = replace(HEADER, source_headers=source_digest(checkpoint))
     write_statistics(path, layers, header)
     return path
+
+
+def layers_by_pass(
+    folder: Path, ids: Tensor, *, num_layers: int, chunk: int = 4, devices: tuple[str, ...] = ("cpu",), workers: int = 1
+) -> tuple[Tensor, list[LayerStatistics]]:
+    """The hidden states after the first layers on ids [W, T], `chunk` windows at a time, and their statistics."""
+    import torch
+
+    from k2convert.calibration.accumulate import LayerAccumulator
+    from k2convert.forward.decoder import DecoderLayer, embed
+    from k2convert.forward.weights import WeightReader
+
+    found: list[LayerStatistics] = []
+    with closing(WeightReader(open_checkpoint(folder))) as reader:
+        hidden = embed(reader, ids)
+        for number in range(num_layers):
+            accumulator = LayerAccumulator(reader, number, seed=3)
+            layer = DecoderLayer(reader, number, devices, workers)
+            hidden = torch.cat([layer.run(states, accumulator) for states in hidden.split(chunk)])
+            found.append(accumulator.finish())
+    return hidden, found
 
 
 def layers_of(path: Path) -> list[LayerStatistics]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
+from statistics_makers import layers_by_pass
 from torch import Tensor
 
 from k2convert.calibration.accumulate import LayerAccumulator
@@ -19,20 +21,7 @@ from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.weights import WeightReader
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
-
-
-def accumulated(folder: Path, ids: Tensor, *, chunk: int, workers: int = 1) -> list[LayerStatistics]:
-    """The statistics of every layer on ids [W, T], `chunk` windows at a time."""
-    checkpoint = open_checkpoint(folder)
-    result: list[LayerStatistics] = []
-    with closing(WeightReader(checkpoint)) as reader:
-        hidden = embed(reader, ids)
-        for number in range(checkpoint.config["num_hidden_layers"]):
-            accumulator = LayerAccumulator(reader, number, seed=3)
-            layer = DecoderLayer(reader, number, ("cpu",), workers)
-            hidden = torch.cat([layer.run(states, accumulator) for states in hidden.split(chunk)])
-            result.append(accumulator.finish())
-    return result
+sys.path.insert(0, str(Path(__file__).parents[1] / "forward"))
 
 
 def captured(folder: Path, ids: Tensor) -> list[dict[str, np.ndarray]]:
@@ -97,7 +86,7 @@ def ids() -> Tensor:
 
 @pytest.fixture(scope="module")
 def found(tiny: Path, ids: Tensor) -> list[LayerStatistics]:
-    return accumulated(tiny, ids, chunk=3)
+    return layers_by_pass(tiny, ids, num_layers=4, chunk=3)[1]
 
 
 def test_statistics_equal_a_straightforward_computation(found: list[LayerStatistics], tiny: Path, ids: Tensor) -> None:
@@ -123,7 +112,7 @@ def test_statistics_are_the_same_bytes_with_any_number_of_threads(
     before = torch.get_num_threads()
     torch.set_num_threads(2 if before == 1 else 1)
     try:
-        again = accumulated(tiny, ids, chunk=3, workers=2)
+        _, again = layers_by_pass(tiny, ids, num_layers=4, chunk=3, workers=2)
     finally:
         torch.set_num_threads(before)
     for one, two in zip(found, again, strict=True):
@@ -152,3 +141,29 @@ def test_a_chunk_that_did_not_end_does_not_count(tiny: Path, ids: Tensor) -> Non
         expected, arrays = clean.finish().arrays(), again.finish().arrays()
         for name, array in expected.items():
             np.testing.assert_array_equal(array, arrays[name], err_msg=name)
+
+
+def test_every_tensor_is_where_a_device_needs_it(tiny: Path) -> None:
+    """Two devices that are as strict as GPUs give the statistics of the CPU."""
+    import shadow_device
+
+    ids = torch.randint(0, 2048, (3, 32), generator=torch.Generator().manual_seed(1))
+    expected, of_cpu = layers_by_pass(tiny, ids, num_layers=2, chunk=2, workers=2)
+    devices = ("shadow:0", "shadow:1")
+    hidden, of_devices = layers_by_pass(tiny, ids, num_layers=2, chunk=2, workers=2, devices=devices)
+    assert min(shadow_device.calls[device] for device in devices) > 100
+    assert hidden.device.type == "cpu"
+    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+    for here, there in zip(of_cpu, of_devices, strict=True):
+        assert np.array_equal(here.tokens, there.tokens)
+        for name in ("gate_up_mean_square", "down_mean_square", "down_amax", "saliency"):
+            np.testing.assert_allclose(getattr(there, name), getattr(here, name), rtol=1e-4)
+
+
+def test_the_device_of_the_tests_refuses_what_a_gpu_refuses() -> None:
+    import shadow_device  # noqa: F401
+
+    here, there = torch.ones(3, device="shadow:0"), torch.ones(3, device="shadow:1")
+    for wrong in (lambda: here + there, lambda: here + torch.ones(3), lambda: here.numpy()):
+        with pytest.raises((RuntimeError, TypeError)):
+            wrong()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -71,21 +71,22 @@ def test_columns_equal_the_cpu(maker: str, reach: int) -> None:
         assert_same_on_device(weight, "mse", best)
 
 
-@pytest.mark.parametrize("reach", [0, 2])
-def test_large_tensor_with_importance_equals_the_cpu(reach: int) -> None:
-    rng = np.random.default_rng(reach)
-    weight = trained_like(16384, seed=13)
-    weight = Int4Weight(weight.packed, weight.scale_bits, exponents_of(rng, reach))
-    assert_same_on_device(weight, "imatrix", scale_of(weight, "imatrix"), importance_of(rng))
+@pytest.mark.parametrize("rule", sorted(cuda.RULES_WITH_KERNEL))
+def test_large_tensor_equals_the_cpu(rule: Rule) -> None:
+    weight = trained_like(16384, seed=11)
+    assert_same_on_device(weight, rule, scale_of(weight, rule))
+    for reach in (0, 2) if rule == "imatrix" else ():
+        rng = np.random.default_rng(reach)
+        weight = replace(weight, channel_exponents=exponents_of(rng, reach))
+        assert_same_on_device(weight, rule, scale_of(weight, rule), importance_of(rng))
 
 
-@pytest.mark.parametrize("rule", ["imatrix", "mse", "max"])
-def test_quantizers_agree_on_columns_to_the_last_figure(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", sorted(cuda.RULES_WITH_KERNEL))
+def test_quantizers_agree_to_the_last_figure(rule: Rule) -> None:
     rng = np.random.default_rng(5)
     weight = trained_like(512, seed=14, lowest=-8)
-    for reach in (0, 3):
-        source = Int4Weight(weight.packed, weight.scale_bits, exponents_of(rng, reach))
-        importance = importance_of(rng)
+    for reach, importance in ((0, None), (0, importance_of(rng)), (3, importance_of(rng))):
+        source = replace(weight, channel_exponents=exponents_of(rng, reach))
         converted = []
         for device in ("cpu", "cuda"):
             quantizer = create_quantizer("native", rule=rule, device=device)
@@ -98,24 +99,3 @@ def test_quantizers_agree_on_columns_to_the_last_figure(rule: Rule) -> None:
         assert np.array_equal(here.packed, there.packed)
         assert np.array_equal(here.block_scales, there.block_scales)
         assert_same_figures(metrics, same_metrics)
-
-
-@pytest.mark.parametrize("rule", sorted(cuda.RULES_WITH_KERNEL))
-def test_large_tensor_equals_the_cpu(rule: Rule) -> None:
-    weight = trained_like(16384, seed=11)
-    assert_same_on_device(weight, rule, scale_of(weight, rule))
-
-
-@pytest.mark.parametrize("rule", sorted(cuda.RULES_WITH_KERNEL))
-def test_quantizers_agree_to_the_last_figure(rule: Rule) -> None:
-    weight = trained_like(512, seed=12, lowest=-8)
-    converted = []
-    for device in ("cpu", "cuda"):
-        quantizer = create_quantizer("native", rule=rule, device=device)
-        magnitude = quantizer.measure(weight, name="w")
-        scale = quantizer.global_scale(magnitude, is_int4=True)
-        converted.append(quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale))
-    (here, metrics), (there, same_metrics) = converted
-    assert np.array_equal(here.packed, there.packed)
-    assert np.array_equal(here.block_scales, there.block_scales)
-    assert_same_figures(metrics, same_metrics)

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from statistics_makers import layers_by_pass
 
-from k2convert.calibration.accumulate import LayerAccumulator
 from k2convert.calibration.layer_statistics import LayerStatistics
-from k2convert.checkpoint.index import open_checkpoint
-from k2convert.forward.decoder import DecoderLayer, embed
-from k2convert.forward.weights import WeightReader
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
 
 def statistics(folder: Path, devices: tuple[str, ...], *, workers: int) -> list[LayerStatistics]:
     ids = torch.randint(0, 2048, (4, 64), generator=torch.Generator().manual_seed(1))
-    found: list[LayerStatistics] = []
-    with closing(WeightReader(open_checkpoint(folder))) as reader:
-        hidden = embed(reader, ids)
-        for number in range(2):
-            accumulator = LayerAccumulator(reader, number, seed=3)
-            hidden = DecoderLayer(reader, number, devices, workers).run(hidden, accumulator)
-            found.append(accumulator.finish())
-    return found
+    return layers_by_pass(folder, ids, num_layers=2, devices=devices, workers=workers)[1]
 
 
 def test_statistics_are_those_of_the_cpu(tiny: Path) -> None:

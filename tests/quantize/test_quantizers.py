@@ -16,13 +16,13 @@ from safetensors import safe_open
 
 from k2convert.choices import Rule
 from k2convert.errors import FormatError, MissingDependencyError, RecipeError
-from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.quantizer import Quantizer, create_quantizer
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.max import measure
+from k2convert.quantize.rules.max import Magnitude, measure
 
 ONE_BITS, NAN_BITS = 0x3F80, 0x7FC0
 Converted = dict[str, tuple[Nvfp4Weight, WeightMetrics]]
@@ -44,18 +44,22 @@ def projections(tiny: Path) -> dict[str, Int4Weight]:
     }
 
 
+def partner_of(name: str) -> str:
+    return name.replace("gate_proj", "up_proj") if "gate_proj" in name else name.replace("up_proj", "gate_proj")
+
+
+def quantized(quantizer: Quantizer, weight: SourceWeight, magnitude: Magnitude) -> tuple[Nvfp4Weight, WeightMetrics]:
+    scale = quantizer.global_scale(magnitude, is_int4=isinstance(weight, Int4Weight))
+    return quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
+
+
 def convert(quantizer: Quantizer, projections: dict[str, Int4Weight]) -> Converted:
     """Convert everything, gate and up of an expert sharing their global scale."""
     magnitudes = {name: quantizer.measure(weight, name=name) for name, weight in projections.items()}
-
-    def one(name: str) -> tuple[Nvfp4Weight, WeightMetrics]:
-        magnitude = magnitudes[name]
-        partner = name.replace("gate_proj", "up_proj") if "gate_proj" in name else name.replace("up_proj", "gate_proj")
-        magnitude = magnitude.merge(magnitudes[partner])
-        scale = quantizer.global_scale(magnitude, is_int4=True)
-        return quantizer.quantize(projections[name], name=name, magnitude=magnitude, global_scale=scale)
-
-    return {name: one(name) for name in projections}
+    return {
+        name: quantized(quantizer, weight, magnitudes[name].merge(magnitudes[partner_of(name)]))
+        for name, weight in projections.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +102,8 @@ def test_the_definition_gives_the_same_bytes_and_figures(rule: Rule, projections
         result, metrics = converted[name]
         defined = RULES[rule].quantize_int4(weight, result.global_scale)
         assert_same_bytes(defined, result, name)
-        partner = name.replace("gate_proj", "up_proj") if "gate_proj" in name else name.replace("up_proj", "gate_proj")
-        magnitude = measure(weight).merge(measure(projections[partner]))
-        assert_same_figures(measure_quantized(weight, defined, name=name, magnitude=magnitude), metrics)
+        magnitude = measure(weight).merge(measure(projections[partner_of(name)]))
+        assert_same_figures(measure_quantized(weight, defined, name="w", magnitude=magnitude), metrics)
 
 
 def test_mse_halves_the_error_of_max_and_is_near_the_bound(mse: Converted, by_max: Converted) -> None:
@@ -126,26 +129,18 @@ def test_native_plain_equals_the_two_library_pipeline_byte_for_byte(
 
 def test_the_reference_quantizer_writes_zeros_where_modelopt_writes_nan() -> None:
     weight = Int4Weight(np.full((2, 32), 0x88, dtype=np.uint8), np.full((2, 2), ONE_BITS, dtype=np.uint16))
-    quantizer = create_quantizer("reference", rule="max", device="cpu")
-    magnitude = quantizer.measure(weight, name="w")
-    scale = quantizer.global_scale(magnitude, is_int4=True)
-    result, _ = quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
-    assert scale == 1.0
+    result, _ = quantized(create_quantizer("reference", rule="max", device="cpu"), weight, measure(weight))
+    assert result.global_scale == 1.0
     assert (result.block_scales == 0x38).all()
     assert not result.packed.any()
 
 
-@pytest.mark.parametrize("kind", ["native", "reference"])
-def test_bf16_weights_are_the_same_from_both(kind: str) -> None:
+def test_bf16_weights_are_the_same_from_both() -> None:
     weight = bf16_weight((torch.randn(16, 128, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16))
-    quantizer = create_quantizer(kind, rule="max", device="cpu")  # type: ignore[arg-type]
-    magnitude = quantizer.measure(weight, name="w")
-    scale = quantizer.global_scale(magnitude, is_int4=False)
-    result, metrics = quantizer.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
-    native = create_quantizer("native", rule="max", device="cpu")
-    expected, expected_metrics = native.quantize(weight, name="w", magnitude=magnitude, global_scale=scale)
-    assert_same_bytes(result, expected, "w")
-    assert_same_figures(metrics, expected_metrics)
+    quantizers = [create_quantizer(kind, rule="max", device="cpu") for kind in ("reference", "native")]
+    ((theirs, their_metrics), (ours, metrics)) = (quantized(q, weight, q.measure(weight, name="w")) for q in quantizers)
+    assert_same_bytes(theirs, ours, "w")
+    assert_same_figures(their_metrics, metrics)
 
 
 @pytest.mark.parametrize("kind", ["native", "reference"])

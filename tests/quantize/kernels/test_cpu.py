@@ -49,26 +49,6 @@ def test_every_rule_has_a_kernel() -> None:
 
 
 @pytest.mark.parametrize("rule", KERNELS)
-@pytest.mark.parametrize("maker", MAKERS)
-def test_bytes_and_magnitude_equal_rules(maker: str, rule: Rule) -> None:
-    weight = MAKERS[maker]()
-    assert measure_magnitude(weight, name="w") == measure(weight)
-    assert_equals_rules(weight, rule, own_scale(weight, rule))
-
-
-@pytest.mark.parametrize("exponent", [-126, -40, -12, -9, -6, -3, 0, 5, 60, 127])
-def test_mse_equals_rules_for_any_power_of_two(exponent: int) -> None:
-    for maker in ("trained-minus-eight", "wide-spread", "few-magnitudes", "zeros"):
-        assert_equals_rules(MAKERS[maker](), "mse", 2.0**exponent)
-
-
-@pytest.mark.parametrize("global_scale", [2.0**-149, 1e-40, 1.17e-38, 3e-9, 1.1e-5, 0.75, 1e6, 3.3e38])
-def test_max_equals_rules_for_any_global_scale(global_scale: float) -> None:
-    for maker in ("trained-minus-eight", "wide-spread", "zeros"):
-        assert_equals_rules(MAKERS[maker](), "max", float(np.float32(global_scale)))
-
-
-@pytest.mark.parametrize("rule", KERNELS)
 def test_every_projection_of_the_tiny_checkpoint(tiny: Path, rule: Rule) -> None:
     index = json.loads((tiny / "model.safetensors.index.json").read_text())["weight_map"]
     shard = load_file(tiny / index["model.layers.1.mlp.experts.0.gate_proj.weight_packed"])
@@ -209,25 +189,32 @@ BF16_MAKERS: dict[str, Callable[[], Tensor]] = {
     "minus-zeros": lambda: -torch.zeros(4, 256, dtype=torch.bfloat16),
     "constant": lambda: torch.full((4, 256), -0.0123, dtype=torch.bfloat16),
 }
+ALL_MAKERS: dict[str, Callable[[], SourceWeight]] = MAKERS | {
+    f"bf16-{name}": lambda make=make: bf16_weight(make()) for name, make in BF16_MAKERS.items()
+}
 
 
 @pytest.mark.parametrize("rule", KERNELS)
-@pytest.mark.parametrize("maker", BF16_MAKERS)
-def test_bf16_weights_equal_rules(maker: str, rule: Rule) -> None:
-    weight = bf16_weight(BF16_MAKERS[maker]())
+@pytest.mark.parametrize("maker", ALL_MAKERS)
+def test_bytes_and_magnitude_equal_rules(maker: str, rule: Rule) -> None:
+    weight = ALL_MAKERS[maker]()
+    assert measure_magnitude(weight, name="w") == measure(weight)
     assert_equals_rules(weight, rule, own_scale(weight, rule))
 
 
-@pytest.mark.parametrize("exponent", [-126, -60, -16, -9, 0, 30, 118, 127])
-def test_bf16_weights_equal_rules_for_any_power_of_two(exponent: int) -> None:
-    for maker in ("bell", "outliers", "short-significands"):
-        assert_equals_rules(bf16_weight(BF16_MAKERS[maker]()), "mse", 2.0**exponent)
-
-
-@pytest.mark.parametrize("global_scale", [2.0**-149, 1e-40, 3e-9, 1.1e-5, 0.75, 3.3e38])
-def test_bf16_weights_equal_plain_for_any_global_scale(global_scale: float) -> None:
-    for maker in ("bell", "outliers", "subnormal"):
-        assert_equals_rules(bf16_weight(BF16_MAKERS[maker]()), "max", float(np.float32(global_scale)))
+@pytest.mark.parametrize(
+    ("rule", "global_scale"),
+    [
+        *(("mse", 2.0**exponent) for exponent in (-126, -60, -40, -16, -12, -9, -6, -3, 0, 5, 30, 60, 118, 127)),
+        *(("max", float(np.float32(scale))) for scale in (2.0**-149, 1e-40, 1.17e-38, 3e-9, 1.1e-5, 0.75, 1e6, 3.3e38)),
+    ],
+)
+def test_any_global_scale_equals_rules(rule: Rule, global_scale: float) -> None:
+    for maker in (
+        "trained-minus-eight", "wide-spread", "few-magnitudes", "zeros",
+        "bf16-bell", "bf16-outliers", "bf16-short-significands", "bf16-subnormal",
+    ):  # fmt: skip
+        assert_equals_rules(ALL_MAKERS[maker](), rule, global_scale)
 
 
 def test_bf16_weights_by_importance_equal_rules() -> None:

@@ -23,6 +23,7 @@ from k2convert.quantize.metrics.measure import add_up, measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.quantizer import create_quantizer
 from k2convert.quantize.rules.max import Magnitude
+from k2convert.records.document import encode, parse
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
@@ -168,12 +169,12 @@ def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool)
     else:
         exact = bf16_values(source.bits).astype(np.float64)
     results = []
-    for rule in ("imatrix", "mse"):
+    for rule in ("imatrix", "mse", "max"):
         quantizer = create_quantizer("native", rule=rule, device="cpu")
         magnitude = quantizer.measure(source, name="w")
         g = quantizer.global_scale(magnitude, is_int4=is_int4)
         results.append(quantizer.quantize(source, name="w", magnitude=magnitude, global_scale=g, importance=importance))
-    (written, metrics), (_, unweighted) = results
+    (written, metrics), (_, unweighted), (_, by_max) = results
     error, shares = exact - dequantize_nvfp4(written), importance / 255
     assert metrics.energy == pytest.approx((exact**2).sum(), rel=1e-12)
     assert metrics.squared_error == pytest.approx((error**2).sum(), rel=1e-12)
@@ -183,6 +184,11 @@ def test_weighted_sums_are_sums_over_all_weights(is_int4: bool, is_scaled: bool)
     assert metrics.equal_nonzero == ((exact != 0) & (error == 0)).sum()
     assert metrics.equal_blocks == (error.reshape(-1, 16) == 0).all(axis=1).sum()
     assert metrics.sampled_error_achieved == pytest.approx(metrics.squared_error, rel=1e-12)
+    assert metrics.sampled_error_max == pytest.approx(by_max.squared_error, rel=1e-12)
     assert metrics.sampled_error_bound <= metrics.sampled_error_achieved
+    assert unweighted.squared_error < metrics.sampled_error_max
+    assert by_max.achieved_to_max == 1.0
+    assert (metrics.num_codes is None) == (not is_int4)
+    assert parse(WeightMetrics, encode(metrics).decode(), where="here") == metrics
     assert unweighted.weighted_error is None
     assert unweighted.squared_error <= metrics.squared_error
