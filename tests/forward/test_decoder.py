@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from k2convert.forward.decoder import DENSE_PIECE_TOKENS, DecoderLayer, embed
 from k2convert.forward.moe import Routing
 from k2convert.forward.weights import WeightReader
 from k2convert.models.config import text_config
+from scripts.fixture_maker.damage import edit_config
 from scripts.fixture_maker.folder import read_small, write_small
 from scripts.fixture_maker.inventory import SMALL_SHAPE
 from scripts.fixture_maker.shaped import make_k2_shaped
@@ -82,16 +82,10 @@ def same(states: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(state, other) for state, other in zip(states, others, strict=True))
 
 
-def read(folder: Path, name: str) -> Tensor:
-    with closing(WeightReader(open_checkpoint(folder))) as reader:
-        return reader.read(name)
-
-
 def with_config(source: Path, folder: Path, **changes: Any) -> Path:
     """The checkpoint with other fields in config.json."""
     shutil.copytree(source, folder)
-    config = json.loads((source / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, **changes)
     return folder
 
 
@@ -99,10 +93,8 @@ def with_grouped_queries(source: Path, folder: Path) -> Path:
     """The first two layers of the tiny checkpoint with random grouped-query attention: biases, norms of q and k."""
     generator = torch.Generator().manual_seed(0)
     checkpoint = read_small(source)
-    tensors = {name: value for name, value in checkpoint.tensors().items() if "self_attn" not in name}
-    tensors = {
-        name: value for name, value in tensors.items() if not name.startswith(("model.layers.2", "model.layers.3"))
-    }
+    left_out = ("self_attn", "model.layers.2", "model.layers.3")
+    tensors = {n: value for n, value in checkpoint.tensors().items() if not any(part in n for part in left_out)}
     for layer in range(2):
         stem = f"model.layers.{layer}.self_attn"
         for name, rows in (("q", 128), ("k", 64), ("v", 64)):
@@ -213,7 +205,8 @@ def test_an_observer_sees_what_the_layer_adds(tiny: Path) -> None:
         (after,) = seen.outputs
         assert torch.equal(after.view(states[0].shape), states[layer + 1])
         # The norm of what attention left is the MLP's input, so it follows from what the observer saw.
-        norm = read(tiny, f"model.layers.{layer}.post_attention_layernorm.weight").float()
+        with closing(WeightReader(open_checkpoint(tiny))) as reader:
+            norm = reader.read(f"model.layers.{layer}.post_attention_layernorm.weight").float()
         before = after - added
         normed = before * torch.rsqrt(before.square().mean(dim=-1, keepdim=True) + 1e-5) * norm
         assert torch.allclose(normed, seen.inputs[0], rtol=1e-4, atol=1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,29 +20,17 @@ _FLAGS = (
 DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
 
 
-@dataclass(frozen=True, slots=True)
-class Complaints:
-    """The lines of the browser's log that come from the page."""
-
-    lines: tuple[str, ...]
-
-
-def _run(page: Path, work: Path, *flags: str) -> tuple[str, Complaints]:
+def _run(page: Path, work: Path, *flags: str) -> tuple[str, list[str]]:
     assert EXECUTABLE is not None
     profile = work / "profile"
     command = [EXECUTABLE, *_FLAGS, f"--user-data-dir={profile}", *flags, page.absolute().as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     shutil.rmtree(profile, ignore_errors=True)
-    return done.stdout, Complaints(tuple(line for line in done.stderr.splitlines() if "CONSOLE" in line))
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def dump_dom(page: Path, work: Path) -> tuple[str, Complaints]:
-    """Return the document after its script ran."""
-    return _run(page, work, "--dump-dom")
-
-
-def dump_dom_from_files(page: Path, work: Path) -> tuple[str, Complaints]:
-    """The same for a page that reads frames of other files."""
+def dump_dom(page: Path, work: Path) -> tuple[str, list[str]]:
+    """Return the document after its script ran, and the lines of the browser's log that come from the page."""
     return _run(page, work, "--dump-dom", "--allow-file-access-from-files")
 
 

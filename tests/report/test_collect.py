@@ -25,14 +25,12 @@ from k2convert.validation.validate import validate_checkpoint
 EditJson = Callable[[Path, Callable[[dict[str, Any]], object]], None]
 
 
-def test_totals_are_the_ledgers(converted: Path) -> None:
+def test_figures_are_those_of_ledger_and_records(converted: Path) -> None:
     report = collect_report(folder=converted)
     ledger = json.loads((converted / "k2convert.json").read_text())
     assert {role: plain(metrics) for role, metrics in report.ledger.totals.items()} == ledger["totals"]
-
-
-def test_every_cell_is_its_records_sqnr(converted: Path) -> None:
-    report = collect_report(folder=converted)
+    listed = [tensor.sqnr_db for tensor in report.worst]
+    assert listed == sorted(tensor.sqnr_db for tensor in report.tensors)[: len(listed)]
     maps = {found.projection: found for found in report.maps}
     assert list(maps) == ["gate", "up", "down"]
     num_cells = 0
@@ -48,13 +46,8 @@ def test_every_cell_is_its_records_sqnr(converted: Path) -> None:
     assert num_cells == sum(found.values.size for found in maps.values()) == 144
 
 
-def test_worst_tensors_come_first(converted: Path) -> None:
-    report = collect_report(folder=converted)
-    listed = [tensor.sqnr_db for tensor in report.worst]
-    assert listed == sorted(tensor.sqnr_db for tensor in report.tensors)[: len(listed)]
-
-
 def test_folder_without_journal_falls_back_on_the_ledger(records_only: Path, converted: Path, tmp_path: Path) -> None:
+    assert any("shards are not in this folder" in s for s in collect_report(folder=records_only).missing)
     shutil.rmtree(records_only / ".k2convert")
     files = write_report(folder=records_only, out=tmp_path / "out")
     assert files.report.total == collect_report(folder=converted).total
@@ -95,10 +88,6 @@ def test_unfinished_conversion_is_reported_up_to_its_last_shard(
     assert (report.finished_shards, report.num_shards, report.is_complete) == (4, 5, False)
     assert report.maps[0].layers == (1, 3)
     assert any("4 of 5 shards" in sentence for sentence in report.missing)
-
-
-def test_missing_shards_are_reported_not_refused(records_only: Path) -> None:
-    assert any("shards are not in this folder" in s for s in collect_report(folder=records_only).missing)
 
 
 def test_foreign_folder_is_refused(tiny: Path, tmp_path: Path) -> None:
