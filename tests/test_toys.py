@@ -28,7 +28,7 @@ def toy_global_scale(magnitude: Magnitude, *, is_int4: bool) -> float:
     return 2 * max_global_scale(magnitude)
 
 
-def quantize_toy(weight, global_scale):
+def quantize_toy(weight, global_scale, importance):
     rows, columns = weight.shape
     bits = dequantize_int4(weight).bits if isinstance(weight, Int4Weight) else weight.bits
     blocks = bf16_values(bits).reshape(-1, 16)
@@ -41,8 +41,7 @@ ROW = '''
     "toy": RuleArithmetic(
         summary="Every block gets its largest weight over 4 as scale.",
         global_scale=toy_global_scale,
-        quantize_int4=quantize_toy,
-        quantize_bf16=quantize_toy,
+        quantize=quantize_toy,
     ),
 }
 """One row for each word'''

@@ -20,7 +20,7 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.kernels import cpu
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.quantize.rules import RULES, quantize_by_definition
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.max import Magnitude
 
 
@@ -109,7 +109,7 @@ class NativeQuantizer:
         self, source: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None
     ) -> cpu.Converted:
         if not has_kernel(self.rule):
-            return cpu.Converted(quantize_by_definition(self.rule, source, global_scale, importance))
+            return cpu.Converted(RULES[self.rule].quantize(source, global_scale, importance))
         if self.device != CPU and isinstance(source, Int4Weight):
             from k2convert.quantize.kernels import cuda
 

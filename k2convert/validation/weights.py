@@ -192,7 +192,7 @@ def _difference(weight: WrittenWeight, expected: Nvfp4Weight) -> list[str]:
 
 def _check_sample(weight: WrittenWeight, rule: Rule, global_scale: float) -> tuple[int, int]:
     """Regenerate sampled rows by the reference arithmetic; return how many blocks they have, and how many differ."""
-    source, importance, arithmetic = weight.source, weight.importance, RULES[rule]
+    source, importance = weight.source, weight.importance
     rows, columns = source.shape
     if not rows or not columns:
         return 0, 0
@@ -202,12 +202,7 @@ def _check_sample(weight: WrittenWeight, rule: Rule, global_scale: float) -> tup
     chosen = slice(zlib.crc32(weight.module.encode()) % stride, None, stride)
     is_int4 = isinstance(source, Int4Weight)
     some: SourceWeight = _some_rows(source, chosen) if is_int4 else Bf16Weight(source.bits[chosen])
-    if importance is not None and arithmetic.quantize_imatrix is not None:
-        again = arithmetic.quantize_imatrix(some, global_scale, importance)
-    elif isinstance(some, Int4Weight):
-        again = arithmetic.quantize_int4(some, global_scale)
-    else:
-        again = arithmetic.quantize_bf16(some, global_scale)
+    again = RULES[rule].quantize(some, global_scale, importance)
     written = weight.packed.reshape(rows, columns // 2)[chosen]
     scales = weight.block_scales.reshape(rows, columns // BLOCK_SIZE)[chosen]
     in_codes = (again.packed != written).reshape(-1, BLOCK_SIZE // 2).any(axis=1)

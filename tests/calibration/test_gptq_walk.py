@@ -37,8 +37,9 @@ from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.models import detect_family
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.rules.imatrix import quantize_best
 from k2convert.quantize.rules.max import measure
-from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
+from k2convert.quantize.rules.mse import mse_global_scale
 from k2convert.records.events import SILENT
 
 Ids = NDArray[np.int64]
@@ -263,7 +264,7 @@ def test_few_or_equal_tokens_make_no_layer_much_worse(tiny: Path, tmp_path: Path
 
 def by_mse(source: Int4Weight | torch.Tensor, global_scale: float) -> Nvfp4Weight:
     assert isinstance(source, Int4Weight)
-    return quantize_mse(source, global_scale)
+    return quantize_best(source, global_scale)
 
 
 def test_global_scales_are_those_of_rule_mse(tiny_walk: WorkFolder, tiny: Path) -> None:

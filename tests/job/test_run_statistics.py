@@ -78,12 +78,7 @@ class Expected:
         for kind, source in sources.items():
             magnitude = measure(source) if kind == "down" else shared
             scale = self.rule.global_scale(magnitude, is_int4=isinstance(source, Int4Weight))
-            if self.rule.quantize_imatrix is not None:
-                found[kind] = self.rule.quantize_imatrix(source, scale, self.importance(module, kind, layer))
-            elif isinstance(source, Int4Weight):
-                found[kind] = self.rule.quantize_int4(source, scale)
-            else:
-                found[kind] = self.rule.quantize_bf16(source, scale)
+            found[kind] = self.rule.quantize(source, scale, self.importance(module, kind, layer))
         return found
 
     def importance(self, module: str, kind: str, layer: LayerStatistics) -> NDArray[np.uint8]:

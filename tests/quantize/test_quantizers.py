@@ -100,7 +100,7 @@ def test_the_definition_gives_the_same_bytes_and_figures(rule: Rule, projections
     converted = convert(create_quantizer("native", rule=rule, device="cpu"), projections)
     for name, weight in projections.items():
         result, metrics = converted[name]
-        defined = RULES[rule].quantize_int4(weight, result.global_scale)
+        defined = RULES[rule].quantize(weight, result.global_scale, None)
         assert_same_bytes(defined, result, name)
         magnitude = measure(weight).merge(measure(projections[partner_of(name)]))
         assert_same_figures(measure_quantized(weight, defined, name="w", magnitude=magnitude), metrics)

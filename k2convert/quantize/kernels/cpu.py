@@ -114,14 +114,11 @@ def _convert_bf16(
 ) -> Nvfp4Weight:
     result, is_max = allocate_nvfp4(*weight.shape, global_scale=global_scale), _is_plain(rule)
     targets = flat(result.packed), flat(result.block_scales)
-    by_importance = RULES[rule].quantize_imatrix if weight.bits.size else None
     if not is_max and global_scale > LARGEST_BF16_SCALE:
-        if importance is not None and by_importance is not None:
-            return by_importance(weight, global_scale, importance)
-        return RULES[rule].quantize_bf16(weight, global_scale)
+        return RULES[rule].quantize(weight, global_scale, importance)
     if is_max:
         _cpu.quantize_max_bf16(flat(weight.bits), global_scale, *targets)
-    elif importance is not None and by_importance is not None:
+    elif RULES[rule].uses_importance and importance is not None and weight.bits.size:
         _cpu.quantize_imatrix_bf16(flat(weight.bits), global_scale, importance_factors(importance), *targets)
     else:
         _cpu.quantize_mse_bf16(flat(weight.bits), global_scale, *targets)

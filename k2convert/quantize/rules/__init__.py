@@ -12,15 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
-from k2convert.quantize.rules.imatrix import quantize_imatrix, quantize_mse_bf16
+from k2convert.quantize.rules.imatrix import quantize_best
 from k2convert.quantize.rules.max import Magnitude, max_global_scale, quantize_max
-from k2convert.quantize.rules.mse import (
-    global_exponent,
-    mse_global_scale,
-    quantize_mse,
-)
+from k2convert.quantize.rules.mse import global_exponent, mse_global_scale
 
 
 class GlobalScale(Protocol):
@@ -36,17 +32,16 @@ class GlobalScale(Protocol):
 class RuleArithmetic:
     """What defines a rule.
 
-    quantize_int4 takes weights with channel exponents too. quantize_imatrix quantizes an INT4 or BF16 weight with the
-    importance uint8 [K] of its columns, 1..255; None if the rule knows no importance. Without one, a rule that knows it
-    counts every column the same, which is quantize_int4 and quantize_bf16.
+    `quantize` gets a weight, the global scale, and the importance uint8 [K] of its columns, 1..255, or None: then every
+    column counts the same. A rule that does not use it ignores it.
     """
 
     summary: str
     """One sentence for people."""
     global_scale: GlobalScale
-    quantize_int4: Callable[[Int4Weight, float], Nvfp4Weight]
-    quantize_bf16: Callable[[Bf16Weight, float], Nvfp4Weight]
-    quantize_imatrix: Callable[[SourceWeight, float, NDArray[np.uint8]], Nvfp4Weight] | None = None
+    quantize: Callable[[SourceWeight, float, NDArray[np.uint8] | None], Nvfp4Weight]
+    uses_importance: bool = False
+    """Whether the rule knows the importance of channels, which comes from a statistics file."""
     has_power_of_two_scale: bool = False
     """Whether the global scale is always a power of two."""
     needs_walk: bool = False
@@ -54,15 +49,6 @@ class RuleArithmetic:
     regenerate them, so they are measured; the fields above are for all other weights."""
     is_modelopt: bool = False
     """Whether ModelOpt's max calibration writes the same bytes, so that the reference quantizer offers the rule."""
-
-    @property
-    def uses_importance(self) -> bool:
-        """Whether the rule knows the importance of channels, which comes from a statistics file."""
-        return self.quantize_imatrix is not None
-
-
-def _max_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG001
-    return max_global_scale(magnitude)
 
 
 IMATRIX_NOTE: Final = (
@@ -73,15 +59,15 @@ IMATRIX_NOTE: Final = (
 _MSE: Final = RuleArithmetic(
     summary="Every block gets the E4M3 scale with the least squared error; the global scale is a power of two.",
     global_scale=mse_global_scale,
-    quantize_int4=quantize_mse,
-    quantize_bf16=quantize_mse_bf16,
+    quantize=lambda weight, global_scale, _: quantize_best(weight, global_scale),
     has_power_of_two_scale=True,
 )
 _WEIGHTED: Final = replace(
     _MSE,
     summary="Every block gets the E4M3 scale with the least squared error on the inputs that were measured; "
     "the global scale is a power of two.",
-    quantize_imatrix=quantize_imatrix,
+    quantize=quantize_best,
+    uses_importance=True,
 )
 
 RULES: Final[dict[Rule, RuleArithmetic]] = {
@@ -95,9 +81,8 @@ RULES: Final[dict[Rule, RuleArithmetic]] = {
     ),
     "max": RuleArithmetic(
         summary="Every block gets its largest weight over 6 as scale, the bytes of ModelOpt's max calibration.",
-        global_scale=_max_scale,
-        quantize_int4=quantize_max,
-        quantize_bf16=quantize_max,
+        global_scale=lambda magnitude, *, is_int4: max_global_scale(magnitude),  # noqa: ARG005
+        quantize=lambda weight, global_scale, _: quantize_max(weight, global_scale),
         is_modelopt=True,
     ),
 }
@@ -109,15 +94,3 @@ def check_rule_scale(rule: Rule, global_scale: float) -> None:
     check_global_scale(global_scale)
     if RULES[rule].has_power_of_two_scale:
         global_exponent(global_scale)
-
-
-def quantize_by_definition(
-    rule: Rule, weight: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None = None
-) -> Nvfp4Weight:
-    """Quantize a weight by its rule's own arithmetic, which is slow; `importance` uint8 [K] is for rules with it."""
-    arithmetic = RULES[rule]
-    if importance is not None and arithmetic.quantize_imatrix is not None:
-        return arithmetic.quantize_imatrix(weight, global_scale, importance)
-    if isinstance(weight, Int4Weight):
-        return arithmetic.quantize_int4(weight, global_scale)
-    return arithmetic.quantize_bf16(weight, global_scale)

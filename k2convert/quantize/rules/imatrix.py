@@ -32,7 +32,6 @@ importance it is `mse`. The largest weight of a block can be its least important
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -40,7 +39,7 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import Bf16Weight, SourceWeight, bf16_values, describe
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, bf16_values, describe
 from k2convert.quantize.formats.nvfp4 import (
     E2M1_MAX,
     E4M3_MAX,
@@ -61,22 +60,27 @@ NUM_WINDOW_SCALES: Final = 25
 """Three octaves of eight, both ends included."""
 
 
-def quantize_mse_bf16(weight: Bf16Weight, global_scale: float) -> Nvfp4Weight:
-    """Quantize a BF16 weight with the best scale of every block for g = 2**k, in bounded memory."""
-    global_exponent(global_scale)
-    return quantize_bf16_blocks(weight, global_scale, lambda blocks_ME: best_scale_bytes(blocks_ME, global_scale))
-
-
-def quantize_bf16_blocks(
-    weight: Bf16Weight, global_scale: float, choose: Callable[[NDArray[np.float64]], NDArray[np.uint8]]
+def quantize_best(
+    weight: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None = None
 ) -> Nvfp4Weight:
-    """Quantize a BF16 weight; `choose` returns E4M3 bytes uint8 [M] for the blocks float64 [M, 16] of whole rows."""
+    """Quantize a weight [N, K] with the best scale of every block for g = 2**k, in bounded memory.
+
+    With the importance uint8 [K] of its columns this is rule `imatrix`, without it rule `mse`.
+    """
+    exponent = global_exponent(global_scale)
     rows, columns = weight.shape
+    if importance is not None:
+        check_importance(importance, columns)
+    if isinstance(weight, Int4Weight):
+        return quantize_columns(weight, exponent, importance)
     packed = np.empty((rows, columns // 2), dtype=np.uint8)
     block_scales = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
     for start, stop in row_chunks(rows, columns):
         blocks_ME = bf16_values(weight.bits[start:stop]).astype(np.float64).reshape(-1, BLOCK_SIZE)
-        scale_bytes_M = choose(blocks_ME)
+        factors_ME = None
+        if importance is not None:
+            factors_ME = np.tile(importance_factors(importance), stop - start).reshape(-1, BLOCK_SIZE)
+        scale_bytes_M = _best_scale_bytes(blocks_ME, global_scale, factors_ME)
         codes_ME = nearest_code(np.abs(blocks_ME), (decode_e4m3(scale_bytes_M) * global_scale)[:, None])
         nibbles_ME = codes_ME | np.uint8(SIGN_BIT) * ((codes_ME > 0) & (blocks_ME < 0))
         packed[start:stop] = pack_nibbles(nibbles_ME.reshape(stop - start, columns))
@@ -84,32 +88,30 @@ def quantize_bf16_blocks(
     return Nvfp4Weight(packed=packed, block_scales=block_scales, global_scale=global_scale)
 
 
-def best_scale_bytes(blocks_ME: NDArray[np.float64], global_scale: float) -> NDArray[np.uint8]:
+def _best_scale_bytes(
+    blocks_ME: NDArray[np.float64], global_scale: float, factors_ME: NDArray[np.float64] | None
+) -> NDArray[np.uint8]:
     """Return the E4M3 byte (uint8 [M]) of the best normal scale of each block of BF16 values, float64 [M, 16]."""
     weights_EM = np.ascontiguousarray(np.abs(blocks_ME).T)
     amax_M = weights_EM.max(axis=0)
     all_bytes = np.arange(MIN_NORMAL_BYTE, MAX_BYTE + 1, dtype=np.uint8)
     steps = decode_e4m3(all_bytes) * global_scale
-    found = np.searchsorted(steps, amax_M / 14)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    first_M = np.minimum(np.asarray(found, dtype=np.int64), len(steps) - 1)
-    best_M = search_scales(weights_EM, steps, first_M, NUM_WINDOW_SCALES)
-    in_last_octave = 2 * amax_M < 7 * steps[best_M]
-    out_of_reach = (amax_M > 4 * E4M3_MAX * global_scale) | (amax_M < 4 * SMALLEST_NORMAL * global_scale)
-    unsure = np.flatnonzero((in_last_octave | out_of_reach) & (amax_M > 0))
+    if factors_ME is not None:
+        unsure, best_M = np.arange(amax_M.size), np.zeros(amax_M.size, dtype=np.int64)
+    else:
+        found = np.searchsorted(steps, amax_M / 14)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        first_M = np.minimum(np.asarray(found, dtype=np.int64), len(steps) - 1)
+        best_M = _search_scales(weights_EM, steps, first_M, NUM_WINDOW_SCALES)
+        in_last_octave = 2 * amax_M < 7 * steps[best_M]
+        out_of_reach = (amax_M > 4 * E4M3_MAX * global_scale) | (amax_M < 4 * SMALLEST_NORMAL * global_scale)
+        unsure = np.flatnonzero((in_last_octave | out_of_reach) & (amax_M > 0))
     if unsure.size:
-        best_M[unsure] = search_scales(weights_EM[:, unsure], steps, np.zeros_like(unsure), len(steps))
+        factors_EM = None if factors_ME is None else factors_ME.T
+        best_M[unsure] = _search_scales(weights_EM[:, unsure], steps, np.zeros_like(unsure), len(steps), factors_EM)
     return np.where(amax_M == 0, np.uint8(ONE_BYTE), all_bytes[best_M])
 
 
-def sum_in_order(terms_EM: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Add float64 terms [E, ..] one after the other along the first dimension."""
-    total = terms_EM[0].copy()
-    for terms in terms_EM[1:]:
-        total += terms
-    return total
-
-
-def search_scales(
+def _search_scales(
     weights_EM: NDArray[np.float64],
     steps: NDArray[np.float64],
     first_M: NDArray[np.int64],
@@ -127,7 +129,11 @@ def search_scales(
         step_M = steps[candidate_M]
         difference_EM = weights_EM - _nearest_value(weights_EM, step_M) * step_M
         terms_EM = difference_EM * difference_EM
-        error_M = sum_in_order(terms_EM if factors_EM is None else terms_EM * factors_EM)
+        if factors_EM is not None:
+            terms_EM *= factors_EM
+        error_M = terms_EM[0].copy()
+        for terms_M in terms_EM[1:]:  # in this order
+            error_M += terms_M
         # Scales come in ascending order, so a tie goes to the larger one.
         better = error_M <= least_M
         least_M = np.where(better, error_M, least_M)
@@ -141,22 +147,6 @@ def _nearest_value(weights_EM: NDArray[np.float64], step_M: NDArray[np.float64])
     ratio = weights_EM / step_M
     unit = np.where(ratio < 2, 0.5, np.where(ratio < 4, 1.0, 2.0))
     return np.minimum(np.rint(ratio / unit) * unit, E2M1_MAX)
-
-
-def quantize_imatrix_bf16(weight: Bf16Weight, global_scale: float, importance: NDArray[np.uint8]) -> Nvfp4Weight:
-    """Quantize a BF16 weight for g = 2**k with the importance uint8 [K] of its columns, in bounded memory."""
-    factors_BE = importance_factors(importance).reshape(-1, BLOCK_SIZE)
-    all_bytes = np.arange(MIN_NORMAL_BYTE, MAX_BYTE + 1, dtype=np.uint8)
-    steps = decode_e4m3(all_bytes) * global_scale
-
-    def best_scale_bytes(blocks_ME: NDArray[np.float64]) -> NDArray[np.uint8]:
-        weights_EM = np.ascontiguousarray(np.abs(blocks_ME).T)
-        factors_EM = np.tile(factors_BE.T, blocks_ME.shape[0] // factors_BE.shape[0])
-        first_M = np.zeros(weights_EM.shape[1], dtype=np.int64)
-        best_M = search_scales(weights_EM, steps, first_M, steps.size, factors_EM)
-        return np.where(weights_EM.max(axis=0) == 0, np.uint8(ONE_BYTE), all_bytes[best_M])
-
-    return quantize_bf16_blocks(weight, global_scale, best_scale_bytes)
 
 
 def importance_factors(importance: NDArray[np.uint8]) -> NDArray[np.float64]:
@@ -182,12 +172,3 @@ def block_importance(mean_square: NDArray[np.float32]) -> NDArray[np.uint8]:
         MAX_IMPORTANCE * blocks_BE, largest_B1, out=np.full_like(blocks_BE, MAX_IMPORTANCE), where=largest_B1 > 0
     )
     return np.maximum(1, np.rint(shares_BE)).astype(np.uint8).reshape(-1)
-
-
-def quantize_imatrix(weight: SourceWeight, global_scale: float, importance: NDArray[np.uint8]) -> Nvfp4Weight:
-    """Quantize an INT4 or BF16 weight [N, K] for g = 2**k with the importance uint8 [K] of its columns."""
-    exponent = global_exponent(global_scale)
-    check_importance(importance, weight.shape[1])
-    if isinstance(weight, Bf16Weight):
-        return quantize_imatrix_bf16(weight, global_scale, importance)
-    return quantize_columns(weight, exponent, importance)

@@ -89,11 +89,6 @@ def global_exponent(global_scale: float) -> int:
     return exponent - 1
 
 
-def quantize_mse(weight: Int4Weight, global_scale: float) -> Nvfp4Weight:
-    """Quantize an INT4 weight to the nearest NVFP4 weight that g = 2**k allows, in bounded memory."""
-    return quantize_columns(weight, global_exponent(global_scale), None)
-
-
 MAX_IMPORTANCE: Final = 255
 
 LOWEST_SHIFT: Final = -MAX_COLUMN_EXPONENT

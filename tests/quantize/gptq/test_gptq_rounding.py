@@ -15,7 +15,7 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantiz
 from k2convert.quantize.gptq.moments import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.rounding import RoundingKernel, kernel_for, round_gptq
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.rules.imatrix import quantize_mse_bf16
+from k2convert.quantize.rules.imatrix import quantize_best
 from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale
 
@@ -100,7 +100,7 @@ def test_loss_is_less_than_that_of_mse(kernel: RoundingKernel) -> None:
     source = Bf16Weight((weights(64, columns).view(torch.int32) >> 16).to(torch.uint16).numpy())
     target = (torch.as_tensor(source.bits.astype(np.int32)) << 16).view(torch.float32)
     global_scale = mse_global_scale(measure(source), is_int4=False)
-    mse = losses(target, quantize_mse_bf16(source, global_scale), form).sum()
+    mse = losses(target, quantize_best(source, global_scale), form).sum()
     for shrinkage, share in ((0.1, 0.6), (0.9, 0.95)):
         codes = round_gptq(target, global_scale, make_curvature(form, shrinkage), kernel)
         assert losses(target, codes, form).sum() < share * mse
@@ -111,7 +111,7 @@ def test_even_curvature_is_close_to_mse(kernel: RoundingKernel) -> None:
     target = (torch.as_tensor(source.bits.astype(np.int32)) << 16).view(torch.float32)
     even = even_curvature(160, device="cpu")
     found = losses(target, round_gptq(target, UNIT, even, kernel, sweeps=0), even.form)
-    mse = losses(target, quantize_mse_bf16(source, UNIT), even.form)
+    mse = losses(target, quantize_best(source, UNIT), even.form)
     assert found == pytest.approx(mse, rel=1e-6)
 
 

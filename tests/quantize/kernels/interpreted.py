@@ -24,7 +24,7 @@ from k2convert.choices import Rule
 from k2convert.forward.weights import WeightReader
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cpu, cuda
-from k2convert.quantize.rules import RULES, quantize_by_definition
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.imatrix import block_importance
 from k2convert.quantize.rules.max import measure
 from scripts.fixture_maker import TINY
@@ -34,7 +34,7 @@ KERNEL_RULES: tuple[Rule, ...] = ("mse", "max")
 
 
 def compare(weight: Int4Weight, rule: Rule, global_scale: float, importance: NDArray[np.uint8] | None = None) -> None:
-    expected = quantize_by_definition(rule, weight, global_scale, importance)
+    expected = RULES[rule].quantize(weight, global_scale, importance)
     counted = cpu.convert(weight, rule=rule, global_scale=global_scale, importance=importance).outside_normal
     found = cuda.convert(weight, rule=rule, global_scale=global_scale, importance=importance, device="cpu")
     assert np.array_equal(found.weight.block_scales, expected.block_scales)
@@ -71,7 +71,7 @@ def compare_ends() -> None:
     found = cuda.convert(weight.rows(0, 0), rule="imatrix", global_scale=scale, importance=importance, device="cpu")
     assert found.weight.shape == (0, 256)
     equal = cuda.convert(weight, rule="imatrix", global_scale=scale, importance=importance, device="cpu").weight
-    mse = RULES["mse"].quantize_int4(weight, scale)
+    mse = RULES["mse"].quantize(weight, scale, None)
     assert np.array_equal(equal.packed, mse.packed)
     assert np.array_equal(equal.block_scales, mse.block_scales)
 

@@ -22,7 +22,7 @@ from k2convert.choices import Rule
 from k2convert.errors import FormatError
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.kernels.cpu import RULES_WITH_KERNEL, convert, measure_magnitude
-from k2convert.quantize.rules import RULES, quantize_by_definition
+from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.max import measure
 
 pytestmark = pytest.mark.usefixtures("instructions")
@@ -38,7 +38,7 @@ def own_scale(weight: SourceWeight, rule: Rule) -> float:
 def assert_equals_rules(
     weight: SourceWeight, rule: Rule, global_scale: float, importance: np.ndarray | None = None
 ) -> None:
-    expected = quantize_by_definition(rule, weight, global_scale, importance)
+    expected = RULES[rule].quantize(weight, global_scale, importance)
     result = convert(weight, rule=rule, global_scale=global_scale, importance=importance).weight
     assert np.array_equal(result.block_scales, expected.block_scales)
     assert np.array_equal(result.packed, expected.packed)

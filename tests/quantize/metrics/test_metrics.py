@@ -27,15 +27,15 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.imatrix import quantize_mse_bf16
+from k2convert.quantize.rules.imatrix import quantize_best
 from k2convert.quantize.rules.max import Magnitude, measure
-from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
+from k2convert.quantize.rules.mse import mse_global_scale
 from k2convert.records.document import encode, parse
 
 
 def convert(weight: Int4Weight, rule: Rule, magnitude: Magnitude | None = None) -> tuple[Nvfp4Weight, WeightMetrics]:
     magnitude = magnitude or measure(weight)
-    result = RULES[rule].quantize_int4(weight, RULES[rule].global_scale(magnitude, is_int4=True))
+    result = RULES[rule].quantize(weight, RULES[rule].global_scale(magnitude, is_int4=True), None)
     return result, measure_quantized(weight, result, name="w", magnitude=magnitude)
 
 
@@ -48,7 +48,7 @@ def awkward() -> Int4Weight:
 def test_a_large_tensor_is_sampled_one_block_in_64_by_its_seed() -> None:
     weight = trained_like(1024, 4096, seed=4)
     magnitude = measure(weight)
-    result = quantize_mse(weight, mse_global_scale(magnitude, is_int4=True))
+    result = quantize_best(weight, mse_global_scale(magnitude, is_int4=True))
     runs = [measure_quantized(weight, result, name=name, magnitude=magnitude) for name in ("w", "v", "w")]
     assert runs[0].sampled_blocks == 4096
     assert runs[0] == runs[2]
@@ -99,7 +99,7 @@ def test_totals_are_sums_in_any_order_and_skip_what_a_tensor_does_not_have() -> 
     parts = [convert(trained_like(8, 256, seed=seed), "mse")[1] for seed in range(6)]
     bf16 = dequantize_int4(trained_like(8, 256, seed=9))
     magnitude = measure(bf16)
-    result = quantize_mse_bf16(bf16, mse_global_scale(magnitude, is_int4=False))
+    result = quantize_best(bf16, mse_global_scale(magnitude, is_int4=False))
     parts.append(measure_quantized(bf16, result, name="w", magnitude=magnitude))
     total = total_metrics(parts)
     shuffled = parts.copy()

@@ -15,9 +15,9 @@ from k2convert.quantize.formats.channels import divide_columns, scale_bits, scal
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, bf16_values, dequantize_int4, unpack_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, unpack_nibbles
 from k2convert.quantize.kernels.cpu import convert
-from k2convert.quantize.rules.imatrix import block_importance, quantize_imatrix, quantize_mse_bf16
+from k2convert.quantize.rules.imatrix import block_importance, quantize_best
 from k2convert.quantize.rules.max import measure
-from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
+from k2convert.quantize.rules.mse import mse_global_scale
 
 
 def own_scale(weight: Int4Weight) -> float:
@@ -69,7 +69,7 @@ def test_every_scale_and_code_is_the_best_one(maker: str, rows: int, reach: int)
     weight = few_scales(MAKERS[maker]().rows(0, rows), any_exponents(rng, reach))
     for step in (0, -6, 7):
         importance = any_importance(rng)
-        result = quantize_imatrix(weight, own_scale(weight) * 2.0**step, importance)
+        result = quantize_best(weight, own_scale(weight) * 2.0**step, importance)
         assert_is_best(weight, importance.tolist(), result)
 
 
@@ -77,7 +77,7 @@ def test_mse_with_channel_exponents_is_the_best_one() -> None:
     rng = np.random.default_rng(5)
     for reach in (1, 4):
         scaled = few_scales(trained_like(3, seed=5), any_exponents(rng, reach))
-        assert_is_best(scaled, [1] * 256, quantize_mse(scaled, own_scale(scaled)))
+        assert_is_best(scaled, [1] * 256, quantize_best(scaled, own_scale(scaled)))
 
 
 def test_a_tie_goes_to_the_larger_scale() -> None:
@@ -86,7 +86,7 @@ def test_a_tie_goes_to_the_larger_scale() -> None:
     codes[::16] = 4
     for exponent, byte in ((0, 0x50), (3, 0x38), (-2, 0x60)):
         weight = replace(int4_weight(codes, np.full(8, 0x3F80)), channel_exponents=np.full(256, exponent, np.int8))
-        result = quantize_imatrix(weight, 1.0, np.full(256, 9, dtype=np.uint8))
+        result = quantize_best(weight, 1.0, np.full(256, 9, dtype=np.uint8))
         assert (result.block_scales == byte).all()
         assert_is_best(weight, [9] * 256, result)
 
@@ -99,7 +99,7 @@ def test_equal_importance_is_mse(maker: str, value: int) -> None:
     for exponents in (None, any_exponents(np.random.default_rng(value), 4)):
         scaled = replace(weight, channel_exponents=exponents)
         g = own_scale(scaled)
-        assert_same(quantize_imatrix(scaled, g, np.full(256, value, dtype=np.uint8)), quantize_mse(scaled, g))
+        assert_same(quantize_best(scaled, g, np.full(256, value, dtype=np.uint8)), quantize_best(scaled, g))
 
 
 def test_the_same_exponent_everywhere_is_another_scale() -> None:
@@ -108,7 +108,7 @@ def test_the_same_exponent_everywhere_is_another_scale() -> None:
         scaled = replace(weight, channel_exponents=np.full(256, exponent, dtype=np.int8))
         bits = (weight.scale_bits.astype(np.int32) - (exponent << 7)).astype(np.uint16)
         other = Int4Weight(weight.packed, bits)
-        assert_same(quantize_mse(scaled, own_scale(scaled)), quantize_mse(other, own_scale(scaled)))
+        assert_same(quantize_best(scaled, own_scale(scaled)), quantize_best(other, own_scale(scaled)))
         assert measure(scaled) == measure(other)
 
 
@@ -133,7 +133,7 @@ def test_bf16_weights_get_the_best_scale_by_importance() -> None:
     bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     weight, importance = Bf16Weight(bits), any_importance(rng, 64)
     g = mse_global_scale(measure(weight), is_int4=False)
-    result = quantize_imatrix(weight, g, importance)
+    result = quantize_best(weight, g, importance)
     blocks = bf16_values(bits).reshape(-1, 16).tolist()
     nibbles = unpack_nibbles(result.packed).reshape(-1, 16).tolist()
     for index, (block, byte) in enumerate(zip(blocks, result.block_scales.reshape(-1).tolist(), strict=True)):
@@ -161,7 +161,7 @@ def test_equal_importance_is_mse_for_bf16_weights() -> None:
     weight = Bf16Weight((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
     for step in (0, -7, 6):
         g = mse_global_scale(measure(weight), is_int4=False) * 2.0**step
-        assert_same(quantize_imatrix(weight, g, np.full(128, 3, dtype=np.uint8)), quantize_mse_bf16(weight, g))
+        assert_same(quantize_best(weight, g, np.full(128, 3, dtype=np.uint8)), quantize_best(weight, g))
 
 
 def test_importance_is_the_share_of_the_blocks_largest_mean_square() -> None:
@@ -182,7 +182,7 @@ def test_unusable_importance_is_refused() -> None:
     weight = trained_like(1, seed=0)
     for importance in (np.zeros(256, dtype=np.uint8), np.ones(128, dtype=np.uint8), np.ones(256, dtype=np.int64)):
         with pytest.raises(FormatError, match="importance must be"):
-            quantize_imatrix(weight, 1.0, importance)
+            quantize_best(weight, 1.0, importance)
 
 
 def test_dividing_columns_is_exact() -> None:

@@ -16,8 +16,9 @@ from k2convert.errors import FormatError
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.kernels.cpu import convert
+from k2convert.quantize.rules.imatrix import quantize_best
 from k2convert.quantize.rules.max import Magnitude, measure
-from k2convert.quantize.rules.mse import mse_global_scale, quantize_mse
+from k2convert.quantize.rules.mse import mse_global_scale
 
 
 def exact_weight(weight: Int4Weight) -> torch.Tensor:
@@ -67,14 +68,14 @@ def with_mantissa(mantissa: int) -> Int4Weight:
     ],
 )
 def test_any_blocks_equal_the_exhaustive_search(weight: Int4Weight) -> None:
-    assert_is_best(weight, [1] * weight.shape[1], quantize_mse(weight, own_scale(weight)))
+    assert_is_best(weight, [1] * weight.shape[1], quantize_best(weight, own_scale(weight)))
 
 
 @pytest.mark.parametrize("exponent", [-126, -40, -16, -12, -10, -8, -7, -6, -4, 0, 4, 10, 100])
 def test_any_power_of_two_as_global_scale_equals_the_exhaustive_search(exponent: int) -> None:
     scales = torch.tensor([[0.0101], [0.0202], [0.0156]], dtype=torch.bfloat16)
     weight = int4_weight(any_codes(3, 32 * 6, seed=4), scales.expand(3, 6).contiguous())
-    result = quantize_mse(weight, 2.0**exponent)
+    result = quantize_best(weight, 2.0**exponent)
     assert result.global_scale == 2.0**exponent
     assert_is_best(weight, [1] * 192, result)
 
@@ -83,14 +84,14 @@ def test_any_power_of_two_as_global_scale_equals_the_exhaustive_search(exponent:
 def test_subnormal_scales_equal_the_exhaustive_search(bits: int) -> None:
     weight = int4_weight(any_codes(2, 96, seed=bits), bf16_from_bits(torch.full((2, 3), bits)))
     assert own_scale(weight) == 2.0**-126
-    assert_is_best(weight, [1] * 96, quantize_mse(weight, 2.0**-126))
+    assert_is_best(weight, [1] * 96, quantize_best(weight, 2.0**-126))
 
 
 def test_a_zero_scale_and_zero_codes_both_give_an_empty_block() -> None:
     scales = torch.tensor([[0.0, 0.01], [-0.0, 0.01]], dtype=torch.bfloat16)
     codes = any_codes(2, 64, seed=6)
     codes[:, 32:48] = 0
-    result = quantize_mse(int4_weight(codes, scales), 2.0**-10)
+    result = quantize_best(int4_weight(codes, scales), 2.0**-10)
     assert (result.block_scales[:, :3] == 0x38).all()
     assert not result.packed[:, :24].any()
 
@@ -100,7 +101,7 @@ def test_blocks_without_five_and_seven_are_kept_exactly_if_the_scale_allows() ->
     pick = torch.randint(0, len(kept), (64, 128), generator=torch.Generator().manual_seed(9))
     mantissas = 16 * torch.randint(8, 16, (64, 4), generator=torch.Generator().manual_seed(10))
     weight = int4_weight(kept[pick], (mantissas * 2.0**-15).to(torch.bfloat16))
-    assert torch.equal(decode(quantize_mse(weight, own_scale(weight))), exact_weight(weight))
+    assert torch.equal(decode(quantize_best(weight, own_scale(weight))), exact_weight(weight))
 
 
 @pytest.mark.parametrize("odd", [5, 7])
@@ -109,13 +110,13 @@ def test_a_five_or_seven_with_another_magnitude_is_never_kept(odd: int) -> None:
     codes = torch.tensor(rows, dtype=torch.int8).repeat(128, 2)
     mantissas = torch.arange(128, 256).repeat_interleave(len(rows)).unsqueeze(-1)
     weight = int4_weight(codes, (mantissas * 2.0**-15).to(torch.bfloat16))
-    differs = exact_weight(weight) != decode(quantize_mse(weight, own_scale(weight)))
+    differs = exact_weight(weight) != decode(quantize_best(weight, own_scale(weight)))
     assert blocks_of(differs).any(dim=-1).all()
 
 
 def test_both_libraries_decode_exactly_v_times_b_times_g() -> None:
     weight = int4_weight(any_codes(48, 512, seed=11), (torch.rand(48, 16) * 0.1).to(torch.bfloat16))
-    result = quantize_mse(weight, own_scale(weight))
+    result = quantize_best(weight, own_scale(weight))
     exact, packed = decode(result), torch.from_numpy(result.packed)
     block_scales = torch.from_numpy(result.block_scales).view(torch.float8_e4m3fn)
     modelopt = NVFP4QTensor(torch.Size(result.shape), torch.float32, packed).dequantize(
@@ -160,7 +161,7 @@ def test_a_set_of_zero_scales_gets_global_scale_one() -> None:
 
 def test_a_global_scale_that_is_not_a_power_of_two_is_refused() -> None:
     with pytest.raises(FormatError, match="power of two"):
-        quantize_mse(trained_like(1, 32, seed=0), 0.75)
+        quantize_best(trained_like(1, 32, seed=0), 0.75)
 
 
 @pytest.mark.usefixtures("instructions")

@@ -9,7 +9,7 @@ from block_makers import bf16_weight, blocks_of
 from exact_search import NORMAL_BYTES, e4m3_value
 
 from k2convert.quantize.formats.nvfp4 import unpack_nibbles
-from k2convert.quantize.rules.imatrix import quantize_mse_bf16
+from k2convert.quantize.rules.imatrix import quantize_best
 from k2convert.quantize.rules.max import Magnitude, measure
 from k2convert.quantize.rules.mse import mse_global_scale
 
@@ -40,7 +40,7 @@ def search(block: np.ndarray, global_scale: float) -> tuple[int, np.ndarray]:
 
 
 def assert_equals_full_search(weight: torch.Tensor, global_scale: float) -> None:
-    result = quantize_mse_bf16(bf16_weight(weight), global_scale)
+    result = quantize_best(bf16_weight(weight), global_scale)
     nibbles = unpack_nibbles(result.packed).reshape(-1, 16)
     blocks = blocks_of(weight).to(torch.float64).numpy()
     for block, written, byte in zip(blocks, nibbles, result.block_scales.reshape(-1).tolist(), strict=True):
@@ -91,8 +91,8 @@ def test_the_global_scale_lets_the_largest_weight_be_a_seven() -> None:
 def test_the_result_does_not_depend_on_how_rows_are_cut() -> None:
     weight = awkward(5).repeat(1, 8)
     scale = own_scale(weight)
-    whole = quantize_mse_bf16(bf16_weight(weight), scale)
+    whole = quantize_best(bf16_weight(weight), scale)
     rows = range(weight.shape[0])
-    parts = [quantize_mse_bf16(bf16_weight(weight[row : row + 1]), scale) for row in rows]
+    parts = [quantize_best(bf16_weight(weight[row : row + 1]), scale) for row in rows]
     assert np.array_equal(whole.packed, np.concatenate([part.packed for part in parts]))
     assert np.array_equal(whole.block_scales, np.concatenate([part.block_scales for part in parts]))
