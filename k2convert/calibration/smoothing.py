@@ -115,7 +115,7 @@ def read_gate_up(reader: ShardReader, tensors: ScaledTensors, *, seed: int) -> G
         weight = _read_rows(reader, projection, int(generator.randint(projection.num_rows - count + 1)), count)
         # NumPy adds rows in order, the same on every machine.
         squares += np.square(weight_values(weight).astype(np.float64)).sum(axis=0)
-        found += [_rows(weight, row, row + 1) for row in range(count) if number * count + row in kept]
+        found += [weight.rows(row, row + 1) for row in range(count) if number * count + row in kept]
     return GateUpRows(squares / (count * len(projections)), _stacked(found))
 
 
@@ -132,12 +132,6 @@ def _read_rows(reader: ShardReader, projection: Projection, start: int, count: i
         packed=read(projection.packed).reshape(count, -1),
         scale_bits=read(projection.scale).view(np.uint16).reshape(count, -1),
     )
-
-
-def _rows(weight: SourceWeight, start: int, stop: int) -> SourceWeight:
-    if isinstance(weight, Bf16Weight):
-        return Bf16Weight(weight.bits[start:stop])
-    return weight.rows(start, stop)
 
 
 def _stacked(rows: list[SourceWeight]) -> tuple[SourceWeight, ...]:
@@ -258,8 +252,7 @@ class Proxy:
 
 def _quantize(weight: SourceWeight, importance: NDArray[np.uint8]) -> Nvfp4Weight:
     """Quantize a weight by rule `imatrix`."""
-    magnitude = measure_magnitude(weight, name="rows")
-    global_scale = mse_global_scale(magnitude, is_int4=not isinstance(weight, Bf16Weight))
+    global_scale = mse_global_scale(measure_magnitude(weight, name="rows"), is_int4=isinstance(weight, Int4Weight))
     return convert(weight, rule="imatrix", global_scale=global_scale, importance=importance).weight
 
 

@@ -46,6 +46,10 @@ class Bf16Weight:
         """(N, K) of the weight."""
         return self.bits.shape[0], self.bits.shape[1]
 
+    def rows(self, start: int, stop: int) -> Bf16Weight:
+        """A view of some rows."""
+        return Bf16Weight(self.bits[start:stop])
+
 
 def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """Return the float32 values of BF16 bits, of the same shape."""

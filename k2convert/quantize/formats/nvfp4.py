@@ -20,7 +20,7 @@ NVFP4QTensor (0.47.0) and compressed-tensors' nvfp4-pack-quantized (0.19.0), whi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -179,6 +179,25 @@ class Nvfp4Weight:
     def rows(self, start: int, stop: int) -> Nvfp4Weight:
         """A view of some rows."""
         return Nvfp4Weight(self.packed[start:stop], self.block_scales[start:stop], self.global_scale)
+
+
+def quantize_rows(
+    shape: tuple[int, int],
+    global_scale: float,
+    quantize: Callable[[int, int], tuple[NDArray[np.uint8], NDArray[np.uint8]]],
+) -> Nvfp4Weight:
+    """Return a weight [N, K], made a few rows at a time.
+
+    `quantize` returns nibbles uint8 [M, 16] and E4M3 bytes uint8 [M] of the blocks of the rows from start to stop.
+    """
+    rows, columns = shape
+    packed = np.empty((rows, columns // 2), dtype=np.uint8)
+    block_scales = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
+    for start, stop in row_chunks(rows, columns):
+        nibbles, scale_bytes = quantize(start, stop)
+        packed[start:stop] = pack_nibbles(nibbles.reshape(stop - start, columns))
+        block_scales[start:stop] = scale_bytes.reshape(stop - start, -1)
+    return Nvfp4Weight(packed=packed, block_scales=block_scales, global_scale=global_scale)
 
 
 def check_global_scale(global_scale: float) -> None:

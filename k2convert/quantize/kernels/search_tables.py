@@ -40,14 +40,12 @@ from numpy.typing import NDArray
 from k2convert.quantize.formats.int4 import MAX_MAGNITUDE, NUM_MAGNITUDES
 from k2convert.quantize.formats.nvfp4 import (
     DOUBLED_VALUES,
-    MAX_BYTE,
-    MAX_EXPONENT,
     MIN_EXPONENT,
-    QUADRUPLED_MIDPOINTS,
     SIGN_BIT,
+    nearest_code,
 )
 from k2convert.quantize.kernels._cpu import SearchTables
-from k2convert.quantize.rules.mse import MIN_MANTISSA, NUM_SHIFTS
+from k2convert.quantize.rules.mse import MIN_MANTISSA, NUM_SHIFTS, candidate_bytes
 
 NUM_MANTISSAS: Final = 128
 NUM_SCALE_MANTISSAS: Final = 8
@@ -93,7 +91,7 @@ def candidate_tables() -> CandidateTables:
         errors=np.ascontiguousarray((doubled_SkC - reached_SkC) ** 2, dtype=np.float64),
         codes=codes_SCk,
         nibble_maps=_nibble_maps(codes_SCk),
-        scale_bytes=_candidate_bytes(),
+        scale_bytes=candidate_bytes(range(NUM_SHIFTS), range(LOWEST_OFFSET, HIGHEST_OFFSET + 1)),
     )
 
 
@@ -104,13 +102,9 @@ def _grid_steps() -> NDArray[np.int64]:
 
 
 def _candidate_codes(mantissas_S: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return uint8 [S, C, 9]: the codes nearest to k * ms / step, as `nvfp4.nearest_code` rounds."""
-    quadrupled_SCk = 4 * (mantissas_S[:, None] * np.arange(NUM_MAGNITUDES))[:, None, :]
-    steps_C1 = _grid_steps().clip(min=1)[:, None]
-    codes_SCk = np.zeros((NUM_MANTISSAS, NUM_CANDIDATES, NUM_MAGNITUDES), dtype=np.uint8)
-    for index, midpoint in enumerate(QUADRUPLED_MIDPOINTS):
-        reaches = np.greater_equal if index % 2 else np.greater
-        codes_SCk += reaches(quadrupled_SCk, midpoint * steps_C1)
+    """Return uint8 [S, C, 9]: the codes nearest to k * ms / step."""
+    wanted_S1k = (mantissas_S[:, None] * np.arange(NUM_MAGNITUDES))[:, None, :]
+    codes_SCk = nearest_code(wanted_S1k, _grid_steps().clip(min=1)[:, None])
     codes_SCk[:, ZERO_CANDIDATE] = 0
     codes_SCk[:, SATURATED_CANDIDATE, 1:] = 7
     return codes_SCk
@@ -124,20 +118,6 @@ def _nibble_maps(codes_SCk: NDArray[np.uint8]) -> NDArray[np.int64]:
             code = np.where(code > 0, code | SIGN_BIT, code)
         maps |= code << (4 * nibble)
     return maps
-
-
-def _candidate_bytes() -> NDArray[np.uint8]:
-    rows: list[list[int]] = []
-    for offset in range(LOWEST_OFFSET, HIGHEST_OFFSET + 1):
-        row = [MAX_BYTE if offset + MAX_EXPONENT >= NUM_SHIFTS else 0]
-        for shift in reversed(range(NUM_SHIFTS)):
-            for mantissa in reversed(range(8, 16)):
-                exponent = shift - offset
-                byte = (exponent + 10) << 3 | (mantissa - 8)
-                row.append(byte if exponent >= MIN_EXPONENT and byte <= MAX_BYTE else 0)
-        row.append(MAX_BYTE if offset + MAX_EXPONENT < 0 else 0)
-        rows.append(row)
-    return np.array(rows, dtype=np.uint8)
 
 
 LANES: Final = 16

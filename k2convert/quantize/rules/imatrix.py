@@ -51,8 +51,7 @@ from k2convert.quantize.formats.nvfp4 import (
     Nvfp4Weight,
     decode_e4m3,
     nearest_code,
-    pack_nibbles,
-    row_chunks,
+    quantize_rows,
 )
 from k2convert.quantize.rules.mse import MAX_IMPORTANCE, check_importance, global_exponent, quantize_columns
 
@@ -68,24 +67,21 @@ def quantize_best(
     With the importance uint8 [K] of its columns this is rule `imatrix`, without it rule `mse`.
     """
     exponent = global_exponent(global_scale)
-    rows, columns = weight.shape
     if importance is not None:
-        check_importance(importance, columns)
+        check_importance(importance, weight.shape[1])
     if isinstance(weight, Int4Weight):
         return quantize_columns(weight, exponent, importance)
-    packed = np.empty((rows, columns // 2), dtype=np.uint8)
-    block_scales = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
-    for start, stop in row_chunks(rows, columns):
+
+    def quantize(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         blocks_ME = bf16_values(weight.bits[start:stop]).astype(np.float64).reshape(-1, BLOCK_SIZE)
         factors_ME = None
         if importance is not None:
             factors_ME = np.tile(importance_factors(importance), stop - start).reshape(-1, BLOCK_SIZE)
         scale_bytes_M = _best_scale_bytes(blocks_ME, global_scale, factors_ME)
         codes_ME = nearest_code(np.abs(blocks_ME), (decode_e4m3(scale_bytes_M) * global_scale)[:, None])
-        nibbles_ME = codes_ME | np.uint8(SIGN_BIT) * ((codes_ME > 0) & (blocks_ME < 0))
-        packed[start:stop] = pack_nibbles(nibbles_ME.reshape(stop - start, columns))
-        block_scales[start:stop] = scale_bytes_M.reshape(stop - start, -1)
-    return Nvfp4Weight(packed=packed, block_scales=block_scales, global_scale=global_scale)
+        return codes_ME | np.uint8(SIGN_BIT) * ((codes_ME > 0) & (blocks_ME < 0)), scale_bytes_M
+
+    return quantize_rows(weight.shape, global_scale, quantize)
 
 
 def _best_scale_bytes(

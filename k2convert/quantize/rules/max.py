@@ -45,7 +45,7 @@ from k2convert.quantize.formats.nvfp4 import (
     decode_e4m3,
     encode_e4m3,
     nearest_code,
-    pack_nibbles,
+    quantize_rows,
     row_chunks,
 )
 
@@ -124,26 +124,15 @@ def max_global_scale(magnitude: Magnitude) -> float:
 
 def quantize_max(weight: SourceWeight, global_scale: float) -> Nvfp4Weight:
     """Quantize an INT4 or BF16 weight with `max` arithmetic, in bounded memory."""
-    rows, columns = weight.shape
-    packed = np.empty((rows, columns // 2), dtype=np.uint8)
-    scales = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
-    for start, stop in row_chunks(rows, columns):
-        if isinstance(weight, Int4Weight):
-            chunk = dequantize_int4(weight.rows(start, stop))
-        else:
-            chunk = Bf16Weight(weight.bits[start:stop])
-        nibbles, block_bytes = quantize_max_blocks(bf16_values(chunk.bits).reshape(-1, BLOCK_SIZE), global_scale)
-        packed[start:stop] = pack_nibbles(nibbles.reshape(stop - start, columns))
-        scales[start:stop] = block_bytes.reshape(stop - start, -1)
-    return Nvfp4Weight(packed=packed, block_scales=scales, global_scale=global_scale)
 
+    def quantize(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        chunk = weight.rows(start, stop)
+        bits = dequantize_int4(chunk).bits if isinstance(chunk, Int4Weight) else chunk.bits
+        blocks_ME = bf16_values(bits).reshape(-1, BLOCK_SIZE)
+        block_bytes = max_block_scales(np.abs(blocks_ME).max(axis=-1), global_scale)
+        return plain_nibbles(blocks_ME, max_steps(block_bytes, global_scale)[:, None]), block_bytes
 
-def quantize_max_blocks(
-    blocks_ME: NDArray[np.float32], global_scale: float
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Quantize BF16 values float32 [M, 16]; returns nibbles uint8 [M, 16] and E4M3 bytes uint8 [M]."""
-    block_bytes = max_block_scales(np.abs(blocks_ME).max(axis=-1), global_scale)
-    return plain_nibbles(blocks_ME, max_steps(block_bytes, global_scale)[:, None]), block_bytes
+    return quantize_rows(weight.shape, global_scale, quantize)
 
 
 def max_block_scales(amax_M: NDArray[np.float32], global_scale: float) -> NDArray[np.uint8]:

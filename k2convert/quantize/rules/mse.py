@@ -49,8 +49,7 @@ from k2convert.quantize.formats.nvfp4 import (
     Nvfp4Weight,
     check_global_scale,
     nearest_code,
-    pack_nibbles,
-    row_chunks,
+    quantize_rows,
     run_starts,
 )
 from k2convert.quantize.rules.max import Magnitude
@@ -117,14 +116,11 @@ def check_importance(importance: NDArray[np.uint8], columns: int) -> None:
 
 def quantize_columns(weight: Int4Weight, exponent: int, importance: NDArray[np.uint8] | None) -> Nvfp4Weight:
     """Quantize an INT4 weight with g = 2**exponent and the importance uint8 [K] of its columns, in bounded memory."""
-    rows, columns = weight.shape
-    packed = np.empty_like(weight.packed)
-    block_scales = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
-    for start, stop in row_chunks(rows, columns):
-        nibbles, scale_bytes = _quantize_chunk(_blocks_of(weight.rows(start, stop), exponent, importance))
-        packed[start:stop] = pack_nibbles(nibbles.reshape(stop - start, columns))
-        block_scales[start:stop] = scale_bytes.reshape(stop - start, -1)
-    return Nvfp4Weight(packed=packed, block_scales=block_scales, global_scale=2.0**exponent)
+    return quantize_rows(
+        weight.shape,
+        2.0**exponent,
+        lambda start, stop: _quantize_chunk(_blocks_of(weight.rows(start, stop), exponent, importance)),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,19 +215,21 @@ def column_candidates() -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
     """
     grid = [(j, mantissa) for j in reversed(range(LOWEST_SHIFT, PAST_SHIFT)) for mantissa in reversed(range(8, 16))]
     steps = [float(mantissa << (j - LOWEST_SHIFT)) for j, mantissa in grid]
+    return np.array([_ALL_ZERO_STEP, *steps, _SATURATED_STEP]), candidate_bytes(
+        range(LOWEST_SHIFT, PAST_SHIFT), range(LOWEST_OFFSET, HIGHEST_OFFSET + 1)
+    )
+
+
+def candidate_bytes(shifts: range, offsets: range) -> NDArray[np.uint8]:
+    """Return the E4M3 bytes uint8 [O, C] of the candidates by rank; 0 if one does not exist at an offset kg - es."""
     rows: list[list[int]] = []
-    for offset in range(LOWEST_OFFSET, HIGHEST_OFFSET + 1):
-        exponents = [(j - offset, mantissa) for j, mantissa in grid]
-        found = [e + 10 << 3 | mantissa - 8 if MIN_EXPONENT <= e <= MAX_EXPONENT else 0 for e, mantissa in exponents]
+    for offset in offsets:
+        grid = [(j - offset, mantissa) for j in reversed(shifts) for mantissa in reversed(range(8, 16))]
+        found = [e + 10 << 3 | mantissa - 8 if MIN_EXPONENT <= e <= MAX_EXPONENT else 0 for e, mantissa in grid]
         largest = offset + MAX_EXPONENT
-        rows.append(
-            [
-                MAX_BYTE if largest >= PAST_SHIFT else 0,
-                *(byte if byte <= MAX_BYTE else 0 for byte in found),
-                MAX_BYTE if largest < LOWEST_SHIFT else 0,
-            ]
-        )
-    return np.array([_ALL_ZERO_STEP, *steps, _SATURATED_STEP]), np.array(rows, dtype=np.uint8)
+        ends = [MAX_BYTE if is_there else 0 for is_there in (largest >= shifts.stop, largest < shifts.start)]
+        rows.append([ends[0], *(byte if byte <= MAX_BYTE else 0 for byte in found), ends[1]])
+    return np.array(rows, dtype=np.uint8)
 
 
 @cache
