@@ -82,16 +82,7 @@ def calibrate(plan: CalibrationPlan, *, events: Events = SILENT) -> StatisticsHe
 
         with plan.opened(first, room=plan.disk_allowed - plan.disk_bytes, events=events) as around:
             events.begun(plan.extent(first), keep=keep)
-            walk = Walk(
-                ids=text.windows.ids,
-                num_layers=num_layers,
-                hidden_size=plan.architecture.hidden_size,
-                chunk=begun.chunk,
-                devices=plan.devices,
-                workers=text.threads,
-                around=around,
-            )
-            collect_statistics(walk, work, seed=text.seed, save=save, events=events)
+            collect_statistics(plan.walk(begun.chunk, around), work, seed=text.seed, save=save, events=events)
         header = gather_statistics(work, text.saved, plan.header, num_layers=num_layers)
     work.remove()
     return header

@@ -198,9 +198,8 @@ class ShardWalk:
 
     def _walk(self) -> None:
         from k2convert.calibration.gptq_walk import GptqOptions, walk_gptq
-        from k2convert.forward.walk import Walk
 
-        plan, text = self._plan, self._plan.text
+        plan = self._plan
         with plan.opened(self._opened.first, room=self._room, events=self._events, stop=self._stop) as layers:
 
             @contextmanager
@@ -211,17 +210,8 @@ class ShardWalk:
                     self._check_stop()
                     yield checkpoint
 
-            walk = Walk(
-                ids=text.windows.ids,
-                num_layers=plan.num_layers,
-                hidden_size=plan.architecture.hidden_size,
-                chunk=self._opened.chunk,
-                devices=plan.devices,
-                workers=text.threads,
-                around=around,
-            )
-            options = GptqOptions(text.seed, self._opened.smoothing, self._check_stop)
-            walk_gptq(walk, options, plan.work, save=self._save, events=self._events)
+            options = GptqOptions(plan.text.seed, self._opened.smoothing, self._check_stop)
+            walk_gptq(plan.walk(self._opened.chunk, around), options, plan.work, save=self._save, events=self._events)
 
     def _save(self, layer: LayerStatistics, dropped: int) -> None:
         """Declare a layer done."""

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -33,7 +32,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.fit.gpus import Flops, Gpu
 from k2convert.forward.decoder import allowing_tf32
-from k2convert.forward.moe import Mlp
+from k2convert.forward.moe import Mlp, one_torch_thread
 from k2convert.forward.weights import LinearLayer, exact_weight
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.gptq.moments import MIN_TOKENS as FEW_TOKENS
@@ -224,7 +223,7 @@ class Time:
 
 def measured_time(source: Checkpoint, size: PassSize, *, is_walk: bool) -> Time:
     """Measure this machine for a second; the time on `size.workers` of its cores, or on its GPUs."""
-    with _one_thread():
+    with torch.no_grad(), one_torch_thread():
         cost = (walk_cost if is_walk else pass_cost)(read_sizes(source), size)
     parallel = size.workers if size.on_cpu else 1 if is_walk else len(size.devices)
     cores = size.workers if size.on_cpu else len(os.sched_getaffinity(0))
@@ -238,21 +237,9 @@ def computed_time(
     """Compute the time on one GPU that is not here; `disk_bytes` more are read and written. Only CPUs are measured."""
     model = read_sizes(source)
     work = (walk_work if is_walk else pass_work)(model, size) + Work(read=disk_bytes)
-    with _one_thread():
+    with torch.no_grad(), one_torch_thread():
         search = model.num_moe(size) * _search_seconds(model.hidden) / min(len(STEPS), size.workers)
     return Time(*gpu_seconds(work, gpu, flops, search=search))
-
-
-@contextmanager
-def _one_thread() -> Generator[None]:
-    """Let torch use one thread, as a pass does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def pass_cost(model: ModelSizes, size: PassSize) -> Cost:
@@ -334,14 +321,8 @@ def _seconds(run: Callable[[], object], device: str) -> float:
     """Return the seconds that the second call takes on a device; the first one warms up."""
     begin = 0.0
     for _ in range(2):
-        _wait(device)
         begin = time.perf_counter()
         run()
-    _wait(device)
+        if device != "cpu":
+            torch.cuda.synchronize(device)
     return max(time.perf_counter() - begin, 1e-7)
-
-
-def _wait(device: str) -> None:
-    """Wait until a GPU has done what it was told."""
-    if device != "cpu":
-        torch.cuda.synchronize(device)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from threading import Event
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from blake3 import blake3
 
@@ -37,6 +37,9 @@ from k2convert.models.names import Architecture, Role
 from k2convert.plan.plan import ConvertStep, ShardJob
 from k2convert.records.command import JobCommand
 from k2convert.records.events import SILENT, Events, Extent, Phase
+
+if TYPE_CHECKING:
+    from k2convert.forward.walk import Walk
 
 WALK_VERSION: Final = 2  # to be raised when a walk makes different bytes of the same input
 AHEAD: Final = 1
@@ -197,6 +200,20 @@ class CalibrationPlan:
         shards = replace(self.shards, room=room, events=events, stop=stop or Event())
         with shards.opened(first):
             yield shards.around
+
+    def walk(self, chunk: int, around: Callable[[int], AbstractContextManager[Checkpoint]]) -> "Walk":
+        """Return the walk over the text, `chunk` windows at a time."""
+        from k2convert.forward.walk import Walk
+
+        return Walk(
+            ids=self.text.windows.ids,
+            num_layers=self.num_layers,
+            hidden_size=self.architecture.hidden_size,
+            chunk=chunk,
+            devices=self.devices,
+            workers=self.text.threads,
+            around=around,
+        )
 
     def finished_header(self) -> StatisticsHeader | None:
         """Return the header of the statistics file if this job made it; None if there is no file.

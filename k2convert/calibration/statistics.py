@@ -3,11 +3,8 @@
 Tensors are named `layers.N.` and the names of layer_statistics.py. Metadata, all strings:
 
     format, version   what the file is
-    source_headers    digest of the source's headers, as in the fingerprint of a job
-    norms             JSON: layer -> blake3 of the bytes of post_attention_layernorm.weight
-    texts             JSON: [{name, blake3}, ...] of the texts that were read
-    tokens, window, windows, dropped_windows, seed    of the pass
-    versions          JSON: library -> version
+    about             JSON: the header (StatisticsHeader), and layer -> blake3 of the bytes of its
+                      post_attention_layernorm.weight (norms)
     blake3            of everything else in the file: its header without this entry, with the other entries in the order
                       of their names, and the bytes of the tensors
 
@@ -23,20 +20,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Annotated, Any, BinaryIO, Final
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
+from pydantic import Field
 
 from k2convert.calibration.layer_statistics import TENSORS, LayerStatistics
-from k2convert.checkpoint.files import parse_json, pieces, write_atomically
+from k2convert.checkpoint.files import pieces, write_atomically
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, encode_header, read_header
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, quoted, shortened
+from k2convert.records.document import Count, LayerNumber, parse, plain
 from k2convert.records.pruning import PruningRecord
 
 FORMAT: Final = "k2convert statistics"
-FORMAT_VERSION: Final = "2"
+FORMAT_VERSION: Final = "3"
 REMEDY: Final = "Make it again with `k2convert calibrate`, or get the file again."
 
 _CHECKSUM: Final = "blake3"
@@ -47,21 +46,29 @@ _DTYPE_NAMES: Final = {np.dtype(kind): name for name, kind in _DTYPES.items()}
 _TENSOR: Final = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)")
 _OPTIONAL: Final = {name for name, _, _ in TENSORS.values() if name.startswith("shared_down.")}
 _REQUIRED: Final = {name for name, _, _ in TENSORS.values()} - _OPTIONAL
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, slots=True)
 class StatisticsHeader:
     """Where statistics come from. `texts` are (name, blake3); `tokens` were used, `dropped` windows were not finite."""
 
-    source_headers: str
-    texts: tuple[tuple[str, str], ...]
-    tokens: int
-    window: int
-    windows: int
-    dropped: int
-    seed: int
+    source_headers: _Digest
+    texts: tuple[tuple[str, _Digest], ...]
+    tokens: Count
+    window: Count
+    windows: Count
+    dropped: Count
+    seed: Count
     versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    header: StatisticsHeader
+    norms: dict[LayerNumber, _Digest]
 
 
 class Statistics:
@@ -164,29 +171,15 @@ def encode_statistics(layers: Sequence[LayerStatistics], header: StatisticsHeade
         for name, array in layer.arrays().items()
     }
     tensors = [(name, _DTYPE_NAMES[array.dtype], array.shape, array.nbytes) for name, array in arrays.items()]
-    metadata = _metadata(header, {str(layer.layer): layer.norm_digest for layer in layers})
+    norms = {layer.layer: layer.norm_digest for layer in sorted(layers, key=lambda layer: layer.layer)}
+    about = json.dumps(plain(_About(header, norms)))
+    metadata = {"format": FORMAT, "version": FORMAT_VERSION, "about": about}
     data = [array.reshape(-1).view(np.uint8).data for array in arrays.values()]
     checksum = _begin_checksum(tensors, metadata)
     for piece in data:
         checksum.update(piece)
     metadata[_CHECKSUM] = checksum.hexdigest()
     return b"".join([encode_header(tensors, metadata=metadata, alignment=_ALIGNMENT), *data])
-
-
-def _metadata(header: StatisticsHeader, norms: Mapping[str, str]) -> dict[str, str]:
-    return {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "source_headers": header.source_headers,
-        "norms": json.dumps(dict(sorted(norms.items(), key=lambda item: int(item[0])))),
-        "texts": json.dumps([{"name": name, "blake3": digest} for name, digest in header.texts]),
-        "tokens": str(header.tokens),
-        "window": str(header.window),
-        "windows": str(header.windows),
-        "dropped_windows": str(header.dropped),
-        "seed": str(header.seed),
-        "versions": json.dumps(dict(sorted(header.versions.items()))),
-    }
 
 
 def open_statistics(path: Path) -> Statistics:
@@ -208,14 +201,16 @@ def open_statistics(path: Path) -> Statistics:
             f"{FORMAT_VERSION}. Use the k2convert that made it, or collect them again with `k2convert calibrate`."
         )
     try:
-        header, norms = _parse_metadata(stated)
-        _check_tensors(shard, norms)
+        about = parse(_About, stated.get("about", ""), where=f"{path}: its metadata")
+        _check_tensors(shard, about.norms)
+    except MalformedFileError as error:
+        raise CalibrationError(f"{error} {REMEDY}") from None
     except ValueError as error:
         raise CalibrationError(f"{path}: {error}. {REMEDY}") from None
     digest, checksum = _read_digests(path, shard)
     if stated.get(_CHECKSUM) != checksum:
         raise CalibrationError(f"{path}: damaged: its checksum is wrong. {REMEDY}")
-    return Statistics(path, digest, header, norms, shard, identity)
+    return Statistics(path, digest, about.header, about.norms, shard, identity)
 
 
 def _read_digests(path: Path, shard: ShardHeader) -> tuple[str, str]:
@@ -246,54 +241,6 @@ def _reopen(path: Path, digest: str, pruning: PruningRecord | None) -> Statistic
     if found.digest != digest:
         raise CalibrationError(f"{path}: changed while it was used. {REMEDY}")
     return found if pruning is None else found.keep_experts(pruning)
-
-
-def _parse_metadata(stated: Mapping[str, str]) -> tuple[StatisticsHeader, dict[int, str]]:
-    """Return the header and the digests of the norms by layer; ValueError names what is wrong."""
-    norms = {str(_count(k, "norms")): _digest(v, "norms") for k, v in _json(stated, "norms", dict).items()}
-    texts = [_text(text) for text in _json(stated, "texts", list)]
-    versions = {name: _string(version, "versions") for name, version in _json(stated, "versions", dict).items()}
-    counts = {key: _count(stated.get(key), key) for key in ("tokens", "window", "windows", "dropped_windows", "seed")}
-    header = StatisticsHeader(
-        source_headers=_digest(stated.get("source_headers"), "source_headers"),
-        texts=tuple(texts),
-        tokens=counts["tokens"],
-        window=counts["window"],
-        windows=counts["windows"],
-        dropped=counts["dropped_windows"],
-        seed=counts["seed"],
-        versions=versions,
-    )
-    return header, {int(layer): digest for layer, digest in norms.items()}
-
-
-def _text(text: object) -> tuple[str, str]:
-    stated = cast(dict[str, Any], text) if isinstance(text, dict) else _refuse("texts", text)
-    return _string(stated.get("name"), "texts"), _digest(stated.get("blake3"), "texts")
-
-
-def _json(stated: Mapping[str, str], key: str, kind: type) -> Any:
-    try:
-        value = parse_json(stated.get(key, ""))
-    except ValueError:
-        value = None
-    return value if isinstance(value, kind) else _refuse(key, stated.get(key))
-
-
-def _count(value: object, key: str) -> int:
-    return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,18}", value) else _refuse(key, value)
-
-
-def _digest(value: object, key: str) -> str:
-    return value if isinstance(value, str) and _DIGEST.fullmatch(value) else _refuse(key, value)
-
-
-def _string(value: object, key: str) -> str:
-    return value if isinstance(value, str) else _refuse(key, value)
-
-
-def _refuse(key: str, value: object) -> Any:
-    raise ValueError(f"its metadata has {key} = {quoted(value)}, which k2convert does not write")
 
 
 def _check_tensors(shard: ShardHeader, norms: Mapping[int, str]) -> None:

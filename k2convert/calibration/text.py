@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from k2convert.calibration.chat import ChatTemplate
 from k2convert.calibration.tokenizer_process import TokenizerProcess
 from k2convert.calibration.tokenizers import Tokenizer
-from k2convert.checkpoint.files import PIECE_BYTES, parse_json, parse_json_object, pieces
+from k2convert.checkpoint.files import PIECE_BYTES, file_digest, parse_json, parse_json_object
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, cut, quoted
 
 MAX_LINE_BYTES: Final = 16 << 20
@@ -235,7 +235,7 @@ def read_windows(
     for path in files:
         _check_file(path)
     with ExitStack() as stack:
-        sources: dict[Path, Source] = {path: _ids_source(path) for path in files if _has_ids(path)}
+        sources = {path: source for path in files if (source := _ids_source(path)) is not None}
         if texts := [path for path in files if path not in sources]:
             model = stack.enter_context(TokenizerProcess(tokenizer))
             template = stack.enter_context(ChatTemplate(tokenizer))
@@ -254,14 +254,9 @@ def read_windows(
     wanted, available = tokens // length, stream.size // length
     chosen = sorted(_shuffled(available, seed)[:wanted])
     ids = stream[: available * length].reshape(available, length)[chosen].astype(np.int64)
-    return Windows(
-        ids, tuple((_stated_name(path), _digest(path)) for path in files), _notes(ids, tokens=tokens, window=window)
-    )
-
-
-def _stated_name(path: Path) -> str:
-    """Return a file's name as text that every file can hold: bytes that are not UTF-8 become escapes."""
-    return path.name.encode(errors="backslashreplace").decode()
+    names = (path.name.encode(errors="backslashreplace").decode() for path in files)  # not every name is UTF-8
+    texts = tuple(zip(names, map(file_digest, files), strict=True))
+    return Windows(ids, texts, _notes(ids, tokens=tokens, window=window))
 
 
 def is_varied(ids: NDArray[np.int64]) -> bool:
@@ -297,12 +292,12 @@ def _check_file(path: Path) -> None:
         raise CalibrationError(f"{path}: its name does not end in .txt, .jsonl or .npy, so its form is unknown.")
 
 
-def _has_ids(path: Path) -> bool:
-    return path.suffix.lower() == ".npy" or (path.suffix.lower() == LINES and has_ids(path))
-
-
-def _ids_source(path: Path) -> Source:
-    return LineFile(path, ids_of_line) if path.suffix.lower() == LINES else TokenArray(path)
+def _ids_source(path: Path) -> Source | None:
+    """Return a file of token ids; None if it holds text."""
+    suffix = path.suffix.lower()
+    if suffix == ".npy":
+        return TokenArray(path)
+    return LineFile(path, ids_of_line) if suffix == LINES and has_ids(path) else None
 
 
 def _read(sources: Sequence[Source], *, vocab_size: int, enough: int, seed: int) -> NDArray[np.int32]:
@@ -339,10 +334,3 @@ def _checked(ids: Ids, path: Path, vocab_size: int) -> NDArray[np.int32]:
 def _shuffled(count: int, seed: int) -> list[int]:
     """Return range(count) in the order of a seed."""
     return sorted(range(count), key=lambda index: blake3(f"{seed}/{index}".encode()).digest())
-
-
-def _digest(path: Path) -> str:
-    digest = blake3()
-    for piece in pieces(path):
-        digest.update(piece)
-    return digest.hexdigest()

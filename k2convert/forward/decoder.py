@@ -11,7 +11,7 @@ An observer sees the inside of the MLP: calibration takes its statistics there.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -134,11 +134,8 @@ class DecoderLayer:
         if self.is_dense and not self._dense:
             self._dense = [read_mlp(self._reader, self._mlp, device=device) for device in self._devices]
         total = torch.zeros_like(x)
-        pieces = list(self._pieces(x.shape[0], routing))
-        inputs = [x.to(device) for device in self._devices]
-        results = run_in_order(lambda piece: self._compute(piece, inputs), pieces, workers=self._workers)
-        with allowing_tf32(self._devices), closing(results):
-            for piece, (inner, output) in zip(pieces, results, strict=True):
+        with closing(self._outputs(x, self._pieces(x.shape[0], routing))) as outputs:
+            for piece, inner, output in outputs:
                 if observer is not None:
                     observer.expert(piece.expert, piece.tokens, piece.weights, inner, output)
                 weighted = output if piece.weights is None else output * piece.weights[:, None]
@@ -176,13 +173,24 @@ class DecoderLayer:
     def shared_output(self, x_TK: Tensor) -> Tensor:
         """Return what the shared experts give for the input f32 [T, K] of the MLP; zeros if there are none."""
         total = torch.zeros_like(x_TK)
-        pieces = list(self._cut(self._shared(x_TK.shape[0])))
-        inputs = [x_TK.to(device) for device in self._devices]
-        results = run_in_order(lambda piece: self._compute(piece, inputs), pieces, workers=self._workers)
-        with allowing_tf32(self._devices), closing(results):
-            for piece, (_, output) in zip(pieces, results, strict=True):
+        with closing(self._outputs(x_TK, self._cut(self._shared(x_TK.shape[0])))) as outputs:
+            for piece, _, output in outputs:
                 total.index_add_(0, piece.tokens, output)
         return total
+
+    def _outputs(self, x_TK: Tensor, pieces: Iterable[_Piece]) -> Generator[tuple[_Piece, Tensor, Tensor]]:
+        """Yield each piece in order, with its input f32 [t, I] of down and its output f32 [t, K] (first device)."""
+        inputs = [x_TK.to(device) for device in self._devices]
+        home = self._devices[0]
+
+        def compute(piece: _Piece) -> tuple[_Piece, Tensor, Tensor]:
+            device = self._devices[piece.place]
+            mlp = self._dense[piece.place] if self._dense else read_mlp(self._reader, piece.module, device=device)
+            inner = mlp.inner(inputs[piece.place][piece.tokens.to(device)])
+            return piece, inner.to(home), mlp.outer(inner).to(home)
+
+        with allowing_tf32(self._devices), closing(run_in_order(compute, pieces, workers=self._workers)) as results:
+            yield from results
 
     def _pieces(self, num_tokens: int, routing: Routing | None) -> Iterator[_Piece]:
         if routing is None:
@@ -208,13 +216,6 @@ class DecoderLayer:
                 place = number % len(self._devices)
                 yield _Piece(module, expert, tokens[piece], None if weights is None else weights[piece], place)
                 number += 1
-
-    def _compute(self, piece: _Piece, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the input f32 [t, I] of down and the output f32 [t, K], on the first device."""
-        device, x, home = self._devices[piece.place], inputs[piece.place], self._devices[0]
-        mlp = self._dense[piece.place] if self._dense else read_mlp(self._reader, piece.module, device=device)
-        inner = mlp.inner(x[piece.tokens.to(device)])
-        return inner.to(home), mlp.outer(inner).to(home)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import CheckpointError, quoted
 from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight
 from k2convert.models.config import text_config
+from k2convert.quantize.formats.nvfp4 import E2M1_MAX, E4M3_MAX
 
 Call = TypeVar("Call")
 Result = TypeVar("Result")
@@ -49,7 +50,7 @@ def run_in_order(run: Callable[[Call], Result], calls: Iterable[Call], *, worker
 
     waiting: deque[Future[Result]] = deque()
     one = (1,)  # oneDNN has a number of threads for each thread that calls it
-    with _one_torch_thread(), ThreadPoolExecutor(workers, "forward", torch.set_num_threads, one) as pool:
+    with one_torch_thread(), ThreadPoolExecutor(workers, "forward", torch.set_num_threads, one) as pool:
         try:
             for call in calls:
                 waiting.append(pool.submit(without_gradients, call))
@@ -63,17 +64,14 @@ def run_in_order(run: Callable[[Call], Result], calls: Iterable[Call], *, worker
 
 
 @contextmanager
-def _one_torch_thread() -> Generator[None]:
+def one_torch_thread() -> Generator[None]:
+    """Let torch use one thread during the block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-E2M1_MAX: Final = 6.0
-E4M3_MAX: Final = 448.0
 
 
 def quantize_activations(x_TK: Tensor, input_scale: float) -> Tensor:

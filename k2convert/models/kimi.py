@@ -6,9 +6,9 @@ the language model's own, in text_config, is kimi_k2 or deepseek_v3.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, Final
+from typing import Final
 
 from k2convert.models.config import read_architecture
 from k2convert.models.names import WEIGHT, Architecture, EngineNaming, Family, ModelCardFacts, ModulePlace, Role
@@ -79,14 +79,6 @@ def _unconverted(has_vision: bool, roles: Sequence[str], architecture: Architect
     return [*parts, ("vision_tower", True), ("mm_projector", True)] if has_vision else parts
 
 
-def _is_wrapped(config: Mapping[str, Any]) -> bool:
-    return isinstance(config.get("text_config"), dict)
-
-
-def _is_not_wrapped(config: Mapping[str, Any]) -> bool:
-    return not _is_wrapped(config)
-
-
 def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision: bool, naming: EngineNaming) -> Family:
     opened = "kimi_k25" if has_vision else "kimi_k2"  # K2.5's chat template opens the reasoning, K2's model does
     return Family(
@@ -102,7 +94,7 @@ def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision:
         classify=partial(_classify, prefix),
         expected_name=partial(_expected_name, prefix),
         read_architecture=read_architecture,
-        matches_config=_is_wrapped if has_vision else _is_not_wrapped,
+        matches_config=lambda config: isinstance(config.get("text_config"), dict) is has_vision,
         unconverted=partial(_unconverted, has_vision),
         model_types=(model_type,),
         card=ModelCardFacts(

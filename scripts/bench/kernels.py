@@ -140,7 +140,7 @@ def cuda_figures(weights: list[Int4Weight]) -> Figures:
     for label, own in (("imatrix", None), ("weighted and scaled", exponents)):
         columns = cuda.describe_columns(own, importance, columns=COLUMNS, device="cuda")
         seconds = synchronized(
-            lambda c=columns, j=jobs: [cuda.convert_columns_on_device(w, c, global_scale=g) for w, g in j]
+            lambda c=columns, j=jobs: [cuda.convert_on_device(w, c, rule="imatrix", global_scale=g) for w, g in j]
         )
         figures[label] = {"weights_per_second": NUM_WEIGHTS / seconds}
         figures[label]["of_copy_bandwidth"] = NUM_WEIGHTS * BYTES_PER_WEIGHT / seconds / bandwidth

@@ -7,7 +7,6 @@ device use it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, cast
@@ -89,7 +88,7 @@ def convert(
         found = convert_on_device(upload(weight, device), rule=rule, global_scale=global_scale)
     elif RULES[rule].has_power_of_two_scale:
         columns = describe_columns(weight.channel_exponents, importance, columns=weight.shape[1], device=device)
-        found = convert_columns_on_device(upload(weight, device), columns, global_scale=global_scale)
+        found = convert_on_device(upload(weight, device), columns, rule=rule, global_scale=global_scale)
     if found is None:
         return cpu.convert(weight, rule=rule, global_scale=global_scale, importance=importance)
     result, outside = found
@@ -97,25 +96,37 @@ def convert(
     return cpu.Converted(written, outside)
 
 
-def convert_on_device(weight: DeviceInt4, *, rule: Rule, global_scale: float) -> tuple[DeviceNvfp4, int | None] | None:
+def convert_on_device(
+    weight: DeviceInt4, columns: DeviceColumns | None = None, *, rule: Rule, global_scale: float
+) -> tuple[DeviceNvfp4, int | None] | None:
     """Quantize an INT4 weight that is on a device, and return the blocks that want a scale outside the normal range.
 
-    None if the kernel cannot represent the rule's codes for it.
+    With factors of `columns`, rules with a power of two as global scale. None if the kernel cannot represent the rule's
+    codes for the weight.
     """
     check_rule_scale(rule, global_scale)
-    kernel, result = _PLAIN if not RULES[rule].has_power_of_two_scale else _MSE, allocate(weight)
-    outside = torch.zeros(1, dtype=torch.int64, device=weight.packed.device)
+    result, device, is_max = allocate(weight), weight.packed.device, not RULES[rule].has_power_of_two_scale
+    outside = torch.zeros(1, dtype=torch.int64, device=device)
     if num_blocks := result.block_scales.numel():
+        sizes: tuple[int, ...] = (num_blocks,)
+        if columns is not None:
+            kernel, make_tables = _kernels.channels_kernel, _column_tables
+            constants = *columns.arrays, *_column_tensors(device)
+            sizes = num_blocks, result.block_scales.shape[1], -(-(SEARCHED + 8 * columns.spread) // _LANES)
+        elif is_max:
+            kernel, make_tables, constants = _kernels.max_kernel, _max_tables, ()
+        else:
+            kernel, make_tables, constants = _kernels.mse_kernel, _mse_tables, _search_tensors(device)
         bits = weight.scale_bits.contiguous().flatten()
         slot_bits, slot_of = slots_of(bits)
-        tables = kernel.tables(slot_bits.cpu().numpy().astype(np.uint16), global_scale)
+        tables = make_tables(slot_bits.cpu().numpy().astype(np.uint16) & np.uint16(MAGNITUDE_BITS), global_scale)
         if tables is None:
             return None
+        by_slot = (to_tensor(table).to(device) for table in tables)
         source = weight.packed.contiguous().view(torch.int64)
         buffers = (source, bits, result.packed.view(torch.int64), result.block_scales, outside, slot_of)
-        on_device = (*(to_tensor(table).to(bits.device) for table in tables), *kernel.constants(bits.device))
-        kernel.kernel[(-(-num_blocks // TILE),)](*buffers, *on_device, num_blocks, TILE=TILE)
-    return result, int(outside) if RULES[rule].has_power_of_two_scale else None
+        kernel[(-(-num_blocks // TILE),)](*buffers, *by_slot, *constants, *sizes, TILE=TILE)
+    return result, None if is_max else int(outside)
 
 
 def allocate(weight: DeviceInt4) -> DeviceNvfp4:
@@ -140,8 +151,7 @@ def _max_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDA
 
     None if a negative weight becomes +0 by underflow: the kernel takes the sign only from the source code.
     """
-    bits_S = slot_bits & np.uint16(MAGNITUDE_BITS)
-    scales_S1 = bf16_values(bits_S)[:, None]
+    scales_S1 = bf16_values(slot_bits)[:, None]
     weights_Sk = round_to_bf16(np.arange(NUM_MAGNITUDES, dtype=np.float32) * scales_S1)
     bytes_Sk = max_block_scales(weights_Sk, global_scale)
     nonzero_S1k = weights_Sk[:, None, 1:]
@@ -162,7 +172,7 @@ def packed_codes(codes: NDArray[np.uint8]) -> NDArray[np.int32]:
 
 def _mse_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDArray[Any], ...]:
     """Return ms - 128, E4M3 byte of position 0, its place in the maps, clamped kg - es; all int32 [slots]."""
-    fractions, exponents = np.frexp(bf16_values(slot_bits & np.uint16(MAGNITUDE_BITS)))
+    fractions, exponents = np.frexp(bf16_values(slot_bits))
     mantissas_S = (fractions * (2 * MIN_MANTISSA)).astype(np.int64)
     first_ranks = lowest_rank(mantissas_S)
     # As in rules/mse.py: es = e - 8, and byte = 8 * (10 - (kg - es)) + the candidate's grid index.
@@ -184,23 +194,6 @@ def _search_tensors(device: torch.device) -> tuple[Tensor, ...]:
         packed_codes(tables.codes[:, :, 1:]),
     )
     return tuple(to_tensor(array).to(device) for array in arrays)
-
-
-def _no_tensors(device: torch.device) -> tuple[Tensor, ...]:  # noqa: ARG001
-    return ()
-
-
-@dataclass(frozen=True, slots=True)
-class CudaKernel:
-    """A rule's triton kernel, the tables that depend on the scales that occur, and those that do not."""
-
-    kernel: Any
-    tables: Callable[[NDArray[np.uint16], float], tuple[NDArray[Any], ...] | None]
-    constants: Callable[[torch.device], tuple[Tensor, ...]]
-
-
-_MSE: Final = CudaKernel(_kernels.mse_kernel, _mse_tables, _search_tensors)
-_PLAIN: Final = CudaKernel(_kernels.max_kernel, _max_tables, _no_tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,27 +221,6 @@ def describe_columns(
     spread = int((highest_B - by_block_BE.min(axis=1)).max(initial=0))
     tensors = tuple(to_tensor(array).to(device) for array in arrays)
     return DeviceColumns(tensors, spread)
-
-
-def convert_columns_on_device(
-    weight: DeviceInt4, columns: DeviceColumns, *, global_scale: float
-) -> tuple[DeviceNvfp4, int]:
-    """As convert_on_device for columns with factors; the global scale is a power of two."""
-    result, device = allocate(weight), weight.packed.device
-    outside = torch.zeros(1, dtype=torch.int64, device=device)
-    if num_blocks := result.block_scales.numel():
-        bits = weight.scale_bits.contiguous().flatten()
-        slot_bits, slot_of = slots_of(bits)
-        source_bits = slot_bits.cpu().numpy().astype(np.uint16) & np.uint16(MAGNITUDE_BITS)
-        by_slot = (to_tensor(table).to(device) for table in _column_tables(source_bits, global_scale))
-        source = weight.packed.contiguous().view(torch.int64)
-        buffers = (source, bits, result.packed.view(torch.int64), result.block_scales, outside, slot_of)
-        chunks = -(-(SEARCHED + 8 * columns.spread) // _LANES)
-        sizes = (num_blocks, result.block_scales.shape[1], chunks)
-        _kernels.channels_kernel[(-(-num_blocks // TILE),)](
-            *buffers, *by_slot, *columns.arrays, *_column_tensors(device), *sizes, TILE=TILE
-        )
-    return result, int(outside)
 
 
 def _column_tables(slot_bits: NDArray[np.uint16], global_scale: float) -> tuple[NDArray[np.int32], ...]:
