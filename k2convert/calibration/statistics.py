@@ -20,18 +20,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
-from pydantic import Field
 
 from k2convert.calibration.layer_statistics import TENSORS, LayerStatistics
 from k2convert.checkpoint.files import pieces, write_atomically
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, encode_header, read_header
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, quoted, shortened
-from k2convert.records.document import Count, LayerNumber, parse, plain
+from k2convert.records.document import Count, Digest, LayerNumber, parse, plain
 from k2convert.records.pruning import PruningRecord
 
 FORMAT: Final = "k2convert statistics"
@@ -48,15 +47,12 @@ _OPTIONAL: Final = {name for name, _, _ in TENSORS.values() if name.startswith("
 _REQUIRED: Final = {name for name, _, _ in TENSORS.values()} - _OPTIONAL
 
 
-_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
 @dataclass(frozen=True, slots=True)
 class StatisticsHeader:
     """Where statistics come from. `texts` are (name, blake3); `tokens` were used, `dropped` windows were not finite."""
 
-    source_headers: _Digest
-    texts: tuple[tuple[str, _Digest], ...]
+    source_headers: Digest
+    texts: tuple[tuple[str, Digest], ...]
     tokens: Count
     window: Count
     windows: Count
@@ -68,7 +64,7 @@ class StatisticsHeader:
 @dataclass(frozen=True, slots=True)
 class _About:
     header: StatisticsHeader
-    norms: dict[LayerNumber, _Digest]
+    norms: dict[LayerNumber, Digest]
 
 
 class Statistics:

@@ -24,6 +24,7 @@ JsonObject = dict[str, JsonValue]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 def _as_written(key: object) -> object:
