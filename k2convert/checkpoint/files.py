@@ -259,9 +259,7 @@ def writing(path: Path) -> Generator[None]:
 def write_error(path: Path, error: OSError) -> OSError:
     """Return the error to raise when writing `path` failed."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFullError(
-            f"{path}: the disk is full. Finished work is kept: free space and run the same command again."
-        )
+        return DiskFullError(f"{path}: the disk is full. Finished work is kept: free space, run the command again.")
     if isinstance(error, K2ConvertError):
         return error
     return DestinationWriteError(

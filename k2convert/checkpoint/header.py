@@ -101,7 +101,7 @@ def check_header_length(prefix: bytes, *, shard: str, file_bytes: int) -> int:
         )
     if 8 + length > file_bytes:
         raise MalformedFileError(
-            f"{shard}: the header claims {length:,} bytes, but the file has {file_bytes:,}: it is truncated."
+            f"{shard}: the header claims {length:,} bytes, the file has {file_bytes:,}: truncated."
         )
     return length
 
@@ -157,9 +157,7 @@ def _tensor_info(name: str, entry: Any, *, shard: str, base: int) -> TensorInfo:
         raise MalformedFileError(f"shape {quoted(list(shape))} or offsets {quoted([begin, end])} are not counts.")
     if end - begin != expected:
         needed = f"{expected:,}" if expected < 1 << 63 else "too many"
-        raise MalformedFileError(
-            f"{dtype} {quoted(list(shape))} needs {needed} bytes, but its range has {end - begin:,}."
-        )
+        raise MalformedFileError(f"{dtype} {quoted(list(shape))} needs {needed} bytes, its range has {end - begin:,}.")
     return TensorInfo(name, _DTYPES[dtype], shape, base + begin, base + end, shard)
 
 
@@ -175,9 +173,7 @@ def _check_coverage(tensors: dict[str, TensorInfo], *, data_begin: int, file_byt
         position = tensor.end
     if position != file_bytes:
         kind = "truncated" if position > file_bytes else "longer than its header states"
-        raise MalformedFileError(
-            f"{where}: {kind}: the header accounts for {position:,} bytes, the file has {file_bytes:,}."
-        )
+        raise MalformedFileError(f"{where}: {kind}: the header has {position:,} bytes, the file {file_bytes:,}.")
 
 
 def encode_header(

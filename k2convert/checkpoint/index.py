@@ -173,20 +173,15 @@ def _weight_map(index: dict[str, Any] | None, *, folder: Path) -> dict[str, str]
     for tensor, shard in cast(dict[str, Any], weight_map).items():
         if isinstance(shard, str) and shard in checked:
             continue
+        problem = ""
         if not isinstance(shard, str) or not shard.endswith(SHARD_SUFFIX):
-            raise MalformedFileError(
-                f"{where}: tensor {shortened(tensor)} is mapped to {quoted(shard)}, not to a {SHARD_SUFFIX} file."
-            )
-        if PurePosixPath(shard).name != shard or "\\" in shard or not shard.isprintable():
-            raise MalformedFileError(
-                f"{where}: tensor {shortened(tensor)} is mapped to {quoted(shard)}, a path outside the folder. "
-                "A shard must be a plain file name."
-            )
-        if len(shard.encode()) > MAX_SHARD_NAME_BYTES:
-            raise MalformedFileError(
-                f"{where}: tensor {shortened(tensor)} is mapped to {quoted(shard)}: name too long for a shard (more "
-                f"than {MAX_SHARD_NAME_BYTES} bytes)."
-            )
+            problem = f"not to a {SHARD_SUFFIX} file"
+        elif PurePosixPath(shard).name != shard or "\\" in shard or not shard.isprintable():
+            problem = "a path outside the folder. A shard must be a plain file name"
+        elif len(shard.encode()) > MAX_SHARD_NAME_BYTES:
+            problem = f"a name too long for a shard (more than {MAX_SHARD_NAME_BYTES} bytes)"
+        if problem:
+            raise MalformedFileError(f"{where}: tensor {shortened(tensor)} is mapped to {quoted(shard)}, {problem}.")
         checked.add(shard)
     return cast(dict[str, str], weight_map)
 

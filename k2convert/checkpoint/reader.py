@@ -104,7 +104,6 @@ class ShardReader:
         return self._bytes(tensor, begin, end)
 
     def _bytes(self, tensor: TensorInfo, begin: int, end: int) -> Bytes:
-        """Return bytes [begin, end) of the tensor's file."""
         if begin == end:
             return _NOTHING
         try:

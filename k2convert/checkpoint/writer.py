@@ -38,14 +38,7 @@ class ShardWriter:
     too. `suffix` is that of the temporary file.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        num_bytes: int,
-        *,
-        for_upload: bool = False,
-        suffix: str = TEMPORARY_SUFFIX,
-    ) -> None:
+    def __init__(self, path: Path, num_bytes: int, *, for_upload: bool = False, suffix: str = TEMPORARY_SUFFIX) -> None:
         self._path = path
         self._temporary = path.with_name(path.name + suffix)
         self._num_bytes = num_bytes
@@ -145,9 +138,8 @@ class ShardWriter:
             _write_all(self._direct, used[:aligned].data, position)
         if aligned < len(used):
             _write_all(self._descriptor, used[aligned:].data, position + aligned)
-            start_writing(
-                self._descriptor, position + aligned, len(used) - aligned
-            )  # otherwise `commit` would wait for all of it
+            # Otherwise `commit` would wait for all of it.
+            start_writing(self._descriptor, position + aligned, len(used) - aligned)
 
     def _close(self) -> None:
         self._pool.shutdown(wait=True)

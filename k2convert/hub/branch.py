@@ -93,9 +93,7 @@ class Branch:
         )
         info = self.hub.call(f"look up {repo}", lambda: api.model_info(repo, revision=MAIN))
         if self.target.private and not info.private:
-            raise HubError(
-                f"{repo}: is public, but a private one was requested. Pass --public, or choose another repository."
-            )
+            raise HubError(f"{repo}: is public, but a private one was requested. Pass --public, or choose another.")
         self.head = info.sha or ""
         self._create_branch(self.name)
         if self.target.revision != MAIN:

@@ -47,7 +47,6 @@ class RemoteShards:
         return sum(self._needed(shard, found) for shard, found in ranges.items())
 
     def _needed(self, shard: str, ranges: Iterable[tuple[int, int]]) -> int:
-        """Return the bytes to fetch of one shard: all of them if most are needed."""
         needed, num_bytes = sum(end - begin for begin, end in ranges), self.repo.shard(shard).num_bytes
         return num_bytes if needed >= WHOLE_SHARE * num_bytes else needed
 

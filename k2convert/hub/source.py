@@ -64,9 +64,7 @@ class RemoteRepo:
         """The file of a shard; raises HubError if it is missing or the Hub has no sha256 for it."""
         file, where = self.files.get(name), f"{self.repo} at {self.commit[:12]}"
         if file is None:
-            raise HubError(
-                f"{where}: {name} is missing, but the index names it. Choose a complete repository or revision."
-            )
+            raise HubError(f"{where}: {name} is missing, but the index names it. Choose a complete revision.")
         if file.sha256 is None:
             raise HubError(
                 f"{where}: the Hub has no sha256 for {name}, because it is not in LFS. Choose a repository with its "
@@ -257,9 +255,7 @@ def _in_threads(function: Callable[[T], R], items: Iterable[T]) -> Generator[tup
 def _small_path(source: RemoteRepo, file: RemoteFile, *, folder: Path) -> Path:
     parts = PurePosixPath(file.path)
     if parts.is_absolute() or ".." in parts.parts or "\\" in file.path or "\0" in file.path:
-        raise HubError(
-            f"{source.repo}: lists {quoted(file.path)}, a path outside its folder. Do not use this repository."
-        )
+        raise HubError(f"{source.repo}: lists {quoted(file.path)}, a path outside its folder. Do not use it.")
     return folder / parts
 
 

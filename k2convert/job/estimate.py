@@ -163,7 +163,6 @@ def _write_rate(folder: Path) -> float | None:
 
 
 def _open_first(path: Path, choices: tuple[int, ...]) -> int | None:
-    """Open with the first flags that the filesystem accepts."""
     for flags in choices:
         try:
             return os.open(path, flags | os.O_CLOEXEC, 0o600)

@@ -164,7 +164,6 @@ def _chosen(
 
 
 def _per_expert(found: "Statistics", architecture: Architecture) -> tuple[_PerExpert, _PerExpert]:
-    """Return the saliency and the router's weight of every expert, by layer."""
     scores: _PerExpert = {}
     weights: _PerExpert = {}
     for number in architecture.moe_layers:

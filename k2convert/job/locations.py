@@ -84,14 +84,6 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """An opened result. If `remote` is set, the folder has its small files, and an empty file for every shard."""
-
-    folder: Path
-    remote: "RemoteRepo | None" = None
-
-
-@dataclass(frozen=True, slots=True)
 class Destination:
     """A folder to write to, and the repository and its branch that the result goes to, if it goes to the Hub."""
 
@@ -140,14 +132,14 @@ def shown_as(text: str, temporary: Path) -> Generator[None]:
 
 
 @contextmanager
-def open_result(text: str, *, hub: Hub) -> Generator[Result]:
+def open_result(text: str, *, hub: Hub) -> "Generator[tuple[Path, RemoteRepo | None]]":
     """Open a converted folder, or hf://owner/name[@revision]: its small files, in a folder that lasts for the block.
 
-    Raises HubError if the repository cannot be read or has no shard.
+    The folder of a repository has an empty file for every shard. Raises HubError if it cannot be read or has no shard.
     """
     ref = parse_repo(text) if text.startswith(SCHEME) else None
     if ref is None:
-        yield Result(Path(text))
+        yield Path(text), None
         return
     from k2convert.hub.source import fetch_small_files, mark_other_files, resolve_source
 
@@ -160,7 +152,7 @@ def open_result(text: str, *, hub: Hub) -> Generator[Result]:
         fetch_small_files(hub, remote, folder=folder)
         mark_other_files(remote, folder=folder)
         with shown_as(text, folder):
-            yield Result(folder, remote)
+            yield folder, remote
 
 
 def _resolve(hub: Hub, ref: RepoRef, pinned: str | None) -> "RemoteRepo":
@@ -192,9 +184,7 @@ def check_destination(destination: Path, *, source: Path | None) -> None:
     if source is not None:
         origin = source.resolve()
         if target == origin:
-            raise DestinationError(
-                f"{destination}: is the source itself, which is never written to. Choose a new folder."
-            )
+            raise DestinationError(f"{destination}: is the source, which is never written to. Choose a new folder.")
         if target.is_relative_to(origin):
             raise DestinationError(f"{destination}: is inside the source {source}. Choose a folder outside it.")
         if origin.is_relative_to(target):
@@ -205,9 +195,7 @@ def check_destination(destination: Path, *, source: Path | None) -> None:
         if path.exists() and not path.is_dir():
             raise DestinationError(f"{destination}: {path} is a file. Choose a folder.")
     if destination.is_dir() and not (destination / WORK_FOLDER).is_dir() and any(destination.iterdir()):
-        raise DestinationError(
-            f"{destination}: is not empty, and its files are not from k2convert. Choose a new or an empty folder."
-        )
+        raise DestinationError(f"{destination}: has files that are not from k2convert. Choose an empty folder.")
 
 
 def refuse_symlinks(folder: Path, files: Iterable[Path]) -> None:

@@ -61,13 +61,13 @@ def open_ends(result: str, source: str | None, *, hub: Hub, statistics: str | No
     """Open a result and, if given, its source and statistics; any may be on the Hub. Raises any K2ConvertError."""
     with (
         open_named_statistics(statistics, hub=hub) as calibrated,
-        open_result(result, hub=hub) as opened,
+        open_result(result, hub=hub) as (folder, remote),
         open_origin(source, hub=hub) as (origin, shards),
     ):
-        if opened.remote is not None:
-            headers = read_headers(hub, opened.remote, folder=opened.folder)
-            shards = replace(shards, result=RemoteShards(hub, opened.remote, opened.folder, headers))
-        yield Opened(result, opened.folder, origin, shards, calibrated)
+        if remote is not None:
+            headers = read_headers(hub, remote, folder=folder)
+            shards = replace(shards, result=RemoteShards(hub, remote, folder, headers))
+        yield Opened(result, folder, origin, shards, calibrated)
 
 
 @contextmanager

@@ -76,8 +76,6 @@ class _Queue:
 
 @dataclass(slots=True)
 class _Sending:
-    """The state of the upload stage."""
-
     num_uploading: int = 0
     is_committing: bool = False
 

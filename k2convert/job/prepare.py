@@ -122,9 +122,8 @@ def prepare(
     items = output_items(plan)
     refuse_symlinks(folder, [*(Path(shard.name) for shard in plan.jobs), *list_sidecars(checkpoint.folder)])
     devices, walk = cluster_devices(device) if on_cluster else choose_devices(device), None
-    description = _describe(
-        plan, source, statistics, walk=None if text is None else text.identity(device_name(devices))
-    )
+    identity = None if text is None else text.identity(device_name(devices))
+    description = _describe(plan, source, statistics, walk=identity)
     if text is not None:
         walk = plan_walk(text, source, folder, plan.jobs, description, devices=devices, hub=hub)
         calibrated = _kept_calibration(folder, description)
@@ -180,7 +179,6 @@ def _plan(
 def _describe(
     plan: Plan, source: Source, statistics: "Statistics | None", *, walk: Mapping[str, Any] | None
 ) -> JobDescription:
-    """Return what the journal keeps of a job. `walk` is what the bytes depend on if it walks through the layers."""
     return JobDescription(
         fingerprint=job_fingerprint(
             source=source.whole or source.checkpoint,
@@ -285,9 +283,7 @@ def plan_walk(
     if path is not None:
         check_statistics_path(path, source=source.checkpoint.folder if source.remote is None else None)
         if path.resolve().is_relative_to(folder.resolve()):
-            raise DestinationError(
-                f"{path}: is inside the destination, where only the result goes. Choose a path outside."
-            )
+            raise DestinationError(f"{path}: is inside the destination, where only the result goes. Choose another.")
     walk = plan_calibration(
         text,
         WalkSource(source.checkpoint, source.remote, hub, description.source),

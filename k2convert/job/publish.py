@@ -264,8 +264,6 @@ class _FolderUploads:
 
 
 def _upload_all(items: Sequence[Item], uploads: _FolderUploads) -> None:
-    """Run the upload stage only: nothing to fetch, to convert or to remove."""
-
     def nothing(*_: object) -> None:
         pass
 

@@ -82,9 +82,8 @@ def execute(
         walk = _open_walk(run)
         events.begun(_extent(run, walk, cluster), keep=run.keep)
         with _stages(run, walk, cluster) as stages:
-            room = Room(
-                job.limits.room if cluster is None else sys.maxsize, job.limits.source_bytes
-            )  # nodes have theirs
+            num_bytes = job.limits.room if cluster is None else sys.maxsize  # nodes have their own
+            room = Room(num_bytes, job.limits.source_bytes)
             Pipeline(run.items, stages=stages, room=room, stop=run.stop, to_upload=run.to_upload).run()
         if part is not None:
             return Outcome(run.records, run.finished)
@@ -116,7 +115,6 @@ class _Run:
 
 @contextmanager
 def _opened(job: Job, part: "Part | None", verify: bool, events: Events) -> Generator[_Run]:
-    """Lock the destination, begin or resume the job, and find out what is left of it."""
     folder = job.destination.folder
     make_folder(folder / WORK_FOLDER, root=folder)
     check_work_folder(folder / WORK_FOLDER)
@@ -139,7 +137,6 @@ def _opened(job: Job, part: "Part | None", verify: bool, events: Events) -> Gene
 
 
 def _resume(run: _Run, *, verify: bool) -> None:
-    """Check what an earlier run left, open the work branch, and find out what is left."""
     job = run.job
     run.finished = verify_shards(run.journal, job.digest, everything=verify, events=run.events)
     run.records = dict(run.finished)
@@ -179,7 +176,6 @@ def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
 
 
 def _resumed_line(run: _Run) -> str:
-    """Return the line that states what an earlier run has done."""
     job, total = run.job, len(run.mine)
     done = total - len(run.items) - len(run.to_upload)
     word = "already complete" if job.target is None and is_complete(job, run.records) else "resuming"
@@ -198,7 +194,6 @@ def _open_walk(run: _Run) -> "OpenWalk | None":
 
 
 def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Extent:
-    """Return how much is to be done, and how much of it an earlier run did."""
     job, names, left = run.job, {item.name for item in run.mine}, {item.name for item in run.items}
     phases: dict[Phase, tuple[int, int]] = {}
     if job.source.remote is not None and cluster is None:
@@ -245,8 +240,6 @@ def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ge
 
 @dataclass(frozen=True, slots=True)
 class _LocalStage:
-    """The convert stage of this process."""
-
     run: _Run
     threads: resources.Threads
     walk: "ShardWalk | None"
@@ -279,7 +272,6 @@ class _LocalStage:
 
 
 def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
-    """Have a node convert a shard and, for the Hub, fetch and send it; record it here."""
     from k2convert.job.ray import convert_on_node
 
     record = convert_on_node(cluster, run.job, item.name, stop=run.stop, events=run.events)
@@ -292,7 +284,6 @@ def _on_node(run: _Run, cluster: "Cluster", item: Item) -> None:
 
 
 def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
-    """Write the files next to the shards, and publish the result if it goes to the Hub."""
     job = run.job
     if walk is not None:
         job = replace(job, calibrated=walk.finish())

@@ -109,7 +109,6 @@ def convert_shard(
 
 
 def _validated(task: ShardTask, record: ShardRecord) -> ShardFindings:
-    """Validate the written shard with its source shards."""
     from k2convert.validation.finished_shard import check_finished_shard
 
     path = task.destination / record.shard
@@ -132,8 +131,6 @@ _Result = tuple[list[Bytes], list[ProjectionRecord]]
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """The bytes of one piece, read before its conversion."""
-
     parts: dict[str, Bytes]
 
     def read(self, tensor: TensorInfo) -> Bytes:
@@ -215,7 +212,6 @@ class _Conversion:
         return _Loaded({t.name: self.reader.read(t, begin=begin, end=end) for t, begin, end in piece.reads})
 
     def _pieces(self) -> Iterator[_Piece]:
-        """Yield the pieces in file order."""
         for step in self.task.shard.steps:
             if isinstance(step, CopyStep):
                 size = step.tensor.num_bytes
@@ -290,7 +286,6 @@ def _convert(piece: _Piece, loading: Future[_Loaded]) -> _Result:
 
 
 def _whole_rows(tensor: TensorInfo) -> int:
-    """Return the bytes of the rows that are copied at a time."""
     row_bytes = tensor.shape[-1] * DTYPE_BYTES[tensor.dtype]
     return max(COPY_BYTES // row_bytes, 1) * row_bytes
 

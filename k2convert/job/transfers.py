@@ -131,7 +131,6 @@ class Uploads:
         return self.branch.commit_to_main(shards=shards, files=files, message=message)
 
     def _has_undamaged(self, name: str) -> bool:
-        """Return whether the journal has an undamaged record under this path."""
         try:
             return _is_record(name, (self.journal.folder / name).read_bytes())
         except OSError:
@@ -156,9 +155,7 @@ def open_uploads(job: Job, target: Target, journal: Journal, events: Events) -> 
     uploads = Uploads(branch, journal, {}, events)
     uploads.restore(job.digest)
     if num_unchecked := sum(not uploads.is_checked(name) for name in uploads.records):
-        job.hub.notify(
-            f"{num_unchecked} finished shards were not validated by an earlier run: they are converted again"
-        )
+        job.hub.notify(f"{num_unchecked} shards were not validated by an earlier run: they are converted again")
     return uploads
 
 

@@ -96,7 +96,6 @@ def read_sealed(kind: type[T], path: Path) -> T:
 
 
 def _explain(error: ValidationError) -> str:
-    """Return the first problems in one line."""
     lines: list[str] = []
     for problem in error.errors(include_url=False)[:_MAX_PROBLEMS]:
         place = ".".join(shortened(str(part)) for part in problem["loc"] if part != "[key]")

@@ -108,9 +108,8 @@ class JobDescription:
 def describe_changes(old: Mapping[str, JsonValue], new: Mapping[str, JsonValue]) -> str:
     """Say in words which fields differ, the first five of them; an empty text if none does."""
     different = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    return "; ".join(
-        f"{shortened(key)} was {quoted(old.get(key))}, now {quoted(new.get(key))}" for key in different[:5]
-    )
+    changes = ((shortened(key), quoted(old.get(key)), quoted(new.get(key))) for key in different[:5])
+    return "; ".join(f"{key} was {before}, now {now}" for key, before, now in changes)
 
 
 def changed_shards(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

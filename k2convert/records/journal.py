@@ -147,12 +147,10 @@ class Journal:
 
     def record(self, record: ShardRecord) -> None:
         """Declare a shard finished. Its file must be in place and synced."""
-        with writing(self._record_path(record.shard)):
+        path = self._record_path(record.shard)
+        with writing(path):
             mtime_ns = (self.destination / record.shard).stat().st_mtime_ns
-        content = seal(record)
-        write_atomically(
-            self._record_path(record.shard), content, root=self.destination, mtime_ns=mtime_ns, suffix=self.suffix
-        )
+        write_atomically(path, seal(record), root=self.destination, mtime_ns=mtime_ns, suffix=self.suffix)
 
     def forget(self, shard: str) -> None:
         """Remove a shard's record: the shard is converted again."""
@@ -198,7 +196,7 @@ class Journal:
         job = self.job()
         if job is None:
             raise DestinationError(
-                f"{self.destination}: holds no conversion. `k2convert run SOURCE {self.destination}` begins one."
+                f"{self.destination}: no conversion. `k2convert run SOURCE {self.destination}` begins one."
             )
         finished = {
             name: record
@@ -240,7 +238,6 @@ class Journal:
 
 
 def _read_record(path: Path) -> ShardRecord:
-    """Return a record; raises CheckpointError if it is damaged."""
     with remedy("Run the conversion again: its shard is converted again."):
         record = read_sealed(ShardRecord, path)
         if f"{record.shard}.json" != path.name:

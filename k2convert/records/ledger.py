@@ -4,7 +4,6 @@ It is derived from the plan and the records, and travels with the result. This m
 form. It is written once every shard is recorded.
 """
 
-import math
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from k2convert.plan.recipe import Recipe
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
-from k2convert.records.document import Count, JsonObject, encode, parse, plain, read_document
+from k2convert.records.document import Count, JsonObject, encode, parse, plain, read_document, shown
 from k2convert.records.fingerprint import StoredRecipe, fingerprint_digest
 from k2convert.records.pruning import PruningRecord
 from k2convert.records.shard_record import Metrics, ShardRecord
@@ -129,7 +128,6 @@ def build_ledger(
 
 
 def _versions(recipe: Recipe, devices: Sequence[str]) -> dict[str, str]:
-    """Return the versions of Python and of the libraries that computed."""
     libraries = ["numpy"]
     if recipe.quantizer == "reference":
         libraries += ["torch", "compressed-tensors", "nvidia-modelopt"]
@@ -159,7 +157,7 @@ def metrics_document(metrics: WeightMetrics) -> dict[str, Any]:
     ratios = {name: getattr(metrics, name) for name in names}
     if metrics.weighted_sqnr_db is None:
         del ratios["weighted_sqnr_db"]
-    return plain(metrics) | {name: value if math.isfinite(value) else None for name, value in ratios.items()}
+    return plain(metrics) | shown(ratios)
 
 
 def below_budget(records: Iterable[ShardRecord], recipe: Recipe) -> dict[str, float]:

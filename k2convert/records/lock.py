@@ -113,7 +113,6 @@ def _open_lock(destination: Path, flags: int) -> TextIO:
 
 
 def _write_owner(lock: TextIO, text: str) -> None:
-    """Write this process's number and a line of text into the lock file."""
     os.ftruncate(lock.fileno(), 0)  # not by the file object, which would try a failed write again when it is closed
     os.pwrite(lock.fileno(), f"{os.getpid()}\n{text}".encode(), 0)
 

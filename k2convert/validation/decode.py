@@ -127,10 +127,9 @@ def _add(errors: list[DecodedError]) -> DecodedError:
         return total(known) if known else None
 
     counts = {key: add(key, sum) for key in ("num_weights", "num_nonzero", "equal_nonzero")}
-    sums = ("energy", "squared_error", "weighted_energy", "weighted_error")
-    return DecodedError(
-        **counts, **{key: add(key, math.fsum) for key in sums}, max_error_steps=add("max_error_steps", max)
-    )
+    names = ("energy", "squared_error", "weighted_energy", "weighted_error")
+    sums = {key: add(key, math.fsum) for key in names}
+    return DecodedError(**counts, **sums, max_error_steps=add("max_error_steps", max))
 
 
 def differing_totals(stated: Mapping[str, WeightMetrics], measured: Mapping[str, Figures]) -> Iterator[tuple[str, str]]:

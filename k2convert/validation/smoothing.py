@@ -27,9 +27,7 @@ def calibration_of(result: Result, statistics: Statistics) -> Calibration:
     """Return what the conversion took from its statistics; CalibrationError if these are not its statistics."""
     record = None if result.ledger is None else result.ledger.calibration
     if record is None:
-        raise CalibrationError(
-            f"{result.folder}: was converted without statistics, by its ledger. Leave out --statistics."
-        )
+        raise CalibrationError(f"{result.folder}: was converted without any, by its ledger. Leave out --statistics.")
     if record.statistics != statistics.digest:
         raise CalibrationError(
             f"{statistics.path}: not the statistics of this result: its blake3 is {statistics.digest[:12]}.., the "

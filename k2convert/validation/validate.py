@@ -124,7 +124,6 @@ def _with_smoothing(result: Result, shards: Shards, statistics: "Statistics | No
 
 
 def _check_operands(result: Result) -> None:
-    """Refuse an INT4 source as the result, and an NVFP4 checkpoint as the source (CheckpointError)."""
     folder, source = result.folder, result.source
     has_int4 = any(name.endswith(f".{WEIGHT_PACKED}") and t.dtype == "I32" for name, t in result.tensors.items())
     is_source = has_int4 and not _is_nvfp4(result.tensors) and not result.is_int4

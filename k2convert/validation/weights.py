@@ -182,11 +182,8 @@ def _difference(weight: WrittenWeight, expected: Nvfp4Weight) -> list[str]:
     written_scales, written = weight.block_scales.reshape(-1), weight.packed.reshape(-1)
     if same_bytes(scales, written_scales) and same_bytes(packed, written):
         return []
-    bits = packed ^ written
-    wrong, codes = (
-        np.count_nonzero(scales != written_scales),
-        np.count_nonzero(bits & 0xF) + np.count_nonzero(bits >> 4),
-    )
+    bits, wrong = packed ^ written, np.count_nonzero(scales != written_scales)
+    codes = np.count_nonzero(bits & 0xF) + np.count_nonzero(bits >> 4)
     return [f"{wrong:,} of {scales.size:,} block scales and {codes:,} of {2 * packed.size:,} codes differ"]
 
 

@@ -98,7 +98,7 @@ def test_status_of_a_source_says_that_it_is_one(run_cli: RunCli, tiny: Path, tmp
         f"error: {tiny}: is an INT4 source, not a result. `k2convert run {tiny} DEST` converts it.\n"
     )
     (tmp_path / "empty").mkdir()
-    assert "holds no conversion" in run_cli("status", tmp_path / "empty").stderr
+    assert "no conversion" in run_cli("status", tmp_path / "empty").stderr
 
 
 def test_status_of_all_parts_gives_the_command_that_ends_the_job(run_cli: RunCli, cut: Path, tmp_path: Path) -> None:

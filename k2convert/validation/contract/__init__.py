@@ -151,7 +151,6 @@ def check_scalars(result: Result, scan: ScanResult) -> Findings:
 
 
 def _recipe_input_scale(result: Result, module: Module) -> bytes | None:
-    """Return the recipe's input scale of a module as the layout stores it; None if there is no recipe."""
     if result.recipe is None:
         return None
     scales = result.recipe.input_scale

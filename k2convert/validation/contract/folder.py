@@ -157,10 +157,7 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
     path = result.folder / HF_QUANT_CONFIG_NAME
     if result.layout != MODELOPT:
         if path.exists():
-            found.error(
-                HF_QUANT_CONFIG_NAME,
-                "belongs to the modelopt layout, but the tensors are in the compressed-tensors layout",
-            )
+            found.error(HF_QUANT_CONFIG_NAME, "belongs to the modelopt layout, but the tensors are in the other one")
         return found
     if path.is_symlink():
         return found.skip(f"{HF_QUANT_CONFIG_NAME} is a link, see rule 16")
@@ -182,9 +179,8 @@ def check_hf_quant_config(result: Result, *, compare_lists: bool) -> Findings:
         if key not in stated:
             found.error(f"quantization.{key}", "missing; vLLM refuses a file without it")
         elif key in expected and not is_same_json(stated[key], expected[key]):
-            found.error(
-                f"quantization.{key}", f"{quoted(stated[key])}, expected {quoted(expected[key])} as in config.json"
-            )
+            problem = f"{quoted(stated[key])}, expected {quoted(expected[key])} as in config.json"
+            found.error(f"quantization.{key}", problem)
     return found
 
 

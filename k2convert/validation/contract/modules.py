@@ -25,7 +25,10 @@ _LINEAR_ROLES = (
     Role.EXPERTS, Role.SHARED_EXPERTS, Role.DENSE_MLP, Role.ATTENTION,
     Role.LM_HEAD, Role.VISION_TOWER, Role.MM_PROJECTOR,
 )  # fmt: skip
-_FUSED_MLP = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+
+
+def _fused_into(name: str) -> dict[str, str]:
+    return {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "q_a_proj": name, "kv_a_proj_with_mqa": name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +130,6 @@ def _engine_name(module: Module, engine: Engine) -> str:
 def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
     """Return the three engines as they read this layout. Compressed-tensors entries name every expert."""
     naming, is_modelopt = result.family.naming, result.layout == MODELOPT
-    mla = ("q_a_proj", "kv_a_proj_with_mqa")
-
-    def fused_into(name: str) -> dict[str, str]:
-        return _FUSED_MLP | dict.fromkeys(mla, name)
 
     def vllm(module: EngineModule, entries: Sequence[str]) -> bool:
         if is_modelopt:
@@ -142,20 +141,15 @@ def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
             return matchers.sglang_excludes(module.name, entries, naming, is_moe=module.is_moe)
         return matchers.sglang_ignores(module.name, entries)
 
-    def tensorrt_llm_widest(module: EngineModule, entries: Sequence[str]) -> bool:
-        return matchers.tensorrt_llm_excludes_subtree(module.name, entries)
-
-    def tensorrt_llm(module: EngineModule, entries: Sequence[str]) -> bool:
-        # Only versions that know `re:` load the compressed-tensors layout in NVFP4.
-        find = matchers.tensorrt_llm_excludes if is_modelopt else matchers.tensorrt_llm_excludes_subtree
-        return find(module.name, entries)
-
+    subtree = matchers.tensorrt_llm_excludes_subtree
+    # Only versions that know `re:` load the compressed-tensors layout in NVFP4.
+    tensorrt_llm = matchers.tensorrt_llm_excludes if is_modelopt else subtree
     vllm_map = matchers.map_vllm_excludes if is_modelopt else matchers.map_vllm_ignores
     sglang_map = matchers.map_sglang_excludes if is_modelopt else matchers.map_sglang_ignores
     return (
         Engine(
             name="vLLM",
-            fused=fused_into("fused_qkv_a_proj"),
+            fused=_fused_into("fused_qkv_a_proj"),
             fuses_experts=is_modelopt,
             entries=vllm_map(entries, naming),
             excludes=vllm,
@@ -164,7 +158,7 @@ def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
         ),
         Engine(
             name="SGLang",
-            fused=fused_into("fused_qkv_a_proj_with_mqa"),
+            fused=_fused_into("fused_qkv_a_proj_with_mqa"),
             fuses_experts=is_modelopt,
             entries=sglang_map(entries, naming),
             excludes=sglang,
@@ -174,11 +168,11 @@ def _engines(result: Result, entries: Sequence[str]) -> tuple[Engine, ...]:
         ),
         Engine(
             name="TensorRT-LLM",
-            fused=fused_into("kv_a_proj_with_mqa"),
+            fused=_fused_into("kv_a_proj_with_mqa"),
             fuses_experts=True,
             entries=matchers.map_tensorrt_llm_excludes(entries, naming),
-            excludes=tensorrt_llm,
-            may_exclude=tensorrt_llm_widest,
+            excludes=lambda module, entries: tensorrt_llm(module.name, entries),
+            may_exclude=lambda module, entries: subtree(module.name, entries),
             cut_prefix=naming.wrapper,
         ),
     )

@@ -120,7 +120,6 @@ def scan_shards(
 
 
 def _targets(result: Result) -> dict[tuple[str, str], _Target]:
-    """Return (shard, name in the file) -> what it is."""
     targets: dict[tuple[str, str], _Target] = {}
     problems = {module.name: shape_problems(result, module) for module in result.converted}
     for name, tensor in result.tensors.items():

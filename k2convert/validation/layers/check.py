@@ -99,7 +99,6 @@ def check_layers(
 def _given_states(
     source: WeightReader, layers: Sequence[int], captured: Path | None, *, tokens: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield every layer with its captured or synthetic states f32 [tokens, hidden]."""
     config = source.checkpoint.config
     for layer in layers:
         stem = detect_family(source.checkpoint).layer.format(layer=layer)
@@ -165,7 +164,6 @@ def _check_layer(
 
 
 def _is_same(name: str, source: WeightReader, converted: WeightReader, scaling: Scaling) -> bool:
-    """Return whether a tensor of the router is the source's, or scaled as the norm asks for."""
     one, other = source.info(name), converted.info(name)
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
