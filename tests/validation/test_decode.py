@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from block_makers import bf16_weight
-from int4_makers import MAKERS, any_bytes, trained_like
+from int4_makers import MAKERS, trained_like
 from numpy.typing import NDArray
 
 from k2convert.quantize.formats.int4 import Int4Weight
@@ -62,28 +62,28 @@ def random_bytes(source: Int4Weight, *, seed: int, any_scale: bool) -> tuple[NDA
     rng = np.random.default_rng(seed)
     rows, columns = source.shape
     packed = rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8)
-    if any_scale:
-        return packed, rng.integers(0, 256, (rows, columns // 16), dtype=np.uint8)
-    return packed, rng.integers(0, 0x7F, (rows, columns // 16), dtype=np.uint8)
+    return packed, rng.integers(0, 256 if any_scale else 0x7F, (rows, columns // 16), dtype=np.uint8)
 
 
-@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("any_scale", [False, True])
 @pytest.mark.parametrize("maker", MAKERS)
-def test_figures_of_any_bytes_equal_a_plain_evaluation(maker: str) -> None:
+def test_figures_of_any_bytes_equal_a_plain_evaluation_whatever_the_instructions(maker: str, any_scale: bool) -> None:
+    """Block scales that are no number make the error None, and leave the rest."""
     source = MAKERS[maker]()
-    packed, block_scales = random_bytes(source, seed=len(maker), any_scale=False)
-    found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
-    assert_measured(found, evaluate(*exact_weights(source), packed, block_scales))
-
-
-@pytest.mark.usefixtures("instructions")
-def test_block_scales_that_are_no_number_make_the_error_none_and_leave_the_rest() -> None:
-    source = any_bytes()
-    packed, block_scales = random_bytes(source, seed=1, any_scale=True)
-    assert {0x7F, 0xFF} <= set(block_scales.reshape(-1).tolist())
-    found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
-    assert math.isnan(found.squared_error)
-    assert_measured(found, evaluate(*exact_weights(source), packed, block_scales))
+    packed, block_scales = random_bytes(source, seed=len(maker), any_scale=any_scale)
+    expected = evaluate(*exact_weights(source), packed, block_scales)
+    assert math.isnan(expected[3]) == any_scale
+    before = _cpu.instructions()
+    figures: set[tuple[str, ...]] = set()
+    try:
+        for name in {"portable", before}:
+            _cpu.use_instructions(name)
+            found = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
+            assert_measured(found, expected)
+            figures.add(tuple(map(repr, dataclasses.astuple(found))))
+    finally:
+        _cpu.use_instructions(before)
+    assert len(figures) == 1
 
 
 @pytest.mark.usefixtures("instructions")
@@ -102,23 +102,6 @@ def test_one_flipped_bit_is_seen() -> None:
                 part[place] ^= 1 << bit
     zeros = sum(int((half == 0).sum()) for half in (packed & 15, packed >> 4))
     assert minus_zero == zeros
-
-
-@pytest.mark.parametrize("any_scale", [False, True])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_instructions_do_not_change_a_bit_of_the_figures(maker: str, any_scale: bool) -> None:
-    source = MAKERS[maker]()
-    packed, block_scales = random_bytes(source, seed=7, any_scale=any_scale)
-    before = _cpu.instructions()
-    found: set[tuple[str, ...]] = set()
-    try:
-        for name in {"portable", before}:
-            _cpu.use_instructions(name)
-            figures = measure_decoded(source, packed=packed, block_scales=block_scales, global_scale=GLOBAL_SCALE)
-            found.add(tuple(map(repr, dataclasses.astuple(figures))))
-    finally:
-        _cpu.use_instructions(before)
-    assert len(found) == 1
 
 
 def test_figures_of_bf16_weights_equal_a_plain_evaluation() -> None:

@@ -82,35 +82,30 @@ def offenders(report: ValidationReport) -> dict[int, dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "activations"), [("modelopt", "w4a4"), ("compressed-tensors", "w4a4"), ("modelopt", "w4a16")]
+    ("recipe", "tensors"),
+    [
+        ({"layout": "modelopt", "activations": "w4a4"}, 12),
+        ({"layout": "compressed-tensors", "activations": "w4a4"}, 12),
+        ({"layout": "modelopt", "activations": "w4a16"}, 12),
+        ({"roles": ("experts", "shared_experts", "dense_mlp")}, 18),
+    ],
 )
 def test_a_result_with_statistics_keeps_all_rules(
-    layout: str, activations: str, cut: Path, statistics: Statistics, convert: Convert
+    recipe: dict[str, Any], tensors: int, cut: Path, statistics: Statistics, convert: Convert
 ) -> None:
-    folder = convert(layout=layout, activations=activations)
-    report = validate(folder, cut, statistics)
+    report = validate(convert(**recipe), cut, statistics)
     assert report.passed, offenders(report)
     assert [rule.number for rule in report.contract.rules if rule.verdict is Verdict.SKIPPED] == []
     title, note = report.contract.rules[6].title, report.contract.rules[6].note
-    if activations == "w4a4":
+    if recipe.get("activations") == "w4a16":
+        assert title.endswith("byte-identical to the source")
+    elif tensors == 12:
         assert "scaled exactly by the norm's powers of two" in title
         assert note.endswith("4 of them scaled")
-    else:
-        assert title.endswith("byte-identical to the source")
     assert report.weights is not None
-    assert (report.weights.rule.rule, report.weights.rule.tensors) == ("imatrix", 12)
-    document = validation_document(report)
-    total = document["weights"]["totals"]["total"]
+    assert (report.weights.rule.rule, report.weights.rule.tensors) == ("imatrix", tensors)
+    total = validation_document(report)["weights"]["totals"]["total"]
     assert 0 < total["weighted_sqnr_db"] != total["sqnr_db"]
-
-
-def test_shared_experts_and_dense_layers_by_statistics_keep_all_rules(
-    cut: Path, statistics: Statistics, convert: Convert
-) -> None:
-    report = validate(convert(roles=("experts", "shared_experts", "dense_mlp")), cut, statistics)
-    assert report.passed, offenders(report)
-    assert report.weights is not None
-    assert report.weights.rule.tensors == 18
 
 
 def test_without_the_file_weights_are_measured_and_the_rule_check_says_why_not(cut: Path, convert: Convert) -> None:

@@ -204,18 +204,12 @@ def test_totals_of_the_ledger_that_are_not_the_measured_ones(
 
 
 def test_totals_that_are_missing(mse: Converted) -> None:
+    found = validation_document(validate(mse))["weights"]
+    assert found["verdicts"] == {"rule": "pass", "journal": "skipped", "library_decoder": "skipped"}
+    assert (found["rule"]["tensors"], found["rule"]["blocks"]) == (36, 36 * 2048)
     damage.edit_json(mse.folder / "k2convert.json", lambda ledger: ledger["totals"].pop("experts"))
     rule = validate(mse).contract.rules[18]
     assert [offender.name for offender in rule.offenders] == ["k2convert.json: totals.experts"]
-
-
-def test_the_output_says_what_was_made_again(mse: Converted) -> None:
-    found = validation_document(validate(mse))["weights"]
-    assert found["passed"]
-    assert found["verdicts"] == {"rule": "pass", "journal": "skipped", "library_decoder": "skipped"}
-    rule = found["rule"]
-    assert (rule["rule"], rule["tensors"], rule["blocks"]) == ("mse", 36, 36 * 2048)
-    assert 36 * 2048 / 64 <= rule["sampled_blocks"] <= 36 * 2048
 
 
 @pytest.mark.parametrize(
@@ -269,16 +263,6 @@ def test_a_source_as_the_result_and_a_result_as_the_source_are_refused(mse: Conv
             validate_checkpoint(folder=mse.source, source=other)
     with pytest.raises(CheckpointError, match="it is not the source"):
         validate_checkpoint(folder=mse.folder, source=open_checkpoint(mse.folder))
-
-
-def test_a_shard_of_another_size_is_found_with_both_sizes(mse: Converted) -> None:
-    shard = sorted(mse.folder.glob("*.safetensors"))[1]
-    size = shard.stat().st_size
-    with shard.open("r+b") as file:
-        file.truncate(size - 100)
-    rule = validate(mse).contract.rules[18]
-    assert rule.offenders[0].name == shard.name
-    assert rule.offenders[0].problem == f"{size - 100:,} bytes, but the ledger says {size:,}"
 
 
 def test_the_totals_of_tensors_and_bytes_are_compared(mse: Converted) -> None:
