@@ -21,9 +21,6 @@ def shard_of(converted: Converted, number: int) -> Path:
     return sorted(converted.folder.glob("*.safetensors"))[number]
 
 
-# ---- 16 --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("total", [0, 1, None, "7"])
 def test_rule_16_total_size(breakable: Converted, total: object) -> None:
     damage.edit_json(breakable.folder / INDEX_NAME, lambda index: index["metadata"].update(total_size=total))
@@ -63,7 +60,9 @@ def test_rule_16_a_stray_shard_or_a_temporary_file(breakable: Converted, name: s
     assert only(breakable.check(), 16).offenders[0].name == name
 
 
-def test_rule_16_the_journal_and_hidden_folders_are_no_part_of_the_package(breakable: Converted) -> None:
+def test_journal_hidden_folders_card_and_report_are_no_part_of_the_package(breakable: Converted) -> None:
+    (breakable.folder / "README.md").write_text("# Card")
+    (breakable.folder / "report.html").write_text("<p>Report")
     (breakable.folder / ".cache" / "huggingface").mkdir(parents=True)
     (breakable.folder / ".cache" / "huggingface" / "x.incomplete").write_bytes(b"")
     assert (breakable.folder / ".k2convert").is_dir()
@@ -85,19 +84,15 @@ def test_rule_16_a_link(breakable: Converted, name: str, tmp_path: Path) -> None
 def test_rule_16_a_shard_that_is_not_whole(breakable: Converted, kind: str) -> None:
     path = shard_of(breakable, 2)
     raw = path.read_bytes()
-    if kind == "longer":
-        path.write_bytes(raw + b"\0")
-    elif kind == "truncated":
-        path.write_bytes(raw[:-100])
-    elif kind == "gap":
+    if kind == "gap":
         header, data = damage.split_shard(path)
         last = max((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"][1])
         header[last]["data_offsets"] = [offset + 16 for offset in header[last]["data_offsets"]]
         damage.write_raw(path, json.dumps(header).encode(), data + bytes(16))
-    elif kind == "no header":
-        path.write_bytes(b"\xff" * 8 + raw[8:])
-    else:
+    elif kind == "missing":
         path.unlink()
+    else:
+        path.write_bytes({"longer": raw + b"\0", "truncated": raw[:-100], "no header": b"\xff" * 8 + raw[8:]}[kind])
     seal(breakable.folder)
     report = breakable.check()
     rule = only(report, 16)
@@ -108,35 +103,18 @@ def test_rule_16_a_shard_that_is_not_whole(breakable: Converted, kind: str) -> N
         assert path.name in report.rules[number - 1].note
 
 
-# ---- 17 --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("tokenizer.json", "changed"), ("tokenizer_config.json", "missing"), ("generation_config.json", "longer")],
+    [
+        ("tokenizer.json", lambda path: path.write_bytes(path.read_bytes()[:-2] + b"!\n")),
+        ("tokenizer_config.json", Path.unlink),
+        ("generation_config.json", lambda path: path.write_bytes(path.read_bytes() + b"\n")),
+        ("modeling_surprise.py", lambda path: path.write_text("raise SystemExit")),
+    ],
 )
-def test_rule_17_a_sidecar(breakable: Converted, name: str, change: str) -> None:
-    path = breakable.folder / name
-    raw = path.read_bytes()
-    if change == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(raw + b"\n" if change == "longer" else raw[:-2] + b"!\n")
+def test_rule_17_a_sidecar(breakable: Converted, name: str, change: Callable[[Path], object]) -> None:
+    change(breakable.folder / name)
     assert only(breakable.check(), 17).offenders[0].name == name
-
-
-def test_rule_17_code_that_the_source_does_not_have(breakable: Converted) -> None:
-    (breakable.folder / "modeling_surprise.py").write_text("raise SystemExit")
-    assert only(breakable.check(), 17).offenders[0].name == "modeling_surprise.py"
-
-
-def test_rule_17_a_card_and_a_report_of_our_own_are_welcome(breakable: Converted) -> None:
-    (breakable.folder / "README.md").write_text("# Card")
-    (breakable.folder / "report.html").write_text("<p>Report")
-    assert breakable.check().passed
-
-
-# ---- 19 --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -188,11 +166,8 @@ def test_rule_19_any_single_bit(breakable: Converted, where: str) -> None:
 
 
 def test_rule_19_warns_of_another_source(breakable: Converted) -> None:
-    damage.edit_json(breakable.folder / "k2convert.json", lambda ledger: ledger["source"]["headers"].clear())
-    damage.edit_json(
-        breakable.folder / "k2convert.json",
-        lambda ledger: ledger["source"].update(revision="0" * 40, headers={"other.safetensors": "00"}),
-    )
+    other = {"revision": "0" * 40, "headers": {"other.safetensors": "00"}}
+    damage.edit_json(breakable.folder / "k2convert.json", lambda ledger: ledger["source"].update(other))
     only(breakable.check(), 19, Verdict.WARN)
 
 

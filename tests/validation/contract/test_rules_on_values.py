@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,27 +209,17 @@ def test_rule_10_hidden_size(breakable: Converted) -> None:
     assert only(check(breakable.folder), 10).offenders[0].name == "hidden_size"
 
 
-class Measured:
-    def __init__(self, sqnr_db: float) -> None:
-        self.sqnr_db = sqnr_db
-
-
-def measured(converted: Converted, **changed: float | None) -> dict[str, Measured]:
-    figures: dict[str, float | None] = {
-        converted.expert(layer, expert, p): 20.0
-        for layer in (1, 2, 3)
-        for expert in range(4)
-        for p in ("gate", "up", "down")
-    } | {converted.expert(1, 2, p): value for p, value in changed.items()}
-    return {module: Measured(value) for module, value in figures.items() if value is not None}
-
-
-def check_with(converted: Converted, errors: dict[str, Measured]) -> ContractReport:
+def check_with(converted: Converted, up: float | None) -> ContractReport:
+    """Check with 20 dB for every expert's projection, and another figure, or none, for one `up`."""
+    experts = product((1, 2, 3), range(4), ("gate", "up", "down"))
+    figures: dict[str, float | None] = {converted.expert(*expert): 20.0 for expert in experts}
+    figures[converted.expert(1, 2, "up")] = up
+    errors = {module: SimpleNamespace(sqnr_db=value) for module, value in figures.items() if value is not None}
     return check(converted.folder, source=converted.source, errors=errors)
 
 
 def test_rule_18_a_tensor_below_the_budget(breakable: Converted) -> None:
-    rule = only(check_with(breakable, measured(breakable, up=12.5)), 18)
+    rule = only(check_with(breakable, 12.5), 18)
     assert (rule.count, rule.offenders[0].name) == (1, breakable.expert(1, 2, "up"))
     assert "12.50" in rule.offenders[0].problem
 
@@ -235,13 +227,10 @@ def test_rule_18_a_tensor_below_the_budget(breakable: Converted) -> None:
 def test_rule_18_takes_the_budget_from_the_ledgers_recipe(breakable: Converted) -> None:
     ledger = breakable.folder / "k2convert.json"
     damage.edit_json(ledger, lambda document: document["recipe"]["budget"].update(tensor_sqnr_db=12.0))
-    assert check_with(breakable, measured(breakable, up=12.5)).passed
-    assert only(check_with(breakable, measured(breakable, up=11.9)), 18).count == 1
+    assert check_with(breakable, 12.5).passed
+    assert only(check_with(breakable, 11.9), 18).count == 1
 
 
-def test_rule_18_a_figure_that_is_not_a_number(breakable: Converted) -> None:
-    assert only(check_with(breakable, measured(breakable, up=float("nan"))), 18).count == 1
-
-
-def test_rule_18_a_tensor_that_was_not_measured(breakable: Converted) -> None:
-    assert only(check_with(breakable, measured(breakable, up=None)), 18).offenders[0].problem == "not measured"
+def test_rule_18_a_figure_that_is_not_a_number_or_not_there(breakable: Converted) -> None:
+    assert only(check_with(breakable, float("nan")), 18).count == 1
+    assert only(check_with(breakable, None), 18).offenders[0].problem == "not measured"
