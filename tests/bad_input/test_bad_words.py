@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import run
+from command import run_here
 
 from scripts.fixture_maker.damage import edit_config, edit_json
 
@@ -32,15 +32,14 @@ ODDITIES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", ODDITIES)
-def test_odd_words_are_shown_or_passed_over(name: str, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_words_are_shown_or_passed_over(name: str, source: Path, dest: Path) -> None:
     ODDITIES[name](source)
     for words in (
         ["inspect", source, "--json"],
         ["inspect", source],
         ["run", source, source.parent / "d", "--dry-run"],
     ):
-        code = run(*words)
-        printed = capsys.readouterr()
-        assert code == 0, printed.err
+        done = run_here(*words)
+        assert done.returncode == 0, done.stderr
         if "--json" in words:
-            assert json.loads(printed.out)["int4_projections"] == 144
+            assert json.loads(done.stdout)["int4_projections"] == 144

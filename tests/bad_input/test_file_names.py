@@ -22,35 +22,11 @@ def text(cut: Path, tmp_path: Path) -> Path:
 
 
 def test_a_text_of_any_name_is_calibrated_on(text: Path, cut: Path, run_cli: RunCli) -> None:
-    statistics, out = text.parent / "s.stats", text.parent / "out"
+    statistics, out, more = text.parent / "s.stats", text.parent / "out", ("--device", "cpu", "--json")
     commands = [
-        (
-            "calibrate",
-            cut,
-            statistics,
-            "--text",
-            text,
-            "--tokens",
-            "32",
-            "--window",
-            "16",
-            "--device",
-            "cpu",
-            "--json",
-        ),
+        ("calibrate", cut, statistics, "--text", text, "--tokens", "32", "--window", "16", *more),
         ("inspect", statistics, "--json"),
-        (
-            "run",
-            cut,
-            out,
-            "--calibrate",
-            text,
-            "--set",
-            "calibration={tokens: 32, window: 16}",
-            "--device",
-            "cpu",
-            "--json",
-        ),
+        ("run", cut, out, "--calibrate", text, "--set", "calibration={tokens: 32, window: 16}", *more),
         ("validate", out, "--source", cut, "--layers", "1", "--text", text, "--tokens", "16", "--json"),
     ]
     for words in commands:

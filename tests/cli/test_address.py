@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import run, said
+from command import run_here, said
 
 from k2convert.cli.options import check_new_place, check_source
 from k2convert.errors import HubError
@@ -41,30 +41,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             hub.accept()  # nobody called
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+def refused(*words: str | Path) -> str:
     """Run a command that must end at once in one line and exit code 1, and return the line."""
-    code = run(*words)
-    printed = capsys.readouterr()
-    assert code == 1, printed.err
-    assert printed.out == ""
-    assert said(printed.err).startswith("error: ")
-    assert said(printed.err).count("\n") == 1
-    return printed.err
+    done = run_here(*words)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert said(done.stderr).startswith("error: ")
+    assert said(done.stderr).count("\n") == 1
+    return done.stderr
 
 
 @pytest.mark.parametrize("text", ADDRESSES)
-def test_a_misspelled_address_is_refused_with_the_right_spelling(
-    text: str, here: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelled_address_is_refused_with_the_right_spelling(text: str, here: Path, tiny: Path) -> None:
     for words in (["run", tiny, text], ["run", text, "out"], ["inspect", text]):
-        assert f"Write {ADDRESSES[text]}." in refused(capsys, *words)
+        assert f"Write {ADDRESSES[text]}." in refused(*words)
     assert list(here.iterdir()) == []
 
 
-def test_owner_and_name_as_a_destination_could_be_both(
-    here: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = refused(capsys, "run", tiny, "me/out", "--dry-run")
+def test_owner_and_name_as_a_destination_could_be_both(here: Path, tiny: Path) -> None:
+    message = refused("run", tiny, "me/out", "--dry-run")
     assert "./me/out" in message
     assert "hf://me/out" in message
     assert list(here.iterdir()) == []
@@ -76,42 +70,38 @@ def test_what_is_clearly_a_folder_may_be_a_destination(text: str, here: Path) ->
     check_new_place(text)
 
 
-@pytest.mark.parametrize("text", ["hf://me/out", "hf://me/out@v1", "me", "/me/out", "./me/out", "a/b/c", "there/out"])
-def test_a_source_is_an_address_or_a_path(text: str, here: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["hf://me/out", "hf://me/out@v1", "me", "/me/out", "./me/out", "a/b/c", "there/out", "hf:/x"]
+)
+def test_a_source_is_an_address_or_a_path_or_any_folder_that_exists(text: str, here: Path) -> None:
     (here / "there" / "out").mkdir(parents=True)
-    check_source(text)
-
-
-def test_a_folder_may_have_any_name_if_it_exists(here: Path) -> None:
     (here / "hf:" / "x").mkdir(parents=True)
-    check_source("hf:/x")
+    check_source(text)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["run", "Kimi-K2/Thinkin", "out"],
-        ["run", "Kimi-K2/Thinkin", "hf://me/out", "--yes"],
-        ["inspect", "Kimi-K2/Thinkin"],
-        ["validate", "Kimi-K2/Thinkin"],
-        ["validate", ".", "--source", "Kimi-K2/Thinkin"],
-        ["report", "Kimi-K2/Thinkin"],
-        ["report", ".", "--source", "Kimi-K2/Thinkin"],
-        ["status", "Kimi-K2/Thinkin"],
+        "run X out",
+        "run X hf://me/out --yes",
+        "inspect X",
+        "validate X",
+        "validate . --source X",
+        "report X",
+        "report . --source X",
+        "status X",
     ],
 )
-def test_owner_and_name_as_a_source_are_refused_without_the_network(
-    words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = refused(capsys, *words)
+def test_owner_and_name_as_a_source_are_refused_without_the_network(words: str, here: Path) -> None:
+    message = refused(*words.replace("X", "Kimi-K2/Thinkin").split())
     assert "Kimi-K2/Thinkin: no such folder." in message
     assert "hf://Kimi-K2/Thinkin" in message
 
 
-def test_publish_takes_a_folder_and_a_repository(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "not a folder of this machine" in refused(capsys, "publish", "hf://me/out", "--repo", "me/out")
-    assert "Write hf://me/out." in refused(capsys, "publish", ".", "--repo", "https://huggingface.co/me/out")
-    assert "./me/report" in refused(capsys, "report", ".", "--out", "me/report")
+def test_publish_takes_a_folder_and_a_repository(here: Path) -> None:
+    assert "not a folder of this machine" in refused("publish", "hf://me/out", "--repo", "me/out")
+    assert "Write hf://me/out." in refused("publish", ".", "--repo", "https://huggingface.co/me/out")
+    assert "./me/report" in refused("report", ".", "--out", "me/report")
 
 
 @pytest.mark.parametrize("text", ["x" * 300 + "/y", "a\0b/c", "a/\udcff"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import cli_environment, run, run_cli
+from command import cli_environment, run_cli, run_here
 
 from k2convert.cli.console import format_span
 from scripts.fixture_maker import K2Shape, make_k2_shaped
@@ -27,17 +27,9 @@ finally:
 """
 
 SHAPE = K2Shape(
-    hidden=1536,
-    moe_intermediate=256,
-    dense_intermediate=4096,
-    experts=8,
-    moe_layers=1,
-    dense_layers=1,
-    vocabulary=1024,
-    heads=16,
-    q_lora_rank=256,
-    kv_lora_rank=128,
-)
+    hidden=1536, moe_intermediate=256, dense_intermediate=4096, experts=8, moe_layers=1, dense_layers=1,
+    vocabulary=1024, heads=16, q_lora_rank=256, kv_lora_rank=128,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -105,19 +97,14 @@ def test_a_dry_run_says_the_memory_that_the_run_takes(
 
 @pytest.mark.parametrize("verb", ["calibrate", "run"])
 def test_what_needs_more_memory_than_there_is_is_refused(
-    tiny: Path,
-    ids: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    verb: str,
+    tiny: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.setattr("k2convert.cli.forecast.available_memory", lambda: 0)
     words = (verb, tiny, tmp_path / "out", *text_words(verb, ids, tokens=1024, window=128), "--quiet")
     for more in ((), ("--dry-run",)):
-        assert run(*words, "--device", "cpu", *more) == 1
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
+        done = run_here(*words, "--device", "cpu", *more)
+        error = done.stderr
+        assert (done.returncode, error.count("\n")) == (1, 1)
         assert error.startswith(f"error: {tiny}: needs about ")
         assert "GB is available. Use fewer tokens, a shorter window, or a machine with more memory." in error
     assert not list(tmp_path.iterdir())
@@ -125,36 +112,33 @@ def test_what_needs_more_memory_than_there_is_is_refused(
 
 @pytest.mark.parametrize("verb", ["calibrate", "run"])
 def test_a_machine_that_is_not_here_is_estimated_from_counted_work(
-    tiny: Path, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+    tiny: Path, ids: Path, tmp_path: Path, verb: str
 ) -> None:
     words = (verb, tiny, tmp_path / "out", *text_words(verb, ids, tokens=1024, window=128), "--dry-run")
-    assert run(*words, "--device", "h200") == 0
-    shown = capsys.readouterr()
-    assert "memory of the GPU: needs about" in shown.out
-    assert ", H200 has 151.40 GB" in shown.out
-    assert "disk: needs" in shown.out
-    assert "on one H200: " in shown.out
-    assert ", computed from its data sheet and a disk of 0.5 to 5 GB/s, not measured\n" in shown.out
-    assert "--device" not in shown.err
-    assert "h200" not in shown.err
-    assert run(*words, "--device", "64-cores") == 0
-    shown = capsys.readouterr()
-    assert "on 64 cores: less than a minute, computed from one core here, not measured" in shown.out
-    assert ("one core's work, however many there are: " in shown.out) == (verb == "run")
-    assert "--device" not in shown.err
+    shown = run_here(*words, "--device", "h200")
+    assert shown.returncode == 0
+    for part in ("memory of the GPU: needs about", ", H200 has 151.40 GB", "disk: needs", "on one H200: "):
+        assert part in shown.stdout
+    assert ", computed from its data sheet and a disk of 0.5 to 5 GB/s, not measured\n" in shown.stdout
+    assert "--device" not in shown.stderr
+    assert "h200" not in shown.stderr
+    shown = run_here(*words, "--device", "64-cores")
+    assert shown.returncode == 0
+    assert "on 64 cores: less than a minute, computed from one core here, not measured" in shown.stdout
+    assert ("one core's work, however many there are: " in shown.stdout) == (verb == "run")
+    assert "--device" not in shown.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_a_machine_that_is_not_here_needs_a_dry_run(
-    tiny: Path, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_that_is_not_here_needs_a_dry_run(tiny: Path, ids: Path, tmp_path: Path) -> None:
     for words in (
         ("calibrate", "--text", ids, "--device", "h200"),
         ("run", "--calibrate", ids, "--device", "64-cores"),
         ("run", "--dry-run", "--device", "h200"),
     ):
-        assert run(words[0], tiny, tmp_path / "out", *words[1:]) == 2
-        assert "expected auto, cpu or cuda; other machines only with" in " ".join(capsys.readouterr().err.split())
+        done = run_here(words[0], tiny, tmp_path / "out", *words[1:])
+        assert done.returncode == 2
+        assert "expected auto, cpu or cuda; other machines only with" in " ".join(done.stderr.split())
     for name, says in (("dgx-spark", "does not say its speed"), ("h300", "unknown. Known: b200")):
-        assert run("calibrate", tiny, tmp_path / "out", "--text", ids, "--dry-run", "--device", name) == 1
-        assert says in capsys.readouterr().err
+        done = run_here("calibrate", tiny, tmp_path / "out", "--text", ids, "--dry-run", "--device", name)
+        assert (done.returncode, says in done.stderr) == (1, True)

@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from command import run, said
+from command import run_here, said
 from statistics_makers import HEADER, dense_layer, moe_layer, write_small
 
 from k2convert.calibration.statistics import open_statistics, write_statistics
 
 
-def test_the_table_says_what_was_read_and_what_each_layer_saw(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_says_what_was_read_and_what_each_layer_saw(tmp_path: Path) -> None:
     path = write_small(tmp_path / "small file.safetensors")
-    assert run("inspect", path) == 0
-    captured = capsys.readouterr()
-    assert "statistics of 8,192 tokens in windows of 2,048, seed 3" in captured.out
-    assert "text: emma.txt (blake3 cdcdcdcdcdcdcdcd)" in captured.out
-    assert r"text: 'notes of\u2028a day.jsonl'" in captured.out, "no separator of a name breaks a line"
-    assert "1 of 4 windows were dropped" in captured.out
-    rows = {line.split()[0]: line.replace("│", " ").split() for line in captured.out.splitlines() if "│" in line}
+    captured = run_here("inspect", path)
+    assert captured.returncode == 0
+    assert "statistics of 8,192 tokens in windows of 2,048, seed 3" in captured.stdout
+    assert "text: emma.txt (blake3 cdcdcdcdcdcdcdcd)" in captured.stdout
+    assert r"text: 'notes of\u2028a day.jsonl'" in captured.stdout, "no separator of a name breaks a line"
+    assert "1 of 4 windows were dropped" in captured.stdout
+    rows = {line.split()[0]: line.replace("│", " ").split() for line in captured.stdout.splitlines() if "│" in line}
     layer = moe_layer(2)
     scaled = int((layer.smoothing_exponents != 0).sum())
     least, *_, most = tokens = sorted(layer.tokens.tolist())
     median = sum(tokens[1:3]) // 2
     assert rows["2"][1:6] == [*map(str, (least, median, most, 1, scaled))]
     assert rows["0"][1] == "dense"
-    assert "3 layers, 4 experts per MoE layer\n" in captured.out
-    assert "\nmax x: the largest input of gate and up. max z: the largest input of down\n" in captured.out
-    assert f"next: k2convert run SOURCE DEST --statistics '{path}'" in captured.err
+    assert "3 layers, 4 experts per MoE layer\n" in captured.stdout
+    assert "\nmax x: the largest input of gate and up. max z: the largest input of down\n" in captured.stdout
+    assert f"next: k2convert run SOURCE DEST --statistics '{path}'" in captured.stderr
 
 
-def test_the_document_has_every_experts_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_document_has_every_experts_tokens(tmp_path: Path) -> None:
     path = write_small(tmp_path / "small")
-    assert run("inspect", path, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(run_here("inspect", path, "--json").stdout)
     assert found["digest"] == open_statistics(path).digest
     assert found["texts"][1] == {"name": HEADER.texts[1][0], "blake3": "ef" * 32}
     assert found["dropped_windows"] == 1
@@ -56,17 +52,14 @@ def test_the_document_has_every_experts_tokens(tmp_path: Path, capsys: pytest.Ca
     assert found["exponents_digest"] is not None
 
 
-def test_a_path_with_a_slash_is_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_with_a_slash_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("owner").mkdir()
     write_statistics(Path("owner/name"), [dense_layer(), moe_layer()], HEADER)
-    assert run("inspect", f"owner{os.sep}name") == 0
-    assert "owner/name: statistics" in capsys.readouterr().out
+    assert "owner/name: statistics" in run_here("inspect", "owner/name").stdout
 
 
-def test_unusable_files_end_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
+def test_unusable_files_end_with_one_line(tmp_path: Path, tiny: Path) -> None:
     content = write_small(tmp_path / "small").read_bytes()
     (tmp_path / "cut").write_bytes(content[:-9])
     (tmp_path / "changed").write_bytes(content[:-64] + b"\x40" * 64)  # the exponents of the last layer
@@ -77,8 +70,7 @@ def test_unusable_files_end_with_one_line(tmp_path: Path, capsys: pytest.Capture
         (tiny / "model-00001-of-000005.safetensors", "not a statistics file, but a file of a checkpoint. To inspect"),
     ):
         for words in ((path,), (path, "--json")):
-            assert run("inspect", *words) == 1
-            captured = capsys.readouterr()
-            assert captured.out == ""
-            assert complaint in captured.err
-            assert len(said(captured.err).splitlines()) == 1
+            done = run_here("inspect", *words)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert complaint in done.stderr
+            assert len(said(done.stderr).splitlines()) == 1

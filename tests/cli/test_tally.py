@@ -1,6 +1,7 @@
 """Rates over the last seconds, and an ETA only when there is one."""
 
 import json
+from collections.abc import Callable
 
 from k2convert.cli.tally import Meter, Tally
 from k2convert.records.events import Extent
@@ -16,34 +17,37 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def every(self, seconds: float, call: Callable[[], object], *, times: int) -> None:
+        """Let time pass and call, several times."""
+        for _ in range(times):
+            self.now += seconds
+            call()
 
-def metered(clock: Clock, *, seconds: int, rate: int, meter: Meter) -> None:
-    """Count `rate` every second."""
-    for _ in range(seconds):
-        clock.now += 1
-        meter.add(rate)
+
+def started(total: int, clock: Clock) -> Meter:
+    meter = Meter(total, clock=clock)
+    meter.start()
+    return meter
 
 
 def test_the_rate_is_that_of_the_last_seconds_not_since_the_start() -> None:
     clock = Clock()
-    meter = Meter(1_000_000, clock=clock)
-    meter.start()
-    metered(clock, seconds=600, rate=10, meter=meter)
+    meter = started(1_000_000, clock)
+    clock.every(1, lambda: meter.add(10), times=600)
     assert meter.rate == 10
-    metered(clock, seconds=30, rate=1000, meter=meter)
+    clock.every(1, lambda: meter.add(1000), times=30)
     assert meter.rate == 1000, "the first ten minutes were slow, the last half minute is not"
     assert meter.seconds_left == (1_000_000 - 36_000) / 1000
 
 
 def test_there_is_no_eta_without_data_and_none_for_a_line_that_stands_still() -> None:
     clock = Clock()
-    meter = Meter(1000, clock=clock)
-    meter.start()
+    meter = started(1000, clock)
     assert (meter.rate, meter.seconds_left) == (None, None)
     clock.now += 0.1
     meter.add(10)
     assert (meter.rate, meter.seconds_left) == (None, None), "a tenth of a second says nothing"
-    metered(clock, seconds=10, rate=10, meter=meter)
+    clock.every(1, lambda: meter.add(10), times=10)
     assert meter.seconds_left is not None
     clock.now += 120
     assert (meter.rate, meter.seconds_left) == (0.0, None)
@@ -51,11 +55,8 @@ def test_there_is_no_eta_without_data_and_none_for_a_line_that_stands_still() ->
 
 def test_whole_shards_that_arrive_rarely_still_have_a_rate_between_them() -> None:
     clock = Clock()
-    meter = Meter(62 * 9_600, clock=clock)
-    meter.start()
-    for _ in range(4):
-        clock.now += 80
-        meter.add(9_600)
+    meter = started(62 * 9_600, clock)
+    clock.every(80, lambda: meter.add(9_600), times=4)
     clock.now += 40
     rate = meter.rate
     assert rate is not None
@@ -64,9 +65,8 @@ def test_whole_shards_that_arrive_rarely_still_have_a_rate_between_them() -> Non
 
 def test_what_an_earlier_run_did_counts_as_done_but_not_as_fast() -> None:
     clock = Clock()
-    meter = Meter(1000, clock=clock)
-    meter.start()
-    metered(clock, seconds=5, rate=10, meter=meter)
+    meter = started(1000, clock)
+    clock.every(1, lambda: meter.add(10), times=5)
     meter.add(500, is_new=False)
     assert meter.done == 550
     assert meter.rate == 10
@@ -76,30 +76,25 @@ def test_what_an_earlier_run_did_counts_as_done_but_not_as_fast() -> None:
 
 def test_the_eta_of_a_job_is_that_of_its_slowest_phase_and_of_a_validation_the_sum() -> None:
     clock = Clock()
-    notes: list[str] = []
-    job = Tally(Extent({"download": (1000, 0), "convert": (1000, 0)}), note=notes.append, clock=clock)
-    job.begun(Extent({"download": (1000, 0), "convert": (1000, 0)}))
+    extent = Extent({"download": (1000, 0), "convert": (1000, 0)})
+    job = Tally(extent, note=print, clock=clock)
+    job.begun(extent)
     for _ in range(5):
         clock.now += 1
         job.transferred(downloaded=100)
         assert job.seconds_left is None, "nothing was converted yet"
-    for _ in range(6):
-        clock.now += 1
-        job.progress(bytes_in=50)
+    clock.every(1, lambda: job.progress(bytes_in=50), times=6)
     left = job.seconds_left
     assert left is not None
     assert left == (1000 - 300) / 50
 
-    check = Tally(Extent({"check": (1000, 0)}, num_experts=100), note=notes.append, clock=clock)
+    extent = Extent({"check": (1000, 0)}, num_experts=100)
+    check = Tally(extent, note=print, clock=clock)
     check.expected_seconds["layers"] = 30.0
-    check.begun(Extent({"check": (1000, 0)}, num_experts=100))
-    for _ in range(5):
-        clock.now += 1
-        check.progress(bytes_in=100)
+    check.begun(extent)
+    clock.every(1, lambda: check.progress(bytes_in=100), times=5)
     assert check.seconds_left == 5 + 30
-    for _ in range(5):
-        clock.now += 1
-        check.progress(bytes_in=100)
+    clock.every(1, lambda: check.progress(bytes_in=100), times=5)
     assert [round(meter.share, 2) for meter in check.meters.values()] == [1.0, 0.0], "layers are still to come"
     for done in range(1, 9):
         clock.now += 1
@@ -119,19 +114,14 @@ def test_the_summary_for_status_survives_json_and_nothing_else_does() -> None:
 
 def test_work_that_waits_for_a_calibration_is_not_stalled_and_has_no_say_in_its_eta() -> None:
     clock = Clock()
-    tally = Tally(Extent({"calibrate": (400, 100), "convert": (1000, 500)}, layer_tokens=100), note=print, clock=clock)
-    tally.begun(Extent({"calibrate": (400, 100), "convert": (1000, 500)}, layer_tokens=100))
-    for _ in range(10):
-        clock.now += 10
-        tally.tokens_computed(10)
+    extent = Extent({"calibrate": (400, 100), "convert": (1000, 500)}, layer_tokens=100)
+    tally = Tally(extent, note=print, clock=clock)
+    tally.begun(extent)
+    clock.every(10, lambda: tally.tokens_computed(10), times=10)
     tally.progress(bytes_in=100)
     clock.now += 5
     tally.progress(bytes_in=100)
-    clock.now += 10
-    tally.tokens_computed(10)
-    for _ in range(5):
-        clock.now += 10
-        tally.tokens_computed(10)
+    clock.every(10, lambda: tally.tokens_computed(10), times=6)
     assert tally.meters["convert"].rate is None, "it waits for the next layer"
     assert tally.meters["calibrate"].rate == 1
     assert tally.seconds_left == 140

@@ -1,18 +1,16 @@
 """`k2convert fit` on sources, planned results and results."""
 
 import json
-from collections.abc import Callable
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run, said
+from command import run, run_here, said
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.plan.plan import plan_conversion
 from k2convert.plan.recipe import load_recipe
-
-Answer = Callable[..., dict[str, Any]]
 
 
 def changed_copy(source: Path, folder: Path, **config: int | None) -> None:
@@ -23,16 +21,15 @@ def changed_copy(source: Path, folder: Path, **config: int | None) -> None:
     (folder / "config.json").write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
 
 
-@pytest.fixture
-def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
+def run_fit(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = run_here("fit", *words)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def answer(*words: object, code: int = 0) -> dict[str, Any]:
     """The document of `fit ... --json`."""
-
-    def fit(*words: object, code: int = 0) -> dict[str, Any]:
-        capsys.readouterr()
-        assert run("fit", *words, "--json") == code
-        return json.loads(capsys.readouterr().out)
-
-    return fit
+    return json.loads(run_fit(*words, "--json", code=code).stdout)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +40,7 @@ def result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_source_is_weighed_as_its_recipe_converts_it(tiny: Path, k25: Path, answer: Answer) -> None:
+def test_a_source_is_weighed_as_its_recipe_converts_it(tiny: Path, k25: Path) -> None:
     for folder, recipe in ((tiny, "kimi-k2-thinking-nvfp4"), (k25, "kimi-k2.5-nvfp4")):
         found = answer(folder)
         plan = plan_conversion(source=open_checkpoint(folder), recipe=load_recipe(recipe))
@@ -51,7 +48,7 @@ def test_a_source_is_weighed_as_its_recipe_converts_it(tiny: Path, k25: Path, an
         assert found["weights"]["bytes"] == plan.data_bytes
 
 
-def test_a_result_weighs_what_its_source_was_planned_to(tiny: Path, result: Path, answer: Answer) -> None:
+def test_a_result_weighs_what_its_source_was_planned_to(tiny: Path, result: Path) -> None:
     before, after = answer(tiny), answer(result)
     assert after["recipe"] is None
     assert after["weights"] == before["weights"]
@@ -60,13 +57,13 @@ def test_a_result_weighs_what_its_source_was_planned_to(tiny: Path, result: Path
     assert after["settings"]["kv"] == "fp8", "as config.json declares"
 
 
-def test_fewer_experts_weigh_what_a_pruned_checkpoint_weighs(tiny: Path, reap: Path, answer: Answer) -> None:
+def test_fewer_experts_weigh_what_a_pruned_checkpoint_weighs(tiny: Path, reap: Path) -> None:
     planned, pruned = answer(tiny, "--experts", "10"), answer(reap)
     assert planned["experts_per_layer"] == pruned["experts_per_layer"] == 10
     assert planned["weights"] == pruned["weights"]
 
 
-def test_the_answer_about_one_layout(tiny: Path, answer: Answer) -> None:
+def test_the_answer_about_one_layout(tiny: Path) -> None:
     found = answer(tiny, "--gpu", "RTX PRO 6000", "--count", "2", "--kv", "fp8", "--context", "1000")
     [fit] = found["fits"]
     assert (fit["gpu"], fit["count"], fit["nvfp4"]) == ("rtx-pro-6000", 2, "slow")
@@ -89,9 +86,7 @@ def test_the_answer_about_one_layout(tiny: Path, answer: Answer) -> None:
     assert fit["speed"]["ceiling"] > 0
 
 
-def test_the_commands_that_serve_it_follow_from_what_was_asked(
-    tiny: Path, result: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_that_serve_it_follow_from_what_was_asked(tiny: Path, result: Path) -> None:
     words = ("--gpu", "b200", "--count", "2", "--ep", "2", "--kv", "fp8", "--utilization", "0.8")
     [fit] = answer(tiny, *words)["fits"]
     assert fit["serve"]["vllm"]["command"].startswith(
@@ -106,21 +101,19 @@ def test_the_commands_that_serve_it_follow_from_what_was_asked(
     assert "no option for decode context" in fit["serve"]["tensorrt-llm"]["notes"][0]
     [fit] = answer(tiny, "--memory", "2GB", "--count", "1", code=3)["fits"]
     assert fit["serve"] == {}
-    capsys.readouterr()
-    assert run("fit", tiny, *words) == 0
-    shown = capsys.readouterr()
-    assert "vLLM:\nvllm serve DEST --tensor-parallel-size 2" in shown.out
-    assert shown.err.count("36 % in BABILong") == 1, "each note is said once"
+    shown = run_fit(tiny, *words)
+    assert "vLLM:\nvllm serve DEST --tensor-parallel-size 2" in shown.stdout
+    assert shown.stderr.count("36 % in BABILong") == 1, "each note is said once"
 
 
-def test_a_cache_shorter_than_the_model_limits_the_request(tiny: Path, tmp_path: Path, answer: Answer) -> None:
+def test_a_cache_shorter_than_the_model_limits_the_request(tiny: Path, tmp_path: Path) -> None:
     changed_copy(tiny, tmp_path, max_position_embeddings=262_144)
     [fit] = answer(tmp_path, "--memory", "4GB", "--count", "1", "--overhead", "3.66GB")["fits"]
     assert 8192 < fit["longest_request"] < 262_144
     assert f"--max-model-len {fit['longest_request']} " in fit["serve"]["vllm"]["command"]
 
 
-def test_requests_are_limited_only_where_the_longest_do_not_fit(tiny: Path, answer: Answer) -> None:
+def test_requests_are_limited_only_where_the_longest_do_not_fit(tiny: Path) -> None:
     roomy = answer(tiny, "--gpu", "b200", "--count", "1")["fits"][0]
     assert "--max-model-len" not in roomy["serve"]["vllm"]["command"]
     longest = json.loads((tiny / "config.json").read_text())["max_position_embeddings"]
@@ -131,7 +124,7 @@ def test_requests_are_limited_only_where_the_longest_do_not_fit(tiny: Path, answ
     assert "--max-model-len 16 " in tight["serve"]["vllm"]["command"]
 
 
-def test_dp_attention_keeps_all_but_experts_and_adds_up_the_caches(tiny: Path, answer: Answer) -> None:
+def test_dp_attention_keeps_all_but_experts_and_adds_up_the_caches(tiny: Path) -> None:
     words = (tiny, "--gpu", "b200", "--count", "2", "--kv", "fp8")
     [split], [whole] = answer(*words)["fits"], answer(*words, "--dp-attention")["fits"]
     by_role = answer(tiny)["weights"]["by_role"]
@@ -142,7 +135,7 @@ def test_dp_attention_keeps_all_but_experts_and_adds_up_the_caches(tiny: Path, a
     assert whole["kv_tokens"] == 2 * whole["longest_request"]
 
 
-def test_known_gpus_are_listed_smallest_first(tiny: Path, answer: Answer) -> None:
+def test_known_gpus_are_listed_smallest_first(tiny: Path) -> None:
     fits = answer(tiny)["fits"]
     sizes = [fit["count"] * fit["each"]["memory"] for fit in fits]
     assert sizes == sorted(sizes)
@@ -150,35 +143,29 @@ def test_known_gpus_are_listed_smallest_first(tiny: Path, answer: Answer) -> Non
     assert all(fit["holds"] for fit in fits)
 
 
-def test_what_does_not_fit_says_how_much_is_missing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("fit", tiny, "--memory", "2GB", "--count", "1") == 3
-    shown = capsys.readouterr()
-    assert "does not fit: 1.1" in shown.out
-    assert "MISSING" in shown.out
-    assert "no number of experts fits on 1 x GPU of 2GB as TP1" in shown.out
-    assert "next:" not in shown.err
-    assert run("fit", tiny, "--memory", "10GB", "--count", "1", "--overhead", "1GB", "--requests", "1000000") == 3
-    assert "does not fit: " in capsys.readouterr().out
-    assert run("fit", tiny, "--requests", "1000000000") == 3
-    shown = capsys.readouterr()
-    assert "no known GPUs hold it with 1,000,000,000 requests of 8,192 tokens" in shown.out
-    assert "next:" not in shown.err
+def test_what_does_not_fit_says_how_much_is_missing(tiny: Path) -> None:
+    shown = run_fit(tiny, "--memory", "2GB", "--count", "1", code=3)
+    for words in ("does not fit: 1.1", "MISSING", "no number of experts fits on 1 x GPU of 2GB as TP1"):
+        assert words in shown.stdout
+    assert "next:" not in shown.stderr
+    size = ("--memory", "10GB", "--count", "1", "--overhead", "1GB")
+    assert "does not fit: " in run_fit(tiny, *size, "--requests", "1000000", code=3).stdout
+    shown = run_fit(tiny, "--requests", "1000000000", code=3)
+    assert "no known GPUs hold it with 1,000,000,000 requests of 8,192 tokens" in shown.stdout
+    assert "next:" not in shown.stderr
 
 
 RTX = ("--gpu", "rtx-pro-6000", "--count", "4")
 
 
-def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(
-    k2_headers: Path, capsys: pytest.CaptureFixture[str], answer: Answer
-) -> None:
-    assert run("fit", k2_headers, *RTX) == 3
-    shown = capsys.readouterr()
+def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(k2_headers: Path) -> None:
+    shown = run_fit(k2_headers, *RTX, code=3)
     assert (
         "fits with 224 of 384 experts per layer: 11,905 tokens of KV cache, 1 request of 8,192 tokens\n"
         "fits with 176 of 384 experts per layer: 266,310 tokens of KV cache, 1 request of 262,144 tokens\n"
         "fits with all experts on 8 x RTX PRO 6000\n"
-    ) in shown.out
-    assert shown.err.endswith(f"next: k2convert run {k2_headers} DEST --keep-experts FILE --set experts=224\n")
+    ) in shown.stdout
+    assert shown.stderr.endswith(f"next: k2convert run {k2_headers} DEST --keep-experts FILE --set experts=224\n")
     [found] = answer(k2_headers, *RTX, code=3)["fits"]
     assert [way["experts_per_layer"] for way in found["ways_out"]["experts"]] == [224, 176]
     assert found["ways_out"]["count"] == 8
@@ -189,9 +176,7 @@ def test_what_does_not_fit_names_the_experts_and_the_gpus_that_do(
     assert (fit["max_context"], fit["requests"], fit["requests_of_max_context"]) == (262144, 26, 0)
 
 
-def test_experts_auto_keeps_the_most_that_fit(
-    k2_headers: Path, tiny: Path, result: Path, capsys: pytest.CaptureFixture[str], answer: Answer
-) -> None:
+def test_experts_auto_keeps_the_most_that_fit(k2_headers: Path, tiny: Path, result: Path) -> None:
     most = answer(k2_headers, *RTX, "--experts", "auto")
     assert (most["experts_per_layer"], most["fits"][0]["kv_tokens"]) == (224, 11905)
     assert answer(k2_headers, *RTX, "--experts", "auto", "--context", "131072")["experts_per_layer"] == 200
@@ -199,16 +184,14 @@ def test_experts_auto_keeps_the_most_that_fit(
     assert whole == answer(tiny, "--gpu", "h200", "--count", "1"), "all of them fit"
     nothing = answer(tiny, "--memory", "2GB", "--count", "1", "--experts", "auto", code=3)
     assert nothing["experts_per_layer"] == 16
-    capsys.readouterr()
     for place, source in ((tiny, tiny), (result, "SOURCE")):
-        assert run("fit", place, "--gpu", "h200", "--count", "1", "--experts", "10") == 0
-        following = f"next: k2convert run {source} DEST --keep-experts FILE --set experts=10\n"
-        assert capsys.readouterr().err.endswith(following)
+        shown = run_fit(place, "--gpu", "h200", "--count", "1", "--experts", "10").stderr
+        assert shown.endswith(f"next: k2convert run {source} DEST --keep-experts FILE --set experts=10\n")
 
 
-def test_the_list_counts_requests_of_the_model_s_maximum(k2_headers: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("fit", k2_headers, "--gpu", "b200") == 0
-    table = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+def test_the_list_counts_requests_of_the_model_s_maximum(k2_headers: Path) -> None:
+    shown = run_fit(k2_headers, "--gpu", "b200").stdout
+    table = [line.split("│") for line in shown.splitlines() if "│" in line]
     assert [[cell.strip() for cell in row] for row in table[:2]] == [
         ["4 x B200", "TP4", "773.1 GB", "150.2 GB", "350,433", "42", "1"],
         ["8 x B200", "TP8", "1,546.2 GB", "76.2 GB", "1,403,531", "171", "5"],
@@ -216,48 +199,36 @@ def test_the_list_counts_requests_of_the_model_s_maximum(k2_headers: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "code", "message"),
     [
-        (("--gpu", "b100", "--count", "8"), "--gpu 'b100': unknown. Known: b200, b300,"),
-        (("--gpu", "b200", "--count", "3", "--tp", "3"), "--tp 3: it must divide the 4 attention heads. Nearest:"),
-        (("--experts", "3"), "--experts 3: a layer has 16 experts and each token uses 4. Pass 4 to 16."),
-        (("--experts", "17"), "--experts 17: a layer has 16 experts"),
+        ("--gpu b100 --count 8", 1, "--gpu 'b100': unknown. Known: b200, b300,"),
+        ("--gpu b200 --count 3 --tp 3", 1, "--tp 3: it must divide the 4 attention heads. Nearest:"),
+        ("--experts 3", 1, "--experts 3: a layer has 16 experts and each token uses 4. Pass 4 to 16."),
+        ("--experts 17", 1, "--experts 17: a layer has 16 experts"),
+        ("--gpu b200 --memory 96GB --count 4", 2, "--gpu or --memory, not both"),
+        ("--memory 96GB", 2, "--memory needs --count"),
+        ("--count 4", 2, "--count needs --gpu or --memory"),
+        ("--tp 4", 2, "--tp: needs --gpu or --memory, and --count"),
+        ("--memory much --count 1", 2, "not a size"),
+        ("--experts auto --gpu b200", 2, "--experts auto: needs --gpu or --memory, and --count"),
+        ("--experts 0", 2, "'0' is not a number of experts. Pass one such as 192, or auto."),
+        ("--experts most", 2, "'most' is not a number of experts"),
     ],
 )
-def test_what_cannot_be_is_one_line(
-    words: tuple[str, ...], message: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_is_one_line_and_what_needs_more_options_a_usage_error(
+    words: str, code: int, message: str, tiny: Path
 ) -> None:
-    assert run("fit", tiny, *words) == 1
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert said(shown.err).startswith(f"error: {message}")
-    assert said(shown.err).count("\n") == 1
+    shown = run_fit(tiny, *words.split(), code=code)
+    assert shown.stdout == ""
+    assert message in shown.stderr
+    if code == 1:
+        assert said(shown.stderr).startswith(f"error: {message}")
+        assert said(shown.stderr).count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--gpu", "b200", "--memory", "96GB", "--count", "4"), "--gpu or --memory, not both"),
-        (("--memory", "96GB"), "--memory needs --count"),
-        (("--count", "4"), "--count needs --gpu or --memory"),
-        (("--tp", "4"), "--tp: needs --gpu or --memory, and --count"),
-        (("--memory", "much", "--count", "1"), "not a size"),
-        (("--experts", "auto", "--gpu", "b200"), "--experts auto: needs --gpu or --memory, and --count"),
-        (("--experts", "0"), "'0' is not a number of experts. Pass one such as 192, or auto."),
-        (("--experts", "most"), "'most' is not a number of experts"),
-    ],
-)
-def test_options_that_need_others_are_usage_errors(
-    words: tuple[str, ...], message: str, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("fit", tiny, *words) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_other_attention_is_refused(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_attention_is_refused(tiny: Path, tmp_path: Path) -> None:
     changed_copy(tiny, tmp_path, kv_lora_rank=None)
-    assert run("fit", tmp_path) == 1
-    assert "kv_lora_rank is None, expected a count" in capsys.readouterr().err
+    assert "kv_lora_rank is None, expected a count" in run_fit(tmp_path, code=1).stderr
 
 
 def test_aiconfigurator_estimates_what_was_published(tiny: Path) -> None:

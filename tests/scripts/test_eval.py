@@ -55,16 +55,13 @@ def test_forward_equals_transformers_with_its_own_experts(tiny: Path) -> None:
     model = build_model(tiny)
     model.install(mlps)
     ids = encode(tiny, (tiny / "eval.txt").read_text(), tokens=256)
-    config = {
-        k: v for k, v in open_checkpoint(tiny).parse_config().items() if k not in ("quantization_config", "model_type")
-    }
+    config = open_checkpoint(tiny).parse_config()
+    del config["quantization_config"], config["model_type"]
     theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**config)).float().eval()
     state = {k: v for k, v in model.network.state_dict().items() if ".mlp." not in k or ".gate." in k}
-    for layer in range(4):
+    state |= linear_weights("model.layers.0.mlp", mlps["model.layers.0.mlp"])
+    for layer in (1, 2, 3):
         stem = f"model.layers.{layer}.mlp"
-        if layer == 0:
-            state |= linear_weights(stem, mlps[stem])
-            continue
         experts = [mlps[f"{stem}.experts.{expert}"] for expert in range(16)]
         state |= linear_weights(f"{stem}.shared_experts", mlps[f"{stem}.shared_experts"])
         state[f"{stem}.experts.gate_up_proj"] = torch.stack(

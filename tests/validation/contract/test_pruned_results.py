@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import run
+from command import run, run_here
 from converted import Converted, Kind, change, change_tensor, copy_of
 from pruned_makers import KEPT, convert_pruned, make_whole
 from statistics_makers import random_statistics
@@ -295,12 +295,13 @@ def test_int4_with_swapped_experts_and_another_config_fails(int4: Converted) -> 
     assert offenders(report, 12) == {"text_config.quantization_config": "missing"}
 
 
-def test_int4_has_neither_report_nor_card(int4: Converted, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("report", int4.folder) == 1
-    assert "There is no error to report on" in capsys.readouterr().err
-    assert run("publish", int4.folder, "--repo", "me/out") == 1
-    assert "Publish it with `hf upload`" in capsys.readouterr().err
-    assert run("validate", int4.folder, "--source", int4.source) == 0
-    shown = capsys.readouterr()
-    assert "int4, w4a16" in shown.out
-    assert "next:" not in shown.err
+def test_int4_has_neither_report_nor_card(int4: Converted) -> None:
+    for words, code, message in (
+        (("report", int4.folder), 1, "There is no error to report on"),
+        (("publish", int4.folder, "--repo", "me/out"), 1, "Publish it with `hf upload`"),
+        (("validate", int4.folder, "--source", int4.source), 0, "int4, w4a16"),
+    ):
+        done = run_here(*words)
+        assert done.returncode == code
+        assert message in done.stdout + done.stderr
+        assert "next:" not in done.stderr

@@ -92,15 +92,6 @@ def test_a_damaged_expert_fails_and_is_named(tiny: Path, mse: Path, tmp_path: Pa
     assert not any(f"expert {other}:" in failure for other in range(16) if other != 7 for failure in layer.failures)
 
 
-def test_nibbles_in_the_wrong_order_fail(tiny: Path, mse: Path, tmp_path: Path) -> None:
-    def swap(packed: torch.Tensor) -> torch.Tensor:
-        return (packed >> 4) | (packed << 4)
-
-    report = check(tiny, damaged(mse, tmp_path / "d", expert(2, 0, "weight", "gate"), swap))
-    assert error(report.layers[0], Variant.CONVERTED).worst_expert == 0
-    assert not report.passed
-
-
 def test_an_expert_that_no_token_chose_cannot_hide(tiny: Path, mse: Path, tmp_path: Path) -> None:
     (layer,) = check(tiny, mse, tokens=1).layers
     assert layer.num_reached == 4
@@ -111,11 +102,14 @@ def test_an_expert_that_no_token_chose_cannot_hide(tiny: Path, mse: Path, tmp_pa
         assert found.failures
 
 
-def test_a_value_that_is_not_a_number_fails(tiny: Path, mse: Path, tmp_path: Path) -> None:
+def test_nibbles_in_the_wrong_order_and_values_that_are_no_numbers_fail(tiny: Path, mse: Path, tmp_path: Path) -> None:
     def poison(scales: torch.Tensor) -> torch.Tensor:
         scales.view(torch.uint8)[0, 0] = 0x7F
         return scales
 
+    report = check(tiny, damaged(mse, tmp_path / "n", expert(2, 0, "weight", "gate"), lambda t: (t >> 4) | (t << 4)))
+    assert error(report.layers[0], Variant.CONVERTED).worst_expert == 0
+    assert not report.passed
     report = check(tiny, damaged(mse, tmp_path / "d", expert(2, 3, "weight_scale"), poison))
     assert error(report.layers[0], Variant.CONVERTED).sqnr_db == -math.inf
     assert not report.passed
@@ -142,20 +136,18 @@ def test_one_changed_bit_of_the_router_fails(tiny: Path, mse: Path, tmp_path: Pa
 
 def test_a_tighter_budget_fails_the_same_layer(tiny: Path, by_max: Path) -> None:
     assert check(tiny, by_max).passed
+    assert check(tiny, by_max) == check(tiny, by_max), "synthetic states are always the same"
     (layer,) = check(tiny, by_max, budget=Budget(layer_sqnr_db=19.0)).layers
     assert layer.failures == (
         f"output SQNR {error(layer, Variant.CONVERTED).sqnr_db:.2f} dB, under the budget of 19 dB",
     )
 
 
-def test_both_layouts_give_the_same_figures(tiny: Path, mse: Path, convert: Callable[..., Path]) -> None:
+def test_both_layouts_and_name_styles_give_the_same_figures(
+    tiny: Path, k25: Path, mse: Path, by_max: Path, convert: Callable[..., Path]
+) -> None:
     other = convert(tiny, rule="mse", layout="compressed-tensors")
     assert check(tiny, other).layers == check(tiny, mse).layers
-
-
-def test_both_name_styles_give_the_same_figures(
-    tiny: Path, k25: Path, by_max: Path, convert: Callable[..., Path]
-) -> None:
     assert check(k25, convert(k25, rule="max")).layers == check(tiny, by_max).layers
 
 
@@ -209,10 +201,6 @@ def test_hidden_states_that_are_no_numbers_are_refused_by_row(
     ):
         check(tiny, by_max, hidden_states=path, tokens=32)
     assert check(tiny, by_max, hidden_states=path, tokens=7).layers[0].tokens == 7
-
-
-def test_synthetic_states_always_give_the_same_figures(tiny: Path, by_max: Path) -> None:
-    assert check(tiny, by_max) == check(tiny, by_max)
 
 
 def test_progress_counts_experts(tiny: Path, by_max: Path) -> None:

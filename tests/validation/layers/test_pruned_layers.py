@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import run
+from command import run, run_here
 from test_text_states import windows_of
 
 from scripts.fixture_maker.damage import edit_config
@@ -59,14 +59,12 @@ def blocks_of_transformers(folder: Path, ids: torch.Tensor) -> dict[int, tuple[t
     return found
 
 
-def test_pruning_alone_is_the_error_that_transformers_finds(
-    tiny: Path, pruned: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pruning_alone_is_the_error_that_transformers_finds(tiny: Path, pruned: Path) -> None:
     text = ("--layers", "all", "--text", tiny / "eval.txt", "--tokens", 64)
-    assert run("validate", pruned, "--source", tiny, *text, "--json") == 0
-    shown = capsys.readouterr()
-    assert "computes 110 experts" in shown.err
-    layers = {layer["layer"]: layer for layer in json.loads(shown.out)["layers"]["layers"]}
+    shown = run_here("validate", pruned, "--source", tiny, *text, "--json")
+    assert shown.returncode == 0
+    assert "computes 110 experts" in shown.stderr
+    layers = {layer["layer"]: layer for layer in json.loads(shown.stdout)["layers"]["layers"]}
     expected = blocks_of_transformers(tiny, torch.as_tensor(windows_of(tiny, 64).ids))
     for number, (whole, without, share) in expected.items():
         errors = {error["variant"]: error for error in layers[number]["errors"]}
@@ -80,11 +78,8 @@ def test_pruning_alone_is_the_error_that_transformers_finds(
         assert errors["converted-w4a4"]["cosine"] > 0.99 > 0.95 > alone["cosine"] > result["cosine"] - 0.01
 
 
-def test_the_table_names_its_rows_and_what_they_are_compared_with(
-    tiny: Path, pruned: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("validate", pruned, "--source", tiny, "--layers", "1,2", "--tokens", 16) == 0
-    shown = capsys.readouterr().out
+def test_the_table_names_its_rows_and_what_they_are_compared_with(tiny: Path, pruned: Path) -> None:
+    shown = run_here("validate", pruned, "--source", tiny, "--layers", "1,2", "--tokens", 16).stdout
     assert "error of the output against the pruned INT4 in FP32" in " ".join(shown.split())
     rows = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("1     │") and " dB" in line]
     assert rows == [
@@ -100,16 +95,14 @@ def test_the_table_names_its_rows_and_what_they_are_compared_with(
     assert "share of the router's weight that the dropped experts have: " in shown
 
 
-def test_layers_that_are_skipped_say_why(
-    tiny: Path, pruned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layers_that_are_skipped_say_why(tiny: Path, pruned: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(pruned, tmp_path / "out"))
     edit_config(folder, rope_theta=1.0)
     words = ("validate", folder, "--source", tiny, "--layers", "1", "--tokens", 8)
-    assert run(*words) == 3
-    assert "reference layers: skipped (rule 12 does not hold)\n" in capsys.readouterr().out
-    assert run(*words, "--json") == 3
-    document = json.loads(capsys.readouterr().out)
+    done = run_here(*words)
+    assert done.returncode == 3
+    assert "reference layers: skipped (rule 12 does not hold)\n" in done.stdout
+    document = json.loads(run_here(*words, "--json").stdout)
     assert document["layers"] is None
     assert document["layers_skipped"] == "rule 12 does not hold"
     (tmp_path / "found.json").write_text(json.dumps(document))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import run
+from command import run_here
 from torch import Tensor
 
 from k2convert.calibration.text import Windows, read_windows
@@ -67,13 +67,12 @@ def test_the_check_gets_these_states(tiny: Path, mse: Path, tmp_path: Path) -> N
     assert real.hidden_states == "text: eval.txt"
 
 
-def test_the_command_takes_a_text(tiny: Path, mse: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_accepts_a_text(tiny: Path, mse: Path) -> None:
     options = ["--layers", "1,2", "--tokens", "64", "--text", str(tiny / "eval.txt"), "--json"]
-    code = run("validate", mse, "--source", tiny, *options)
-    shown = capsys.readouterr()
-    assert code == 0
-    assert "--layers 1,2 (and 2 layers below, for the hidden states of the text): computes 48 experts" in shown.err
-    layers = json.loads(shown.out)["layers"]
+    shown = run_here("validate", mse, "--source", tiny, *options)
+    assert shown.returncode == 0
+    assert "--layers 1,2 (and 2 layers below, for the hidden states of the text): computes 48 experts" in shown.stderr
+    layers = json.loads(shown.stdout)["layers"]
     assert layers["hidden_states"] == "text: eval.txt"
     assert [(layer["layer"], layer["tokens"]) for layer in layers["layers"]] == [(1, 64), (2, 64)]
 
@@ -88,7 +87,8 @@ def test_the_command_takes_a_text(tiny: Path, mse: Path, capsys: pytest.CaptureF
     ],
 )
 def test_a_text_that_cannot_be_used_is_refused_at_once(
-    options: list[str], code: int, words: str, tiny: Path, mse: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], code: int, words: str, tiny: Path, mse: Path
 ) -> None:
-    assert run("validate", mse, "--source", tiny, *options) == code
-    assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    done = run_here("validate", mse, "--source", tiny, *options)
+    assert done.returncode == code
+    assert words in " ".join(done.stderr.replace("│", " ").split())
