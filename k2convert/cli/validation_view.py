@@ -7,7 +7,6 @@ from pathlib import Path
 from k2convert.checkpoint.files import read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME
 from k2convert.cli.console import print_json, print_line, print_next, print_table, print_verdict
-from k2convert.models import find_family
 from k2convert.records.ledger import read_ledger
 from k2convert.records.pruning import share_words
 from k2convert.records.shard_record import DecodedError
@@ -151,7 +150,6 @@ def print_serve(model: str, *, folder: Path, revision: str | None = None) -> Non
     """Print how to serve a folder or a repository. `folder` has the result's config.json and ledger."""
     from k2convert.fit.serving import result_deployment, serve_command
 
-    config, ledger = read_json_file(folder / CONFIG_NAME), read_ledger(folder)
-    family, kv_cache = find_family(str(ledger.source.family)).card, ledger.recipe.kv_cache
-    deployment = result_deployment(config, family=family, kv_cache=kv_cache, model=model, revision=revision)
+    config = read_json_file(folder / CONFIG_NAME)
+    deployment = result_deployment(config, read_ledger(folder), model=model, revision=revision)
     print_next(serve_command("vllm", deployment).line)

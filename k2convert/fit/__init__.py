@@ -4,7 +4,7 @@
     gpus     the GPUs that are known by name
     layouts  how GPUs share the work, and which layouts are possible
     memory   weights and KV cache of each GPU, for one layout
-    search   which GPUs hold a checkpoint; the short table of the report and the model card
+    search   which GPUs hold a checkpoint
     serving  the command that serves a checkpoint
     speed    the bandwidth ceiling, published speeds, and AIConfigurator's estimate (extra `fit`)
 

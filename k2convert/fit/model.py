@@ -158,11 +158,6 @@ def weigh(tensors: Iterable[Tensor], *, family: Family, recipe: Recipe | None = 
     return Weights(tuple(Part(*place, num_bytes) for place, num_bytes in sums.items()))
 
 
-def is_int4(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether a checkpoint has INT4 projections, which a conversion turns into NVFP4."""
-    return any(tensor.dtype == "I32" and tensor.name.endswith(f".{WEIGHT_PACKED}") for tensor in tensors)
-
-
 def _place(name: str, module: str, family: Family) -> tuple[Role, int | None, bool]:
     place = family.classify(module) or parse_tensor_name(name, family=family)  # which raises PlanError
     is_whole = module.rpartition(".")[2] in family.unsplit_attention
@@ -214,8 +209,10 @@ def read_model(checkpoint: Checkpoint) -> Model:
     """Weigh an opened checkpoint; raises PlanError for one of no known family, FitError for one that is not MLA."""
     family = detect_family(checkpoint)
     shape = read_shape(checkpoint.config, family=family, where=str(checkpoint.folder))
-    recipe = load_recipe(family.recipe) if is_int4(checkpoint.tensors.values()) else None
-    weights = weigh(checkpoint.tensors.values(), family=family, recipe=recipe)
+    tensors = checkpoint.tensors.values()
+    is_int4 = any(tensor.dtype == "I32" and tensor.name.endswith(f".{WEIGHT_PACKED}") for tensor in tensors)
+    recipe = load_recipe(family.recipe) if is_int4 else None
+    weights = weigh(tensors, family=family, recipe=recipe)
     return Model(family, shape, weights, recipe, _declared_kv(checkpoint.config))
 
 

@@ -1,4 +1,4 @@
-"""Which of the known GPUs hold a model, and in which layout; and the short table for the report and the model card."""
+"""Which of the known GPUs hold a model, and in which layout."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Final
 from k2convert.errors import FitError
 from k2convert.fit.gpus import GPUS, Gpu
 from k2convert.fit.layouts import check_layout, complete_layout
-from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Fit, Settings, fit_layout
+from k2convert.fit.memory import KV_BYTES, Fit, Settings, fit_layout
 from k2convert.fit.model import Model
 
 _EXPERT_STEPS: Final = 48
@@ -94,45 +94,12 @@ def ways_out(model: Model, holder: Holder, *, settings: Settings) -> WaysOut:
     return WaysOut(tuple(known.values()), larger)
 
 
-NEEDS_COLUMNS: Final = ("GPUs", "layout", "weights on each", "KV tokens, FP8", "KV tokens, BF16")
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """A sentence on the bytes of weights and of a token, and a row for each kind of GPU that holds it."""
-
-    summary: str
-    rows: tuple[tuple[str, ...], ...]
-    note: str
-
-
-def state_needs(model: Model) -> Needs:
-    """Return the memory of a model, and the fewest GPUs of each kind that hold it and 8,192 tokens in BF16."""
-    settings = Settings(kv="bf16")
+def fewest_holders(model: Model) -> list[Holder]:
+    """Return the fewest GPUs of each kind that hold a model and 8,192 tokens of KV cache in BF16."""
     fewest: dict[str, Holder] = {}
-    for holder in find_holders(model, settings=settings):
+    for holder in find_holders(model, settings=Settings(kv="bf16")):
         fewest.setdefault(holder.gpu.name, holder)
-    fp8, bf16 = (f"{model.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
-    return Needs(
-        summary=(
-            f"Weights: {gigabytes(model.weights.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
-            "tensor parallelism does not divide it, decode context parallelism does."
-        ),
-        rows=tuple(
-            (
-                f"{holder.fit.layout.num_gpus} x {holder.gpu.title}",
-                str(holder.fit.layout),
-                gigabytes(holder.fit.weight_bytes),
-                *(f"{count:,}" for count in fp8_and_bf16_tokens(model, holder, settings=settings)),
-            )
-            for holder in fewest.values()
-        ),
-        note=(
-            f"Computed from the headers, with {UTILIZATION:.0%} of each GPU's memory used and "
-            f"{gigabytes(OVERHEAD_BYTES)} assumed for activations, CUDA graphs and NCCL. `k2convert fit` computes "
-            "other GPUs, layouts and lengths."
-        ),
-    )
+    return list(fewest.values())
 
 
 def gigabytes(num_bytes: int) -> str:

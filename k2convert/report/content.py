@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from k2convert.fit.search import NEEDS_COLUMNS
+from k2convert.fit.memory import KV_BYTES, OVERHEAD_BYTES, UTILIZATION, Settings
+from k2convert.fit.search import fewest_holders, fp8_and_bf16_tokens, gigabytes
 from k2convert.quantize.formats.nvfp4 import decode_e4m3
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
 from k2convert.quantize.rules import IMATRIX_NOTE
@@ -178,9 +179,26 @@ def _contract(checks: Checks) -> Iterator[Section]:
 
 def needs_section(report: Report) -> Section | None:
     """Return memory and GPUs; None if they are not known."""
-    if (needs := report.needs) is None:
+    if (model := report.model) is None:
         return None
-    return Section("Needs", (needs.summary, needs.note), (Table(NEEDS_COLUMNS, needs.rows),) if needs.rows else ())
+    fp8, bf16 = (f"{model.kv_values * KV_BYTES[kv]:,}" for kv in ("fp8", "bf16"))
+    sentences = (
+        f"Weights: {gigabytes(model.weights.num_bytes)}. KV cache: {fp8} bytes per token in FP8, {bf16} in BF16; "
+        "tensor parallelism does not divide it, decode context parallelism does.",
+        f"Computed from the headers, with {UTILIZATION:.0%} of each GPU's memory used and {gigabytes(OVERHEAD_BYTES)} "
+        "assumed for activations, CUDA graphs and NCCL. `k2convert fit` computes other GPUs, layouts and lengths.",
+    )
+    rows = [
+        (
+            f"{holder.fit.layout.num_gpus} x {holder.gpu.title}",
+            str(holder.fit.layout),
+            gigabytes(holder.fit.weight_bytes),
+            *(f"{count:,}" for count in fp8_and_bf16_tokens(model, holder, settings=Settings())),
+        )
+        for holder in fewest_holders(model)
+    ]
+    columns = ("GPUs", "layout", "weights on each", "KV tokens, FP8", "KV tokens, BF16")
+    return Section("Needs", sentences, (Table(columns, rows),) if rows else ())
 
 
 def _counts(metrics: WeightMetrics) -> Table:

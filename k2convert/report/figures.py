@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from k2convert.checkpoint.files import list_folder, read_json_file
 from k2convert.checkpoint.names import CONFIG_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, K2ConvertError, remedy
-from k2convert.fit.model import Tensor, read_result
-from k2convert.fit.search import Needs, state_needs
+from k2convert.fit.model import Model, Tensor, read_result
 from k2convert.models import find_family, locate_module
 from k2convert.models.names import Role
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
@@ -87,7 +86,7 @@ class Report:
     """Everything that a report shows. `missing` are sentences about what could not be shown, and why.
 
     `name` is what the result is called. `ledger` is the folder's; of an unfinished conversion it is made from the
-    records so far. `validation` is the document that `validate --json` prints, or None. `needs` is None if it is not
+    records so far. `validation` is the document that `validate --json` prints, or None. `model` is None if it is not
     known which GPUs hold the result. `made_on` is the day of the report in UTC (2026-01-31).
     """
 
@@ -99,7 +98,7 @@ class Report:
     num_shards: int
     validation: Mapping[str, Any] | None
     missing: tuple[str, ...]
-    needs: Needs | None
+    model: Model | None
     made_on: str
 
     @property
@@ -165,18 +164,18 @@ def collect_report(
         num_shards=planned,
         validation=validation,
         missing=tuple(missing),
-        needs=None if tensors is None else _needs(ledger, folder, tensors),
+        model=None if tensors is None else _find_model(ledger, folder, tensors),
         made_on=datetime.now(UTC).date().isoformat(),
     )
 
 
-def _needs(ledger: Ledger, folder: Path, tensors: Iterable[Tensor]) -> Needs | None:
-    """Return what the result needs; None if `fit` does not know the model, or if config.json cannot be read."""
+def _find_model(ledger: Ledger, folder: Path, tensors: Iterable[Tensor]) -> Model | None:
+    """Return the result for `fit`; None if that does not know the model, or if config.json cannot be read."""
     if ledger.source.family is None:
         return None
     try:
         config, family = read_json_file(folder / CONFIG_NAME), find_family(ledger.source.family)
-        return state_needs(read_result(tensors, family=family, config=config, where=str(folder)))
+        return read_result(tensors, family=family, config=config, where=str(folder))
     except K2ConvertError:
         return None
 

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from k2convert.report import ReportFiles
+from k2convert.report.content import needs_section
 from k2convert.report.markdown import escape, sentence
 from k2convert.report.wording import percent
 
@@ -25,14 +26,14 @@ def test_headings_leave_the_first_level_to_the_card(reported: ReportFiles) -> No
 
 
 def test_memory_and_gpus_are_those_of_the_result(reported: ReportFiles) -> None:
-    needs = reported.report.needs
+    needs = needs_section(reported.report)
     assert needs is not None
-    assert needs.summary.startswith("Weights: 7.5 MB. KV cache: ")
-    assert ("1 x A100 80 GB", "TP1") in {row[:2] for row in needs.rows}
+    assert needs.sentences[0].startswith("Weights: 7.5 MB. KV cache: ")
+    assert ("1 x A100 80 GB", "TP1") in {tuple(row[:2]) for row in needs.tables[0].rows}
     for text in (reported.markdown.read_text(), reported.page.read_text()):
-        assert needs.summary in text
+        assert needs.sentences[0] in text
         assert "`k2convert fit`" in text or "<code>k2convert fit</code>" in text
-        assert all(cell in text for row in needs.rows for cell in row)
+        assert all(cell in text for row in needs.tables[0].rows for cell in row)
 
 
 def test_every_table_is_whole(reported: ReportFiles) -> None:

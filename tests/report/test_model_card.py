@@ -14,6 +14,7 @@ import yaml
 from k2convert.hub.source_card import SourceCard, read_source_card
 from k2convert.plan.recipe import InputScale
 from k2convert.report import ReportFiles
+from k2convert.report.content import needs_section
 from k2convert.report.figures import Report
 from k2convert.report.markdown import render_card
 
@@ -86,9 +87,10 @@ def test_sections_have_the_reports_figures(report: Report, config: Any) -> None:
     assert "| routed experts | 4,718,592 | 22.62 dB | 0.00547 | 0.506 | 1.130 | 98.3 % |" in lost
     assert "not lossless" in lost
     assert "does not save space" in lost
-    assert report.needs is not None
-    assert all(cell in sections["Needs"] for row in report.needs.rows for cell in row)
-    assert "All shards together take 7.5 MB" in sections["Hardware"]
+    needs = needs_section(report)
+    assert needs is not None
+    assert all(cell in sections["Needs"] for row in needs.tables[0].rows for cell in row)
+    assert "All shards together need 7.5 MB" in sections["Hardware"]
     for fact in ("19 of 19 rules", "a local copy", "k2convert ", "numpy ", "`kimi-k2-thinking-nvfp4`"):
         assert fact in sections["Provenance"]
 
