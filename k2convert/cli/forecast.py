@@ -231,14 +231,14 @@ def show_outputs(found: CalibrationRecord) -> None:
         if found.imatrix:
             console.print_line(IMATRIX_NOTE)
         return
+    line = f"outputs of the layers: {found.measured_on}"
     if layers := found.held_out:
-        worst = max(layers, key=lambda number: layers[number].gptq_error)
-        console.print_line(
-            f"outputs of the layers, {found.measured_on}: squared error at most {layers[worst].gptq_error:.5f} of "
-            f"the INT4 model's (layer {worst}; {layers[worst].mse_error:.5f} with that layer by rule mse)"
+        number, worst = max(layers.items(), key=lambda item: item[1].gptq_error)
+        line = (
+            f"outputs of the layers, {found.measured_on}: squared error at most {worst.gptq_error:.5f} of "
+            f"the INT4 model's (layer {number}; {worst.mse_error:.5f} with that layer by rule mse)"
         )
-    else:
-        console.print_line(f"outputs of the layers: {found.measured_on}")
+    console.print_line(line)
     console.print_line("rule gptq keeps outputs, so its error of weights is larger than that of rule mse")
     if found.warning is not None:
         console.print_note(f"warning: {found.warning}")

@@ -185,12 +185,8 @@ class Rows:
 
 def _columns_that_fit(widths: list[int], width: int) -> list[int]:
     """Return which of phase, percent, amount and rate to show: the least important go first."""
-    shown = [0, 1, 2, 3]
-    for dropped in (2, 3):
-        if sum(widths[i] for i in shown) + 2 * len(shown) + _MIN_BAR <= width:
-            break
-        shown.remove(dropped)
-    return shown
+    choices = ([0, 1, 2, 3], [0, 1, 3], [0, 1])
+    return next((c for c in choices if sum(widths[i] + 2 for i in c) + _MIN_BAR <= width), choices[-1])
 
 
 def _summary_parts(tally: Tally) -> list[str]:

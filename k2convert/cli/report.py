@@ -1,5 +1,6 @@
 """`report`: measure a result if it is there, and write the report on it."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -41,18 +42,14 @@ def report(options: ReportOptions) -> None:
         folder, is_remote = opened.folder, opened.shards.result is not None
         read_records(folder)  # raises if there is nothing to report on
         out = Path() if options.out is None and is_remote else options.out
-        if options.validation is not None:
-            with remedy(_VALIDATION_REMEDY):
+        with nullcontext() if options.validation is None else remedy(_VALIDATION_REMEDY):
+            document, measured = None, None
+            if options.validation is not None:
                 document = read_json_file(options.validation)
-                files = write_report(folder=folder, out=out, validation=document, tensors=_tensors(opened))
-        elif (found := _validate(opened, options)) is not None:
-            measured = found.weights.errors if found.weights is not None else None
-            document = validation_document(found)
-            files = write_report(
-                folder=folder, out=out, validation=document, measured=measured, tensors=_tensors(opened)
-            )
-        else:
-            files = write_report(folder=folder, out=out)
+            elif (found := _validate(opened, options)) is not None:
+                document, measured = validation_document(found), found.weights and found.weights.errors
+            tensors = None if document is None else _tensors(opened)
+            files = write_report(folder=folder, out=out, validation=document, measured=measured, tensors=tensors)
     is_servable = _show(files, options.as_json)
     if options.as_json or not is_servable or is_remote:
         return

@@ -157,12 +157,11 @@ def show_status(destination: Path, state: JobState) -> None:
     document = status_document(state)
     word = "complete" if state.is_complete else "running" if state.is_running else "not finished"
     shards = f"{destination}: {word}: {document['finished_shards']} of {document['shards']} shards"
+    if state.progress is None:
+        shards += ", " + " of ".join(console.format_bytes(document[key]) for key in ("finished_bytes", "bytes"))
+    console.print_line(shards)
     if state.progress is not None:
-        console.print_line(shards)
         show_progress(state.progress, state.progress_age)
-    else:
-        done, total = (console.format_bytes(document[key]) for key in ("finished_bytes", "bytes"))
-        console.print_line(f"{shards}, {done} of {total}")
     recipe = state.job.recipe
     console.print_line(f"recipe {recipe.name}: rule {recipe.rule}, layout {recipe.layout}")
     if state.job.pruning is not None:

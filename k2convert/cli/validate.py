@@ -77,9 +77,7 @@ def _check_options(options: ValidateOptions) -> tuple[int, ...] | None:
     if layers and against and uses_hub:
         raise typer.BadParameter("with hf://, --layers reads only these layers: leave out --against")
     if text and (layers is None or hidden_states is not None):
-        raise typer.BadParameter(
-            "--text gives --layers its hidden states: pass --layers, and leave out --hidden-states"
-        )
+        raise typer.BadParameter("--text gives --layers hidden states: pass --layers, and leave out --hidden-states")
     if text and uses_hub:
         raise typer.BadParameter("--text computes all layers below, so both checkpoints must be folders, not hf://")
     if options.reference:
@@ -100,10 +98,8 @@ def _show_found(found: ValidationReport, folder: Path, *, as_json: bool) -> None
         raise InvalidCheckpointError(f"{found.folder}: validation failed, see above. Do not publish or serve it.")
     if not as_json and found.contract.layout != "int4":
         ref = parse_repo(found.folder) if found.folder.startswith(SCHEME) else None
-        if ref is None:
-            print_serve(found.folder, folder=folder)
-        else:
-            print_serve(ref.repo, folder=folder, revision=ref.revision)
+        name, revision = (found.folder, None) if ref is None else (ref.repo, ref.revision)
+        print_serve(name, folder=folder, revision=revision)
 
 
 def _say_layers_cost(opened: Opened, request: LayersRequest, *, quiet: bool) -> "LayersCost | None":
@@ -123,10 +119,8 @@ def _say_layers_cost(opened: Opened, request: LayersRequest, *, quiet: bool) -> 
         return None
     numbers = ",".join(map(str, cost.layers)) if len(cost.layers) <= _MAX_NUMBERS else f"{len(cost.layers)} layers"
     below = f" (and {cost.num_below} layers below, for the hidden states of the text)" if cost.num_below else ""
-    text = (
-        f"--layers {numbers}{below}: computes {cost.num_experts:,} experts on {request.tokens:,} tokens and reads "
-        f"{console.format_bytes(cost.num_bytes)}"
-    )
+    work = f"{cost.num_experts:,} experts on {request.tokens:,} tokens and reads {console.format_bytes(cost.num_bytes)}"
+    text = f"--layers {numbers}{below}: computes {work}"
     if cost.seconds is not None:
         text += f", in about {console.format_seconds(cost.seconds)} (an estimate from one expert on this machine)"
     if not quiet:

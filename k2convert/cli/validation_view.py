@@ -56,27 +56,25 @@ def _show_contract(contract: ContractReport) -> None:
             print_line(f"rule {rule.number} {rule.verdict}: {offender.name}: {offender.problem}")
 
 
-def _error_row(label: str, error: DecodedError, is_weighted: bool) -> tuple[str, ...]:
-    weighted = (_decibels(error.weighted_sqnr_db),) if is_weighted else ()
+def _error_row(label: str, error: DecodedError) -> tuple[str, ...]:
     equal = f"{100 * error.equal_nonzero / error.num_nonzero:.2f} %" if error.num_nonzero else ""
     steps = "" if error.max_error_steps is None else f"{error.max_error_steps:.2f}"
-    shown = _decibels(error.sqnr_db)
-    return label, f"{error.num_weights:,}", shown, f"{error.relative_mse:.5f}", steps, equal, *weighted
+    plain, weighted = _decibels(error.sqnr_db), _decibels(error.weighted_sqnr_db)
+    return label, f"{error.num_weights:,}", plain, f"{error.relative_mse:.5f}", steps, equal, weighted
 
 
 def _decibels(sqnr: float | None) -> str:
     return "zero" if sqnr is None else f"{sqnr:.2f} dB" if math.isfinite(sqnr) else "exact" if sqnr > 0 else "broken"
 
 
-_ERROR_COLUMNS = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged")
-
-
 def _show_weights(title: str, weights: WeightsReport) -> None:
     totals = weights.totals()
     is_weighted = any(error.weighted_error is not None for error in totals.values())
-    rows = [_error_row(role, error, is_weighted) for role, error in totals.items()]
-    rows += [_error_row("worst", error, is_weighted) for _, error in weights.worst(1)]
-    print_table(title, (*_ERROR_COLUMNS, *(("weighted SQNR",) if is_weighted else ())), rows)
+    found = [*totals.items(), *(("worst", error) for _, error in weights.worst(1))]
+    columns = ("", "weights", "SQNR", "relative MSE", "max error, INT4 steps", "non-zero unchanged", "weighted SQNR")
+    rows = [_error_row(label, error) for label, error in found]
+    shown = len(columns) if is_weighted else -1
+    print_table(title, columns[:shown], [row[:shown] for row in rows])
     for module, _ in weights.worst(1):
         print_line(f"worst: {module}")
     rule = weights.rule
@@ -150,6 +148,7 @@ def print_serve(model: str, *, folder: Path, revision: str | None = None) -> Non
     """Print how to serve a folder or a repository. `folder` has the result's config.json and ledger."""
     from k2convert.fit.serving import result_deployment, serve_command
 
-    config = read_json_file(folder / CONFIG_NAME)
-    deployment = result_deployment(config, read_ledger(folder), model=model, revision=revision)
+    config, ledger = read_json_file(folder / CONFIG_NAME), read_ledger(folder)
+    family, recipe = ledger.source.family, ledger.recipe
+    deployment = result_deployment(config, recipe, family=family, model=model, revision=revision)
     print_next(serve_command("vllm", deployment).line)

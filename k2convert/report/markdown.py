@@ -117,7 +117,7 @@ def render_card(
     ledger, recipe, repo = report.ledger, report.ledger.recipe, report.name
     checks = None if report.validation is None else read_checks(report.validation)
     rule, family = RULES[recipe.rule], find_family(str(ledger.source.family)).card
-    deployment = result_deployment(config, ledger, model=repo, revision=revision)
+    deployment = result_deployment(config, recipe, family=ledger.source.family, model=repo, revision=revision)
     return render_template(
         "card.md.jinja",
         front_matter=Markup(_metadata(report, family, base_model, source)),
