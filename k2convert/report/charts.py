@@ -103,12 +103,9 @@ def draw_block_scales(counts: Mapping[int, int], palette: Palette) -> Figure:
     axes.set_xticks(ticks, [power_of_two(t) for t in ticks])
     axes.set_xlabel("block scale (E4M3)")
     _count_axis(axes, "blocks", is_log=True)
-    for value, text, align in (
-        (_SMALLEST_NORMAL_LOG2, "subnormal", "right"),
-        (_SMALLEST_NORMAL_LOG2, "2⁻⁶, the smallest normal", "left"),
-        (_LARGEST_LOG2, "448", "right"),
-    ):
-        sheet.label(axes, value, text, align=align)
+    sheet.label(axes, _SMALLEST_NORMAL_LOG2, "subnormal", align="right")
+    sheet.label(axes, _SMALLEST_NORMAL_LOG2, "2⁻⁶, the smallest normal", align="left")
+    sheet.label(axes, _LARGEST_LOG2, "448", align="right")
     return sheet.figure
 
 
@@ -143,7 +140,7 @@ def draw_tokens(tokens: Sequence[int], palette: Palette, *, is_weighted: bool) -
     axes.stairs(np.histogram(logs, edges)[0], edges, fill=True, color=palette.ours, linewidth=0)
     axes.set_xlim(edges[0], edges[-1])
     step = 2 if high - low > 8 else 1
-    ticks = [tick for tick in range(int(np.ceil(low)), int(high) + 1) if tick >= 0 and tick % step == 0]
+    ticks = [tick for tick in range(max(int(np.ceil(low)), 0), int(high) + 1) if tick % step == 0]
     zero = {_ZERO_LOG2 + 0.5 / _BINS_PER_DOUBLING: "0"} if (counts == 0).any() else {}
     named = zero | {tick: f"{2**tick}" if tick < 10 else f"{2 ** (tick - 10):,}k" for tick in ticks}
     axes.set_xticks(list(named), list(named.values()))
@@ -187,10 +184,8 @@ def draw_layer_errors(layers: Mapping[int, OutputErrors], palette: Palette) -> F
         ("from earlier layers alone", "inherited_error", palette.muted, (0, (1, 1.5)), "^"),
     ):
         errors = np.array([getattr(layer, key) for layer in layers.values()], dtype=np.float64)
-        drawn = np.where(errors > 0, errors, np.nan)
-        axes.plot(
-            list(layers), drawn, label=label, color=color, linestyle=style, linewidth=1.3, marker=marker, markersize=3
-        )
+        drawn, line = np.where(errors > 0, errors, np.nan), {"linestyle": style, "linewidth": 1.3, "markersize": 3}
+        axes.plot(list(layers), drawn, label=label, color=color, marker=marker, **line)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -47,7 +47,7 @@ class Tile:
 def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     """Return the headline figures, the most important first."""
     total = report.total
-    tiles = _output_tiles(report.ledger.calibration)
+    tiles = [_output_tile(found)] if (found := report.ledger.calibration) is not None and found.gptq else []
     if total.weighted_sqnr_db is not None:
         detail = "errors weighted by the inputs that each column had in the calibration"
         tiles.append(Tile(decibels(total.weighted_sqnr_db), "weighted SQNR", detail))
@@ -64,20 +64,15 @@ def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     if total.num_codes and total.recoverable_codes is not None:
         share = percent(total.recoverable_codes, total.num_codes)
         tiles.append(Tile(share, "INT4 codes recoverable", "rounding to the INT4 grid restores the source's code"))
-    if checks is not None:
-        tiles.append(_contract_tile(checks))
-    return tuple(tiles)
+    return (*tiles, *([] if checks is None else [_contract_tile(checks)]))
 
 
-def _output_tiles(record: CalibrationRecord | None) -> list[Tile]:
-    """Return the error of the layers' outputs as a tile, if the rule was `gptq`."""
-    if record is None or not record.gptq:
-        return []
+def _output_tile(record: CalibrationRecord) -> Tile:
     if not record.held_out:
-        return [Tile("not measured", "error of the outputs", record.measured_on)]
+        return Tile("not measured", "error of the outputs", record.measured_on)
     last = list(record.held_out.values())[-1]
     detail = f"after the last MoE layer, {record.measured_on}; {last.mse_error:.3g} by rule mse there"
-    return [Tile(f"{last.gptq_error:.3g}", "error of the outputs", detail, tone="bad" if last.is_worse else "")]
+    return Tile(f"{last.gptq_error:.3g}", "error of the outputs", detail, tone="bad" if last.is_worse else "")
 
 
 def _contract_tile(checks: Checks) -> Tile:
@@ -169,10 +164,8 @@ def _contract(checks: Checks) -> Iterator[Section]:
     table = Table(("rule", "verdict", "count", "requirement"), rows)
     yield Section("Servable contract", (checks.summary, *checks.sentences), (table,), rules=checks.rules)
     if checks.layers:
-        sentence = (
-            f"Error of the output of MoE blocks against {checks.against} in FP32. Hidden states: "
-            f"{checks.hidden_states}."
-        )
+        what = f"Error of the output of MoE blocks against {checks.against} in FP32."
+        sentence = f"{what} Hidden states: {checks.hidden_states}."
         columns = ("layer", "computed with", "output SQNR", "cosine", "worst expert")
         yield Section("Reference layers", (sentence,), (Table(columns, checks.layers),))
 
@@ -278,10 +271,10 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
     """Return the known facts that identify the result, as (label, value)."""
     ledger, recipe, record = report.ledger, report.ledger.recipe, report.ledger.calibration
     source, scales = ledger.source, recipe.input_scale
-    calibrated_by: list[tuple[str, str | None]] = []
+    calibrated_by: list[tuple[str, object]] = []
     if record is not None:
         texts = [(f"text {name} (blake3)", digest) for name, digest in record.texts]
-        calibrated_by = [("statistics (blake3)", record.statistics), *texts, ("seed of the windows", str(record.seed))]
+        calibrated_by = [("statistics (blake3)", record.statistics), *texts, ("seed of the windows", record.seed)]
         calibrated_by.append(("smoothing exponents (blake3)", record.exponents_digest))
     rows = (
         ("report made (UTC)", report.made_on),

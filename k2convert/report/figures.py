@@ -226,11 +226,11 @@ def can_be_validated(folder: Path) -> bool:
 
 
 def _why_not_validated(folder: Path) -> str:
-    if not (folder / CONFIG_NAME).is_file():
-        return "The servable contract was not checked: the checkpoint is not finished."
-    if not can_be_validated(folder):
-        return "The servable contract was not checked: the shards are not in this folder."
-    return "The servable contract was not checked for this report. `k2convert validate` checks it."
+    if can_be_validated(folder):
+        return "The servable contract was not checked for this report. `k2convert validate` checks it."
+    is_finished = (folder / CONFIG_NAME).is_file()
+    why = "the shards are not in this folder" if is_finished else "the checkpoint is not finished"
+    return f"The servable contract was not checked: {why}."
 
 
 def _recorded(records: Mapping[str, ShardRecord]) -> tuple[TensorFigures, ...]:
@@ -255,8 +255,7 @@ def _measured(measured: Mapping[str, DecodedError], missing: list[str]) -> tuple
 
 def tensor_figures(module: str, error: WeightMetrics | DecodedError, *, role: str | None = None) -> TensorFigures:
     """Return the figures of a tensor, recorded or measured. `role` is by default the one that the name tells."""
-    place = locate_module(module)
-    if place is None or place.projection is None:
+    if (place := locate_module(module)) is not None and place.projection is None:
         place = None
     return TensorFigures(
         module=module,

@@ -7,7 +7,7 @@ does nothing. The filters of `render_template` make tables, sections and code.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, Final
 from urllib.parse import quote
@@ -48,11 +48,8 @@ def render_template(file: str, **values: object) -> str:
     def shown(value: object) -> object:
         return value if isinstance(value, Markup) or not isinstance(value, str) else sentence(value)
 
-    def url(text: str) -> Markup:
-        return Markup(quote(text))
-
     environment = Environment(undefined=StrictUndefined, finalize=shown, trim_blocks=True, lstrip_blocks=True)
-    filters = {"table": table, "section": section, "code": code, "raw": Markup, "url": url}
+    filters = {"table": table, "section": section, "code": code, "raw": Markup, "url": lambda text: Markup(quote(text))}
     environment.filters.update(filters)  # pyright: ignore[reportArgumentType, reportCallIssue]
     template = environment.from_string(resources.files("k2convert.report").joinpath(file).read_text(encoding="utf-8"))
     return re.sub(r"\n{3,}", "\n\n", template.render(values)).strip() + "\n"
@@ -60,8 +57,7 @@ def render_template(file: str, **values: object) -> str:
 
 def sentence(text: str) -> str:
     """Return text with what is between backticks as code, and everything else escaped."""
-    parts = text.split("`")
-    if len(parts) % 2 == 0:
+    if len(parts := text.split("`")) % 2 == 0:
         return escape(text)
     return "".join(code(part) if i % 2 else escape(part) for i, part in enumerate(parts))
 
@@ -91,14 +87,9 @@ def section(found: Section, level: int, *, is_folded: bool = False, with_tables:
 def table(found: Table) -> Markup:
     """Return a table. Columns of numbers are aligned at the right."""
     alignments = ["---:" if found.is_numeric(i) else "---" for i in range(len(found.columns))]
-    lines = [_line(map(escape, found.columns)), _line(alignments)]
-    for row in found.rows:
-        lines.append(_line(code(cell) if found.is_code and i else escape(cell) for i, cell in enumerate(row)))
-    return Markup("\n".join(lines))
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    rows = [[code(c) if found.is_code and i else escape(c) for i, c in enumerate(row)] for row in found.rows]
+    lines = [[escape(column) for column in found.columns], alignments, *rows]
+    return Markup("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
 
 
 _LAYOUTS: Final = {"modelopt": "`modelopt`", "compressed-tensors": "`compressed-tensors` (nvfp4-pack-quantized)"}

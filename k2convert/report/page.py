@@ -87,35 +87,32 @@ def _text(name: str) -> str:
 
 
 def _charts(report: Report) -> dict[str, Markup]:
-    found = {"block_scales": _svg(draw_block_scales(report.total.scale_histogram, THEMED), "Histogram of block scales")}
+    """Return the charts by name, each with its description for screen readers."""
+    found = {"block_scales": (draw_block_scales(report.total.scale_histogram, THEMED), "Histogram of block scales")}
     if has_distribution(report):
-        found["distribution"] = _svg(draw_distribution(report, THEMED), "Histogram of SQNR over the tensors")
+        found["distribution"] = draw_distribution(report, THEMED), "Histogram of SQNR over the tensors"
     if report.maps:
-        svg = _svg(draw_heat_maps(report.maps, THEMED), "Heat maps of SQNR by layer and expert")
-        found["heat_map"] = _focusable(svg)
+        found["heat_map"] = draw_heat_maps(report.maps, THEMED), "Heat maps of SQNR by layer and expert"
     if (record := report.ledger.calibration) is not None:
         if tokens := tokens_by_expert(record):
             figure = draw_tokens(tokens, THEMED, is_weighted=record.imatrix)
-            found["tokens"] = _svg(figure, "Histogram of tokens by expert")
+            found["tokens"] = figure, "Histogram of tokens by expert"
         if channels := channels_by_exponent(record):
-            found["exponents"] = _svg(draw_exponents(channels, THEMED), "Channels by power of two")
+            found["exponents"] = draw_exponents(channels, THEMED), "Channels by power of two"
         if record.held_out:
             figure = draw_layer_errors(record.held_out, THEMED)
-            found["layer_errors"] = _svg(figure, "Error of the hidden states after each layer")
+            found["layer_errors"] = figure, "Error of the hidden states after each layer"
         if layers := gptq_layers(record):
-            found["shrinkages"] = _svg(draw_shrinkages(layers, THEMED), "Experts of each layer by shrinkage of down")
-    return found
+            found["shrinkages"] = draw_shrinkages(layers, THEMED), "Experts of each layer by shrinkage of down"
+    charts = {name: to_svg(figure, label=label) for name, (figure, label) in found.items()}
+    return {name: Markup(_focusable(svg) if name == "heat_map" else svg) for name, svg in charts.items()}
 
 
-def _svg(figure: Figure, label: str) -> Markup:
-    return Markup(to_svg(figure, label=label))
-
-
-def _focusable(svg: Markup) -> Markup:
+def _focusable(svg: str) -> str:
     """Let the keyboard reach every map of a chart. A chart with parts to focus is a group, not one image."""
     label = r'role="img" tabindex="0" aria-describedby="readout" aria-label="SQNR of \1 by layer and expert'
-    text = _MAP_IMAGE.sub(rf'<image {label}: arrow keys go from cell to cell" ', str(svg))
-    return Markup(text.replace('<svg role="img"', '<svg role="group"', 1))
+    text = _MAP_IMAGE.sub(rf'<image {label}: arrow keys go from cell to cell" ', svg)
+    return text.replace('<svg role="img"', '<svg role="group"', 1)
 
 
 DPI = 150
