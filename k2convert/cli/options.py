@@ -93,7 +93,7 @@ def check_status_place(text: str) -> None:
 def check_statistics(text: str) -> None:
     """Refuse an address on the Hub that names no file; raises HubError."""
     if text.startswith(SCHEME):
-        from k2convert.hub.download import parse_file_address
+        from k2convert.hub.client import parse_file_address
 
         parse_file_address(text)
 

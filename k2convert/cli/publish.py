@@ -10,8 +10,7 @@ from k2convert.cli.run import confirm
 from k2convert.cli.verbs import PublishOptions
 from k2convert.cli.views import show_commit
 from k2convert.hub.branch import Branch, branch_name
-from k2convert.hub.client import SCHEME, Hub, RepoRef, check_endpoint, parse_repo, target_revision
-from k2convert.hub.xet import bound_memory
+from k2convert.hub.client import SCHEME, Hub, RepoRef, bound_memory, check_endpoint, parse_repo, target_revision
 from k2convert.job.locations import Destination, open_named_statistics
 from k2convert.job.opened import open_origin
 from k2convert.job.publish import base_model_name, prepare_publication, publish_folder, validate_publication

@@ -3,6 +3,7 @@
 The library reads the token from HF_TOKEN or the login file. This package never prints or stores it.
 """
 
+import ctypes
 import os
 import random
 import re
@@ -10,10 +11,10 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from k2convert import __version__
@@ -26,23 +27,35 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SCHEME = "hf://"
+MODEL: Final = "model"
+DATASET: Final = "dataset"
+_DATASETS: Final = "datasets/"
 MAIN = "main"
 STALL_SECONDS = 60.0  # a connection without a byte for this long is broken; the library's client sets no limit
 NUM_ATTEMPTS = 6
 FIRST_RETRY_SECONDS = 1.0  # after the first failure; it doubles with each, up to MAX_RETRY_SECONDS, with jitter
 MAX_RETRY_SECONDS = 60.0
+MAX_STREAMS = 4  # of hf_xet
+NUM_HEAPS = 4
+_M_ARENA_MAX = -8  # glibc's malloc.h
 _REPO = re.compile(r"[A-Za-z0-9](?:[\w.-]*\w)?/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class RepoRef:
-    """A repository as the user named it; `revision` is a branch, a tag or a commit, or None for main."""
+    """A repository or a file as the user named it; `revision` is a branch, a tag or a commit, or None for main.
+
+    `kind` is the Hub's word for the repository. `path` is None for the only file of its kind in it.
+    """
 
     repo: str
     revision: str | None = None
+    kind: str = MODEL
+    path: str | None = None
 
     def __str__(self) -> str:
-        return f"{SCHEME}{self.repo}" + (f"@{self.revision}" if self.revision else "")
+        folder, revision = _DATASETS if self.kind == DATASET else "", f"@{self.revision}" if self.revision else ""
+        return f"{SCHEME}{folder}{self.repo}{revision}" + ("" if self.path is None else f"/{self.path}")
 
 
 def target_revision(ref: RepoRef) -> str:
@@ -67,6 +80,31 @@ def parse_repo(text: str) -> RepoRef | None:
     if not fits or ("@" in text and not revision) or Path(text).exists():
         return None
     return RepoRef(name, revision or None)
+
+
+def parse_file_address(text: str) -> RepoRef:
+    """Read an address; raises HubError. Does not use the network."""
+    rest = text.removeprefix(SCHEME)
+    kind = DATASET if rest.startswith(_DATASETS) else MODEL
+    owner, _, rest = rest.removeprefix(_DATASETS).partition("/")
+    name, _, path = rest.partition("/")
+    ref = parse_repo(f"{SCHEME}{owner}/{name}")
+    assert ref is not None  # with the scheme it is a repository or an error
+    return replace(ref, kind=kind, path=path or None)
+
+
+def bound_memory() -> None:
+    """Cap the streams and heaps of hf_xet. Call it before any thread starts. Variables that the user set stay.
+
+    hf_xet assembles objects of 64 MB, holds one per stream, and uses up to 64 streams on a fast line. It also has about
+    a hundred threads, and each thread's malloc heap keeps part of what it frees. A Hub-to-Hub job of 5 GB took 1.0 GB
+    before these bounds and smaller buffers, and 0.57 GB with both (`python -m scripts.bench.hub`). One upload of 1 GB
+    to a local store has few streams: it uses 0.34 GB with or without the bounds.
+    """
+    os.environ.setdefault("HF_XET_CLIENT_AC_MAX_UPLOAD_CONCURRENCY", str(MAX_STREAMS))
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with suppress(OSError, AttributeError):  # the C library is not glibc
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, NUM_HEAPS)
 
 
 def ignore(*_: object) -> None:

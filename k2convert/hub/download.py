@@ -15,19 +15,18 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import Final
 
 from k2convert.buffers import BUFFERS
 from k2convert.checkpoint.files import writing
 from k2convert.checkpoint.folders import check_no_link
 from k2convert.errors import DestinationError, DestinationWriteError, DiskFullError, HubError
-from k2convert.hub.client import NUM_ATTEMPTS, SCHEME, Hub, RepoRef, ignore, parse_repo
+from k2convert.hub.client import NUM_ATTEMPTS, Hub, ignore, parse_file_address
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.segments import PartialFile, open_partial, range_segment_bytes
-from k2convert.hub.source import DATASET, MODEL, RemoteRepo, file_url, read_file, resolve_source
+from k2convert.hub.source import RemoteRepo, file_url, read_file, resolve_source
 
 NUM_CONNECTIONS = 8  # one connection seldom fills a line
 RUN_BYTES = 256 << 20  # one request fetches at most this much, so a 10 GB shard needs about 40 requests
@@ -227,42 +226,13 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_DATASETS: Final = "datasets/"
-
-
-@dataclass(frozen=True, slots=True)
-class FileAddress:
-    """The address of a file; `path` is None for the only file of its kind in the repository."""
-
-    repo: str
-    kind: str = MODEL
-    revision: str | None = None
-    path: str | None = None
-
-    def __str__(self) -> str:
-        folder = _DATASETS if self.kind == DATASET else ""
-        revision = "" if self.revision is None else f"@{self.revision}"
-        return f"{SCHEME}{folder}{self.repo}{revision}" + ("" if self.path is None else f"/{self.path}")
-
-
-def parse_file_address(text: str) -> FileAddress:
-    """Read an address; raises HubError. Does not use the network."""
-    rest = text.removeprefix(SCHEME)
-    kind = DATASET if rest.startswith(_DATASETS) else MODEL
-    owner, _, rest = rest.removeprefix(_DATASETS).partition("/")
-    name, _, path = rest.partition("/")
-    ref = parse_repo(f"{SCHEME}{owner}/{name}")
-    assert ref is not None  # with the scheme it is a repository or an error
-    return FileAddress(ref.repo, kind, ref.revision, path or None)
-
-
 def fetch_named_file(hub: Hub, text: str, *, suffix: str, folder: Path) -> tuple[Path, str]:
     """Fetch a file into `folder`; returns its path there, and its address with the commit.
 
     Without a path in the address it is the only file whose name ends in `suffix`. Raises HubError, DiskFullError.
     """
     address = parse_file_address(text)
-    remote = resolve_source(hub, RepoRef(address.repo, address.revision), kind=address.kind)
+    remote = resolve_source(hub, address)
     found = [address.path] if address.path else sorted(path for path in remote.files if path.endswith(suffix))
     if len(found) != 1:
         raise HubError(f"{text}: has {len(found)} files named *{suffix}. Name the file: {text}/FILE.")
@@ -274,4 +244,4 @@ def fetch_named_file(hub: Hub, text: str, *, suffix: str, folder: Path) -> tuple
         target.write_bytes(read_file(hub, remote.repo, remote.commit, remote.files[name], kind=remote.kind))
     else:
         download_shard(hub, remote, name, target=target, stop=Event())
-    return target, str(FileAddress(address.repo, address.kind, remote.commit, name))
+    return target, str(replace(address, revision=remote.commit, path=name))

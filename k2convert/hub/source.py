@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from queue import SimpleQueue
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from k2convert.checkpoint.files import (
     MAX_SMALL_FILE_BYTES,
@@ -28,14 +28,12 @@ from k2convert.checkpoint.header import ShardHeader, check_header_length, parse_
 from k2convert.checkpoint.index import Checkpoint, build_checkpoint
 from k2convert.checkpoint.names import CONFIG_NAME, INDEX_NAME, SHARD_SUFFIX, SINGLE_SHARD_NAME
 from k2convert.errors import DestinationWriteError, DiskFullError, HubError, MalformedFileError, quoted
-from k2convert.hub.client import NUM_ATTEMPTS, Hub, RepoRef
+from k2convert.hub.client import MODEL, NUM_ATTEMPTS, Hub, RepoRef
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 NUM_THREADS = 16
-MODEL: Final = "model"
-DATASET: Final = "dataset"
 _COMMIT = re.compile("[0-9a-f]{40}")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".npz")
 
@@ -73,15 +71,16 @@ class RemoteRepo:
         return file
 
 
-def resolve_source(hub: Hub, ref: RepoRef, *, kind: str = MODEL) -> RemoteRepo:
+def resolve_source(hub: Hub, ref: RepoRef) -> RemoteRepo:
     """Resolve a revision to its commit once, and list the commit's files with their sizes and hashes."""
     api = hub.api()
     action = f"look up {ref.repo}" + (f" at revision {ref.revision}" if ref.revision else "")
-    info = hub.call(action, lambda: api.repo_info(ref.repo, revision=ref.revision, repo_type=kind))
+    info = hub.call(action, lambda: api.repo_info(ref.repo, revision=ref.revision, repo_type=ref.kind))
     commit = info.sha
     if not isinstance(commit, str) or _COMMIT.fullmatch(commit) is None:
         raise HubError(f"could not {action}: the Hub names no commit. Check that the repository is not empty.")
-    return RemoteRepo(ref.repo, commit, bool(info.private), list_files(hub, ref.repo, commit, kind=kind), kind)
+    files = list_files(hub, ref.repo, commit, kind=ref.kind)
+    return RemoteRepo(ref.repo, commit, bool(info.private), files, ref.kind)
 
 
 def list_files(hub: Hub, repo: str, revision: str, *, kind: str = MODEL) -> dict[str, RemoteFile]:

@@ -36,13 +36,6 @@ from k2convert.records.ledger import build_ledger, encode_ledger
 from k2convert.records.shard_record import ShardRecord
 
 
-def index_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
-    """Return the result's index. Its `total_size` is the exact sum of tensor bytes."""
-    weight_map = {output.name: job.name for job in plan.jobs for output in job.outputs}
-    metadata = {**source.index_metadata, "total_size": plan.data_bytes}
-    return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-
-
 def config_document(plan: Plan, source: Checkpoint) -> dict[str, Any]:
     """Return the result's config.json: the source's, except for the quantization_config if weights were converted."""
     recipe, config = plan.recipe, source.parse_config()
@@ -108,7 +101,10 @@ def assembled_files(job: Job, records: Mapping[str, ShardRecord]) -> Iterator[tu
             version=__version__,
         )
         yield Path(HF_QUANT_CONFIG_NAME), quant_config
-    yield Path(INDEX_NAME), dump_json(index_document(plan, source))
+    weight_map = {output.name: shard.name for shard in plan.jobs for output in shard.outputs}
+    metadata = {**source.index_metadata, "total_size": plan.data_bytes}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    yield Path(INDEX_NAME), dump_json(index)
     yield Path(CONFIG_NAME), config
 
 

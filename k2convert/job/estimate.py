@@ -27,7 +27,7 @@ from k2convert.quantize.rules import RULES
 
 MEASURE_SECONDS: Final = 0.4  # for each of reading, writing and converting
 MAX_FREE_SHARE: Final = 0.05  # of the free disk, for the file that is written
-XET_BYTES: Final = 400_000_000  # what hf_xet takes for its streams, with the bounds of hub/xet.py
+XET_BYTES: Final = 400_000_000  # what hf_xet takes for its streams, with the bounds of hub/client.py
 _CHUNK_BYTES: Final = 8 << 20
 _MAX_BYTES: Final = 1 << 30
 _BLOCK: Final = (1024, 2048)  # of the weight that is converted to measure the kernels

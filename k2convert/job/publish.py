@@ -4,19 +4,22 @@ A job with a Hub destination ends here with shards that are on the work branch a
 validated, uploaded to a work branch and committed in the same way.
 """
 
+import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 from k2convert.calibration.statistics import Statistics
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
 from k2convert.checkpoint.index import Checkpoint, list_sidecars, open_checkpoint
 from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME
-from k2convert.checkpoint.reader import leave_cache
+from k2convert.checkpoint.reader import Bytes, leave_cache
 from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
-from k2convert.hub.client import MAIN, Hub, RepoRef, check_endpoint
+from k2convert.hub.client import MAIN, Hub, RepoRef, check_endpoint, ignore
 from k2convert.hub.download import file_sha256
 from k2convert.hub.preflight import Target, check_target
 from k2convert.hub.source import RemoteRepo, matches, read_file, resolve_source
@@ -24,7 +27,7 @@ from k2convert.hub.source_card import SourceCard, accepted_card, read_source_car
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.prepare import Job, is_published
 from k2convert.job.resources import Item, Room, output_headers, release_buffers
-from k2convert.job.transfers import ShardHashes, Uploads
+from k2convert.job.transfers import Uploads
 from k2convert.records.events import SILENT, Events
 from k2convert.records.ledger import Ledger, read_ledger
 from k2convert.records.publication import Published, record_published
@@ -66,7 +69,7 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
         validation=validation,
         tensors=(output for shard in job.plan.jobs for output in shard.outputs),
     )
-    commit = uploads.commit_to_main(files=files | extra, message=_commit_message(target.repo))
+    commit = uploads.commit_to_main(files=files | extra, message=f"Add {target.repo.partition('/')[2]}")
     record_published(folder, Published(target.name, commit))
     return commit, validation
 
@@ -88,10 +91,6 @@ def _check_small_files(folder: Path, remote: RemoteRepo) -> None:
                 f"{folder / relative}: differs from the file of {remote.repo}, so main was not changed. Run the same "
                 "command again: the file is fetched again."
             )
-
-
-def _commit_message(repo: str) -> str:
-    return f"Add {repo.partition('/')[2]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +170,23 @@ def validate_publication(
     shards: Shards = LOCAL,
     statistics: Statistics | None = None,
     events: Events = SILENT,
-) -> tuple[ValidationReport, ShardHashes]:
-    """Validate the folder and hash its shards in the same pass; raises UnservableError if a rule fails.
+) -> tuple[ValidationReport, dict[str, str]]:
+    """Validate the folder and hash its shards in the same pass (sha256); raises UnservableError if a rule fails.
 
     Without the `source`, the rules that compare with it are skipped. `shards` says where the source's shards are.
     With the `statistics` of the conversion the weights are regenerated; CalibrationError if they are others.
     """
-    folder, hashes = publication.folder, ShardHashes()
+    folder, digests = publication.folder, defaultdict[str, Any](hashlib.sha256)
+
+    def hash_bytes(shard: str, data: Bytes) -> None:
+        digests[shard].update(data.data)
+
     with remedy("Run the conversion again: it replaces what is damaged."):
         validation = validate_checkpoint(
             folder=folder,
             source=source,
             events=events,
-            visitor=hashes.shard_bytes,
+            visitor=hash_bytes,
             shards=shards,
             statistics=statistics,
         )
@@ -192,11 +195,11 @@ def validate_publication(
             f"{folder}: does not validate, so it is not published. `k2convert validate {folder}` says why.", validation
         )
     release_buffers()
-    return validation, hashes
+    return validation, {shard: digest.hexdigest() for shard, digest in digests.items()}
 
 
 def publish_folder(
-    publication: Publication, validation: ValidationReport, hashes: ShardHashes, *, events: Events = SILENT
+    publication: Publication, validation: ValidationReport, hashes: Mapping[str, str], *, events: Events = SILENT
 ) -> str:
     """Upload what the work branch does not have, then commit everything to main; returns the commit's id.
 
@@ -209,7 +212,7 @@ def publish_folder(
     branch = Branch(publication.hub, target, branch_name(ledger.digest))
     branch.open()
     uploads = {
-        name: Upload(name, folder / name, hashes.sha256(name), shard.num_bytes)
+        name: Upload(name, folder / name, hashes[name], shard.num_bytes)
         for name, shard in sorted(ledger.shards.items())
     }
     missing: list[Item] = []
@@ -218,7 +221,9 @@ def publish_folder(
             events.transferred(uploaded=upload.num_bytes, is_new=False)
         else:
             missing.append(Item(upload.name, (), upload.num_bytes))
-    _upload_all(missing, _FolderUploads(branch, uploads, events))
+    sending = _FolderUploads(branch, uploads, events)
+    stages = Stages(fetch=None, convert=ignore, drop_source=ignore, drop_output=ignore, uploads=sending, num_workers=0)
+    Pipeline([], stages=stages, room=Room(0, {}), stop=Event(), to_upload=missing).run()
     for path, sha256 in publication.others.items():
         if file_sha256(folder / path) != sha256:
             raise CheckpointError(f"{folder / path}: changed after it was validated. Run the same command again.")
@@ -233,7 +238,8 @@ def publish_folder(
         tensors=open_checkpoint(folder).tensors.values(),
     )
     shards = {name: (upload.sha256, upload.num_bytes) for name, upload in uploads.items()}
-    return branch.commit_to_main(shards=shards, files=files | extra, message=_commit_message(target.repo))
+    message = f"Add {target.repo.partition('/')[2]}"
+    return branch.commit_to_main(shards=shards, files=files | extra, message=message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,27 +256,14 @@ class _FolderUploads:
 
     def upload(self, name: str) -> None:
         upload = self.uploads[name]
-        self.branch.upload(upload, records={}, sent=self._sent)
+        self.branch.upload(upload, records={}, sent=lambda sent: self.events.transferred(uploaded=sent))
         leave_cache(upload.path)
-
-    def _sent(self, num_bytes: int) -> None:
-        self.events.transferred(uploaded=num_bytes)
 
     def is_group_due(self) -> bool:
         return self.branch.is_group_due()
 
     def commit(self) -> list[str]:
         return [upload.name for upload in self.branch.commit_group()]
-
-
-def _upload_all(items: Sequence[Item], uploads: _FolderUploads) -> None:
-    def nothing(*_: object) -> None:
-        pass
-
-    stages = Stages(
-        fetch=None, convert=nothing, drop_source=nothing, drop_output=nothing, uploads=uploads, num_workers=0
-    )
-    Pipeline([], stages=stages, room=Room(0, {}), stop=Event(), to_upload=items).run()
 
 
 def base_model_name(ref: RepoRef) -> str:

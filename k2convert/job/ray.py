@@ -23,11 +23,10 @@ from k2convert import __version__
 from k2convert.checkpoint.files import own_suffix
 from k2convert.errors import InterruptedRun, InvalidCheckpointError, K2ConvertError, PlanError, require_extra
 from k2convert.hub.branch import Branch, branch_name
-from k2convert.hub.client import Hub
+from k2convert.hub.client import Hub, bound_memory
 from k2convert.hub.download import download_shard
 from k2convert.hub.preflight import Target
 from k2convert.hub.source import RemoteRepo
-from k2convert.hub.xet import bound_memory
 from k2convert.job import resources
 from k2convert.job.node_room import new_rooms, open_room
 from k2convert.job.prepare import Job

@@ -5,18 +5,16 @@ sha256 of its record, which was computed while it was written. The record goes t
 it, so that a different machine can continue the job.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 from k2convert.checkpoint.files import discard_file, write_atomically
 from k2convert.checkpoint.folders import make_folder, remove_folder
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.names import RECORDS_FOLDER, SOURCE_COPY_FOLDER, WORK_FOLDER
-from k2convert.checkpoint.reader import Bytes, leave_cache
+from k2convert.checkpoint.reader import leave_cache
 from k2convert.errors import ChangedFileError, CheckpointError
 from k2convert.hub.branch import Branch, Upload, branch_name
 from k2convert.hub.download import download_shard
@@ -30,21 +28,6 @@ from k2convert.records.document import seal, unseal
 from k2convert.records.events import SILENT, Events
 from k2convert.records.journal import Journal
 from k2convert.records.shard_record import ShardRecord
-
-
-class ShardHashes:
-    """Computes the sha256 of shards while their bytes pass in order. The Hub identifies files by it."""
-
-    def __init__(self) -> None:
-        self._digests: dict[str, Any] = {}
-
-    def shard_bytes(self, shard: str, data: Bytes) -> None:
-        """Take the next bytes of a shard."""
-        self._digests.setdefault(shard, hashlib.sha256()).update(data.data)
-
-    def sha256(self, shard: str) -> str:
-        """Return the hash of all bytes so far, as hex."""
-        return self._digests[shard].hexdigest()
 
 
 @dataclass(slots=True)
@@ -80,7 +63,9 @@ class Uploads:
             self.events.transferred(uploaded=record.file_bytes, is_new=False)
             return
         else:
-            operation = self.branch.send(name, path, sha256=record.sha256, sent=self._sent)
+            operation = self.branch.send(
+                name, path, sha256=record.sha256, sent=lambda sent: self.events.transferred(uploaded=sent)
+            )
             leave_cache(path)
         upload = Upload(name, path, record.sha256, record.file_bytes)
         self.branch.add(upload, operation, records={f"{RECORDS_FOLDER}/{name}.json": seal(record)})
@@ -92,9 +77,6 @@ class Uploads:
         write_atomically(path, seal(record), root=self.journal.destination)
         self.records[record.shard] = record
         self._sent_by_node.add(record.shard)
-
-    def _sent(self, num_bytes: int) -> None:
-        self.events.transferred(uploaded=num_bytes)
 
     def commit(self) -> list[str]:
         """Commit what was sent; returns the shards whose local files are no longer needed."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from k2convert.hub.xet import MAX_STREAMS, NUM_HEAPS
+from k2convert.hub.client import MAX_STREAMS, NUM_HEAPS
 
 STREAMS = "HF_XET_CLIENT_AC_MAX_UPLOAD_CONCURRENCY"
 COUNT_HEAPS = """
 import ctypes, re, sys, threading
 from pathlib import Path
-from k2convert.hub.xet import bound_memory
+from k2convert.hub.client import bound_memory
 libc = ctypes.CDLL(None)
 if not hasattr(libc, "malloc_info"):
     sys.exit("another C library")
@@ -52,7 +52,7 @@ def test_threads_share_heaps(tmp_path: Path) -> None:
 
 
 def test_what_the_user_allows_is_left_alone(tmp_path: Path) -> None:
-    script = f"import os; from k2convert.hub.xet import bound_memory; bound_memory(); print(os.environ['{STREAMS}'])"
+    script = f"import os; from k2convert.hub.client import bound_memory; bound_memory(); print(os.environ['{STREAMS}'])"
     assert output_of(script) == str(MAX_STREAMS)
     assert output_of(script, **{STREAMS: "32"}) == "32"
     assert int(output_of(COUNT_HEAPS, tmp_path / "heaps.xml", "bounded", MALLOC_ARENA_MAX="12")) > NUM_HEAPS
