@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class RunCli(Protocol):
-    """`run_cli("inspect", folder, COLUMNS="200")`: arguments by position, environment by keyword."""
+    """`run_cli("inspect", folder, code=0, COLUMNS="200")`: arguments by position, environment by keyword."""
 
-    def __call__(self, *args: str | Path, **env: str) -> subprocess.CompletedProcess[str]: ...
+    def __call__(self, *args: object, code: int | None = None, **env: str) -> subprocess.CompletedProcess[str]: ...
 
 
 def command(*args: object) -> list[str]:
@@ -43,12 +43,13 @@ def start_cli(*args: object, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*args), **({"env": cli_environment(), "text": True} | quiet | options))
 
 
-def run_here(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process."""
+def run_here(*args: object, code: int | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process; its exit code must be `code` if that is given."""
     out, err = io.StringIO(), io.StringIO()
     with _environment(env), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run(*args)
-    return subprocess.CompletedProcess(list(map(str, args)), code, out.getvalue(), err.getvalue())
+        ended = run(*args)
+    assert code in (None, ended), err.getvalue()
+    return subprocess.CompletedProcess(list(map(str, args)), ended, out.getvalue(), err.getvalue())
 
 
 def said(errors: str) -> str:

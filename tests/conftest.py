@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from statistics_makers import random_statistics  # noqa: E402
+
 from k2convert.job import estimate  # noqa: E402  (after the path is set)
 from scripts import fixture_maker as fixtures  # noqa: E402
 
@@ -138,6 +140,28 @@ def k2_numbers(checkpoints: Path) -> Path:
     """As many layers and expert weights as K2 in a sixteenth of its experts, for numbers as long as K2's."""
     shape = fixtures.K2Shape(hidden=4 * 7168, moe_intermediate=4 * 2048, experts=24)
     return fixtures.make_k2_thinking_headers(checkpoints / "k2-numbers", shape=shape)
+
+
+@pytest.fixture(scope="session")
+def local_result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint converted from folder to folder."""
+    folder = tmp_path_factory.mktemp("local") / "out"
+    run_here("run", tiny, folder, code=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def statistics(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random statistics of `cut`."""
+    return random_statistics(tmp_path_factory.mktemp("statistics") / "cut.stats", cut)
+
+
+@pytest.fixture(scope="session")
+def text(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """6 kB of the checkpoint's calibration text."""
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text((tiny / "calibration.txt").read_text()[:6000])
+    return path
 
 
 @pytest.fixture(scope="session", name="run_cli")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from markupsafe import Markup
-from statistics_makers import random_statistics
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from command import RunCli, cli_environment, command, run_here
 from loopback import TOKEN, LoopbackHub
 
-from k2convert.hub.client import Hub
+from k2convert.hub.client import Hub, RepoRef
+from k2convert.hub.source import RemoteRepo, resolve_source
 
 
 @pytest.fixture(autouse=True)
@@ -60,19 +60,19 @@ def without_xet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    """The folder that commands of `hub_cli` run in."""
-    (tmp_path / "workplace").mkdir()
-    return tmp_path / "workplace"
+def cwd(tmp_path: Path) -> Path:
+    """The folder that commands of `cli` run in."""
+    (tmp_path / "cwd").mkdir()
+    return tmp_path / "cwd"
 
 
 @pytest.fixture
-def hub_cli(workplace: Path, hub_environment: None, monkeypatch: pytest.MonkeyPatch) -> RunCli:
+def cli(cwd: Path, hub_environment: None, monkeypatch: pytest.MonkeyPatch) -> RunCli:
     """The command in this process; fails if its output has the token."""
-    monkeypatch.chdir(workplace)
+    monkeypatch.chdir(cwd)
 
-    def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-        done = run_here(*args, **env)
+    def run(*args: object, code: int | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+        done = run_here(*args, code=code, **env)
         assert TOKEN not in done.stdout + done.stderr
         return done
 
@@ -80,42 +80,36 @@ def hub_cli(workplace: Path, hub_environment: None, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def hub_process(workplace: Path, hub_environment: None) -> RunCli:
+def cli_process(cwd: Path, hub_environment: None) -> RunCli:
     """The command in a separate process, which reads the environment as a user's does."""
 
-    def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(*args: object, code: int | None = None, **env: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            command(*args), capture_output=True, text=True, env=cli_environment() | env, cwd=workplace, check=False
+            command(*args), capture_output=True, text=True, env=cli_environment() | env, cwd=cwd, check=False
         )
         assert TOKEN not in done.stdout + done.stderr
+        assert code in (None, done.returncode), done.stderr
         return done
 
     return run
 
 
 @pytest.fixture
-def tiny_on_hub(server: LoopbackHub, tiny: Path) -> LoopbackHub:
+def tiny_hub(server: LoopbackHub, tiny: Path) -> LoopbackHub:
     """The loopback Hub with the tiny checkpoint as moon/tiny."""
     server.store.add_folder("moon/tiny", tiny)
     return server
 
 
-@pytest.fixture(scope="session")
-def local_result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint converted from folder to folder."""
-    folder = tmp_path_factory.mktemp("local") / "out"
-    assert run_here("run", tiny, folder).returncode == 0
-    return folder
+@pytest.fixture
+def source(tiny_hub: LoopbackHub, hub: Hub) -> RemoteRepo:
+    """The tiny checkpoint as moon/tiny, at its first commit."""
+    return resolve_source(hub, RepoRef("moon/tiny"))
 
 
 @pytest.fixture(scope="session")
-def cut_statistics(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_statistics(tmp_path_factory.mktemp("statistics") / "cut.stats", cut)
-
-
-@pytest.fixture(scope="session")
-def by_imatrix(cut: Path, cut_statistics: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def by_imatrix(cut: Path, statistics: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small checkpoint converted with the statistics."""
     folder = tmp_path_factory.mktemp("local") / "out"
-    assert run_here("run", cut, folder, "--statistics", cut_statistics).returncode == 0
+    run_here("run", cut, folder, "--statistics", statistics, code=0)
     return folder

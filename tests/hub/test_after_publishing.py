@@ -34,10 +34,10 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
 @pytest.fixture
 def hub_after(
-    finished: tuple[LoopbackHub, Path], hub_cli: RunCli, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[LoopbackHub, Path], cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> LoopbackHub:
     """The Hub after the job; this test's own copy of the work folder is at WORK."""
-    shutil.copytree(finished[1], workplace / WORK)
+    shutil.copytree(finished[1], cwd / WORK)
     monkeypatch.setenv("HF_ENDPOINT", finished[0].url)
     finished[0].traffic.requests.clear()
     return finished[0]
@@ -49,30 +49,29 @@ def done(hub_after: LoopbackHub) -> str:
     return hub_after.store.repos["me/out"].refs["main"]
 
 
-def test_status_of_the_work_folder_says_where_and_at_which_commit(done: str, hub_cli: RunCli) -> None:
-    shown = hub_cli("status", WORK)
+def test_status_of_the_work_folder_says_where_and_at_which_commit(done: str, cli: RunCli) -> None:
+    shown = cli("status", WORK)
     assert f"published as hf://me/out at commit {done}\n" in shown.stdout
     assert said(shown.stderr) == "next: k2convert validate hf://me/out\n"
-    document = json.loads(hub_cli("status", WORK, "--json").stdout)
+    document = json.loads(cli("status", WORK, "--json").stdout)
     assert document["complete"]
     assert document["published"] == {"repo": "me/out", "commit": done}
 
 
 @pytest.mark.parametrize("words", [("inspect", "hf://me/out"), ("status", "hf://me/out"), ("status", str(WORK))])
-def test_every_next_command_works_as_printed(done: str, hub_cli: RunCli, words: tuple[str, ...]) -> None:
+def test_every_next_command_works_as_printed(done: str, cli: RunCli, words: tuple[str, ...]) -> None:
     lines: list[str] = []
     while words[0] != "serve":
-        shown = hub_cli(*words)
-        assert shown.returncode == 0, shown.stderr
+        shown = cli(*words, code=0)
         (line,) = (line for line in said(shown.stderr).splitlines() if line.startswith("next: "))
         lines.append(line.removeprefix("next: "))
         words = tuple(shlex.split(lines[-1])[1:])
     assert lines == ["k2convert validate hf://me/out", SERVE]
 
 
-def test_validate_on_the_work_folder_says_where_the_shards_are(done: str, hub_cli: RunCli) -> None:
+def test_validate_on_the_work_folder_says_where_the_shards_are(done: str, cli: RunCli) -> None:
     for more in ((), ("--json",)):
-        shown = hub_cli("validate", WORK, *more)
+        shown = cli("validate", WORK, *more)
         assert (shown.returncode, shown.stdout) == (1, "")
         assert said(shown.stderr) == (
             f"error: {WORK}: published as hf://me/out at commit {done}, and its shards are no longer here. "
@@ -80,61 +79,52 @@ def test_validate_on_the_work_folder_says_where_the_shards_are(done: str, hub_cl
         )
 
 
-def test_publish_on_the_work_folder_says_that_it_is_published(
-    done: str, hub_after: LoopbackHub, hub_cli: RunCli
-) -> None:
+def test_publish_on_the_work_folder_says_that_it_is_published(done: str, hub_after: LoopbackHub, cli: RunCli) -> None:
     hub_after.traffic.requests.clear()
-    shown = hub_cli("publish", WORK, "--repo", "me/out", "--yes")
-    assert shown.returncode == 0
+    shown = cli("publish", WORK, "--repo", "me/out", "--yes", code=0)
     assert shown.stdout == f"{WORK}: published as hf://me/out at commit {done}. Its shards are no longer here\n"
     assert said(shown.stderr) == "next: k2convert validate hf://me/out\n"
-    document = json.loads(hub_cli("publish", WORK, "--repo", "me/out", "--json").stdout)
+    document = json.loads(cli("publish", WORK, "--repo", "me/out", "--json").stdout)
     assert document == {"repo": "me/out", "commit": done, "published_before": True}
-    elsewhere = hub_cli("publish", WORK, "--repo", "me/other", "--yes")
+    elsewhere = cli("publish", WORK, "--repo", "me/other", "--yes")
     assert (elsewhere.returncode, elsewhere.stdout) == (1, "")
     assert "published as hf://me/out" in elsewhere.stderr
     assert hub_after.traffic.requests == []
 
 
-def test_running_again_answers_at_once_and_notes_the_commit(
-    done: str, hub_after: LoopbackHub, hub_cli: RunCli, workplace: Path
-) -> None:
-    (workplace / WORK / ".k2convert" / "published.json").unlink()
-    unknown = hub_cli("validate", WORK)
-    assert unknown.returncode == 1
+def test_running_again_notes_the_commit_at_once(done: str, hub_after: LoopbackHub, cli: RunCli, cwd: Path) -> None:
+    (cwd / WORK / ".k2convert" / "published.json").unlink()
+    unknown = cli("validate", WORK, code=1)
     assert "its shards were uploaded to the Hub and are no longer here" in unknown.stderr
-    assert "the same `k2convert run` command finishes the job" in hub_cli("status", WORK).stderr
-    assert hub_cli("publish", WORK, "--repo", "me/out").returncode == 1
+    assert "the same `k2convert run` command finishes the job" in cli("status", WORK).stderr
+    cli("publish", WORK, "--repo", "me/out", code=1)
     hub_after.traffic.requests.clear()
-    again = hub_cli("run", "hf://moon/tiny", "hf://me/out", "--yes")
+    again = cli("run", "hf://moon/tiny", "hf://me/out", "--yes")
     assert (again.returncode, said(again.stderr).splitlines()[-1]) == (0, "me/out: main already holds this result")
     assert hub_after.traffic.bytes_sent(r"\.safetensors$") < 200_000  # headers
     assert not hub_after.traffic.matching("POST", "/commit/")
-    assert f"published as hf://me/out at commit {done}" in hub_cli("status", WORK).stdout
+    assert f"published as hf://me/out at commit {done}" in cli("status", WORK).stdout
 
 
-def test_a_damaged_note_of_the_publication_is_as_none(done: str, hub_cli: RunCli, workplace: Path) -> None:
-    (workplace / WORK / ".k2convert" / "published.json").write_text('{"repo": 5}')
-    assert json.loads(hub_cli("status", WORK, "--json").stdout)["published"] is None
+def test_a_damaged_note_of_the_publication_is_as_none(done: str, cli: RunCli, cwd: Path) -> None:
+    (cwd / WORK / ".k2convert" / "published.json").write_text('{"repo": 5}')
+    assert json.loads(cli("status", WORK, "--json").stdout)["published"] is None
 
 
-def test_a_folder_that_was_published_says_so_and_can_still_be_validated(
-    server: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
-) -> None:
-    shutil.copytree(local_result, workplace / "out")
-    assert hub_cli("publish", "out", "--repo", "me/out", "--yes").returncode == 0
+def test_a_published_folder_can_be_validated(server: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path) -> None:
+    shutil.copytree(local_result, cwd / "out")
+    cli("publish", "out", "--repo", "me/out", "--yes", code=0)
     commit = server.store.repos["me/out"].refs["main"]
-    shown = hub_cli("status", "out")
+    shown = cli("status", "out")
     assert f"published as hf://me/out at commit {commit}" in shown.stdout
     assert said(shown.stderr).startswith("next: k2convert validate out --source ")
-    assert hub_cli("validate", "out").returncode == 0
+    cli("validate", "out", code=0)
 
 
-def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: LoopbackHub, hub_cli: RunCli) -> None:
+def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: LoopbackHub, cli: RunCli) -> None:
     source = hub_after.store.repos["moon/tiny"].refs["main"]
     hub_after.traffic.requests.clear()
-    shown = hub_cli("status", "hf://me/out")
-    assert shown.returncode == 0
+    shown = cli("status", "hf://me/out", code=0)
     assert shown.stdout.splitlines() == [
         f"hf://me/out (private) at commit {done}: complete: 5 shards, 7.54 MB",
         "recipe kimi-k2-thinking-nvfp4: rule mse, layout modelopt",
@@ -143,18 +133,18 @@ def test_status_of_a_repository_says_what_it_holds(done: str, hub_after: Loopbac
     ]
     assert said(shown.stderr) == "next: k2convert validate hf://me/out\n"
     assert hub_after.traffic.bytes_sent(r"\.safetensors$") == 0
-    document = json.loads(hub_cli("status", f"hf://me/out@{done}", "--json").stdout)
+    document = json.loads(cli("status", f"hf://me/out@{done}", "--json").stdout)
     assert document["published"] == {"repo": "me/out", "commit": done}
     assert document["source"] == {"repo": "moon/tiny", "revision": source}
     assert (document["complete"], document["shards"], document["missing"]) == (True, 5, [])
 
 
-def test_status_of_a_repository_names_a_missing_shard(done: str, hub_after: LoopbackHub, hub_cli: RunCli) -> None:
+def test_status_of_a_repository_names_a_missing_shard(done: str, hub_after: LoopbackHub, cli: RunCli) -> None:
     repo, name = hub_after.store.repos["me/out"], "model-00002-of-000005.safetensors"
     repo.commit("cut", {path: file for path, file in repo.files().items() if path != name})
-    shown = hub_cli("status", "hf://me/out@cut")
+    shown = cli("status", "hf://me/out@cut")
     assert f"shards missing or of a wrong size: 1 of 5, first {name}" in shown.stdout
-    assert json.loads(hub_cli("status", "hf://me/out@cut", "--json").stdout)["missing"] == [name]
+    assert json.loads(cli("status", "hf://me/out@cut", "--json").stdout)["missing"] == [name]
 
 
 @pytest.mark.parametrize("verb", ["status", "validate", "report"])
@@ -166,10 +156,8 @@ def test_status_of_a_repository_names_a_missing_shard(done: str, hub_after: Loop
         ("hf://me", "hf://me: not a repository. Write hf://owner/name"),
     ],
 )
-def test_a_repository_or_revision_that_does_not_exist_is_one_line(
-    done: str, hub_cli: RunCli, verb: str, address: str, words: str
-) -> None:
-    shown = hub_cli(verb, address)
+def test_a_missing_repository_is_one_line(done: str, cli: RunCli, verb: str, address: str, words: str) -> None:
+    shown = cli(verb, address)
     assert (shown.returncode, shown.stdout) == (1, "")
     assert said(shown.stderr).startswith(f"error: {words}")
     assert said(shown.stderr).count("\n") == 1

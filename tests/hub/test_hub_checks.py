@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 from command import RunCli, said
+from damaged_files import flip
 from loopback import LoopbackHub
 from published import ALL_RULES, JOB, assert_published, stop_before_main
 from sealed_files import edit_sealed
@@ -38,12 +39,6 @@ def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path, ShardRecord]
     monkeypatch.setattr(executor, "convert_shard", convert_and_plant)
 
 
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
 def place_of(path: Path, what: str) -> int:
     """The offset of a code byte, a block scale, a copied tensor's byte, or a byte of the header."""
     if what == "header":
@@ -61,7 +56,7 @@ def assert_nothing_on_main(server: LoopbackHub) -> None:
 
 @pytest.mark.parametrize(("what", "with_xet"), [("code", True), ("scale", False), ("copied", True), ("header", False)])
 def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, what: str, with_xet: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_hub: LoopbackHub, cli: RunCli, what: str, with_xet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", not with_xet)
 
@@ -70,15 +65,14 @@ def test_a_byte_planted_between_conversion_and_upload_stops_the_job(
         return record
 
     planted(monkeypatch, plant)
-    done = hub_cli(*JOB)
-    assert done.returncode == 1
+    done = cli(*JOB, code=1)
     [error] = [line for line in said(done.stderr).splitlines() if line.startswith("error:")]
     assert f"{SHARD}: does not match its recorded hash. Delete it and rerun" in error
-    assert_nothing_on_main(tiny_on_hub)
+    assert_nothing_on_main(tiny_hub)
 
 
 def test_a_planted_byte_with_fitting_hashes_stops_the_job_too(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_hub: LoopbackHub, cli: RunCli, local_result: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plant(path: Path, record: ShardRecord) -> ShardRecord:
         flip(path, place_of(path, "code"))
@@ -87,45 +81,38 @@ def test_a_planted_byte_with_fitting_hashes_stops_the_job_too(
 
     with monkeypatch.context() as during:
         planted(during, plant)
-        done = hub_cli(*JOB)
+        done = cli(*JOB)
     assert done.returncode == 1
     assert f"{SHARD}: does not match its recorded hash" in done.stderr
-    assert_nothing_on_main(tiny_on_hub)
-    again = hub_cli(*JOB)
-    assert again.returncode == 0, again.stderr
+    assert_nothing_on_main(tiny_hub)
+    again = cli(*JOB, code=0)
     assert ALL_RULES in " ".join(again.stdout.split())
-    assert_published(tiny_on_hub, local_result)
+    assert_published(tiny_hub, local_result)
 
 
-def test_a_result_below_the_error_budget_does_not_reach_main(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, tmp_path: Path
-) -> None:
+def test_a_result_below_the_budget_does_not_reach_main(tiny_hub: LoopbackHub, cli: RunCli, tmp_path: Path) -> None:
     recipe = tmp_path / "strict.yaml"
     recipe.write_text("name: strict\nrule: max\nbudget: {tensor_sqnr_db: 19.7}\n")
-    done = hub_cli(*JOB, "--recipe", str(recipe))
-    assert done.returncode == 3
+    done = cli(*JOB, "--recipe", str(recipe), code=3)
     assert "the result does not validate (rules 18), so main was not changed" in done.stderr
-    assert_nothing_on_main(tiny_on_hub)
+    assert_nothing_on_main(tiny_hub)
 
 
-def edit_records(workplace: Path, change: Callable[[dict[str, Any]], object]) -> int:
-    folder = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
+def edit_records(cwd: Path, change: Callable[[dict[str, Any]], object]) -> int:
+    folder = cwd / "k2convert-work" / "me--out" / ".k2convert" / "shards"
     paths = sorted(folder.iterdir())
     for path in paths:
         edit_sealed(path, change)
     return len(paths)
 
 
-def test_shards_whose_records_have_no_comparison_are_made_again_not_passed(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
-) -> None:
-    stop_before_main(tiny_on_hub, hub_cli)
-    number = edit_records(workplace, lambda record: record.pop("checked"))
-    done = hub_cli(*JOB, "--json")
-    assert done.returncode == 0, done.stderr
+def test_uncompared_shards_are_made_again(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path) -> None:
+    stop_before_main(tiny_hub, cli)
+    number = edit_records(cwd, lambda record: record.pop("checked"))
+    done = cli(*JOB, "--json", code=0)
     assert f"{number} shards were not validated" in " ".join(done.stderr.split())
     assert json.loads(done.stdout)["contract"] == {"rules": 19, "unchecked": [], "failed": []}
-    assert_published(tiny_on_hub, local_result)
+    assert_published(tiny_hub, local_result)
 
 
 @pytest.mark.parametrize(
@@ -137,19 +124,15 @@ def test_shards_whose_records_have_no_comparison_are_made_again_not_passed(
     ids=["a copy not compared", "below the budget"],
 )
 def test_findings_of_an_earlier_run_decide_too(
-    tiny_on_hub: LoopbackHub,
-    hub_cli: RunCli,
-    workplace: Path,
-    change: Callable[[dict[str, Any]], object],
-    rules: list[int],
+    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, change: Callable[[dict[str, Any]], object], rules: list[int]
 ) -> None:
-    stop_before_main(tiny_on_hub, hub_cli)
-    edit_records(workplace, change)
-    done = hub_cli(*JOB, "--json")
+    stop_before_main(tiny_hub, cli)
+    edit_records(cwd, change)
+    done = cli(*JOB, "--json")
     assert (done.returncode, json.loads(done.stdout)["contract"]["failed"]) == (3, rules)
     named = ", ".join(map(str, rules))
     assert f"does not validate (rules {named}), so main was not changed" in " ".join(done.stderr.split())
-    assert_nothing_on_main(tiny_on_hub)
+    assert_nothing_on_main(tiny_hub)
 
 
 def low(record: dict[str, Any]) -> dict[str, Any]:
@@ -158,9 +141,7 @@ def low(record: dict[str, Any]) -> dict[str, Any]:
     return {module: figures | {"squared_error": figures["energy"]} for module, figures in decoded.items()}
 
 
-def test_a_side_file_that_differs_from_the_hubs_stops_the_job(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_side_file(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = transfers.keep_small_files
 
     def keep_changed(job: Any) -> Path:
@@ -169,10 +150,9 @@ def test_a_side_file_that_differs_from_the_hubs_stops_the_job(
         return folder
 
     monkeypatch.setattr(transfers, "keep_small_files", keep_changed)
-    done = hub_cli(*JOB)
-    assert done.returncode == 1
+    done = cli(*JOB, code=1)
     assert "tokenizer_config.json: differs from the file of moon/tiny" in " ".join(done.stderr.split())
-    assert_nothing_on_main(tiny_on_hub)
+    assert_nothing_on_main(tiny_hub)
 
 
 @pytest.mark.parametrize(
@@ -181,30 +161,27 @@ def test_a_side_file_that_differs_from_the_hubs_stops_the_job(
 )
 def test_publish_sends_only_what_it_validated(
     server: LoopbackHub,
-    hub_cli: RunCli,
-    workplace: Path,
+    cli: RunCli,
+    cwd: Path,
     local_result: Path,
     name: str,
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shutil.copytree(local_result, workplace / "out")
+    shutil.copytree(local_result, cwd / "out")
     send = command.publish_folder
 
     def change_and_send(*args: Any, **options: Any) -> str:
-        flip(workplace / "out" / name, 5)
+        flip(cwd / "out" / name, 5)
         return send(*args, **options)
 
     monkeypatch.setattr(command, "publish_folder", change_and_send)
-    done = hub_cli("publish", "out", "--repo", "me/out", "--yes")
-    assert done.returncode == 1
+    done = cli("publish", "out", "--repo", "me/out", "--yes", code=1)
     assert f"{name}: {words}" in " ".join(done.stderr.split())
     assert_nothing_on_main(server)
 
 
-def test_a_wrong_kernel_stops_the_job(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_kernel_stops_the_job(tiny_hub: LoopbackHub, cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     convert = cpu.convert
 
     def convert_wrongly(weight: Int4Weight, **options: Any) -> Any:
@@ -213,8 +190,7 @@ def test_a_wrong_kernel_stops_the_job(
         return converted
 
     monkeypatch.setattr(cpu, "convert", convert_wrongly)
-    done = hub_cli(*JOB)
-    assert done.returncode == 3
+    done = cli(*JOB, code=3)
     assert "sampled blocks are not what the reference arithmetic gives" in " ".join(done.stderr.split())
     assert "The shard was not uploaded. Run the same command again" in " ".join(done.stderr.split())
-    assert_nothing_on_main(tiny_on_hub)
+    assert_nothing_on_main(tiny_hub)

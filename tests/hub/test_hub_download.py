@@ -24,12 +24,6 @@ SHARD = "model-00001-of-000005.safetensors"
 
 
 @pytest.fixture
-def source(server: LoopbackHub, hub: Hub, tiny: Path) -> RemoteRepo:
-    server.store.add_folder("moon/tiny", tiny)
-    return resolve_source(hub, RepoRef("moon/tiny"))
-
-
-@pytest.fixture
 def one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetch a shard's segments in order, over a single connection."""
     monkeypatch.setattr("k2convert.hub.download.NUM_CONNECTIONS", 1)
@@ -43,9 +37,7 @@ def shard_requests(server: LoopbackHub) -> int:
     return len(server.traffic.matching("GET", SHARD))
 
 
-def test_downloaded_shard_has_the_sources_bytes_and_nothing_else_is_left(
-    server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_download_is_exact(server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path) -> None:
     fetch(hub, source, tmp_path / "in" / SHARD)
     assert (tmp_path / "in" / SHARD).read_bytes() == (tiny / SHARD).read_bytes()
     assert [p.name for p in (tmp_path / "in").iterdir()] == [SHARD]
@@ -54,7 +46,7 @@ def test_downloaded_shard_has_the_sources_bytes_and_nothing_else_is_left(
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["max", "tls"])
-def test_a_body_is_read_from_the_connections_own_socket(
+def test_a_body_from_the_socket(
     tls: bool, hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library then misses the end of the body and opens a new connection for the next request."""
@@ -104,9 +96,7 @@ def test_a_line_that_is_down_is_passing_trouble_whatever_the_systems_error() -> 
     assert caught.value.transient
 
 
-def test_a_shard_that_is_there_is_not_fetched_again(
-    server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
-) -> None:
+def test_finished_shards_stay(server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / SHARD).write_bytes((tiny / SHARD).read_bytes())
     fetch(hub, source, tmp_path / SHARD)
     assert shard_requests(server) == 0
@@ -134,9 +124,7 @@ def test_a_broken_connection_continues_behind_the_last_segment(
     assert continued_at == 5 * MIN_SEGMENT_BYTES if kind is Kind.SHORT else continued_at <= 5 * MIN_SEGMENT_BYTES
 
 
-def test_every_fault_at_once_still_ends_with_the_right_bytes(
-    server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path
-) -> None:
+def test_all_faults_are_survived(server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path) -> None:
     server.traffic.inject(
         Fault("GET", SHARD, status=503, times=2),
         Fault("GET", SHARD, status=429, retry_after=0),
@@ -149,9 +137,7 @@ def test_every_fault_at_once_still_ends_with_the_right_bytes(
     assert len(server.traffic.injected) == 6
 
 
-def test_bytes_that_stay_wrong_never_get_the_shards_name(
-    server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path
-) -> None:
+def test_bytes_that_stay_wrong_get_no_name(server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path) -> None:
     server.traffic.inject(Fault("GET", SHARD, Kind.CORRUPT, times=100))
     with pytest.raises(HubError, match=r"arrived 3 times with bytes that do not match the Hub's sha256"):
         fetch(hub, source, tmp_path / SHARD)
@@ -199,9 +185,7 @@ def test_a_stopped_download_is_continued_inside_the_shard(
 
 
 @pytest.mark.parametrize("record", ["", "[]", "{", '{"done": "1111"}', '{"sha256": "0", "done": "1"}', "a lie"])
-def test_a_damaged_record_or_one_that_lies_costs_a_download_and_nothing_else(
-    hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path, record: str
-) -> None:
+def test_a_wrong_record_costs_a_download(hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path, record: str) -> None:
     if record == "a lie":
         partial = open_partial(tmp_path / SHARD, source.shard(SHARD))
         for segment in range(7):
@@ -228,9 +212,7 @@ def test_segments_are_small_in_small_files_and_at_most_8_megabytes(num_bytes: in
 
 
 @pytest.mark.parametrize("suffix", ["", ".part", ".part.json"])
-def test_a_download_follows_no_link(
-    suffix: str, server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path
-) -> None:
+def test_a_download_and_links(suffix: str, server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path) -> None:
     server.traffic.bytes_per_second = 200_000.0  # slow enough for a record
     precious = tmp_path / "precious"
     precious.write_text("the only copy")

@@ -76,12 +76,12 @@ def _retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_answer_that_is_not_the_hubs_is_one_line(
-    name: str, answer: str, tiny: Path, local_result: Path, hub_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+    name: str, answer: str, tiny: Path, local_result: Path, cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with portal(*ANSWERS[answer]) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         words = [{"TINY": str(tiny), "RESULT": str(local_result)}.get(word, word) for word in COMMANDS[name]]
-        done = hub_cli(*words)
+        done = cli(*words)
     assert done.returncode == 1, done.stderr
     errors = [line for line in said(done.stderr).splitlines() if "trying again" not in line]
     assert len(errors) == 1, done.stderr

@@ -18,17 +18,15 @@ from screen import Screen, in_terminal, same_as_golden
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50)])
-def test_a_hub_job_looks_as_it_should(
-    columns: int, rows: int, tiny_on_hub: LoopbackHub, workplace: Path, hub_environment: None
-) -> None:
-    tiny_on_hub.traffic.bytes_per_second = 1_000_000.0
+def test_a_hub_job_on_screen(columns: int, rows: int, tiny_hub: LoopbackHub, cwd: Path, hub_environment: None) -> None:
+    tiny_hub.traffic.bytes_per_second = 1_000_000.0
     seen: list[str] = []
 
     def watch(screen: Screen, process: "subprocess.Popen[bytes]") -> None:
         assert process.pid
         seen.append(screen.stable)
 
-    done = in_terminal(*JOB, columns=columns, rows=rows, folder=workplace, watch=watch, HF_HUB_DISABLE_XET="1")
+    done = in_terminal(*JOB, columns=columns, rows=rows, folder=cwd, watch=watch, HF_HUB_DISABLE_XET="1")
     assert done.code == 0
     same_as_golden(f"hub-{columns}", done.screen.stable)
     shares = {tuple(map(int, re.findall(r"(\d+) %", text)[:3])) for text in seen}
@@ -36,14 +34,14 @@ def test_a_hub_job_looks_as_it_should(
 
 
 def test_an_interrupted_hub_job_says_what_is_done_and_its_status_gives_the_command(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path
+    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path
 ) -> None:
-    tiny_on_hub.traffic.bytes_per_second = 100_000.0
-    records = workplace / "k2convert-work" / "me--out" / ".k2convert" / "shards"
-    with start_cli(*JOB, cwd=workplace, stderr=subprocess.PIPE) as process:
+    tiny_hub.traffic.bytes_per_second = 100_000.0
+    records = cwd / "k2convert-work" / "me--out" / ".k2convert" / "shards"
+    with start_cli(*JOB, cwd=cwd, stderr=subprocess.PIPE) as process:
         while len(list(records.glob("*.json"))) < 2 and process.poll() is None:
             time.sleep(0.05)
-        running = hub_cli("status", "k2convert-work/me--out").stdout
+        running = cli("status", "k2convert-work/me--out").stdout
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
@@ -53,11 +51,10 @@ def test_an_interrupted_hub_job_says_what_is_done_and_its_status_gives_the_comma
     assert "running: " in running
     assert re.search(r"^download: [\d.]+ [kM]B of 7\.\d+ MB", running, re.MULTILINE)
 
-    tiny_on_hub.traffic.bytes_per_second = None
-    stopped = hub_cli("status", "k2convert-work/me--out", "--json")
+    tiny_hub.traffic.bytes_per_second = None
+    stopped = cli("status", "k2convert-work/me--out", "--json")
     assert json.loads(stopped.stdout)["resume"] == "k2convert run hf://moon/tiny hf://me/out --yes"
-    again = hub_cli(*JOB, "--json")
-    assert again.returncode == 0, again.stderr
+    again = cli(*JOB, "--json", code=0)
     json.loads(again.stdout)
     assert re.search(r"hf://me/out: resuming: \d of 5 shards done", again.stderr)
-    assert_published(tiny_on_hub, local_result)
+    assert_published(tiny_hub, local_result)

@@ -13,14 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from command import RunCli, cli_environment, command
+from command import RunCli, start_cli
 from loopback import LoopbackHub
+from published import JOB as HUB_JOB
 from published import assert_published
 from ray_nodes import Nodes
 
 pytest.importorskip("ray")
 
-JOB = ("run", "hf://moon/tiny", "hf://me/out", "--yes", "--cpus-per-shard", "1")
+JOB = (*HUB_JOB, "--cpus-per-shard", "1")
 FOLDER_JOB = ("run", "hf://moon/tiny", "shared", "--cpus-per-shard", "1")
 
 
@@ -33,7 +34,7 @@ def temporary() -> Iterator[Path]:
 
 @pytest.fixture
 def nodes(
-    request: pytest.FixtureRequest, tiny_on_hub: LoopbackHub, temporary: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tiny_hub: LoopbackHub, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Nodes]:
     """Three nodes, or as many as a test asks for. Their workers have its Hub and folder for temporary files."""
     with monkeypatch.context() as changed:
@@ -43,9 +44,8 @@ def nodes(
     cluster.close()
 
 
-def start(workplace: Path, nodes: Nodes) -> subprocess.Popen[str]:
-    words = command(*JOB, "--ray", nodes.address)
-    return subprocess.Popen(words, env=cli_environment(), cwd=workplace, stderr=subprocess.PIPE, text=True)
+def start(cwd: Path, nodes: Nodes) -> subprocess.Popen[str]:
+    return start_cli(*JOB, "--ray", nodes.address, cwd=cwd, stderr=subprocess.PIPE)
 
 
 def downloading(driver: subprocess.Popen[str], temporary: Path, nodes: Nodes) -> tuple[int, int]:
@@ -56,38 +56,37 @@ def downloading(driver: subprocess.Popen[str], temporary: Path, nodes: Nodes) ->
 
 
 def test_nodes_fetch_convert_and_send_whoever_dies(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, nodes: Nodes, temporary: Path
+    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, nodes: Nodes, temporary: Path
 ) -> None:
-    tiny_on_hub.traffic.bytes_per_second = 1_000_000.0
-    with start(workplace, nodes) as driver:
+    tiny_hub.traffic.bytes_per_second = 1_000_000.0
+    with start(cwd, nodes) as driver:
         downloading(driver, temporary, nodes)
         driver.send_signal(signal.SIGKILL)
-    with start(workplace, nodes) as driver:
+    with start(cwd, nodes) as driver:
         worker, raylet = downloading(driver, temporary, nodes)
         nodes.kill(raylet)
         with suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
-        tiny_on_hub.traffic.bytes_per_second = None
+        tiny_hub.traffic.bytes_per_second = None
         _, said = driver.communicate(timeout=120)
         assert driver.returncode == 0, said
-    assert_published(tiny_on_hub, local_result)
+    assert_published(tiny_hub, local_result)
     assert len(set(re.findall(r"node \S+ \((\w+)\): model-", said))) >= 2
-    assert not list(workplace.rglob("*.safetensors")), "no shard came to the driver"
+    assert not list(cwd.rglob("*.safetensors")), "no shard came to the driver"
 
-    done = hub_cli(*FOLDER_JOB, "--ray", nodes.address, "--max-disk", "12MB")
-    assert done.returncode == 0, done.stderr
+    cli(*FOLDER_JOB, "--ray", nodes.address, "--max-disk", "12MB", code=0)
     for path in local_result.glob("*.safetensors"):
-        assert (workplace / "shared" / path.name).read_bytes() == path.read_bytes()
+        assert (cwd / "shared" / path.name).read_bytes() == path.read_bytes()
     assert not list(temporary.glob("k2convert-*")), "nodes keep nothing"
 
 
 @pytest.mark.parametrize("nodes", [1], indirect=True, ids=["one node"])
 def test_nodes_follow_no_link_in_their_folder_for_temporary_files(
-    hub_cli: RunCli, workplace: Path, nodes: Nodes, temporary: Path, monkeypatch: pytest.MonkeyPatch
+    cli: RunCli, cwd: Path, nodes: Nodes, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen, earlier = f"k2convert-ray-{16 * 'a'}", f"k2convert-ray-{16 * 'b'}"
     monkeypatch.setattr("k2convert.job.node_room.secrets", SimpleNamespace(token_hex=lambda num: num * "aa"))
-    victim = workplace / "victim"
+    victim = cwd / "victim"
     (victim / "0").mkdir(parents=True)
     (victim / "lock").write_text("precious")
     for rooms in (chosen, earlier):
@@ -95,15 +94,13 @@ def test_nodes_follow_no_link_in_their_folder_for_temporary_files(
     (temporary / f"{earlier}-1").mkdir(mode=0o700)
     os.mkfifo(temporary / f"{earlier}-1" / "lock")
 
-    refused = hub_cli(*FOLDER_JOB, "--ray", nodes.address)
-    assert refused.returncode == 1
+    refused = cli(*FOLDER_JOB, "--ray", nodes.address, code=1)
     lines = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert re.search(rf"error: node \S+ \(\w+\): {temporary}/{chosen}-0: is not a folder that", lines[0])
 
     (temporary / f"{chosen}-0").unlink()
-    done = hub_cli(*FOLDER_JOB, "--ray", nodes.address)
-    assert done.returncode == 0, done.stderr
+    cli(*FOLDER_JOB, "--ray", nodes.address, code=0)
     assert sorted(path.name for path in temporary.glob("k2convert-*")) == [f"{earlier}-0", f"{earlier}-1"]
     assert (victim / "0").is_dir()
     assert (victim / "lock").read_text() == "precious"

@@ -12,18 +12,11 @@ from faults import Fault, Kind
 from huggingface_hub.utils import validate_repo_id
 from loopback import TOKEN, LoopbackHub
 
-from k2convert.checkpoint.index import open_checkpoint
+from k2convert.checkpoint.index import Checkpoint, open_checkpoint
 from k2convert.errors import CheckpointError, DestinationWriteError, HubError
 from k2convert.hub.client import Hub, RepoRef, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
-
-
-@pytest.fixture
-def source(server: LoopbackHub, hub: Hub, tiny: Path) -> RemoteRepo:
-    """The tiny checkpoint as moon/tiny, at its first commit."""
-    server.store.add_folder("moon/tiny", tiny)
-    return resolve_source(hub, RepoRef("moon/tiny"))
 
 
 @pytest.mark.parametrize(
@@ -88,9 +81,12 @@ def test_a_remote_checkpoint_opens_like_the_local_one_with_two_range_requests_a_
     assert sum(r.sent for r in requests) == sum(h.data_begin for h in remote.headers.values()), "no tensor byte"
 
 
-def test_the_whole_of_k2_is_planned_from_its_headers_alone(
-    server: LoopbackHub, hub: Hub, k2_headers: Path, tmp_path: Path
-) -> None:
+def open_tiny(hub: Hub, folder: Path) -> Checkpoint:
+    """Open moon/tiny as it is now."""
+    return open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=folder / "small")
+
+
+def test_all_of_k2_is_planned_from_headers(server: LoopbackHub, hub: Hub, k2_headers: Path, tmp_path: Path) -> None:
     server.store.add_folder("moon/k2", k2_headers, hash_shards=False)
     remote = open_remote(hub, resolve_source(hub, RepoRef("moon/k2")), folder=tmp_path / "small")
     assert (len(remote.headers), len(remote.tensors)) == (62, 208_215)
@@ -98,12 +94,8 @@ def test_the_whole_of_k2_is_planned_from_its_headers_alone(
     assert server.traffic.bytes_sent(r"\.safetensors$") < 60_000_000
 
 
-def test_a_later_push_does_not_change_a_pinned_source(
-    server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path
-) -> None:
-    repo = server.store.add_folder("moon/tiny", tiny)
-    source = resolve_source(hub, RepoRef("moon/tiny", "main"))
-    repo.commit("main", {})
+def test_a_push_changes_no_pinned_source(server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path) -> None:
+    server.store.repos["moon/tiny"].commit("main", {})
     assert open_remote(hub, source, folder=tmp_path / "small").config["model_type"] == "kimi_k2"
     assert source.commit in server.traffic.matching("GET", r"config\.json$")[0].path
 
@@ -115,72 +107,55 @@ def test_a_later_push_does_not_change_a_pinned_source(
         (RepoRef("moon/tiny", "v9"), "revision v9.*404"),
     ],
 )
-def test_missing_repository_or_revision_says_what_to_check(
-    server: LoopbackHub, hub: Hub, tiny: Path, ref: RepoRef, words: str
-) -> None:
-    server.store.add_folder("moon/tiny", tiny)
+@pytest.mark.usefixtures("tiny_hub")
+def test_missing_repository_or_revision_says_what_to_check(hub: Hub, ref: RepoRef, words: str) -> None:
     with pytest.raises(HubError, match=words):
         resolve_source(hub, ref)
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_passing_trouble_is_retried(server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path, status: int) -> None:
-    server.store.add_folder("moon/tiny", tiny)
-    server.traffic.inject(
+def test_passing_trouble_is_retried(tiny_hub: LoopbackHub, hub: Hub, tmp_path: Path, status: int) -> None:
+    tiny_hub.traffic.inject(
         Fault("GET", "/revision|/api/models/moon/tiny$", status=status),
         Fault("GET", "/tree/", status=status),
         Fault("GET", r"config\.json$", status=status, times=2),
         Fault("GET", r"\.safetensors$", status=status, times=3),
     )
-    remote = open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
-    assert len(server.traffic.injected) == 7
+    remote = open_tiny(hub, tmp_path)
+    assert len(tiny_hub.traffic.injected) == 7
     assert len(remote.headers) == 5
 
 
-def test_retry_after_is_obeyed(server: LoopbackHub, tiny: Path) -> None:
-    notices: list[str] = []
-    server.store.add_folder("moon/tiny", tiny)
-    server.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=1))
-    resolve_source(Hub(notify=notices.append), RepoRef("moon/tiny"))
-    assert notices == ["the Hub answered 429 (injected); trying again in 1 s"]
+PAST = ["Mon, 01 Jan 2024 00:00:00 GMT", "Mon, 01 Jan 2024 00:00:00 -0000"]
 
 
 @pytest.mark.parametrize(
-    "asked", ["Mon, 01 Jan 2024 00:00:00 GMT", "Mon, 01 Jan 2024 00:00:00 -0000", "\N{SUPERSCRIPT TWO}", "soon"]
+    ("asked", "seconds"), [(1, 1), *((asked, 0) for asked in (*PAST, "\N{SUPERSCRIPT TWO}", "soon"))]
 )
-def test_a_wait_until_a_past_date_or_of_no_known_form_is_no_trouble(
-    server: LoopbackHub, hub: Hub, tiny: Path, asked: str
-) -> None:
+def test_retry_after_is_obeyed_if_it_is_one(tiny_hub: LoopbackHub, hub: Hub, asked: int | str, seconds: int) -> None:
     notices: list[str] = []
-    server.store.add_folder("moon/tiny", tiny)
-    server.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=asked))
+    tiny_hub.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=asked))
     resolve_source(replace(hub, notify=notices.append), RepoRef("moon/tiny"))
-    assert "again in 0 s" in notices[0]
+    assert notices == [f"the Hub answered 429 (injected); trying again in {seconds} s"]
 
 
-def test_a_wait_until_a_date_is_obeyed_but_no_longer_than_an_hour(
-    server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_is_at_most_an_hour(tiny_hub: LoopbackHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("k2convert.hub.client.NUM_ATTEMPTS", 1)
-    server.store.add_folder("moon/tiny", tiny)
     for seconds, least, most in ((100, 90, 100), (10**6, 3600, 3600)):
         asked = formatdate(time.time() + seconds, usegmt=True)
-        server.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=asked))
+        tiny_hub.traffic.inject(Fault("GET", "/api/models/moon/tiny", status=429, retry_after=asked))
         with pytest.raises(HubRequestError) as caught:
             resolve_source(hub, RepoRef("moon/tiny"))
         assert least <= (caught.value.retry_after or 0) <= most
 
 
-def test_a_shard_that_the_index_does_not_name_is_no_trouble(
-    server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path
-) -> None:
-    repo = server.store.add_folder("moon/tiny", tiny)
-    files = dict(repo.files())
-    repo.commit("main", files | {"stray.safetensors": files["config.json"]})
-    remote = open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
+def test_a_shard_outside_the_index_is_accepted(tiny_hub: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path) -> None:
+    repo = tiny_hub.store.repos["moon/tiny"]
+    repo.commit("main", repo.files() | {"stray.safetensors": repo.files()["config.json"]})
+    remote = open_tiny(hub, tmp_path)
     assert remote.tensors == open_checkpoint(tiny).tensors
     assert remote.stray_shards == ("stray.safetensors",)
-    assert server.traffic.matching("GET", "stray") == []
+    assert tiny_hub.traffic.matching("GET", "stray") == []
 
 
 def test_a_large_file_that_is_no_weights_is_left_out_and_named(server: LoopbackHub, tiny: Path, tmp_path: Path) -> None:
@@ -189,8 +164,7 @@ def test_a_large_file_that_is_no_weights_is_left_out_and_named(server: LoopbackH
         file.truncate(80_000_000)
     server.store.add_folder("moon/tiny", source)
     notices: list[str] = []
-    hub = Hub(notify=notices.append)
-    open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
+    open_tiny(Hub(notify=notices.append), tmp_path)
     assert len(notices) == 1
     assert "samples.tar is left out: 80,000,000 bytes" in notices[0]
     assert (tmp_path / "small" / "tokenizer.json").exists()
@@ -198,16 +172,20 @@ def test_a_large_file_that_is_no_weights_is_left_out_and_named(server: LoopbackH
     assert server.traffic.matching("GET", "samples") == []
 
 
-def test_a_shard_that_only_the_index_has_is_named(server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path) -> None:
-    repo = server.store.add_folder("moon/tiny", tiny)
-    shard = "model-00002-of-000005.safetensors"
-    repo.commit("main", {name: entry for name, entry in repo.files().items() if name != shard})
+def test_a_missing_shard_and_a_path_outside_are_named(tiny_hub: LoopbackHub, hub: Hub, tmp_path: Path) -> None:
+    repo, shard = tiny_hub.store.repos["moon/tiny"], "model-00002-of-000005.safetensors"
+    files = repo.files()
+    repo.commit("main", {name: entry for name, entry in files.items() if name != shard})
     with pytest.raises(HubError, match=f"{shard} is missing, but the index names it"):
-        open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
+        open_tiny(hub, tmp_path)
+    repo.commit("main", files | {"../evil.json": files["config.json"]})
+    with pytest.raises(HubError, match="outside"):
+        open_tiny(hub, tmp_path)
+    assert not (tmp_path / "evil.json").exists()
 
 
 @pytest.mark.parametrize("kind", [Kind.RESET, Kind.SHORT, Kind.CORRUPT])
-def test_broken_and_wrong_answers_are_fetched_again(
+def test_wrong_answers_are_retried(
     server: LoopbackHub, hub: Hub, source: RemoteRepo, tiny: Path, tmp_path: Path, kind: Kind
 ) -> None:
     faults = [Fault("GET", r"tokenizer\.json$", kind, times=2)]
@@ -223,28 +201,28 @@ def test_offline_mode_fails_at_once(server: LoopbackHub, hub: Hub, tiny: Path, m
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(HubError, match="HF_HUB_OFFLINE is set"):
         resolve_source(hub, RepoRef("moon/tiny"))
-    assert run_here("inspect", tiny).returncode == 0, "a folder needs no Hub"
+    run_here("inspect", tiny, code=0)  # a folder needs no Hub
     assert server.traffic.requests == []
 
 
-@pytest.mark.parametrize("address", ["http://[::1", "localhost:8080", "huggingface.co", "https://", "http://a:b"])
-def test_an_endpoint_that_is_no_address_is_named_at_once(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        *(
+            (of, r"HF_ENDPOINT is .*not an address")
+            for of in ("http://[::1", "localhost:8080", "https://", "http://a:b")
+        ),
+        ("http://127.0.0.1:1", r"connection to the Hub failed.*Check the network"),
+    ],
+)
+def test_an_unusable_endpoint_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch, address: str, words: str) -> None:
     monkeypatch.setenv("HF_ENDPOINT", address)
-    with pytest.raises(HubError, match=r"HF_ENDPOINT is .*not an address"):
+    with pytest.raises(HubError, match=words):
         resolve_source(hub, RepoRef("moon/tiny"))
 
 
-def test_unreachable_hub_is_reported_after_the_retries(hub: Hub) -> None:
-    with pytest.raises(HubError, match=r"connection to the Hub failed.*Check the network"):
-        resolve_source(hub, RepoRef("moon/tiny"))
-
-
-def test_private_source_needs_a_token(
-    server: LoopbackHub, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.store.add_folder("moon/tiny", tiny, private=True)
+def test_private_source_needs_a_token(tiny_hub: LoopbackHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_hub.store.repos["moon/tiny"].private = True
     assert resolve_source(hub, RepoRef("moon/tiny")).private
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(HubError, match=r"hf auth login") as caught:
@@ -252,19 +230,7 @@ def test_private_source_needs_a_token(
     assert TOKEN not in str(caught.value)
 
 
-def test_a_listed_path_outside_the_folder_is_refused(server: LoopbackHub, hub: Hub, tiny: Path, tmp_path: Path) -> None:
-    repo = server.store.add_folder("moon/tiny", tiny)
-    files = dict(repo.files())
-    files["../evil.json"] = files["config.json"]
-    repo.commit("main", files)
-    with pytest.raises(HubError, match="outside"):
-        open_remote(hub, resolve_source(hub, RepoRef("moon/tiny")), folder=tmp_path / "small")
-    assert not (tmp_path / "evil.json").exists()
-
-
-def test_a_damaged_remote_header_names_repository_and_shard(
-    server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path
-) -> None:
+def test_a_damaged_header_names_the_shard(server: LoopbackHub, hub: Hub, source: RemoteRepo, tmp_path: Path) -> None:
     server.traffic.inject(Fault("GET", r"00003-of.*safetensors$", Kind.CORRUPT, after_bytes=6))
     with pytest.raises(CheckpointError, match=r"moon/tiny/model-00003-of-000005\.safetensors"):
         open_remote(hub, source, folder=tmp_path / "small")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import RunCli, said
+from damaged_files import flip
 from loopback import LoopbackHub
 from statistics_makers import layers_of, random_statistics, rewrite
 
@@ -23,11 +24,8 @@ def source(server: LoopbackHub, cut: Path) -> LoopbackHub:
     return server
 
 
-def test_hub_to_hub_publishes_the_bytes_of_a_local_job(
-    source: LoopbackHub, hub_cli: RunCli, by_imatrix: Path, cut_statistics: Path
-) -> None:
-    done = hub_cli("run", "hf://moon/cut", "hf://me/out", "--statistics", cut_statistics, "--yes")
-    assert done.returncode == 0, done.stderr
+def test_hub_to_hub_gives_the_local_bytes(source: LoopbackHub, cli: RunCli, by_imatrix: Path, statistics: Path) -> None:
+    cli("run", "hf://moon/cut", "hf://me/out", "--statistics", statistics, "--yes", code=0)
     for path in by_imatrix.glob("*.safetensors"):
         assert source.store.read("me/out", path.name) == path.read_bytes()
     ledgers = ((by_imatrix / "k2convert.json").read_bytes(), source.store.read("me/out", "k2convert.json"))
@@ -39,33 +37,29 @@ def test_hub_to_hub_publishes_the_bytes_of_a_local_job(
     report = source.store.read("me/out", "report.html").decode()
     assert "<h2>Calibration</h2>" in report
     assert "byte for byte or scaled exactly by the norm" in report
-    again = hub_cli("run", "hf://moon/cut", "hf://me/out", "--statistics", cut_statistics, "--yes")
+    again = cli("run", "hf://moon/cut", "hf://me/out", "--statistics", statistics, "--yes")
     assert "already holds this result" in again.stderr
-    other = hub_cli("run", "hf://moon/cut", "hf://me/out", "--yes")
-    assert other.returncode == 1
+    cli("run", "hf://moon/cut", "hf://me/out", "--yes", code=1)
 
 
 @pytest.mark.usefixtures("source")
-def test_another_norm_is_found_when_its_shard_has_arrived(
-    hub_cli: RunCli, workplace: Path, cut_statistics: Path, tmp_path: Path
-) -> None:
-    dense, *layers = layers_of(cut_statistics)
-    rewrite(cut_statistics, [dense, *(replace(of, norm_digest="0" * 64) for of in layers)], tmp_path / "wrong")
-    done = hub_cli("run", "hf://moon/cut", "out", "--statistics", tmp_path / "wrong", "--quiet")
-    assert done.returncode == 1
+def test_another_norm_is_found_in_its_shard(cli: RunCli, cwd: Path, statistics: Path, tmp_path: Path) -> None:
+    dense, *layers = layers_of(statistics)
+    rewrite(statistics, [dense, *(replace(of, norm_digest="0" * 64) for of in layers)], tmp_path / "wrong")
+    done = cli("run", "hf://moon/cut", "out", "--statistics", tmp_path / "wrong", "--quiet", code=1)
     assert f"was made from a different source: {NORM} differs" in done.stderr
     assert said(done.stderr).count("\n") == 1
-    assert not (workplace / "out" / "config.json").exists()
-    assert not (workplace / "out" / "model-00002-of-000005.safetensors").exists()
+    assert not (cwd / "out" / "config.json").exists()
+    assert not (cwd / "out" / "model-00002-of-000005.safetensors").exists()
 
 
 @pytest.mark.parametrize("layers", [(), ("--layers", "1", "--tokens", "8")], ids=["everything", "one layer"])
 def test_a_published_result_is_validated_from_the_hub(
-    source: LoopbackHub, hub_cli: RunCli, by_imatrix: Path, cut_statistics: Path, layers: tuple[str, ...]
+    source: LoopbackHub, cli: RunCli, by_imatrix: Path, statistics: Path, layers: tuple[str, ...]
 ) -> None:
     source.store.add_folder("me/out", by_imatrix)
-    words = ("validate", "hf://me/out", "--source", "hf://moon/cut", "--statistics", cut_statistics, *layers, "--json")
-    found = json.loads(hub_cli(*words).stdout)
+    words = ("validate", "hf://me/out", "--source", "hf://moon/cut", "--statistics", statistics, *layers, "--json")
+    found = json.loads(cli(*words).stdout)
     assert found["contract"]["failed"] == []
     assert found["weights"]["verdicts"]["rule"] == "pass"
     assert (found["weights"]["rule"]["rule"], found["weights"]["rule"]["tensors"]) == ("imatrix", 12)
@@ -76,28 +70,23 @@ def test_a_published_result_is_validated_from_the_hub(
         assert found["contract"]["rules"][6]["note"].endswith("4 of them scaled")
 
 
-def test_a_changed_exponent_is_found_from_the_hub(
-    source: LoopbackHub, hub_cli: RunCli, by_imatrix: Path, tmp_path: Path
-) -> None:
+def test_a_changed_exponent_is_found(source: LoopbackHub, cli: RunCli, by_imatrix: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(by_imatrix, tmp_path / "out", ignore=shutil.ignore_patterns(".k2convert")))
     name = "model.layers.1.mlp.shared_experts.up_proj.weight"
     for path in folder.glob("*.safetensors"):
         if (place := read_header(path).tensors.get(name)) is not None:
-            data = bytearray(path.read_bytes())
-            data[place.begin + 1] ^= 1  # the exponent of the first number
-            path.write_bytes(data)
+            flip(path, place.begin + 1)  # the exponent of the first number
     source.store.add_folder("me/out", folder)
-    done = hub_cli("validate", "hf://me/out", "--source", "hf://moon/cut", "--json")
-    assert done.returncode == 3
+    done = cli("validate", "hf://me/out", "--source", "hf://moon/cut", "--json", code=3)
     rule = json.loads(done.stdout)["contract"]["rules"][6]
     assert [offender["name"] for offender in rule["offenders"]] == [name]
     assert "first in column 0" in rule["offenders"][0]["problem"]
 
 
-def put(server: LoopbackHub, name: str, folder: Path, cut_statistics: Path, *, as_file: str) -> str:
+def put(server: LoopbackHub, name: str, folder: Path, statistics: Path, *, as_file: str) -> str:
     """Put the statistics into a repository under a name; returns the commit."""
     folder.mkdir(parents=True)
-    shutil.copy(cut_statistics, folder / as_file)
+    shutil.copy(statistics, folder / as_file)
     return server.store.add_folder(name, folder).refs["main"]
 
 
@@ -112,31 +101,30 @@ def put(server: LoopbackHub, name: str, folder: Path, cut_statistics: Path, *, a
 )
 def test_statistics_of_the_hub_give_the_bytes_of_the_file(
     server: LoopbackHub,
-    hub_cli: RunCli,
-    workplace: Path,
+    cli: RunCli,
+    cwd: Path,
     cut: Path,
-    cut_statistics: Path,
+    statistics: Path,
     by_imatrix: Path,
     tmp_path: Path,
     repo: str,
     as_file: str,
     address: str,
 ) -> None:
-    commit = put(server, repo, tmp_path / "uploaded", cut_statistics, as_file=as_file)
-    done = hub_cli("run", cut, "out", "--statistics", address)
-    assert done.returncode == 0, done.stderr
+    commit = put(server, repo, tmp_path / "uploaded", statistics, as_file=as_file)
+    done = cli("run", cut, "out", "--statistics", address, code=0)
     for path in by_imatrix.glob("*.safetensors"):
-        assert (workplace / "out" / path.name).read_bytes() == path.read_bytes()
+        assert (cwd / "out" / path.name).read_bytes() == path.read_bytes()
     pinned = f"hf://{repo}@{commit}/{as_file}"
-    stated = json.loads((workplace / "out" / "k2convert.json").read_text())["calibration"]
-    assert stated["statistics"] == open_statistics(cut_statistics).digest
+    stated = json.loads((cwd / "out" / "k2convert.json").read_text())["calibration"]
+    assert stated["statistics"] == open_statistics(statistics).digest
     assert stated["statistics_from"] == pinned
     assert pinned in done.stderr.splitlines()[-1]
-    checked = hub_cli("validate", "out", "--source", cut, "--statistics", pinned, "--json", "--quiet")
+    checked = cli("validate", "out", "--source", cut, "--statistics", pinned, "--json", "--quiet")
     assert (checked.returncode, checked.stderr) == (0, "")
     assert json.loads(checked.stdout)["weights"]["verdicts"]["rule"] == "pass"
     server.store.repos[repo].commit("main", {})
-    assert hub_cli("run", cut, "out", "--statistics", pinned).returncode == 0
+    cli("run", cut, "out", "--statistics", pinned, code=0)
 
 
 @pytest.mark.parametrize(
@@ -151,63 +139,52 @@ def test_statistics_of_the_hub_give_the_bytes_of_the_file(
     ],
 )
 def test_what_is_no_statistics_file_on_the_hub_is_refused_in_one_line(
-    server: LoopbackHub, hub_cli: RunCli, workplace: Path, cut: Path, tmp_path: Path, address: str, words: str
+    server: LoopbackHub, cli: RunCli, cwd: Path, cut: Path, tmp_path: Path, address: str, words: str
 ) -> None:
     (tmp_path / "uploaded").mkdir()
     for name in ("a.stats", "b.stats"):
         (tmp_path / "uploaded" / name).write_text("import os")
     server.store.add_folder("me/stats", tmp_path / "uploaded")
-    done = hub_cli("run", cut, "out", "--statistics", address, "--quiet")
+    done = cli("run", cut, "out", "--statistics", address, "--quiet")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("error: ")
     assert words in done.stderr
     assert "/tmp/" not in done.stderr
-    assert not (workplace / "out").exists()
+    assert not (cwd / "out").exists()
 
 
 def test_publish_regenerates_the_weights_and_refuses_wrong_statistics(
-    server: LoopbackHub,
-    hub_cli: RunCli,
-    workplace: Path,
-    cut: Path,
-    short: Path,
-    cut_statistics: Path,
-    by_imatrix: Path,
+    server: LoopbackHub, cli: RunCli, cwd: Path, cut: Path, short: Path, statistics: Path, by_imatrix: Path
 ) -> None:
-    shutil.copytree(by_imatrix, workplace / "out")
-    damaged = workplace / "damaged.stats"
-    damaged.write_bytes(cut_statistics.read_bytes()[:-100])
-    foreign = random_statistics(workplace / "foreign.stats", short)
+    shutil.copytree(by_imatrix, cwd / "out")
+    damaged = cwd / "damaged.stats"
+    damaged.write_bytes(statistics.read_bytes()[:-100])
+    foreign = random_statistics(cwd / "foreign.stats", short)
     for given, fact in (
         (damaged, "not a complete"),
         (foreign, "not the statistics of this result"),
-        (workplace / "missing.stats", "no such file"),
+        (cwd / "missing.stats", "no such file"),
     ):
         refused = ("publish", "out", "--repo", "me/out", "--statistics", given, "--yes")
-        done = hub_cli(*refused, "--source", cut)
-        assert done.returncode == 1
+        done = cli(*refused, "--source", cut, code=1)
         (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
         assert f"{given}: " in line
         assert fact in line
-        assert hub_cli(*refused).returncode == 2, "statistics need the source"
+        cli(*refused, code=2)  # statistics need the source
     assert server.store.repos == {}
-    words = ("publish", "out", "--repo", "me/out", "--source", cut, "--statistics", cut_statistics, "--yes")
-    done = hub_cli(*words)
-    assert done.returncode == 0, done.stderr
+    words = ("publish", "out", "--repo", "me/out", "--source", cut, "--statistics", statistics, "--yes")
+    done = cli(*words, code=0)
     assert "by rule imatrix" in server.store.read("me/out", "report.md").decode() or done.stdout
-    report = hub_cli("report", "out", "--source", cut, "--statistics", cut_statistics, "--json", "--quiet")
-    assert report.returncode == 0, report.stderr
-    assert hub_cli("report", "out", "--statistics", cut_statistics).returncode == 2
-    name = next(path.name for path in (workplace / "out").glob("*.safetensors") if "experts" in str(read_header(path)))
-    data = bytearray((workplace / "out" / name).read_bytes())
-    data[-1] ^= 1
-    (workplace / "out" / name).write_bytes(data)
-    assert hub_cli(*words, "--repo", "me/other").returncode == 3
+    cli("report", "out", "--source", cut, "--statistics", statistics, "--json", "--quiet", code=0)
+    cli("report", "out", "--statistics", statistics, code=2)
+    name = next(path.name for path in (cwd / "out").glob("*.safetensors") if "experts" in str(read_header(path)))
+    flip(cwd / "out" / name, -1)
+    cli(*words, "--repo", "me/other", code=3)
     assert "me/other" not in server.store.repos
 
 
-def test_quiet_leaves_the_result_and_the_next_command(
-    server: LoopbackHub, hub_cli: RunCli, cut: Path, by_imatrix: Path, tmp_path: Path
+def test_quiet_leaves_the_command(
+    server: LoopbackHub, cli: RunCli, cut: Path, by_imatrix: Path, tmp_path: Path
 ) -> None:
     server.store.add_folder("moon/cut", cut)
     server.store.add_folder("me/out", by_imatrix)
@@ -220,6 +197,5 @@ def test_quiet_leaves_the_result_and_the_next_command(
         ("run", "hf://moon/cut", "out"),
     )
     for words in verbs:
-        done = hub_cli(*words, "--quiet")
-        assert done.returncode == 0, done.stderr
+        done = cli(*words, "--quiet", code=0)
         assert [line for line in done.stderr.splitlines() if not line.startswith("next: ")] == [], words[0]

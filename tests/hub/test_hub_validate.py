@@ -6,12 +6,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import RunCli, cli_environment, command, said
+from command import RunCli, cli_environment, start_cli, said
+from damaged_files import flip
 from disk import Watched
 from faults import Fault, Kind
 from loopback import LoopbackHub
@@ -48,12 +49,6 @@ def two_shards(*folders: Path) -> int:
     return sum(max((-(-p.stat().st_size // 4096) + 1) * 4096 for p in f.glob("*.safetensors")) for f in folders)
 
 
-def change(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize(
     ("fault", "with_source"),
     [
@@ -62,77 +57,64 @@ def change(path: Path, position: int) -> None:
     ],
 )
 def test_a_published_result_gets_the_verdict_and_figures_of_the_same_files_here(
-    tiny_on_hub: LoopbackHub,
-    hub_cli: RunCli,
-    tiny: Path,
-    published: Path,
-    temporary: Watched,
-    fault: str,
-    with_source: bool,
+    tiny_hub: LoopbackHub, cli: RunCli, tiny: Path, published: Path, temporary: Watched, fault: str, with_source: bool
 ) -> None:
     first, last = published / "model-00001-of-000005.safetensors", published / "model-00005-of-000005.safetensors"
-    if fault == "a weight byte":
-        change(first, first.stat().st_size - 1000)
-    elif fault == "a copied byte":
-        change(last, last.stat().st_size - 1)
-    elif fault == "a missing shard":
-        first.unlink()
-    elif fault == "a cut shard":
-        first.write_bytes(first.read_bytes()[:-100])
-    elif fault == "a stray shard":
-        shutil.copyfile(first, published / "more.safetensors")
-    elif fault == "no index":
-        (published / "model.safetensors.index.json").unlink()
-    tiny_on_hub.store.add_folder("me/out", published, private=True)
-    here = hub_cli("validate", published, "--json", *(("--source", tiny) if with_source else ()))
-    there = hub_cli("validate", "hf://me/out", "--json", *(("--source", "hf://moon/tiny") if with_source else ()))
+    plant: dict[str, Callable[[], object]] = {
+        "none": lambda: None,
+        "a weight byte": lambda: flip(first, -1000),
+        "a copied byte": lambda: flip(last, -1),
+        "a missing shard": first.unlink,
+        "a cut shard": lambda: first.write_bytes(first.read_bytes()[:-100]),
+        "a stray shard": lambda: shutil.copyfile(first, published / "more.safetensors"),
+        "no index": (published / "model.safetensors.index.json").unlink,
+    }
+    plant[fault]()
+    tiny_hub.store.add_folder("me/out", published, private=True)
+    here = cli("validate", published, "--json", *(("--source", tiny) if with_source else ()))
+    there = cli("validate", "hf://me/out", "--json", *(("--source", "hf://moon/tiny") if with_source else ()))
     assert there.returncode == here.returncode == (0 if fault == "none" else 3), there.stderr
     assert json.loads(there.stdout)["folder"] == "hf://me/out"
     assert without_names(json.loads(there.stdout)) == without_names(json.loads(here.stdout))
     assert 0 < temporary.most <= (two_shards(published, tiny) if with_source else two_shards(published))
 
 
-@pytest.mark.parametrize("layers", ["2,3"])
-def test_with_layers_only_these_layers_are_fetched(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, tiny: Path, published: Path, temporary: Watched, layers: str
+def test_chosen_layers_only(
+    tiny_hub: LoopbackHub, cli: RunCli, tiny: Path, published: Path, temporary: Watched
 ) -> None:
-    tiny_on_hub.store.add_folder("me/out", published)
-    here = hub_cli("validate", published, "--source", tiny, "--layers", layers, "--json")
-    there = hub_cli("validate", "hf://me/out", "--source", "hf://moon/tiny", "--layers", layers, "--json")
-    assert there.returncode == 0, there.stderr
+    layers = "2,3"
+    tiny_hub.store.add_folder("me/out", published)
+    here = cli("validate", published, "--source", tiny, "--layers", layers, "--json")
+    there = cli("validate", "hf://me/out", "--source", "hf://moon/tiny", "--layers", layers, "--json", code=0)
     local, remote = json.loads(here.stdout), json.loads(there.stdout)
     assert remote["layers"] == local["layers"]
-    assert remote["weights"]["totals"]["experts"]["num_weights"] == 3 * 16 * 128 * 256 * len(layers.split(","))
+    assert remote["weights"]["totals"]["experts"]["num_weights"] == 3 * 16 * 128 * 256 * 2
     rules = {rule["number"]: rule for rule in remote["contract"]["rules"]}
     assert {n for n, rule in rules.items() if rule["verdict"] == "skipped"} == {4, 5, 6, 7, 18, 19}
-    assert all(layer in rules[7]["note"] for layer in layers.split(","))
-    shards = {f"model-0000{int(layer) + 1}-of-000005.safetensors" for layer in layers.split(",")}
+    assert all(layer in rules[7]["note"] for layer in "23")
+    shards = {f"model-0000{number}-of-000005.safetensors" for number in (3, 4)}
     for name in (path.name for path in tiny.glob("*.safetensors")):
-        sent = tiny_on_hub.traffic.bytes_sent(f"{name}$")
+        sent = tiny_hub.traffic.bytes_sent(f"{name}$")
         assert (sent > 1_000_000) is (name in shards), name
     assert 0 < temporary.most <= two_shards(published, tiny)
 
 
-def test_with_layers_a_fault_of_another_layer_is_not_seen_and_one_of_this_layer_is(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, published: Path
-) -> None:
+def test_only_faults_of_chosen_layers_are_seen(tiny_hub: LoopbackHub, cli: RunCli, published: Path) -> None:
     shard = published / "model-00003-of-000005.safetensors"
-    change(shard, header_of(shard).tensors["model.layers.2.mlp.gate.weight"].begin)
-    tiny_on_hub.store.add_folder("me/out", published)
-    good = hub_cli("validate", "hf://me/out", "--source", "hf://moon/tiny", "--layers", "1", "--json")
+    flip(shard, header_of(shard).tensors["model.layers.2.mlp.gate.weight"].begin)
+    tiny_hub.store.add_folder("me/out", published)
+    good = cli("validate", "hf://me/out", "--source", "hf://moon/tiny", "--layers", "1", "--json")
     assert (good.returncode, json.loads(good.stdout)["passed"]) == (0, True)
-    bad = hub_cli("validate", "hf://me/out", "--source", "hf://moon/tiny", "--layers", "1,2", "--json")
+    bad = cli("validate", "hf://me/out", "--source", "hf://moon/tiny", "--layers", "1,2", "--json")
     assert (bad.returncode, json.loads(bad.stdout)["contract"]["failed"]) == (3, [7])
 
 
-def test_result_and_source_may_be_in_different_places(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, tiny: Path, published: Path, temporary: Watched
-) -> None:
-    repo = tiny_on_hub.store.add_folder("me/out", published)
+def test_places_may_differ(tiny_hub: LoopbackHub, cli: RunCli, tiny: Path, published: Path, temporary: Watched) -> None:
+    repo = tiny_hub.store.add_folder("me/out", published)
     tag = f"hf://me/out@{repo.refs['main']}"
     repo.commit("main", {})  # a later state of main
     documents = [
-        json.loads(hub_cli("validate", result, "--source", source, "--json").stdout)
+        json.loads(cli("validate", result, "--source", source, "--json").stdout)
         for result, source in ((published, tiny), (tag, tiny), (published, "hf://moon/tiny"))
     ]
     assert documents[0]["passed"]
@@ -140,105 +122,84 @@ def test_result_and_source_may_be_in_different_places(
     assert 0 < temporary.most <= two_shards(tiny)
 
 
-def test_partners_in_other_source_shards_are_fetched_in_ranges(
-    server: LoopbackHub, hub_cli: RunCli, split: Path, workplace: Path, temporary: Watched
-) -> None:
+def test_partners_come_in_ranges(server: LoopbackHub, cli: RunCli, split: Path, cwd: Path, temporary: Watched) -> None:
     """Gate and up, and the parts of one projection, lie in different shards of the source."""
-    assert hub_cli("run", split, "out", "--layout", "compressed-tensors").returncode == 0
-    shutil.rmtree(workplace / "out" / ".k2convert")
-    server.store.add_folder("me/out", workplace / "out")
+    cli("run", split, "out", "--layout", "compressed-tensors", code=0)
+    shutil.rmtree(cwd / "out" / ".k2convert")
+    server.store.add_folder("me/out", cwd / "out")
     server.store.add_folder("moon/split", split)
-    here = hub_cli("validate", "out", "--source", split, "--json")
-    there = hub_cli("validate", "hf://me/out", "--source", "hf://moon/split", "--json")
+    here = cli("validate", "out", "--source", split, "--json")
+    there = cli("validate", "hf://me/out", "--source", "hf://moon/split", "--json")
     assert there.returncode == here.returncode == 0, there.stderr
     assert without_names(json.loads(there.stdout)) == without_names(json.loads(here.stdout))
     assert server.traffic.matching("GET", r"moon/split/.*\.safetensors")
-    assert 0 < temporary.most <= 1.1 * two_shards(workplace / "out", split)
+    assert 0 < temporary.most <= 1.1 * two_shards(cwd / "out", split)
 
 
-def test_layers_of_a_model_with_a_vision_tower_are_found(server: LoopbackHub, hub_cli: RunCli, k25: Path) -> None:
-    assert hub_cli("run", k25, "out").returncode == 0
+def test_layers_of_a_model_with_a_vision_tower_are_found(server: LoopbackHub, cli: RunCli, k25: Path) -> None:
+    cli("run", k25, "out", code=0)
     server.store.add_folder("moon/k25", k25)
-    shown = hub_cli("validate", "out", "--source", "hf://moon/k25", "--layers", "3", "--json")
+    shown = cli("validate", "out", "--source", "hf://moon/k25", "--layers", "3", "--json")
     document = json.loads(shown.stdout)
     assert [layer["layer"] for layer in document["layers"]["layers"]] == [3]
     assert document["passed"]
 
 
-def test_a_result_without_shards_is_named(tiny_on_hub: LoopbackHub, hub_cli: RunCli) -> None:
-    tiny_on_hub.store.create("me/empty")
-    shown = hub_cli("validate", "hf://me/empty")
+def test_a_result_without_shards_is_named(tiny_hub: LoopbackHub, cli: RunCli) -> None:
+    tiny_hub.store.create("me/empty")
+    shown = cli("validate", "hf://me/empty")
     assert (shown.returncode, shown.stdout) == (1, "")
     assert said(shown.stderr) == (
         "error: hf://me/empty: has no shards, so it holds no result. Check the name and the revision.\n"
     )
 
 
-def test_errors_name_the_repository_and_not_a_temporary_folder(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, published: Path, temporary: Watched
-) -> None:
+def test_errors_name_the_repository(tiny_hub: LoopbackHub, cli: RunCli, published: Path, temporary: Watched) -> None:
     edit_json(published / "k2convert.json", lambda ledger: ledger["recipe"].update(target="bf16"))
-    tiny_on_hub.store.add_folder("me/out", published)
+    tiny_hub.store.add_folder("me/out", published)
     for verb in ("validate", "report"):
-        shown = hub_cli(verb, "hf://me/out")
+        shown = cli(verb, "hf://me/out")
         assert (shown.returncode, shown.stdout) == (1, "")
         assert said(shown.stderr).splitlines()[-1].startswith("error: hf://me/out: holds a BF16 copy")
         assert str(temporary.folder) not in shown.stderr
 
 
-def test_the_next_command_serves_the_repository(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, published: Path, temporary: Watched
-) -> None:
-    commit = tiny_on_hub.store.add_folder("me/out", published).refs["main"]
-    shown = hub_cli("validate", f"hf://me/out@{commit}")
-    assert shown.returncode == 0
-    assert (
-        said(shown.stderr)
-        .splitlines()[-1]
-        .startswith(f"next: vllm serve me/out --revision {commit} --tensor-parallel-size")
-    )
+def test_the_next_command_serves_it(tiny_hub: LoopbackHub, cli: RunCli, published: Path, temporary: Watched) -> None:
+    commit = tiny_hub.store.add_folder("me/out", published).refs["main"]
+    shown = cli("validate", f"hf://me/out@{commit}", code=0)
+    line = said(shown.stderr).splitlines()[-1]
+    assert line.startswith(f"next: vllm serve me/out --revision {commit} --tensor-parallel-size")
     assert str(temporary.folder) not in shown.stdout + shown.stderr
 
 
-def test_a_byte_that_changed_on_the_way_is_fetched_again(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, published: Path
-) -> None:
-    tiny_on_hub.store.add_folder("me/out", published)
-    flip = Fault("GET", r"me/out/.*model-00003.*\.safetensors", Kind.CORRUPT, after_bytes=100_000, times=3)
-    tiny_on_hub.traffic.inject(flip)  # the first two answers are the header, and shorter
-    shown = hub_cli("validate", "hf://me/out")
-    assert shown.returncode == 0
+def test_a_byte_that_changed_on_the_way_is_fetched_again(tiny_hub: LoopbackHub, cli: RunCli, published: Path) -> None:
+    tiny_hub.store.add_folder("me/out", published)
+    fault = Fault("GET", r"me/out/.*model-00003.*\.safetensors", Kind.CORRUPT, after_bytes=100_000, times=3)
+    tiny_hub.traffic.inject(fault)  # the first two answers are the header, and shorter
+    shown = cli("validate", "hf://me/out", code=0)
     assert "model-00003-of-000005.safetensors arrived with a wrong sha256; fetching it again" in shown.stderr
 
 
 def test_without_room_nothing_is_downloaded(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, published: Path, temporary: Watched, monkeypatch: pytest.MonkeyPatch
+    tiny_hub: LoopbackHub, cli: RunCli, published: Path, temporary: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny_on_hub.store.add_folder("me/out", published)
+    tiny_hub.store.add_folder("me/out", published)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**7, 7 * 10**6, 3 * 10**6))
-    shown = hub_cli("validate", "hf://me/out", "--source", "hf://moon/tiny")
-    assert shown.returncode == 1
+    shown = cli("validate", "hf://me/out", "--source", "hf://moon/tiny", code=1)
     assert "validating from the Hub needs up to" in shown.stderr
     assert "but only 3,000,000 are free. Set TMPDIR to a folder on another disk." in shown.stderr
     assert temporary.most == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_nothing_behind(
-    tiny_on_hub: LoopbackHub, workplace: Path, published: Path, number: signal.Signals
-) -> None:
-    tiny_on_hub.store.add_folder("me/out", published)
-    tiny_on_hub.traffic.bytes_per_second = 300_000
-    (workplace / "temporary").mkdir()
-    process = subprocess.Popen(
-        command("validate", "hf://me/out"),
-        cwd=workplace,
-        env=cli_environment() | {"TMPDIR": str(workplace / "temporary")},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_an_interrupt_leaves_nothing(tiny_hub: LoopbackHub, cwd: Path, published: Path, number: signal.Signals) -> None:
+    tiny_hub.store.add_folder("me/out", published)
+    tiny_hub.traffic.bytes_per_second = 300_000
+    (cwd / "temporary").mkdir()
+    env = cli_environment() | {"TMPDIR": str(cwd / "temporary")}
+    process = start_cli("validate", "hf://me/out", cwd=cwd, env=env, stderr=subprocess.PIPE)
     try:
-        while not list(workplace.rglob("*.safetensors.part")):
+        while not list(cwd.rglob("*.safetensors.part")):
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(number)
@@ -246,15 +207,15 @@ def test_an_interrupt_leaves_nothing_behind(
     finally:
         process.kill()
     assert process.returncode == 130
-    assert list((workplace / "temporary").iterdir()) == []
+    assert list((cwd / "temporary").iterdir()) == []
 
 
 def test_the_report_on_a_repository_goes_into_the_current_folder_or_where_asked(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, published: Path, temporary: Watched
+    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, published: Path, temporary: Watched
 ) -> None:
-    tiny_on_hub.store.add_folder("me/out", published)
-    document = json.loads(hub_cli("report", "hf://me/out", "--source", "hf://moon/tiny", "--json").stdout)
+    tiny_hub.store.add_folder("me/out", published)
+    document = json.loads(cli("report", "hf://me/out", "--source", "hf://moon/tiny", "--json").stdout)
     assert document["files"] == {"html": "report.html", "markdown": "report.md", "picture": "report.png"}
-    assert sorted(path.name for path in workplace.iterdir()) == ["report.html", "report.md", "report.png"]
-    assert hub_cli("report", published, "--source", "hf://moon/tiny", "--out", "here").returncode == 0
-    assert (workplace / "report.html").read_bytes() == (workplace / "here" / "report.html").read_bytes()
+    assert sorted(path.name for path in cwd.iterdir()) == ["report.html", "report.md", "report.png"]
+    cli("report", published, "--source", "hf://moon/tiny", "--out", "here", code=0)
+    assert (cwd / "report.html").read_bytes() == (cwd / "here" / "report.html").read_bytes()

@@ -13,7 +13,7 @@ from loopback import LoopbackHub
 def by_max(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint by another rule and in another layout, whose package has one file less."""
     folder = tmp_path_factory.mktemp("max") / "out"
-    assert run_here("run", tiny, folder, "--rule", "max", "--layout", "compressed-tensors").returncode == 0
+    run_here("run", tiny, folder, "--rule", "max", "--layout", "compressed-tensors", code=0)
     return folder
 
 
@@ -37,48 +37,41 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_publish_puts_a_new_version_on_a_branch(
-    server: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, by_max: Path
-) -> None:
+def test_publish_adds_a_version(server: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, by_max: Path) -> None:
     server.store.add_folder("me/out", local_result, private=True)
     before = server.store.repos["me/out"].refs["main"]
-    shutil.copytree(by_max, workplace / "out")
-    refused = hub_cli("publish", "out", "--repo", "me/out", "--yes")
-    assert refused.returncode == 1
+    shutil.copytree(by_max, cwd / "out")
+    refused = cli("publish", "out", "--repo", "me/out", "--yes", code=1)
     assert refused.stderr.endswith("Publish to hf://me/out@v2, or choose a new repository.\n")
-    shown = lines(hub_cli("publish", "out", "--repo", "me/out@v2", "--yes"))
+    shown = lines(cli("publish", "out", "--repo", "me/out@v2", "--yes"))
     assert shown[-1].startswith("next: vllm serve me/out --revision v2 ")
     assert_version(server, by_max, "v2", before)
-    again = hub_cli("publish", "out", "--repo", "hf://me/out@v2", "--yes")
+    again = cli("publish", "out", "--repo", "hf://me/out@v2", "--yes")
     assert "me/out: v2 already holds this result" in again.stderr
     assert_version(server, by_max, "v2", before)
-    checked = lines(hub_cli("validate", "hf://me/out@v2"))
+    checked = lines(cli("validate", "hf://me/out@v2"))
     assert "check 100 %" in " ".join(checked) or "validate: 100 %" in " ".join(checked)
-    assert "published as hf://me/out@v2 at commit " in hub_cli("status", "out").stdout
+    assert "published as hf://me/out@v2 at commit " in cli("status", "out").stdout
 
 
-def test_a_job_puts_a_new_version_on_a_branch(
-    tiny_on_hub: LoopbackHub, hub_cli: RunCli, workplace: Path, local_result: Path, by_max: Path
-) -> None:
-    tiny_on_hub.store.add_folder("me/out", local_result, private=True)
-    repo = tiny_on_hub.store.repos["me/out"]
+def test_a_job_adds_a_version(tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, by_max: Path) -> None:
+    tiny_hub.store.add_folder("me/out", local_result, private=True)
+    repo = tiny_hub.store.repos["me/out"]
     before = repo.refs["main"]
     words = ("run", "hf://moon/tiny", "hf://me/out@v2", "--rule", "max", "--layout", "compressed-tensors", "--yes")
     repo.refs["v2"] = before  # as a run leaves it that was killed before its commit
-    lines(hub_cli(*words))
-    assert_version(tiny_on_hub, by_max, "v2", before)
-    assert "me/out: v2 already holds this result" in hub_cli(*words).stderr
-    work = workplace / "k2convert-work" / "me--out@v2"
-    assert lines(hub_cli("status", work))[-1] == "next: k2convert validate hf://me/out@v2"
-    other = hub_cli("run", "hf://moon/tiny", "hf://me/out@v2", "--yes")
+    lines(cli(*words))
+    assert_version(tiny_hub, by_max, "v2", before)
+    assert "me/out: v2 already holds this result" in cli(*words).stderr
+    work = cwd / "k2convert-work" / "me--out@v2"
+    assert lines(cli("status", work))[-1] == "next: k2convert validate hf://me/out@v2"
+    other = cli("run", "hf://moon/tiny", "hf://me/out@v2", "--yes")
     assert "me/out: v2 already holds other weights" in other.stderr
 
 
 @pytest.mark.parametrize("branch", ["refs/pr/1", "k2convert-0123", "0" * 40])
-def test_what_is_no_branch_of_the_user_is_refused(
-    server: LoopbackHub, hub_cli: RunCli, tiny: Path, branch: str
-) -> None:
-    done = hub_cli("run", tiny, f"hf://me/out@{branch}", "--yes")
+def test_what_is_no_branch_of_the_user_is_refused(server: LoopbackHub, cli: RunCli, tiny: Path, branch: str) -> None:
+    done = cli("run", tiny, f"hf://me/out@{branch}", "--yes")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert f"results go to a branch, and {branch} is not one of yours. Write hf://me/out@v2." in done.stderr
     assert server.store.repos == {}

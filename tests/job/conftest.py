@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from command import run
+from results import contents
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +27,9 @@ def finished(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "result"
     assert run("run", small, folder, "--json") == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def whole(local_result: Path) -> dict[str, bytes]:
+    """The files of an undisturbed run on the tiny checkpoint."""
+    return contents(local_result)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command import run
+from command import run, run_here
 from damaged_files import DAMAGES, damage_file
 from results import contents
 
@@ -21,13 +21,6 @@ OPTIONS = ("--set", "calibration={tokens: 128, window: 32}", "--device", "cpu")
 EXPERT = "model.layers.1.mlp.experts.0.down_proj"
 STREAMS = ("layer-000.safetensors", "hidden-001.safetensors", "converted-001.safetensors")
 RESULTS = ("layer-001.safetensors", "gptq-001.json", "codes-001.safetensors")
-
-
-@pytest.fixture(scope="module")
-def text(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text((cut / "calibration.txt").read_text()[:2000])
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +85,11 @@ def test_a_damaged_work_file_is_named_and_the_result_is_the_same(
     text: Path,
     whole: dict[str, bytes],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = Path(shutil.copytree(stopped[name], tmp_path / "out"))
     path = conversion_work(out).folder / name
     damage_file(path, damage, foreign=cut / "model-00002-of-000005.safetensors")
-    capsys.readouterr()
-    assert run("run", source, out, "--calibrate", text, *OPTIONS) == 0
-    error = capsys.readouterr().err
+    error = run_here("run", source, out, "--calibrate", text, *OPTIONS, code=0).stderr
     if damage == "missing" and name.startswith("layer-"):
         path, fact = path.with_name("hidden-001.safetensors"), "missing"  # nothing says that the layer was done
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command import run
+from command import run, run_here
 from statistics_makers import layers_of, random_statistics, rewrite
 
 from k2convert.calibration.statistics import open_statistics
@@ -79,11 +79,7 @@ def test_the_highest_scores_are_kept_and_of_equal_ones_the_first(tiny: Path, tmp
     scores = in_each_layer([0, 1, 2, 3] * 4) | {"2": [0.5] * 16}
     path = written(tmp_path / "scores.json", {"scores": scores, "chosen_by": "a guess", "of": 16})
     found = read(path, tiny, experts=6)
-    assert dict(found.kept.layers) == {
-        1: (2, 3, 6, 7, 11, 15),
-        2: (0, 1, 2, 3, 4, 5),
-        3: (2, 3, 6, 7, 11, 15),
-    }
+    assert dict(found.kept.layers) == {1: (2, 3, 6, 7, 11, 15), 2: (0, 1, 2, 3, 4, 5), 3: (2, 3, 6, 7, 11, 15)}
     assert found.scores == "a guess"
     assert read(written(path, {"scores": scores}), tiny, experts=6).scores == "unnamed scores"
 
@@ -180,9 +176,7 @@ def with_layer(values: Any, layer: str = "2") -> dict[str, Any]:
         ([EIGHT], None, "not a JSON object"),
     ],
 )
-def test_what_cannot_be_used_is_refused(
-    document: object, count: int | None, says: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_unusable_files_are_refused(document: object, count: int | None, says: str, tiny: Path, tmp_path: Path) -> None:
     path = written(tmp_path / "list.json", document)
     with pytest.raises(K2ConvertError) as refused:
         read(path, tiny, experts=count)
@@ -196,12 +190,7 @@ def test_what_cannot_be_used_is_refused(
 
 @pytest.mark.parametrize(
     ("scores", "shares"),
-    [
-        ([0.0, 1.0, 2.0, 1.0] * 4, 0.25),
-        ([-1.0, 1.0, 2.0, 1.0] * 4, None),
-        ([0] * 16, None),
-        ([1e308] * 16, None),
-    ],
+    [([0.0, 1.0, 2.0, 1.0] * 4, 0.25), ([-1.0, 1.0, 2.0, 1.0] * 4, None), ([0] * 16, None), ([1e308] * 16, None)],
 )
 def test_the_share_of_the_scores_is_recorded_if_they_are_parts_of_a_sum(
     scores: list[float], shares: float | None, tiny: Path, tmp_path: Path
@@ -243,21 +232,14 @@ def test_a_file_of_another_kind_is_refused(content: bytes | None, says: str, tin
         (("--recipe", "RECIPE"), 0, "keeps 8 of 16 experts per layer"),
     ],
 )
-def test_options_and_recipe_keys(
-    options: tuple[str, ...],
-    code: int,
-    says: str,
-    tiny: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_options_and_keys(
+    options: tuple[str, ...], code: int, says: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "LIST", LIST)
     (tmp_path / "RECIPE").write_text("name: pruned\ntarget: int4\nkeep_experts: LIST\n")
-    assert run("run", tiny, tmp_path / "out", *options, "--quiet") == code
-    shown = capsys.readouterr()
-    assert says in " ".join((shown.out + shown.err).replace("\u2502", " ").split())
+    shown = run_here("run", tiny, tmp_path / "out", *options, "--quiet", code=code)
+    assert says in " ".join((shown.stdout + shown.stderr).replace("\u2502", " ").split())
 
 
 @pytest.mark.slow

@@ -52,9 +52,7 @@ def test_from_inspect_to_serving(follow: Callable[..., list[str]], k2_shaped: Pa
     assert follow("report", "DEST", "--source", name) == ["k2convert publish DEST --repo owner/name"]
 
 
-def test_a_report_without_ledger_or_shards_asks_for_the_state(
-    follow: Callable[..., list[str]], k2_shaped: Path, tmp_path: Path
-) -> None:
+def test_a_report_without_ledger_asks_status(follow: Callable[..., list[str]], k2_shaped: Path, tmp_path: Path) -> None:
     follow("run", k2_shaped, "out")
     shutil.copytree("out", "cut short")
     for name in ("k2convert.json", "config.json"):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import run
+from command import run, run_here
 from forked_runs import finish, send, start
 from results import contents
 
@@ -20,22 +20,12 @@ from k2convert.job.parts import FROM_SCHEDULER, Part, read_part
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a run without parts."""
-    folder = tmp_path_factory.mktemp("whole") / "out"
-    assert run("run", tiny, folder) == 0
-    return contents(folder)
-
-
 def unfinished(out: Path) -> bool:
     """Whether no file is there that makes a folder look like a result."""
     return not any((out / name).exists() for name in (CONFIG_NAME, INDEX_NAME, LEDGER_NAME))
 
 
-def test_three_parts_at_once_and_a_last_run_give_the_bytes_of_one_run(
-    tiny: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_three_parts_and_a_last_run_give_the_same_bytes(tiny: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "out"
     parts = [start("run", tiny, out, "--part", f"{number}/3") for number in (3, 1, 2)]
     for part in parts:
@@ -84,33 +74,26 @@ def test_what_a_part_killed_at_its_start_leaves_is_removed_by_the_run(small: Pat
     assert [path.name for path in work.glob("*.tmp*")] == ["job.json.0123456789abcdef.tmp.mine"]
 
 
-def test_a_part_converts_nothing_again_and_parts_of_another_job_are_refused(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_converts_nothing_again_and_parts_of_another_job_are_refused(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run("run", small, out, "--part", "1/2") == 0
     first = {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
     assert 0 < len(first) < 3
-    assert run("run", small, out, "--part", "2/2", "--rule", "max") == 1
-    assert "holds a different job: rule was 'mse', now 'max'" in capsys.readouterr().err
+    shown = run_here("run", small, out, "--part", "2/2", "--rule", "max", code=1).stderr
+    assert "holds a different job: rule was 'mse', now 'max'" in shown
     assert run("run", small, out, "--part", "1/1") == 0
     assert {path: path.stat().st_mtime_ns for path in first} == first
     assert len(list(out.glob("*.safetensors"))) == 3
 
 
-def test_parts_and_a_whole_run_wait_for_each_other(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_and_a_whole_run_wait_for_each_other(small: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run("run", small, out, "--part", "1/2") == 0
     for kind, words in ((fcntl.LOCK_SH, ()), (fcntl.LOCK_EX, ("--part", "2/2"))):
         with (out / ".k2convert" / "lock").open("r+") as lock:
             fcntl.flock(lock, kind)
-            capsys.readouterr()
-            assert run("run", small, out, *words) == 1
-            assert "is working here. Wait for it or stop it" in capsys.readouterr().err
-            assert run("status", out, "--json") == 0
-            assert '"running": true' in capsys.readouterr().out
+            assert "is working here. Wait for it or stop it" in run_here("run", small, out, *words, code=1).stderr
+            assert '"running": true' in run_here("status", out, "--json", code=0).stdout
     assert run("run", small, out) == 0
 
 
@@ -126,17 +109,15 @@ def test_parts_and_a_whole_run_wait_for_each_other(
     ],
     ids=" ".join,
 )
-def test_what_no_part_can_do_is_refused_in_one_line(
-    words: tuple[str, ...], small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("run", small, tmp_path / "out", *words) in (1, 2)
-    assert "--part" in capsys.readouterr().err
+def test_what_no_part_can_do_is_refused_in_one_line(words: tuple[str, ...], small: Path, tmp_path: Path) -> None:
+    refused = run_here("run", small, tmp_path / "out", *words)
+    assert refused.returncode in (1, 2)
+    assert "--part" in refused.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_parts_need_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("run", "hf://moon/tiny", tmp_path / "out", "--part", "1/2") == 2
-    assert "--part needs folders" in capsys.readouterr().err
+def test_parts_need_folders(tmp_path: Path) -> None:
+    assert "--part needs folders" in run_here("run", "hf://moon/tiny", tmp_path / "out", "--part", "1/2", code=2).stderr
 
 
 def slurm(task: int, first: int, count: int, **more: int) -> dict[str, str]:

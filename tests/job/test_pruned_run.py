@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command import run
+from command import run, run_here
 from results import files_of, raw_tensors
 from statistics_makers import HEADER, random_statistics
 
@@ -86,9 +86,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-def test_the_result_is_that_of_the_pruned_source(
-    options: tuple[str, ...], tiny: Path, reap: Path, kept: Path, tmp_path: Path
-) -> None:
+def test_it_is_the_pruned_result(options: tuple[str, ...], tiny: Path, reap: Path, kept: Path, tmp_path: Path) -> None:
     assert run("run", tiny, tmp_path / "ours", "--keep-experts", kept, *options, "--quiet") == 0
     assert run("run", reap, tmp_path / "theirs", *options, "--quiet") == 0
     assert raw_tensors(tmp_path / "ours") == raw_tensors(tmp_path / "theirs")
@@ -117,10 +115,9 @@ def test_pruning_and_then_converting_gives_the_same_files(pruned: Path, converte
     assert files_of(converted, without=LEDGER) == files_of(tmp_path / "later", without=LEDGER)
 
 
-def test_kept_experts_are_those_of_the_unpruned_result(tiny: Path, converted: Path, tmp_path: Path) -> None:
-    assert run("run", tiny, tmp_path / "whole", "--quiet") == 0
+def test_kept_experts_are_those_of_the_unpruned_result(local_result: Path, converted: Path) -> None:
     survivors = reap_survivors()
-    whole, found = raw_tensors(tmp_path / "whole"), raw_tensors(converted)
+    whole, found = raw_tensors(local_result), raw_tensors(converted)
     for name, tensor in found.items():
         head, is_expert, rest = name.partition(".mlp.experts.")
         if is_expert:
@@ -134,7 +131,7 @@ def test_kept_experts_are_those_of_the_unpruned_result(tiny: Path, converted: Pa
             assert tensor == whole[name], name
 
 
-def test_split_shards_and_the_wrapped_model_give_the_same_tensors(
+def test_split_and_wrapped_models_are_equal(
     split: Path, k25: Path, kept: Path, converted: Path, tmp_path: Path
 ) -> None:
     for name, source in (("split", split), ("k25", k25)):
@@ -175,10 +172,8 @@ def test_statistics_of_the_source_count_for_the_kept_experts(small: Path, tmp_pa
     words = ("--keep-experts", keep, "--quiet")
     assert run("run", small, tmp_path / "ours", *words, "--statistics", of_source) == 0
     assert run("run", small, tmp_path / "int4", *words, *INT4) == 0
-    found, per_expert = (
-        open_statistics(of_source),
-        ("down_mean_square", "down_amax", "tokens", "saliency", "router_weight"),
-    )
+    found = open_statistics(of_source)
+    per_expert = ("down_mean_square", "down_amax", "tokens", "saliency", "router_weight")
     layers = [found.layer(0)]
     for number, rows in KEPT.items():
         layer = found.layer(number)
@@ -196,38 +191,20 @@ def test_statistics_of_the_source_count_for_the_kept_experts(small: Path, tmp_pa
     assert ours.exponents_digest is not None
 
 
-def test_the_walk_goes_through_the_pruned_model(
-    small: Path, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text((tiny / "calibration.txt").read_text()[:4000])
+def test_the_walk_goes_through_the_pruned_model(small: Path, text: Path, tmp_path: Path) -> None:
     keep = ("--keep-experts", write_list(tmp_path / "list.json", KEPT))
     calibrate = ("--calibrate", text, *SMALL_TEXT, "--quiet")
     assert run("run", small, tmp_path / "ours", *keep, *calibrate) == 0
     assert run("run", small, tmp_path / "int4", *keep, *INT4, "--quiet") == 0
     assert run("run", tmp_path / "int4", tmp_path / "theirs", *calibrate) == 0
     assert files_of(tmp_path / "ours", without=LEDGER) == files_of(tmp_path / "theirs", without=LEDGER)
-    capsys.readouterr()
-    words = (
-        "run",
-        small,
-        tmp_path / "saves",
-        *keep,
-        *calibrate,
-        "--set",
-        f"calibration.save_statistics={tmp_path / 'saved'}",
-    )
-    assert run(*words) == 1
-    assert "would have statistics of the pruned model" in capsys.readouterr().err
+    saves = ("--set", f"calibration.save_statistics={tmp_path / 'saved'}")
+    words = ("run", small, tmp_path / "saves", *keep, *calibrate, *saves)
+    assert "would have statistics of the pruned model" in run_here(*words, code=1).stderr
 
 
 def test_an_interrupted_run_resumes_with_the_same_list_and_refuses_others(
-    tiny: Path,
-    kept: Path,
-    converted: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny: Path, kept: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("run", tiny, tmp_path / "out", "--keep-experts", kept, "--quiet", "--workers", "1")
     convert = executor.convert_shard
@@ -241,18 +218,14 @@ def test_an_interrupted_run_resumes_with_the_same_list_and_refuses_others(
         patched.setattr(executor, "convert_shard", fails)
         assert run(*words) != 0
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
-    capsys.readouterr()
-    assert run("status", tmp_path / "out") == 0
-    shown = capsys.readouterr()
-    assert "keeps 10 of 16 experts per layer, chosen by a made-up list" in shown.out
-    assert f"--keep-experts {kept}" in shown.err, "the command that resumes"
-    assert run("status", tmp_path / "out", "--json") == 0
-    document = json.loads(capsys.readouterr().out)["pruning"]
+    shown = run_here("status", tmp_path / "out", code=0)
+    assert "keeps 10 of 16 experts per layer, chosen by a made-up list" in shown.stdout
+    assert f"--keep-experts {kept}" in shown.stderr, "the command that resumes"
+    document = json.loads(run_here("status", tmp_path / "out", "--json", code=0).stdout)["pruning"]
     assert document["experts"] == {str(layer): list(experts) for layer, experts in reap_survivors().items()}
     changed = write_list(tmp_path / "other.json", reap_survivors() | {2: tuple(range(10))}, chosen_by="a made-up list")
     for others, named in ((("--keep-experts", changed), "kept_experts was '"), ((), "num_kept_experts was '10 of 16'")):
-        assert run("run", tiny, tmp_path / "out", *others) == 1
-        error = capsys.readouterr().err
+        error = run_here("run", tiny, tmp_path / "out", *others, code=1).stderr
         assert "holds a different job: " in error
         assert named in error
     assert run(*words) == 0
@@ -274,12 +247,9 @@ def test_the_list_travels_with_the_result(tiny: Path, kept: Path, reap: Path, pr
     assert pruned_source(view, None) is view
 
 
-def test_a_dry_run_says_what_is_dropped(
-    tiny: Path, kept: Path, reap: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_says_what_is_dropped(tiny: Path, kept: Path, reap: Path, tmp_path: Path) -> None:
     words = ("run", tiny, tmp_path / "out", "--keep-experts", kept, "--dry-run")
-    assert run(*words, "--json") == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(run_here(*words, "--json", code=0).stdout)
     whole, left = open_checkpoint(tiny), open_checkpoint(reap)
     dropped = {
         "source_tensors": len(whole.tensors) - len(left.tensors),
@@ -290,8 +260,7 @@ def test_a_dry_run_says_what_is_dropped(
     assert (document["pruning"]["kept"], document["pruning"]["of"]) == (10, 16)
     assert document["tensor_bytes_in"] == left.tensor_bytes
     assert document["fingerprint"]["num_kept_experts"] == "10 of 16"
-    assert run(*words) == 0
-    shown = capsys.readouterr().out
+    shown = run_here(*words, code=0).stdout
     assert "keeps 10 of 16 experts per layer, chosen by a made-up list: drops 162 tensors, 1.01 MB" in shown
     assert "the result has 6.45 MB" in shown
     assert not (tmp_path / "out").exists()

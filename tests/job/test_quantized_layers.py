@@ -4,7 +4,6 @@ regenerated. The walk's codes are made by hand here: those of a rule, some of th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from results import raw_tensors
-from statistics_makers import random_statistics
+from damaged_files import flip
+from results import plan_job, raw_tensors
 
 from k2convert.calibration.channels import Calibration
 from k2convert.calibration.statistics import Statistics, open_statistics
@@ -22,8 +21,7 @@ from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.choices import Layout
 from k2convert.errors import CalibrationError, InvalidCheckpointError, RecipeError
-from k2convert.job.locations import Destination, Source
-from k2convert.job.prepare import Job, choose_recipe, prepare
+from k2convert.job.prepare import Job
 from k2convert.job.run import execute
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.models import locate_module
@@ -52,15 +50,8 @@ class Codes:
 
 
 def plan(source: Path, folder: Path, statistics: Statistics, *, layout: Layout, smoothing: bool) -> Job:
-    checkpoint = open_checkpoint(source)
-    options = {"rule": "imatrix", "layout": layout, "roles": ROLES, "smoothing": smoothing}
-    return prepare(
-        source=Source(checkpoint),
-        destination=Destination(folder),
-        recipe=choose_recipe(checkpoint, None, options),
-        statistics=statistics,
-        device="cpu",
-    )
+    keys = {"rule": "imatrix", "layout": layout, "roles": ROLES, "smoothing": smoothing}
+    return plan_job(source, folder, more={"statistics": statistics}, **keys)
 
 
 def with_codes(job: Job, codes: Codes) -> Job:
@@ -102,8 +93,8 @@ def codes_of(folder: Path) -> Codes:
 
 
 @pytest.fixture(scope="module")
-def statistics(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Statistics:
-    return open_statistics(random_statistics(tmp_path_factory.mktemp("statistics") / "cut.stats", cut))
+def statistics(statistics: Path) -> Statistics:
+    return open_statistics(statistics)
 
 
 @pytest.fixture(scope="module")
@@ -214,23 +205,13 @@ def test_a_result_is_validated_against_its_source_with_and_without_statistics(
         assert (document["rule"]["rule"], document["rule"]["tensors"]) == ("gptq", 18)
         assert document["rule"]["measured"] == measured
     name = f"{EXPERT.format(3, 'up')}.{LAYOUTS[layout].weight}"
-    flip_one(folder, name)
+    tensor = open_checkpoint(folder).tensors[name]
+    flip(folder / tensor.shard, tensor.begin + 40)
     report = validate_checkpoint(folder=folder, source=open_checkpoint(cut))
     assert report.weights is not None
     assert report.weights.journal_mismatches == (EXPERT.format(3, "up"),)
     offenders = [str(offender) for rule in report.contract.rules for offender in rule.offenders]
     assert any("totals.experts" in offender for offender in offenders)
-
-
-def flip_one(folder: Path, name: str) -> None:
-    """Change one code of a tensor to its neighbor."""
-    for path in folder.glob("*.safetensors"):
-        raw = bytearray(path.read_bytes())
-        begin = 8 + int.from_bytes(raw[:8], "little")
-        entry = json.loads(raw[8:begin]).get(name)
-        if entry is not None:
-            raw[begin + entry["data_offsets"][0] + 40] ^= 1
-            path.write_bytes(raw)
 
 
 def test_a_recipe_with_text_is_settled() -> None:
@@ -239,10 +220,7 @@ def test_a_recipe_with_text_is_settled() -> None:
     assert (settled.rule, settled.smoothing) == ("gptq", False)
     with_fp4 = build_recipe({"name": "a", "activations": "w4a4"}, where="a")
     assert settle_recipe(with_fp4, has_text=True).smoothing
-    off = settle_recipe(
-        build_recipe({"name": "a", "rule": "gptq", "smoothing": False}, where="a"),
-        has_text=True,
-    )
+    off = settle_recipe(build_recipe({"name": "a", "rule": "gptq", "smoothing": False}, where="a"), has_text=True)
     assert (off.rule, off.smoothing) == ("gptq", False)
     assert settled.budget.tensor_sqnr_db < unset.budget.tensor_sqnr_db, "codes of a walk keep outputs, not weights"
     strict = build_recipe({"name": "a", "budget": {"tensor_sqnr_db": 21.0}}, where="a")
@@ -260,9 +238,7 @@ def test_a_recipe_with_text_is_settled() -> None:
         ({"target": "bf16"}, (False, True), "target bf16 cannot be calibrated"),
     ],
 )
-def test_a_recipe_that_cannot_use_what_is_given_is_refused(
-    recipe: dict[str, Any], given: tuple[bool, bool], problem: str
-) -> None:
+def test_a_recipe_that_cannot_use_it_is_refused(recipe: dict[str, Any], given: tuple[bool, bool], problem: str) -> None:
     has_statistics, has_text = given
     with pytest.raises(RecipeError, match=problem):
         settle_recipe(build_recipe({"name": "a"} | recipe, where="a"), has_statistics=has_statistics, has_text=has_text)

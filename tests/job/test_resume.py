@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command import run
+from command import run_here
 from forked_runs import finish, send, start
 from results import contents
 
@@ -22,20 +22,17 @@ from k2convert.records.lock import lock_destination
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """An uninterrupted run, and the seconds it took."""
-    folder = tmp_path_factory.mktemp("whole")
+def seconds(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The time of a run."""
+    folder = tmp_path_factory.mktemp("timed")
     assert finish("run", tiny, folder / "warm-up") == 0
     begin = time.monotonic()
     assert finish("run", tiny, folder / "result") == 0
-    return folder / "result", time.monotonic() - begin
+    return time.monotonic() - begin
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_killed_run_resumes_to_identical_bytes(
-    seed: int, tiny: Path, whole: tuple[Path, float], tmp_path: Path
-) -> None:
-    result, seconds = whole
+def test_a_killed_run_is_resumed(seed: int, tiny: Path, seconds: float, local_result: Path, tmp_path: Path) -> None:
     process = start("run", tiny, tmp_path / "out")
     time.sleep(random.Random(seed).uniform(0, seconds))
     send(process, signal.SIGKILL)
@@ -44,20 +41,22 @@ def test_killed_run_resumes_to_identical_bytes(
     if process.exitcode == -signal.SIGKILL and destination.exists() and not (destination / CONFIG_NAME).exists():
         assert not (destination / INDEX_NAME).exists()
     for shard in destination.glob("*.safetensors"):
-        assert shard.read_bytes() == (result / shard.name).read_bytes(), f"{shard.name} was published half-written"
+        assert shard.read_bytes() == (local_result / shard.name).read_bytes(), f"{shard.name} is half-written"
     done = {p.name: p.stat().st_mtime_ns for p in destination.glob("*.safetensors")}
     recorded = {p.name.removesuffix(".json") for p in (destination / ".k2convert" / "shards").glob("*.json")}
     assert recorded <= set(done), "a record without its shard"
 
-    assert finish("run", tiny, destination) == 0
-    assert contents(destination) == contents(result)
+    assert finish("run", tiny, destination, "--workers", 4) == 0
+    assert contents(destination) == contents(local_result), "whatever the number of workers"
     redone = [name for name in recorded if (destination / name).stat().st_mtime_ns != done[name]]
     assert not redone, "finished shards were converted again"
+    times = {path: path.stat().st_mtime_ns for path in destination.glob("*") if path.is_file()}
+    assert finish("run", tiny, destination) == 0
+    assert {path: path.stat().st_mtime_ns for path in times} == times, "a finished result is left alone"
     assert not list(destination.rglob("*.tmp"))
 
 
-def test_ctrl_c_ends_with_130_and_resumes(tiny: Path, whole: tuple[Path, float], tmp_path: Path) -> None:
-    result, _ = whole
+def test_ctrl_c_ends_with_130_and_resumes(tiny: Path, local_result: Path, tmp_path: Path) -> None:
     for attempt in range(20):  # on a busy machine a job may end before it is interrupted
         destination = tmp_path / str(attempt) / "out"
         process = start("run", tiny, destination)
@@ -70,7 +69,7 @@ def test_ctrl_c_ends_with_130_and_resumes(tiny: Path, whole: tuple[Path, float],
     assert process.exitcode == 130
     assert not list(destination.glob("*.tmp"))
     assert finish("run", tiny, destination) == 0
-    assert contents(destination) == contents(result)
+    assert contents(destination) == contents(local_result)
 
 
 _SWALLOWS = """
@@ -103,38 +102,22 @@ def test_an_interrupt_during_an_import_waits_for_its_end(tiny: Path, tmp_path: P
     assert not (tmp_path / "out" / CONFIG_NAME).exists()
 
 
-def test_number_of_workers_does_not_change_a_byte(tiny: Path, whole: tuple[Path, float], tmp_path: Path) -> None:
-    assert finish("run", tiny, tmp_path / "out", "--workers", 4) == 0
-    assert contents(tmp_path / "out") == contents(whole[0])
-
-
-def test_finished_run_is_left_alone(whole: tuple[Path, float], tiny: Path) -> None:
-    before = {p: p.stat().st_mtime_ns for p in whole[0].glob("*") if p.is_file()}
-    assert finish("run", tiny, whole[0]) == 0
-    assert {p: p.stat().st_mtime_ns for p in whole[0].glob("*") if p.is_file()} == before
-
-
-def test_what_a_complete_folder_lost_is_restored(
-    tiny: Path, whole: tuple[Path, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_complete_folder_lost_is_restored(tiny: Path, local_result: Path, tmp_path: Path) -> None:
     destination = tmp_path / "out"
-    shutil.copytree(whole[0], destination)
+    shutil.copytree(local_result, destination)
     (destination / "report.html").write_text("<html>")
     before = contents(destination)
     for name in ("tokenizer.json", "hf_quant_config.json", "k2convert.json"):
         (destination / name).unlink()
     (destination / CONFIG_NAME).write_text("{}")
     for word in ("resuming: 5 of 5", "already complete: 5 of 5"):
-        assert run("run", tiny, destination) == 0
-        assert word in capsys.readouterr().err
+        assert word in run_here("run", tiny, destination, code=0).stderr
         assert contents(destination) == before
 
 
-def test_ledger_keeps_the_versions_of_the_run_that_converted(
-    tiny: Path, whole: tuple[Path, float], tmp_path: Path
-) -> None:
+def test_ledger_keeps_the_versions_of_the_run_that_converted(tiny: Path, local_result: Path, tmp_path: Path) -> None:
     destination = tmp_path / "out"
-    shutil.copytree(whole[0], destination)
+    shutil.copytree(local_result, destination)
     ledger = json.loads((destination / LEDGER_NAME).read_text())
     content = json.dumps(ledger | {"versions": {"python": "3.11.0", "torch": "2.0.0"}}, indent=2) + "\n"
     (destination / LEDGER_NAME).write_text(content)
@@ -142,25 +125,22 @@ def test_ledger_keeps_the_versions_of_the_run_that_converted(
     assert (destination / LEDGER_NAME).read_text() == content
 
 
-def test_lost_or_truncated_shard_is_made_again(
-    tiny: Path, whole: tuple[Path, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lost_or_truncated_shard_is_made_again(tiny: Path, local_result: Path, tmp_path: Path) -> None:
     destination = tmp_path / "out"
-    shutil.copytree(whole[0], destination)
+    shutil.copytree(local_result, destination)
     (destination / "model-00002-of-000005.safetensors").unlink()
-    assert run("status", destination, "--json") == 0
-    state = json.loads(capsys.readouterr().out)
+    state = json.loads(run_here("status", destination, "--json", code=0).stdout)
     assert (state["complete"], state["pending"]) == (False, ["model-00002-of-000005.safetensors"])
     shard = destination / "model-00003-of-000005.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     assert finish("run", tiny, destination) == 0
-    assert contents(destination) == contents(whole[0])
+    assert contents(destination) == contents(local_result)
 
 
-def test_records_of_another_job_are_not_resumed(tiny: Path, whole: tuple[Path, float], tmp_path: Path) -> None:
+def test_records_of_another_job_are_not_resumed(tiny: Path, local_result: Path, tmp_path: Path) -> None:
     """Somebody deleted what names the job, and some shards, but not the records."""
     destination = tmp_path / "out"
-    shutil.copytree(whole[0], destination)
+    shutil.copytree(local_result, destination)
     for name in (CONFIG_NAME, INDEX_NAME, ".k2convert/job.json"):
         (destination / name).unlink()
     for number in (2, 4):
@@ -190,25 +170,19 @@ def test_second_run_on_the_same_destination_refuses(tmp_path: Path) -> None:
         ([], "source_config was"),
     ],
 )
-def test_a_changed_recipe_or_source_is_refused_by_field(
-    change: list[str],
-    field: str,
-    tiny: Path,
-    whole: tuple[Path, float],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_changed_jobs_are_refused(
+    change: list[str], field: str, tiny: Path, local_result: Path, tmp_path: Path
 ) -> None:
     source = Path(shutil.copytree(tiny, tmp_path / "changed"))
     if not change:
         config = json.loads((source / CONFIG_NAME).read_text())
         (source / CONFIG_NAME).write_text(json.dumps(config | {"rope_theta": 1.0}))
-    assert run("run", source, whole[0], *change) == 1
-    assert field in capsys.readouterr().err
+    assert field in run_here("run", source, local_result, *change, code=1).stderr
 
 
-def test_shard_files_have_ordinary_permissions_and_aligned_data(whole: tuple[Path, float]) -> None:
+def test_shard_files_have_ordinary_permissions_and_aligned_data(local_result: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
-    for shard in whole[0].glob("*.safetensors"):
+    for shard in local_result.glob("*.safetensors"):
         assert shard.stat().st_mode & 0o777 == 0o666 & ~mask
         assert read_header(shard).data_begin % 4096 == 0

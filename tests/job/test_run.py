@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command import RunCli, run
+from command import RunCli, run_here
+from damaged_files import flip
+from results import raw_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from k2convert.checkpoint.header import read_header
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
-from k2convert.cli.app import main
 from k2convert.job.prepare import choose_recipe
 from k2convert.plan.plan import plan_conversion
 from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
@@ -36,9 +37,8 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 def convert(source: Path, destination: Path, *options: str) -> Path:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", str(source), str(destination), "--json", *options])
-    assert ended.value.code == 0 or (source.name == "wide" and ended.value.code == 3), "wide misses the error budget"
+    done = run_here("run", source, destination, "--json", *options)
+    assert done.returncode == 0 or (source.name == "wide" and done.returncode == 3), "wide misses the error budget"
     return destination
 
 
@@ -52,43 +52,31 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def shards(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.glob("*.safetensors")}
-
-
-@pytest.fixture(params=SOURCES)
-def source(request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue(request.param)
-
-
-def test_native_plain_equals_the_two_libraries_byte_for_byte(source: Path, tmp_path: Path) -> None:
-    native = convert(source, tmp_path / "native", "--rule", "max")
-    reference = convert(source, tmp_path / "reference", "--rule", "max", "--set", "quantizer=reference")
-    assert shards(native) == shards(reference)
+@pytest.mark.parametrize(
+    ("name", "more"), [*((name, ()) for name in SOURCES), ("tiny", ("--recipe", "kimi-k2-thinking-nvfp4-mlp"))]
+)
+def test_max_is_the_libraries(name: str, more: tuple[str, ...], request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    source: Path = request.getfixturevalue(name)
+    native = convert(source, tmp_path / "native", *more, "--rule", "max")
+    reference = convert(source, tmp_path / "reference", *more, "--rule", "max", "--set", "quantizer=reference")
+    for path in sorted((*native.glob("*.safetensors"), *reference.glob("*.safetensors"))):
+        assert (native / path.name).read_bytes() == (reference / path.name).read_bytes()
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [*zip(SOURCES, ("modelopt", "compressed-tensors") * 5, strict=False), ("tiny", "compressed-tensors")],
 )
-def test_everything_holds_on_every_source(
-    name: str, layout: str, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_holds_on_every_source(name: str, layout: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     source: Path = request.getfixturevalue(name)
     result = convert(source, tmp_path / "out", "--layout", layout)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["validate", str(result), "--source", str(source), "--reference", "--json"])
-    report = json.loads(capsys.readouterr().out)
+    done = run_here("validate", result, "--source", source, "--reference", "--json")
+    report = json.loads(done.stdout)
     failed = [rule for rule in report["contract"]["rules"] if rule["verdict"] == "fail"]
     # A wholly zero or absurdly spread tensor cannot meet an SQNR budget; everything else must hold there too.
     expected = {18} if source.name in ("zeros", "subnormal", "wide") else set()
     assert {rule["number"] for rule in failed} <= expected, failed
-    assert ended.value.code == (3 if failed else 0)
+    assert done.returncode == (3 if failed else 0)
     decoder = report["weights"]["library_decoder"]
     assert decoder["compared"] > 0
     assert decoder["mismatches"] == []
@@ -101,29 +89,22 @@ def max_result(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Pa
     return convert(tiny, tmp_path / "out", "--rule", "max", "--layout", request.param)
 
 
-def test_one_flipped_block_scale_is_found_and_what_validate_needs_later_is_looked_for_at_once(
-    max_result: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flipped_block_scale_is_found_and_a_missing_file_at_once(max_result: Path, tiny: Path) -> None:
     words = ("validate", max_result, "--source", tiny)
-    capsys.readouterr()
-    assert run(*words, "--reference", "--json") == 0
-    weights = json.loads(capsys.readouterr().out)["weights"]
+    weights = json.loads(run_here(*words, "--reference", "--json", code=0).stdout)["weights"]
     assert weights["journal"] == weights["library_decoder"] == {"compared": 144, "mismatches": []}
     shard = max_result / "model-00002-of-000005.safetensors"
     name, tensor = next(item for item in read_header(shard).tensors.items() if item[0].endswith(".weight_scale"))
-    data = bytearray(shard.read_bytes())
-    data[(tensor.begin + tensor.end) // 2] ^= 1
-    shard.write_bytes(data)
-    assert run(*words, "--reference", "--json") == 3
-    weights = json.loads(capsys.readouterr().out)["weights"]
+    flip(shard, (tensor.begin + tensor.end) // 2)
+    weights = json.loads(run_here(*words, "--reference", "--json", code=3).stdout)["weights"]
     assert weights["journal"]["mismatches"] == [name.removesuffix(".weight_scale")]
     for options, said in (
         (["--layers", "9"], "layer 9 has no MoE block"),
         (["--layers", "1", "--hidden-states", "nope"], "nope: no such file. Pass a file of hidden states"),
         (["--against", "nope"], "nope"),
     ):
-        assert run(*words, *options) == 1  # and not 3, as after the pass
-        assert said in capsys.readouterr().err.replace("\n", " ")
+        error = run_here(*words, *options, code=1).stderr  # and not 3, as after the pass
+        assert said in error.replace("\n", " ")
 
 
 def test_a_library_that_decoded_one_other_byte_would_not_agree(max_result: Path) -> None:
@@ -146,27 +127,23 @@ def test_a_library_that_decoded_one_other_byte_would_not_agree(max_result: Path)
 
 def test_a_scale_without_a_reciprocal_is_refused_in_one_line(subnormal: Path, run_cli: RunCli, tmp_path: Path) -> None:
     options = ("--rule", "max", "--layout", "compressed-tensors")
-    done = run_cli("run", subnormal, tmp_path / "out", *options)
-    assert done.returncode == 1
+    done = run_cli("run", subnormal, tmp_path / "out", *options, code=1)
     assert "does not fit into FP32. Use the layout modelopt." in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_split_partners_give_the_bytes_of_a_whole_checkpoint(tiny: Path, split: Path, tmp_path: Path) -> None:
-    whole, apart = load(convert(tiny, tmp_path / "whole")), load(convert(split, tmp_path / "apart"))
-    assert whole.keys() == apart.keys()
-    assert all(torch.equal(raw(whole[name]), raw(apart[name])) for name in whole)
+def test_split_partners_give_the_bytes_of_a_whole_checkpoint(local_result: Path, split: Path, tmp_path: Path) -> None:
+    assert raw_tensors(local_result) == raw_tensors(convert(split, tmp_path / "apart"))
 
 
 def test_nothing_but_converted_tensors_differs(k25: Path, tmp_path: Path) -> None:
     before, after = open_checkpoint(k25), open_checkpoint(convert(k25, tmp_path / "out"))
-    kept = [name for name in before.tensors if ".experts." not in name]
+    source, result = raw_tensors(k25), raw_tensors(tmp_path / "out")
+    kept = [name for name in source if ".experts." not in name]
     assert kept
     for name in kept:
         one, other = before.tensors[name], after.tensors[name]
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        first = before.path(one.shard).read_bytes()[one.begin : one.end]
-        assert first == after.path(other.shard).read_bytes()[other.begin : other.end]
+        assert (one.dtype, one.shape, source[name]) == (other.dtype, other.shape, result[name])
     assert before.tensor_bytes == after.tensor_bytes
     for sidecar in ("tokenizer.json", "chat_template.jinja"):
         assert (k25 / sidecar).read_bytes() == (tmp_path / "out" / sidecar).read_bytes()
@@ -218,17 +195,14 @@ def test_input_scales_and_kv_cache_are_settable(tiny: Path, tmp_path: Path) -> N
     assert quantization["kv_cache_quant_algo"] == "FP8"
 
 
-def test_a_kv_cache_that_vllm_would_not_read_is_refused(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kv_cache_that_vllm_would_not_read_is_refused(tiny: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: mine\nlayout: compressed-tensors\nkv_cache: fp8\n")
     both = ("--layout", "compressed-tensors", "--set", "kv_cache=fp8")
     half = tmp_path / "half.yaml"
     half.write_text("name: mine\nlayout: compressed-tensors\n")
     for options in (both, ("--recipe", str(recipe)), ("--recipe", str(half), "--set", "kv_cache=fp8")):
-        assert run("run", tiny, tmp_path / "out", *options) == 1
-        message = " ".join(capsys.readouterr().err.split())
+        message = " ".join(run_here("run", tiny, tmp_path / "out", *options, code=1).stderr.split())
         assert "no effect in vLLM" in message
         assert "--kv-cache-dtype fp8" in message
     assert not (tmp_path / "out").exists()
@@ -255,26 +229,16 @@ def test_bf16_equals_the_librarys_dequantisation(tiny: Path, tmp_path: Path) -> 
     assert not [name for name in after if "weight_packed" in name or "weight_shape" in name]
 
 
-def test_shared_experts_and_dense_mlp_are_converted_on_request(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shared_experts_and_dense_mlp_are_converted_on_request(tiny: Path, tmp_path: Path) -> None:
     result = convert(tiny, tmp_path / "out", "--recipe", "kimi-k2-thinking-nvfp4-mlp")
-    capsys.readouterr()
     tensors = load(result)
     assert tensors["model.layers.1.mlp.shared_experts.gate_proj.weight"].dtype == torch.uint8
     assert tensors["model.layers.0.mlp.down_proj.weight"].dtype == torch.uint8
     assert tensors["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
-    assert run("validate", result, "--source", tiny, "--reference") == 0, capsys.readouterr().out
+    run_here("validate", result, "--source", tiny, "--reference", code=0)
     ignore = json.loads((result / "config.json").read_text())["quantization_config"]["ignore"]
     assert "*shared_experts*" not in ignore
     assert not [entry for entry in ignore if "layers.0" in entry]
-
-
-def test_plain_on_bf16_roles_equals_the_libraries(tiny: Path, tmp_path: Path) -> None:
-    recipe = ("--recipe", "kimi-k2-thinking-nvfp4-mlp", "--rule", "max")
-    native = convert(tiny, tmp_path / "native", *recipe)
-    reference = convert(tiny, tmp_path / "reference", *recipe, "--rule", "max", "--set", "quantizer=reference")
-    assert shards(native) == shards(reference)
 
 
 def test_error_is_half_of_plains_and_near_the_bound(tiny: Path, run_cli: RunCli, tmp_path: Path) -> None:
@@ -306,12 +270,11 @@ def test_whole_k2_thinking_is_planned_from_headers(k2_headers: Path, run_cli: Ru
     assert plan["shards"][0]["name"] == "model-00001-of-000062.safetensors"
 
 
-def test_safetensors_reads_exactly_the_planned_tensors(tiny: Path, tmp_path: Path) -> None:
-    result = convert(tiny, tmp_path / "out")
+def test_safetensors_reads_exactly_the_planned_tensors(tiny: Path, local_result: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     plan = plan_conversion(source=checkpoint, recipe=choose_recipe(checkpoint, None, {}))
     for job in plan.jobs:
-        with safe_open(result / job.name, "pt") as shard:
+        with safe_open(local_result / job.name, "pt") as shard:
             assert shard.metadata() == dict(job.metadata)
             slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 - no mapping
             found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import run
-from results import raw_tensors
+from command import run, run_here
+from results import plan_job, raw_tensors
 
 from k2convert.calibration.layer_files import conversion_work
 from k2convert.calibration.plan import CalibrationText, ShardNeeds, shard_needs, waiting_bytes
@@ -19,20 +19,11 @@ from k2convert.calibration.statistics import open_statistics
 from k2convert.calibration.text import held_out, read_windows
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
-from k2convert.job.locations import Destination, Source
-from k2convert.job.prepare import Job, check_room, choose_recipe, prepare
+from k2convert.job.prepare import Job, check_room
 from k2convert.records.command import read_command
 from k2convert.records.ledger import read_ledger
 
 SMALL = ("--set", "calibration={tokens: 320, window: 64}", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def text(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short text: 6 kB of the checkpoint's calibration text."""
-    path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text((tiny / "calibration.txt").read_text()[:6000])
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +41,11 @@ def text_of(source: Path, files: list[Path], *, tokens: int = 320, window: int =
 
 
 def planned(source: Path, out: Path, text: CalibrationText, *, max_disk: int | None = None) -> Job:
-    checkpoint = open_checkpoint(source)
-    return prepare(
-        source=Source(checkpoint),
-        destination=Destination(out),
-        recipe=choose_recipe(checkpoint, None, {"rule": "gptq"}),
-        text=text,
-        device="cpu",
-        max_disk=max_disk,
-    )
+    return plan_job(source, out, rule="gptq", more={"text": text, "max_disk": max_disk})
 
 
-def test_result_ledger_and_statistics(short: Path, text: Path, done: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("validate", done / "out", "--source", short, "--quiet") == 0
-    assert "passed" in capsys.readouterr().out
+def test_result_ledger_and_statistics(short: Path, text: Path, done: Path) -> None:
+    assert "passed" in run_here("validate", done / "out", "--source", short, "--quiet", code=0).stdout
     ledger, found = read_ledger(done / "out"), open_statistics(done / "saved")
     record = ledger.calibration
     assert record is not None
@@ -94,49 +76,37 @@ def test_result_ledger_and_statistics(short: Path, text: Path, done: Path, capsy
         }
 
 
-def test_what_is_said_at_the_end_begins_with_the_held_out_error(
-    short: Path, text: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("run", short, done / "out", "--calibrate", text, *SMALL) == 0
+def test_the_end_begins_with_the_held_out_error(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
+    lines = run_here("run", short, done / "out", "--calibrate", text, *SMALL, code=0).stdout.splitlines()
     record = read_ledger(done / "out").calibration
     assert record is not None
     worst, errors = max(record.held_out.items(), key=lambda item: item[1].gptq_error)
-    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
         "outputs of the layers, on 1 of 5 windows that were kept out of the fit: squared error at most "
         f"{errors.gptq_error:.5f} of the INT4 model's (layer {worst}; {errors.mse_error:.5f} with that layer "
         "by rule mse)"
     )
     options = ("--calibrate", text, "--set", "calibration={tokens: 256, window: 256}", "--device", "cpu")
-    assert run("run", short, tmp_path / "one", *options) == 0
-    assert capsys.readouterr().out.startswith("outputs of the layers: no held-out figure: only one window\n")
+    shown = run_here("run", short, tmp_path / "one", *options, code=0).stdout
+    assert shown.startswith("outputs of the layers: no held-out figure: only one window\n")
 
 
-def test_a_layer_that_is_worse_than_rule_mse_is_warned_of_when_it_is_done(
-    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_layer_that_is_worse_than_rule_mse_is_warned_of_when_it_is_done(short: Path, tmp_path: Path) -> None:
     """Fitted to few kinds of tokens, measured on others."""
     generator = np.random.default_rng(0)
     ids = generator.integers(0, 40, size=(8, 128))
     ids[held_out(8)] = generator.integers(40, 2048, size=(1, 128))
     np.save(tmp_path / "ids.npy", ids)
-    options = (
-        "--calibrate",
-        tmp_path / "ids.npy",
-        "--set",
-        "calibration={tokens: 1024, window: 128}",
-        "--device",
-        "cpu",
-    )
-    assert run("run", short, tmp_path / "out", *options) == 0
-    record, shown = read_ledger(tmp_path / "out").calibration, capsys.readouterr()
+    options = ("--set", "calibration={tokens: 1024, window: 128}", "--device", "cpu")
+    shown = run_here("run", short, tmp_path / "out", "--calibrate", tmp_path / "ids.npy", *options, code=0)
+    record = read_ledger(tmp_path / "out").calibration
     assert record is not None
     worse = [layer for layer, errors in record.held_out.items() if errors.is_worse]
     assert worse
     for layer in worse:
         warning = f"warning: layer {layer}: on the windows that were kept out of the fit"
-        assert shown.err.index(warning) < shown.err.index("calibrate 100 %")
-    assert f"warning: {record.warning}" in shown.err
+        assert shown.stderr.index(warning) < shown.stderr.index("calibrate 100 %")
+    assert f"warning: {record.warning}" in shown.stderr
 
 
 @pytest.mark.parametrize(
@@ -150,25 +120,17 @@ def test_a_layer_that_is_worse_than_rule_mse_is_warned_of_when_it_is_done(
     ],
 )
 def test_smoothing_is_on_for_4_bit_activations_alone_unless_asked_for(
-    options: tuple[str, ...],
-    is_scaled: bool,
-    short: Path,
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...], is_scaled: bool, short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("scaled.yaml").write_text("name: scaled\nactivations: w4a16\nsmoothing: true\n")
-    assert run("run", short, tmp_path / "out", "--calibrate", text, *SMALL, *options, "--dry-run") == 0
-    assert f"smoothing: {'on' if is_scaled else 'off'} (" in capsys.readouterr().out
+    shown = run_here("run", short, tmp_path / "out", "--calibrate", text, *SMALL, *options, "--dry-run", code=0).stdout
+    assert f"smoothing: {'on' if is_scaled else 'off'} (" in shown
 
 
-def test_every_tensor_without_experts_is_the_one_of_a_run_with_these_statistics(
-    short: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("run", short, tmp_path / "imatrix", "--statistics", done / "saved", "--quiet") == 0
-    assert capsys.readouterr().out.startswith("Rule imatrix minimizes the error weighted by the inputs.")
+def test_tensors_without_experts_are_those_of_a_run_with_statistics(short: Path, done: Path, tmp_path: Path) -> None:
+    shown = run_here("run", short, tmp_path / "imatrix", "--statistics", done / "saved", "--quiet", code=0).stdout
+    assert shown.startswith("Rule imatrix minimizes the error weighted by the inputs.")
     weighted, found = raw_tensors(tmp_path / "imatrix"), raw_tensors(done / "out")
     assert weighted.keys() == found.keys()
     different = {name.rpartition(".")[2] for name in found if found[name] != weighted[name]}
@@ -176,29 +138,24 @@ def test_every_tensor_without_experts_is_the_one_of_a_run_with_these_statistics(
     assert all(".mlp.experts." in name for name in found if found[name] != weighted[name])
 
 
-def test_partners_in_different_shards_in_the_other_layout(
-    cut: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_partners_in_different_shards_in_the_other_layout(cut: Path, text: Path, tmp_path: Path) -> None:
     options = ("--calibrate", text, *SMALL, "--layout", "compressed-tensors", "--activations", "w4a16")
     words = ("run", cut, tmp_path / "out", *options, "--workers", "3")
-    assert run(*words) == 0
-    shown = capsys.readouterr()
+    shown = run_here(*words, code=0)
     said = "2 layers on 320 tokens of calibration.txt, in 5 windows of 64; 1 of them is kept out of the fit"
-    assert f"calibrates while it converts: {said}" in shown.err
-    assert "calibrate 100 % (2 of 2 layers)" in shown.err
+    assert f"calibrates while it converts: {said}" in shown.stderr
+    assert "calibrate 100 % (2 of 2 layers)" in shown.stderr
     assert run("validate", tmp_path / "out", "--source", cut, "--quiet") == 0
 
 
-def test_a_finished_run_is_not_made_again(
-    short: Path, text: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_not_made_again(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (done / "out").glob("*.*") if path.is_file()}
-    assert run("run", short, done / "out", "--calibrate", text, *SMALL) == 0
-    assert f"{done / 'out'}: already complete: 4 of 4 shards done" in capsys.readouterr().err
+    shown = run_here("run", short, done / "out", "--calibrate", text, *SMALL, code=0).stderr
+    assert f"{done / 'out'}: already complete: 4 of 4 shards done" in shown
     assert before == {path: path.stat().st_mtime_ns for path in before}
     options = ("--calibrate", text, *SMALL, "--set", f"calibration.save_statistics={tmp_path / 'late'}", "--quiet")
-    assert run("run", short, done / "out", *options) == 1
-    assert "the conversion is complete, and its statistics were not kept" in capsys.readouterr().err
+    shown = run_here("run", short, done / "out", *options, code=1).stderr
+    assert "the conversion is complete, and its statistics were not kept" in shown
 
 
 @pytest.mark.parametrize(
@@ -219,7 +176,6 @@ def test_another_text_or_option_is_refused_by_name(
     text: Path,
     done: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if changed == ("walk",):
@@ -228,33 +184,23 @@ def test_another_text_or_option_is_refused_by_name(
     if changed == ("text",):
         (tmp_path / "calibration.txt").write_text(text.read_text() + "!")
         text, changed = tmp_path / "calibration.txt", ()
-    assert run("run", short, done / "out", "--calibrate", text, *SMALL, *changed, "--quiet") == 1
-    error = capsys.readouterr().err
+    error = run_here("run", short, done / "out", "--calibrate", text, *SMALL, *changed, "--quiet", code=1).stderr
     assert error.count("\n") == 1
     assert "holds a different job: " in error
     assert named in error
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+def test_options_that_contradict_are_refused(short: Path, tmp_path: Path) -> None:
+    for options, says in (
         (("--calibrate", "text.txt", "--rule", "imatrix"), "--calibrate converts by rule gptq, not imatrix"),
-        (("--calibrate", "text.txt", "--set", "quantizer=reference"), "Leave out --calibrate"),
         (("--calibrate", "text.txt", "--to", "bf16"), "Leave out --calibrate"),
         (("--set", "calibration.tokens=5"), "Add --calibrate FILE"),
-    ],
-)
-def test_options_that_contradict_are_refused(
-    options: tuple[str, ...], says: str, short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("run", short, tmp_path / "out", *options) == 1
-    assert says in capsys.readouterr().err
+    ):
+        assert says in run_here("run", short, tmp_path / "out", *options, code=1).stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_statistics_are_not_saved_in_the_destination_or_over_others(
-    short: Path, text: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_statistics_are_not_saved_over_others(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for saved, says in (
         (out / "stats", "is inside the destination"),
@@ -263,35 +209,27 @@ def test_statistics_are_not_saved_in_the_destination_or_over_others(
     ):
         use = f"calibration={{tokens: 128, window: 64, save_statistics: {saved}}}"
         options = ("--calibrate", text, "--set", use, "--quiet")
-        assert run("run", short, out, *options, "--device", "cpu") == 1
-        assert says in capsys.readouterr().err
+        assert says in run_here("run", short, out, *options, "--device", "cpu", code=1).stderr
     assert not out.exists()
 
 
-def test_a_dry_run_says_what_the_walk_takes_and_writes_nothing(
-    short: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_shows_the_walk(short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("run", short, tmp_path / "out", "--calibrate", text, *SMALL, "--dry-run")
-    assert run(*words) == 0
-    shown = capsys.readouterr().out
+    shown = run_here(*words, code=0).stdout
     assert "calibrates while it converts: 3 layers on 320 tokens of calibration.txt, in 5 windows of 64" in shown
     assert re.search("^time of the calibration: .*, an estimate from one expert on this machine$", shown, re.MULTILINE)
     assert re.search("^time of the conversion: .*, an estimate from a second of measuring here", shown, re.MULTILINE)
     assert "time in all: " in shown
-    assert run(*words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)["calibration"]
+    found = json.loads(run_here(*words, "--json", code=0).stdout)["calibration"]
     assert (found["layers"], found["finished_layers"], found["tokens"]) == (3, 0, 320)
     assert len(found["seconds"]) == 2
     monkeypatch.setattr("k2convert.cli.forecast.MAX_HOURS", 0)
-    assert run(*words) == 1
-    assert "repeat the command with --yes" in capsys.readouterr().err
+    assert "repeat the command with --yes" in run_here(*words, code=1).stderr
     assert run(*words[:-1], "--quiet") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_a_walk_that_fails_is_one_line_and_the_run_goes_on_where_it_was(
-    short: Path, text: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_walk_is_one_line_and_goes_on(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     source, out = Path(shutil.copytree(short, tmp_path / "source")), tmp_path / "out"
     info = open_checkpoint(source).tensors["model.layers.2.input_layernorm.weight"]
     shard = source / info.shard
@@ -301,21 +239,17 @@ def test_a_walk_that_fails_is_one_line_and_the_run_goes_on_where_it_was(
         file.write((0x7FC0).to_bytes(2, "little"))
     os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
     words = ("run", source, out, "--calibrate", text, *SMALL)
-    assert run(*words, "--quiet") == 1
-    error = capsys.readouterr().err
+    error = run_here(*words, "--quiet", code=1).stderr
     assert error.startswith("error: layer 2: the hidden states of 4 of 5 windows are not finite.")
     assert error.count("\n") == 1
     assert not (out / "config.json").exists()
-    assert run("status", out) == 0
-    assert "calibrate: 2 of 3 layers are done" in capsys.readouterr().out
+    assert "calibrate: 2 of 3 layers are done" in run_here("status", out, code=0).stdout
     with shard.open("r+b") as file:
         file.write(before)
     os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert run(*words) == 0
-    assert "resuming: 2 of 3 layers done" in capsys.readouterr().err
+    assert "resuming: 2 of 3 layers done" in run_here(*words, code=0).stderr
     assert raw_tensors(out) == raw_tensors(done / "out")
-    assert run("status", out, "--json") == 0
-    assert "calibration" not in json.loads(capsys.readouterr().out)
+    assert "calibration" not in json.loads(run_here("status", out, "--json", code=0).stdout)
 
 
 def test_the_room_of_a_walk_is_asked_for_before_it_starts(short: Path, text: Path, tmp_path: Path) -> None:
@@ -354,9 +288,7 @@ def test_the_converted_experts_that_wait(shards: list[ShardNeeds], most: int) ->
     assert waiting_bytes(shards, num_layers=5) == most
 
 
-def test_token_ids_instead_of_text_and_the_command_that_resumes_has_every_file(
-    short: Path, text: Path, done: Path, tmp_path: Path
-) -> None:
+def test_token_ids_and_the_command_with_every_file(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     ids = read_windows([text], tokenizer=short, vocab_size=2048, tokens=320, window=64, seed=0).ids
     files = [tmp_path / "first.npy", tmp_path / "second.npy"]
     for path, part in zip(files, (ids[:2], ids[2:]), strict=True):
@@ -370,14 +302,11 @@ def test_token_ids_instead_of_text_and_the_command_that_resumes_has_every_file(
     assert kept.words[first : first + 4] == tuple(words)
 
 
-def test_weights_are_not_the_measure_of_a_calibrated_result(
-    short: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_are_not_the_measure_of_a_calibrated_result(short: Path, done: Path, tmp_path: Path) -> None:
     note = "The error of weights is the wrong measure for a calibrated result: validate each result with --layers and"
     by_max, mse = tmp_path / "max", tmp_path / "mse"
     assert run("run", short, by_max, "--rule", "max", "--quiet") == 0
     assert run("run", short, mse, "--quiet") == 0
     for ours, other, is_said in ((mse, done / "out", 1), (done / "out", mse, 1), (mse, by_max, 0)):
-        capsys.readouterr()
-        assert run("validate", ours, "--source", short, "--against", other, "--quiet") == 0
-        assert capsys.readouterr().out.count(note) == is_said
+        shown = run_here("validate", ours, "--source", short, "--against", other, "--quiet", code=0)
+        assert shown.stdout.count(note) == is_said

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
-from command import run, said
+from command import run, run_here, said
 from forked_runs import send, start
 from numpy.typing import NDArray
 from results import files_of, raw_tensors
@@ -135,11 +135,6 @@ class Expected:
         return found
 
 
-@pytest.fixture(scope="module")
-def statistics(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_statistics(tmp_path_factory.mktemp("statistics") / "cut.stats", cut)
-
-
 Weights = Callable[[bool], tuple[Expected, dict[str, dict[str, Nvfp4Weight]]]]
 
 
@@ -200,9 +195,7 @@ def test_unconverted_shared_experts_are_scaled_and_workers_do_not_matter(
 
 
 @pytest.mark.parametrize("rule", ["mse", "max"])
-def test_smoothing_serves_the_rules_without_weights_too(
-    rule: Rule, cut: Path, statistics: Path, tmp_path: Path
-) -> None:
+def test_smoothing_serves_rules_without_weights(rule: Rule, cut: Path, statistics: Path, tmp_path: Path) -> None:
     maker = Expected(cut, statistics, rule=rule, is_scaled=True)
     words = ["run", cut, tmp_path / "out", "--rule", rule, "--activations", "w4a16", "--set", "smoothing=true"]
     assert run(*words, "--statistics", statistics, "--quiet") == 0
@@ -225,12 +218,10 @@ def test_k25_with_an_fp32_router(cut: Path, tmp_path: Path) -> None:
     assert_equal(raw_tensors(tmp_path / "out"), expected)
 
 
-def test_ledger_fingerprint_and_next_command_name_the_statistics(
-    cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("run", cut, tmp_path / "out", "--statistics", statistics) == 0
+def test_ledger_fingerprint_and_next_command_name_the_statistics(cut: Path, statistics: Path, tmp_path: Path) -> None:
+    shown = run_here("run", cut, tmp_path / "out", "--statistics", statistics, code=0)
     line = f"next: k2convert validate {tmp_path / 'out'} --source {cut} --statistics {statistics}"
-    assert line in capsys.readouterr().err
+    assert line in shown.stderr
     explicit = ["--rule", "imatrix", "--set", "smoothing=true"]  # the same job
     assert run("run", cut, tmp_path / "out", "--statistics", statistics, *explicit, "--quiet") == 0
     ledger, found = read_ledger(tmp_path / "out"), open_statistics(statistics)
@@ -260,18 +251,14 @@ def test_exponents_of_zero_change_no_copied_byte(cut: Path, statistics: Path, tm
     assert_equal(unconverted(on), unconverted(raw_tensors(cut)))
 
 
-def test_a_dry_run_says_what_is_scaled_and_writes_nothing(
-    cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_says_what_is_scaled_and_writes_nothing(cut: Path, statistics: Path, tmp_path: Path) -> None:
     words = ["run", cut, tmp_path / "out", "--statistics", statistics, "--dry-run"]
-    assert run(*words) == 0
-    shown = capsys.readouterr()
+    shown = run_here(*words, code=0)
     channels = int((open_statistics(statistics).layer(1).smoothing_exponents != 0).sum())
-    assert f"smoothing: {channels} channels of 1 layer" in shown.out
-    assert "2 experts have fewer than 64 tokens" in shown.out
-    assert "rule imatrix" in shown.out
-    assert run(*words, "--json") == 0
-    document = json.loads(capsys.readouterr().out)
+    assert f"smoothing: {channels} channels of 1 layer" in shown.stdout
+    assert "2 experts have fewer than 64 tokens" in shown.stdout
+    assert "rule imatrix" in shown.stdout
+    document = json.loads(run_here(*words, "--json", code=0).stdout)
     assert document["actions"]["scale"]["source_tensors"] == 4
     assert document["actions"]["copy"]["source_tensors"] == 25
     assert document["calibration"] == {
@@ -288,17 +275,14 @@ def test_a_dry_run_says_what_is_scaled_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *words: object, code: int = 1) -> str:
+def error_of(*words: object) -> str:
     """Run a command that must fail without writing; returns its error, which is one line."""
-    assert run("run", *words, "--quiet") == code
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    if code == 2:
-        return " ".join(shown.err.replace("\u2502", " ").split())
-    assert said(shown.err).startswith("error: ")
-    assert said(shown.err).count("\n") == 1
+    shown = run_here("run", *words, "--quiet", code=1)
+    assert shown.stdout == ""
+    assert said(shown.stderr).startswith("error: ")
+    assert said(shown.stderr).count("\n") == 1
     assert not Path(str(words[1])).exists(), "nothing is written"
-    return shown.err
+    return shown.stderr
 
 
 def other_norm(layers: list[LayerStatistics]) -> list[LayerStatistics]:
@@ -324,36 +308,30 @@ WRONG: dict[str, tuple[Callable[[list[LayerStatistics]], list[LayerStatistics]],
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_statistics_that_do_not_fit_are_refused_in_one_line(
-    what: str, cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_statistics_that_do_not_fit_are_refused(what: str, cut: Path, statistics: Path, tmp_path: Path) -> None:
     change, message = WRONG[what]
     wrong = rewrite(statistics, change(layers_of(statistics)), tmp_path / "wrong")
-    error = error_of(capsys, cut, tmp_path / "out", "--recipe", MLP, "--statistics", wrong)
+    error = error_of(cut, tmp_path / "out", "--recipe", MLP, "--statistics", wrong)
     assert message in error
     assert "k2convert calibrate" in error
 
 
-def test_files_that_are_no_statistics_of_this_source_are_refused_in_one_line(
-    cut: Path, tiny: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "different source: the headers" in error_of(capsys, tiny, tmp_path / "out", "--statistics", statistics)
-    assert "no such file" in error_of(capsys, cut, tmp_path / "out", "--statistics", tmp_path / "none")
-    assert "a folder" in error_of(capsys, cut, tmp_path / "out", "--statistics", tmp_path)
+def test_foreign_statistics_are_refused_in_one_line(cut: Path, tiny: Path, statistics: Path, tmp_path: Path) -> None:
+    assert "different source: the headers" in error_of(tiny, tmp_path / "out", "--statistics", statistics)
+    assert "no such file" in error_of(cut, tmp_path / "out", "--statistics", tmp_path / "none")
+    assert "a folder" in error_of(cut, tmp_path / "out", "--statistics", tmp_path)
     (tmp_path / "short").write_bytes(statistics.read_bytes()[:-1])
-    assert str(tmp_path / "short") in error_of(capsys, cut, tmp_path / "out", "--statistics", tmp_path / "short")
+    assert str(tmp_path / "short") in error_of(cut, tmp_path / "out", "--statistics", tmp_path / "short")
 
 
-def test_options_and_recipes_that_contradict_statistics_are_refused(
-    cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_contradict_statistics_are_refused(cut: Path, statistics: Path, tmp_path: Path) -> None:
     out, given = tmp_path / "out", ("--statistics", statistics)
-    assert "rule imatrix needs statistics. Add --statistics FILE" in error_of(capsys, cut, out, "--rule", "imatrix")
-    assert "needs statistics" in error_of(capsys, cut, out, "--set", "smoothing=true")
-    assert "Leave out --statistics" in error_of(capsys, cut, out, "--to", "bf16", *given)
-    assert "Leave out --statistics" in error_of(capsys, cut, out, "--set", "quantizer=reference", *given)
+    assert "rule imatrix needs statistics. Add --statistics FILE" in error_of(cut, out, "--rule", "imatrix")
+    assert "needs statistics" in error_of(cut, out, "--set", "smoothing=true")
+    assert "Leave out --statistics" in error_of(cut, out, "--to", "bf16", *given)
+    assert "Leave out --statistics" in error_of(cut, out, "--set", "quantizer=reference", *given)
     unused = ("--rule", "mse", "--activations", "w4a16")
-    assert "rule mse without smoothing uses no statistics" in error_of(capsys, cut, out, *unused, *given)
+    assert "rule mse without smoothing uses no statistics" in error_of(cut, out, *unused, *given)
     for name, text, message in (
         ("imatrix", "rule: imatrix", "rule imatrix needs statistics"),
         ("scaled", "smoothing: true", "smoothing needs statistics"),
@@ -363,9 +341,9 @@ def test_options_and_recipes_that_contradict_statistics_are_refused(
     ):
         recipe = tmp_path / f"{name}.yaml"
         recipe.write_text(f"name: {name}\n{text}\n")
-        assert message in error_of(capsys, cut, out, "--recipe", recipe)
+        assert message in error_of(cut, out, "--recipe", recipe)
     recipe.write_text("name: copy\ntarget: bf16\n")
-    assert "Leave out --statistics" in error_of(capsys, cut, out, "--recipe", recipe, "--rule", "max", *given)
+    assert "Leave out --statistics" in error_of(cut, out, "--recipe", recipe, "--rule", "max", *given)
 
 
 def test_no_smoothing_without_statistics_is_the_run_of_always(cut: Path, tmp_path: Path) -> None:
@@ -384,25 +362,20 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_exponents_that_no_bf16_holds_name_tensor_and_remedy(
-    name: str, cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exponents_that_no_bf16_holds_name_tensor_and_remedy(name: str, cut: Path, tmp_path: Path) -> None:
     changed = read_small(cut)
     changed.replace(name, changed.tensors()[name].clone().fill_(HOSTILE[name]))
     source = write_small(changed, tmp_path / "source")
     statistics = random_statistics(tmp_path / "stats", source)
     words = ["run", source, tmp_path / "out", "--statistics", statistics, "--quiet"]
-    assert run(*words) == 1
-    shown = capsys.readouterr().err
+    shown = run_here(*words, code=1).stderr
     assert shown.count("\n") == 1
     assert name.removesuffix(".weight_scale") in shown
     assert "smoothing=false" in shown
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_a_killed_run_resumes_with_its_kept_command_to_identical_bytes(
-    cut: Path, statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_resumes_with_its_kept_command(cut: Path, statistics: Path, tmp_path: Path) -> None:
     words = ["run", cut, tmp_path / "whole", "--statistics", statistics, "--set", "smoothing=false", "--quiet"]
     assert run(*words) == 0
     assert read_ledger(tmp_path / "whole").recipe.smoothing is False
@@ -421,11 +394,9 @@ def test_a_killed_run_resumes_with_its_kept_command_to_identical_bytes(
     assert kept is not None
     assert set(kept.words[4:]) == {"--statistics", str(statistics), "--set", "smoothing=false", "--quiet"}
     other = rewrite(statistics, layers_of(statistics), tmp_path / "other", seed=4)
-    capsys.readouterr()
-    assert run(*(other if word == statistics else word for word in words)) == 1
-    assert "holds a different job: statistics was" in capsys.readouterr().err
-    assert run("run", cut, tmp_path / "out", "--quiet") == 1
-    refusal = capsys.readouterr().err
+    shown = run_here(*(other if word == statistics else word for word in words), code=1).stderr
+    assert "holds a different job: statistics was" in shown
+    refusal = run_here("run", cut, tmp_path / "out", "--quiet", code=1).stderr
     assert "rule was 'imatrix', now 'mse'; " in refusal
     assert "; statistics was " in refusal
     assert run(*kept.words[1:]) == 0

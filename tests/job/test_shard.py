@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results import plan_job
 from statistics_makers import random_statistics
 
 from k2convert.calibration.statistics import open_statistics
-from k2convert.checkpoint.index import open_checkpoint
+from k2convert.job import resources
 from k2convert.job import run as executor
-from k2convert.job.locations import Destination, Source
-from k2convert.job.prepare import Job, choose_recipe, prepare
+from k2convert.job.prepare import Job
 from k2convert.job.shard import ShardTask, convert_shard
 from k2convert.records.shard_record import ShardRecord
 
@@ -26,22 +26,14 @@ sys.stdout.buffer.write(pickle.dumps(convert_shard(task)))
 
 
 def plan(source: Path, destination: Path, **overrides: Any) -> Job:
-    checkpoint = open_checkpoint(source)
     statistics = None
     if overrides.get("rule") == "imatrix":
         statistics = open_statistics(random_statistics(destination.with_name("statistics"), source))
-    return prepare(
-        source=Source(checkpoint),
-        destination=Destination(destination),
-        recipe=choose_recipe(checkpoint, None, overrides),
-        statistics=statistics,
-        device="cpu",
-    )
+    return plan_job(source, destination, more={"statistics": statistics}, **overrides)
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [{}, {"rule": "max", "layout": "compressed-tensors"}, {"target": "bf16"}, {"rule": "imatrix"}],
+    "overrides", [{}, {"rule": "max", "layout": "compressed-tensors"}, {"target": "bf16"}, {"rule": "imatrix"}]
 )
 def test_a_task_is_pickled_and_converted_in_another_process(
     split: Path, cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any]
@@ -68,10 +60,16 @@ def test_a_task_is_pickled_and_converted_in_another_process(
         assert (tmp_path / "apart" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_one_place_makes_tasks() -> None:
-    """One executor: nothing else in the package starts the conversion of a shard."""
-    package = Path(executor.__file__).resolve().parents[1]
-    places = [
-        path.name for path in package.rglob("*.py") for line in path.read_text().splitlines() if "ShardTask(" in line
-    ]
-    assert places == ["shard.py"]
+def test_each_header_of_a_result_is_encoded_once(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, encoded = resources.encode_header, list[Any]()
+
+    def counted(tensors: Any, **options: Any) -> bytes:
+        encoded.append(tensors)
+        return encode(tensors, **options)
+
+    monkeypatch.setattr(resources, "encode_header", counted)
+    job = plan_job(tiny, tmp_path / "out")
+    executor.execute(job)
+    assert len(encoded) == len(job.plan.jobs) == 5
+    sizes = {item.name: item.output_bytes for item in job.items}
+    assert sizes == {path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")}

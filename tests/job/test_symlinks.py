@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command import run, said
+from command import run, run_here, said
 
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.writer import ShardWriter
@@ -43,43 +43,33 @@ def plant(path: Path, target: Path) -> None:
     path.symlink_to(target)
 
 
-def message(capsys: pytest.CaptureFixture[str]) -> str:
-    errors = [line for line in said(capsys.readouterr().err).splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    return errors[0]
+def refusal(source: Path, destination: Path) -> str:
+    """Run a job that must fail; returns its one error."""
+    shown = said(run_here("run", source, destination, code=1).stderr)
+    [error] = [line for line in shown.splitlines() if line.startswith("error: ")]
+    return error
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["new", "resumed"])
-@pytest.mark.parametrize("name", FILES)
-def test_a_link_in_place_of_a_file_is_refused_by_name(
-    name: str, begun: bool, small: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "begun"),
+    [*((name, begun) for name in FILES for begun in (False, True)), *((name, False) for name in FOLDERS)],
+)
+def test_a_link_as_a_file_is_refused(name: str, begun: bool, small: Path, finished: Path, tmp_path: Path) -> None:
     destination, precious = tmp_path / "out", tmp_path / "precious"
-    precious.write_text("the only copy")
+    if name in FOLDERS:
+        precious.mkdir()
+    kept = precious / f"{SHARD}.json.tmp" if name in FOLDERS else precious
+    kept.write_text("the only copy")
     if begun:
         shutil.copytree(finished, destination)
     (destination / ".k2convert").mkdir(parents=True, exist_ok=True)
     plant(destination / name, precious)
-    assert run("run", small, destination) == 1
-    said = message(capsys)
-    assert f"{destination / name}: is a link" in said
-    assert "Remove it" in said
-    assert precious.read_text() == "the only copy"
+    error = refusal(small, destination)
+    assert f"{destination / name}: is a link" in error
+    assert "Remove it" in error
+    assert kept.read_text() == "the only copy"
+    assert name not in FOLDERS or [path.name for path in precious.iterdir()] == [kept.name]
     assert (destination / name).is_symlink()
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_link_in_place_of_a_folder_is_refused_by_name(
-    name: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    destination, precious = tmp_path / "out", tmp_path / "precious"
-    precious.mkdir()
-    (precious / f"{SHARD}.json.tmp").write_text("the only copy")
-    (destination / ".k2convert").mkdir(parents=True)
-    plant(destination / name, precious)
-    assert run("run", small, destination) == 1
-    assert f"{destination / name}: is a link, and k2convert writes through none. Remove it." in message(capsys)
-    assert [path.name for path in precious.iterdir()] == [f"{SHARD}.json.tmp"]
 
 
 @pytest.mark.parametrize("name", ["report.html", "report.html.tmp", "report.md.tmp"])
@@ -99,17 +89,14 @@ def test_a_destination_that_is_a_link_is_what_the_user_named(small: Path, tmp_pa
     assert (tmp_path / "disk" / "config.json").is_file()
 
 
-def test_the_second_name_of_a_file_is_not_written_through(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_second_name_of_a_file_is_not_written_through(small: Path, tmp_path: Path) -> None:
     """A hard link cannot be told from a file that a killed run left, so the name is removed and the file made anew."""
     destination, precious = tmp_path / "out", tmp_path / "precious"
     (destination / ".k2convert").mkdir(parents=True)
     precious.write_text("the only copy")
     for name in ("config.json.tmp", f"{SHARD}.tmp", ".k2convert/job.json.tmp", ".k2convert/lock"):
         os.link(precious, destination / name)
-    assert run("run", small, destination) == 1
-    assert "lock: is a link or a folder" in message(capsys)
+    assert "lock: is a link or a folder" in refusal(small, destination)
     (destination / ".k2convert" / "lock").unlink()
     assert run("run", small, destination, "--json") == 0
     assert precious.read_text() == "the only copy"
@@ -158,10 +145,7 @@ def test_the_sweep_removes_only_names_of_this_program(small: Path, finished: Pat
     assert (destination / "model-00001-of-000003.safetensors.tmp").is_dir()
 
 
-def test_a_folder_in_place_of_a_file_to_write_is_named(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_in_place_of_a_file_to_write_is_named(small: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / ".k2convert").mkdir(parents=True)
     (tmp_path / "out" / f"{SHARD}.tmp").mkdir()
-    assert run("run", small, tmp_path / "out") == 1
-    assert f"{SHARD}.tmp: is a folder, but k2convert needs a file there. Remove it." in message(capsys)
+    assert f"{SHARD}.tmp: is a folder, but k2convert needs a file there. Remove it." in refusal(small, tmp_path / "out")

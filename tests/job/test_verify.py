@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import run
+from command import run, run_here
+from damaged_files import flip
 from results import contents
 
 SHARD = "model-00002-of-000003.safetensors"
@@ -34,78 +35,54 @@ def times(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
 
 
-def flip(path: Path, *, keep_time: bool) -> None:
-    """Change one bit of a file's data, in place."""
-    before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(-1000, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-1000, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
-    if keep_time:
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def test_a_shard_that_rotted_is_found_and_made_again_on_request(
-    small: Path, result: Path, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flip(result / SHARD, keep_time=True)
-    assert run("run", small, result) == 0
-    said = capsys.readouterr().err
+def test_a_shard_that_rotted_is_found_and_made_again_on_request(small: Path, result: Path, finished: Path) -> None:
+    before = (result / SHARD).stat()
+    flip(result / SHARD, -1000)
+    os.utime(result / SHARD, ns=(before.st_atime_ns, before.st_mtime_ns))
+    said = run_here("run", small, result, code=0).stderr
     assert "finished shards have their recorded size and time (--verify hashes them too)" in said
     assert contents(result) != contents(finished)
     before = times(result)
-    assert run("run", small, result, "--verify") == 0
-    said = capsys.readouterr().err.replace("\n", " ")
+    said = run_here("run", small, result, "--verify", code=0).stderr.replace("\n", " ")
     assert "finished shards hashed: 3 (" in said
     assert f"damaged, to be converted again: {SHARD}" in said
     assert contents(result) == contents(finished)
     assert [name for name, time in times(result).items() if time != before[name]] == [SHARD]
-    assert run("run", small, result, "--verify") == 0
-    assert "damaged" not in capsys.readouterr().err
+    assert "damaged" not in run_here("run", small, result, "--verify", code=0).stderr
 
 
-def test_a_shard_that_was_written_to_is_found_without_a_request(
-    small: Path, result: Path, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flip(result / SHARD, keep_time=False)
-    assert run("run", small, result) == 0
-    said = capsys.readouterr().err.replace("\n", " ")
+def test_a_shard_that_was_written_to_is_found_without_a_request(small: Path, result: Path, finished: Path) -> None:
+    flip(result / SHARD, -1000)
+    said = run_here("run", small, result, code=0).stderr.replace("\n", " ")
     assert "finished shards hashed: 1 (" in said
     assert f"damaged, to be converted again: {SHARD}" in said
     assert contents(result) == contents(finished)
 
 
-def test_a_copy_without_its_times_is_hashed_once_and_not_converted(
-    small: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_without_its_times_is_hashed_once_and_not_converted(small: Path, finished: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy, copy_function=shutil.copy)
     before = times(copy)
     for word in ("finished shards hashed: 3", "have their recorded size and time"):
-        assert run("run", small, copy) == 0
-        assert word in capsys.readouterr().err
+        assert word in run_here("run", small, copy, code=0).stderr
     assert times(copy) == before
     assert contents(copy) == contents(finished)
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "data": lambda shard: flip(shard, keep_time=False),
+    "data": lambda shard: flip(shard, -1000),
     "time": lambda shard: os.utime(shard, ns=(0, 0)),
 }
 
 
 @pytest.mark.parametrize("lost", [SHARD, OTHER, None], ids=["its result lost", "another lost", "finished"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_source_that_changed_under_its_header_is_refused(
-    name: str, lost: str | None, source: Path, own: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_source_changed_under_its_header_is_refused(name: str, lost: str | None, source: Path, own: Path) -> None:
     if lost is not None:
         (own / lost).unlink()
     before = contents(own)
     CHANGES[name](source / SHARD)
-    assert run("run", source, own) == 1
-    said = capsys.readouterr().err
+    said = run_here("run", source, own, code=1).stderr
     assert f"error: {SHARD}: this source shard has a different size or time" in said
     assert "Restore it with its time (cp -a and rsync -t keep it), or delete" in said
     assert contents(own) == before
@@ -115,7 +92,7 @@ def test_a_changed_source_shard_of_which_nothing_was_made_is_accepted(source: Pa
     """Such as one that was damaged, and downloaded again."""
     (own / SHARD).unlink()
     (own / ".k2convert" / "shards" / f"{SHARD}.json").unlink()
-    flip(source / SHARD, keep_time=False)
+    flip(source / SHARD, -1000)
     assert run("run", source, own, "--json") == 0
     assert run("run", source, tmp_path / "new", "--json") == 0
     assert contents(own) == contents(tmp_path / "new")
