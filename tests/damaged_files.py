@@ -1,7 +1,12 @@
 """Ways in which a file on disk can be damaged."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+from k2convert.checkpoint.index import open_checkpoint
 
 DAMAGES: Final = ("flipped", "empty", "truncated", "zeros", "foreign", "missing")
 
@@ -28,3 +33,16 @@ def damage_file(path: Path, damage: str, *, foreign: Path) -> None:
         "foreign": lambda: foreign.read_bytes(),
     }
     path.write_bytes(damaged[damage]())
+
+
+@contextmanager
+def damaged_weight(source: Path, name: str) -> Iterator[None]:
+    """Make the first number of a BF16 tensor NaN during the block."""
+    info = open_checkpoint(source).tensors[name]
+    shard = source / info.shard
+    times, before = shard.stat(), shard.read_bytes()
+    shard.write_bytes(before[: info.begin] + b"\xc0\x7f" + before[info.begin + 2 :])
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    yield
+    shard.write_bytes(before)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))

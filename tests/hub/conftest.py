@@ -1,6 +1,7 @@
 """A loopback Hub, the tiny checkpoint on it, and an environment in which the client library uses that Hub."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -105,6 +106,12 @@ def tiny_hub(server: LoopbackHub, tiny: Path) -> LoopbackHub:
 def source(tiny_hub: LoopbackHub, hub: Hub) -> RemoteRepo:
     """The tiny checkpoint as moon/tiny, at its first commit."""
     return resolve_source(hub, RepoRef("moon/tiny"))
+
+
+@pytest.fixture(scope="session")
+def local_result(local_result: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy for this folder, because publishing leaves a note in it."""
+    return Path(shutil.copytree(local_result, tmp_path_factory.mktemp("local") / "out"))
 
 
 @pytest.fixture(scope="session")

@@ -148,16 +148,13 @@ def test_status_of_a_repository_names_a_missing_shard(done: str, hub_after: Loop
 
 
 @pytest.mark.parametrize("verb", ["status", "validate", "report"])
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
+def test_a_missing_repository_is_one_line(done: str, cli: RunCli, verb: str) -> None:
+    for address, words in (
         ("hf://me/none", "could not look up me/none: the Hub answered 404"),
         ("hf://me/out@nowhere", "could not look up me/out at revision nowhere: the Hub answered 404"),
         ("hf://me", "hf://me: not a repository. Write hf://owner/name"),
-    ],
-)
-def test_a_missing_repository_is_one_line(done: str, cli: RunCli, verb: str, address: str, words: str) -> None:
-    shown = cli(verb, address)
-    assert (shown.returncode, shown.stdout) == (1, "")
-    assert said(shown.stderr).startswith(f"error: {words}")
-    assert said(shown.stderr).count("\n") == 1
+    ):
+        shown = cli(verb, address)
+        assert (shown.returncode, shown.stdout) == (1, "")
+        assert said(shown.stderr).startswith(f"error: {words}")
+        assert said(shown.stderr).count("\n") == 1

@@ -127,30 +127,27 @@ def test_statistics_of_the_hub_give_the_bytes_of_the_file(
     cli("run", cut, "out", "--statistics", pinned, code=0)
 
 
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
+def test_what_is_no_statistics_file_on_the_hub_is_refused_in_one_line(
+    server: LoopbackHub, cli: RunCli, cwd: Path, cut: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "uploaded").mkdir()
+    for name in ("a.stats", "b.stats"):
+        (tmp_path / "uploaded" / name).write_text("import os")
+    server.store.add_folder("me/stats", tmp_path / "uploaded")
+    for address, words in (
         ("hf://me/none", "could not look up me/none: the Hub answered 404"),
         ("hf://me/stats@nowhere", "could not look up me/stats at revision nowhere: the Hub answered 404"),
         ("hf://me/stats", "hf://me/stats: has 2 files named *.stats. Name the file: hf://me/stats/FILE."),
         ("hf://me/stats/c.stats", "hf://me/stats/c.stats: is not there at commit "),
         ("hf://me/stats/a.stats", "/a.stats"),
         ("hf://me", "hf://me/: not a repository. Write hf://owner/name"),
-    ],
-)
-def test_what_is_no_statistics_file_on_the_hub_is_refused_in_one_line(
-    server: LoopbackHub, cli: RunCli, cwd: Path, cut: Path, tmp_path: Path, address: str, words: str
-) -> None:
-    (tmp_path / "uploaded").mkdir()
-    for name in ("a.stats", "b.stats"):
-        (tmp_path / "uploaded" / name).write_text("import os")
-    server.store.add_folder("me/stats", tmp_path / "uploaded")
-    done = cli("run", cut, "out", "--statistics", address, "--quiet")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.startswith("error: ")
-    assert words in done.stderr
-    assert "/tmp/" not in done.stderr
-    assert not (cwd / "out").exists()
+    ):
+        done = cli("run", cut, "out", "--statistics", address, "--quiet")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert done.stderr.startswith("error: ")
+        assert words in done.stderr
+        assert "/tmp/" not in done.stderr
+        assert not (cwd / "out").exists()
 
 
 def test_publish_regenerates_the_weights_and_refuses_wrong_statistics(

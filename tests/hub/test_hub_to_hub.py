@@ -94,41 +94,29 @@ def test_publish_refuses_an_invalid_result(server: LoopbackHub, cli: RunCli, cwd
     assert server.store.repos == {}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_publish_refuses_odd_names_and_damaged_ledgers(
+    server: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path
+) -> None:
+    for options, words in (
         (("--repo", "me/out@refs/pr/1"), "results go to a branch, and refs/pr/1 is not one of yours"),
         (("--repo", "me-/out"), "not a repository"),
         (("--repo", "me/out", "--base-model", "x"), "hf://x: not a repository"),
         (("--repo", "me/out", "--base-model", "moon/tiny@v1"), "Leave out @v1"),
-    ],
-)
-def test_publish_refuses_odd_names(
-    server: LoopbackHub, cli: RunCli, local_result: Path, options: tuple[str, ...], words: str
-) -> None:
-    done = cli("publish", local_result, *options, "--yes", code=1)
-    assert words in " ".join(done.stderr.split())
+    ):
+        assert words in " ".join(cli("publish", local_result, *options, "--yes", code=1).stderr.split())
     assert server.traffic.requests == []
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
+    ledger = json.loads((local_result / "k2convert.json").read_text())
+    for key, value in (
         ("shards", None),
         ("shards", [1]),
         ("shards", {"model-00001-of-000005.safetensors": {}}),
         ("shards", {"../x.safetensors": {"bytes": 1}}),
         ("fingerprint", None),
         ("source", {"repo": 5}),
-    ],
-)
-def test_a_damaged_ledger_is_named(
-    server: LoopbackHub, cli: RunCli, cwd: Path, local_result: Path, key: str, value: object
-) -> None:
-    ledger = json.loads((local_result / "k2convert.json").read_text())
-    (cwd / "k2convert.json").write_text(json.dumps(ledger | {key: value}))
-    done = cli("publish", cwd, "--repo", "me/out", "--yes", code=1)
-    assert f"k2convert.json: {key}" in " ".join(done.stderr.split())
+    ):
+        (cwd / "k2convert.json").write_text(json.dumps(ledger | {key: value}))
+        done = cli("publish", cwd, "--repo", "me/out", "--yes", code=1)
+        assert f"k2convert.json: {key}" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("verb", ["run", "publish"])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from command import run, run_here
-from damaged_files import DAMAGES, damage_file
+from damaged_files import DAMAGES, damage_file, damaged_weight
 from results import contents
 
 from k2convert.calibration.layer_files import QuantizedLayers, conversion_work
@@ -29,19 +26,6 @@ def whole(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("whole") / "out"
     assert run("run", source, folder, "--calibrate", text, *OPTIONS, "--quiet") == 0
     return contents(folder)
-
-
-@contextmanager
-def damaged_weight(source: Path, name: str) -> Iterator[None]:
-    """Make the first number of a BF16 tensor NaN during the block."""
-    info = open_checkpoint(source).tensors[name]
-    shard = source / info.shard
-    times, before = shard.stat(), shard.read_bytes()
-    shard.write_bytes(before[: info.begin] + b"\xc0\x7f" + before[info.begin + 2 :])
-    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
-    yield
-    shard.write_bytes(before)
-    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 @pytest.fixture(scope="module")

@@ -111,9 +111,8 @@ def test_the_saliency_of_statistics_chooses(tiny: Path, statistics: Path, tmp_pa
 def test_statistics_of_another_model_are_refused(tiny: Path, short: Path, statistics: Path, tmp_path: Path) -> None:
     layers = layers_of(statistics)
     headers = rewrite(statistics, layers, tmp_path / "a", source_headers="ab" * 32)
-    norm = rewrite(
-        statistics, [replace(of, norm_digest="ab" * 32) if of.layer == 2 else of for of in layers], tmp_path / "b"
-    )
+    changed = [replace(of, norm_digest="ab" * 32) if of.layer == 2 else of for of in layers]
+    norm = rewrite(statistics, changed, tmp_path / "b")
     for path, source in ((statistics, short), (headers, tiny)):
         with pytest.raises(K2ConvertError, match="was made from a different source: the headers of its shards differ"):
             read(path, source, experts=4)
@@ -143,11 +142,7 @@ def with_layer(values: Any, layer: str = "2") -> dict[str, Any]:
         ({"experts": in_each_layer([0, 1, 2])}, None, "each token uses 4 (num_experts_per_tok). Keep at least 4."),
         ({"experts": {"1": EIGHT, "2": EIGHT}}, None, "has no layer 3, but the model's MoE layers are 1..3"),
         (with_layer(EIGHT, "7"), None, "has the layer 7"),
-        (
-            LIST | {"of": 384},
-            None,
-            "is for a model with 384 experts per layer, but this model has 16. Use a file made for",
-        ),
+        (LIST | {"of": 384}, None, "is for a model with 384 experts per layer, but this model has 16. Use a file"),
         (LIST | {"of": True}, None, "of is True"),
         (with_layer([*range(7), True]), None, "experts.2.7 is True"),
         (with_layer([*range(7), 7.0]), None, "experts.2.7 is 7.0"),

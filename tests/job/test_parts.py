@@ -113,11 +113,9 @@ def test_what_no_part_can_do_is_refused_in_one_line(words: tuple[str, ...], smal
     refused = run_here("run", small, tmp_path / "out", *words)
     assert refused.returncode in (1, 2)
     assert "--part" in refused.stderr
+    refused = run_here("run", "hf://moon/tiny", tmp_path / "out", "--part", "1/2", code=2)
+    assert "--part needs folders" in refused.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_parts_need_folders(tmp_path: Path) -> None:
-    assert "--part needs folders" in run_here("run", "hf://moon/tiny", tmp_path / "out", "--part", "1/2", code=2).stderr
 
 
 def slurm(task: int, first: int, count: int, **more: int) -> dict[str, str]:

@@ -160,24 +160,19 @@ def test_second_run_on_the_same_destination_refuses(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
+def test_changed_jobs_are_refused(tiny: Path, local_result: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(tiny, tmp_path / "changed"))
+    config = json.loads((source / CONFIG_NAME).read_text())
+    for change, field in (
         (["--rule", "max"], "rule was 'mse', now 'max'"),
         (["--activations", "w4a16"], "activations was 'w4a4', now 'w4a16'"),
         (["--set", "input_scale.down=0.5"], "input_scale was"),
         (["--layout", "compressed-tensors"], "layout was 'modelopt'"),
         ([], "source_config was"),
-    ],
-)
-def test_changed_jobs_are_refused(
-    change: list[str], field: str, tiny: Path, local_result: Path, tmp_path: Path
-) -> None:
-    source = Path(shutil.copytree(tiny, tmp_path / "changed"))
-    if not change:
-        config = json.loads((source / CONFIG_NAME).read_text())
-        (source / CONFIG_NAME).write_text(json.dumps(config | {"rope_theta": 1.0}))
-    assert field in run_here("run", source, local_result, *change, code=1).stderr
+    ):
+        if not change:
+            (source / CONFIG_NAME).write_text(json.dumps(config | {"rope_theta": 1.0}))
+        assert field in run_here("run", source, local_result, *change, code=1).stderr
 
 
 def test_shard_files_have_ordinary_permissions_and_aligned_data(local_result: Path) -> None:

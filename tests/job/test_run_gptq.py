@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -11,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import run, run_here
+from damaged_files import damaged_weight
 from results import plan_job, raw_tensors
 
 from k2convert.calibration.layer_files import conversion_work
 from k2convert.calibration.plan import CalibrationText, ShardNeeds, shard_needs, waiting_bytes
 from k2convert.calibration.statistics import open_statistics
 from k2convert.calibration.text import held_out, read_windows
-from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import DiskFullError
 from k2convert.job.prepare import Job, check_room
 from k2convert.records.command import read_command
@@ -109,23 +108,17 @@ def test_a_layer_that_is_worse_than_rule_mse_is_warned_of_when_it_is_done(short:
     assert f"warning: {record.warning}" in shown.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "is_scaled"),
-    [
-        ((), True),
-        (("--activations", "w4a16"), False),
-        (("--activations", "w4a16", "--set", "smoothing=true"), True),
-        (("--set", "smoothing=false"), False),
-        (("--recipe", "scaled.yaml"), True),
-    ],
-)
-def test_smoothing_is_on_for_4_bit_activations_alone_unless_asked_for(
-    options: tuple[str, ...], is_scaled: bool, short: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("scaled.yaml").write_text("name: scaled\nactivations: w4a16\nsmoothing: true\n")
-    shown = run_here("run", short, tmp_path / "out", "--calibrate", text, *SMALL, *options, "--dry-run", code=0).stdout
-    assert f"smoothing: {'on' if is_scaled else 'off'} (" in shown
+def test_smoothing_is_on_for_4_bit_activations_alone_unless_asked_for(short: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "scaled.yaml").write_text("name: scaled\nactivations: w4a16\nsmoothing: true\n")
+    words = ("run", short, tmp_path / "out", "--calibrate", text, *SMALL, "--dry-run")
+    for options, state in (
+        ((), "on"),
+        (("--activations", "w4a16"), "off"),
+        (("--activations", "w4a16", "--set", "smoothing=true"), "on"),
+        (("--set", "smoothing=false"), "off"),
+        (("--recipe", tmp_path / "scaled.yaml"), "on"),
+    ):
+        assert f"smoothing: {state} (" in run_here(*words, *options, code=0).stdout
 
 
 def test_tensors_without_experts_are_those_of_a_run_with_statistics(short: Path, done: Path, tmp_path: Path) -> None:
@@ -158,36 +151,24 @@ def test_a_finished_run_is_not_made_again(short: Path, text: Path, done: Path, t
     assert "the conversion is complete, and its statistics were not kept" in shown
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        (("--set", "calibration.seed=1"), "seed was 0, now 1"),
-        (("--set", "calibration.tokens=128"), "tokens was 320, now 128"),
-        (("--set", "calibration.window=32"), "window was 64, now 32"),
-        (("--set", "smoothing=false"), "smoothing was True, now False"),
-        (("text",), "texts was 'calibration.txt ("),
-        (("walk",), "walk was 2, now 1"),
-    ],
-)
 def test_another_text_or_option_is_refused_by_name(
-    changed: tuple[str, ...],
-    named: str,
-    short: Path,
-    text: Path,
-    done: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    short: Path, text: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if changed == ("walk",):
-        monkeypatch.setattr("k2convert.calibration.plan.WALK_VERSION", 1)
-        changed = ()
-    if changed == ("text",):
-        (tmp_path / "calibration.txt").write_text(text.read_text() + "!")
-        text, changed = tmp_path / "calibration.txt", ()
-    error = run_here("run", short, done / "out", "--calibrate", text, *SMALL, *changed, "--quiet", code=1).stderr
-    assert error.count("\n") == 1
-    assert "holds a different job: " in error
-    assert named in error
+    (tmp_path / "calibration.txt").write_text(text.read_text() + "!")
+
+    def check(named: str, *changed: str, text: Path = text) -> None:
+        error = run_here("run", short, done / "out", "--calibrate", text, *SMALL, *changed, "--quiet", code=1).stderr
+        assert error.count("\n") == 1
+        assert "holds a different job: " in error
+        assert named in error
+
+    check("seed was 0, now 1", "--set", "calibration.seed=1")
+    check("tokens was 320, now 128", "--set", "calibration.tokens=128")
+    check("window was 64, now 32", "--set", "calibration.window=32")
+    check("smoothing was True, now False", "--set", "smoothing=false")
+    check("texts was 'calibration.txt (", text=tmp_path / "calibration.txt")
+    monkeypatch.setattr("k2convert.calibration.plan.WALK_VERSION", 1)
+    check("walk was 2, now 1")
 
 
 def test_options_that_contradict_are_refused(short: Path, tmp_path: Path) -> None:
@@ -231,22 +212,13 @@ def test_a_dry_run_shows_the_walk(short: Path, text: Path, tmp_path: Path, monke
 
 def test_a_failed_walk_is_one_line_and_goes_on(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
     source, out = Path(shutil.copytree(short, tmp_path / "source")), tmp_path / "out"
-    info = open_checkpoint(source).tensors["model.layers.2.input_layernorm.weight"]
-    shard = source / info.shard
-    times, before = shard.stat(), shard.read_bytes()
-    with shard.open("r+b") as file:
-        file.seek(info.begin)
-        file.write((0x7FC0).to_bytes(2, "little"))
-    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
     words = ("run", source, out, "--calibrate", text, *SMALL)
-    error = run_here(*words, "--quiet", code=1).stderr
+    with damaged_weight(source, "model.layers.2.input_layernorm.weight"):
+        error = run_here(*words, "--quiet", code=1).stderr
     assert error.startswith("error: layer 2: the hidden states of 4 of 5 windows are not finite.")
     assert error.count("\n") == 1
     assert not (out / "config.json").exists()
     assert "calibrate: 2 of 3 layers are done" in run_here("status", out, code=0).stdout
-    with shard.open("r+b") as file:
-        file.write(before)
-    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert "resuming: 2 of 3 layers done" in run_here(*words, code=0).stderr
     assert raw_tensors(out) == raw_tensors(done / "out")
     assert "calibration" not in json.loads(run_here("status", out, "--json", code=0).stdout)

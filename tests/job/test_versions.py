@@ -6,10 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from scripts.fixture_maker import make_cut
-
 AS_VERSION = """
 import sys, k2convert
 k2convert.__version__ = sys.argv[1]
@@ -38,27 +34,17 @@ def unfinished(source: Path, out: Path, version: str) -> dict[str, bytes]:
     return shards
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_cut(tmp_path_factory.mktemp("versions") / "cut")
-
-
-def test_the_next_version_continues_a_job(small: Path, tmp_path: Path) -> None:
+def test_only_a_version_with_the_same_arithmetic_continues_a_job(cut: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    shards = unfinished(small, out, "0.1.7")
+    shards = unfinished(cut, out, "0.1.7")
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
     assert times
-    done = run("0.1.8", "run", small, out, "--device", "cpu")
+    done = run("0.1.7", "run", cut, out, "--device", "cpu", arithmetic=1)
+    assert done.returncode == 1
+    assert "holds a different job: arithmetic was 1, now 2." in done.stderr
+    assert not (out / "config.json").exists()
+    done = run("0.1.8", "run", cut, out, "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert {path.name: path.read_bytes() for path in out.glob("*.safetensors")} == shards
     assert {name: (out / name).stat().st_mtime_ns for name in times} == times, "finished shards stay"
     assert "k2convert 0.1.8" in (out / "hf_quant_config.json").read_text()
-
-
-def test_another_arithmetic_is_refused_by_name(small: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    unfinished(small, out, "0.1.7")
-    done = run("0.1.7", "run", small, out, "--device", "cpu", arithmetic=1)
-    assert done.returncode == 1
-    assert "holds a different job: arithmetic was 1, now 2." in done.stderr
-    assert not (out / "config.json").exists()
