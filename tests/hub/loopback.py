@@ -31,10 +31,10 @@ _RESOLVE = re.compile(r"/(?:api/resolve-cache/models/)?((?:datasets/)?[^/]+/[^/]
 class LoopbackHub:
     """A running Hub; close it after use, or use it as a context manager."""
 
-    def __init__(self, root: Path, *, xet: bool = True, part_bytes: int | None = None, tls: bool = False) -> None:
+    def __init__(self, root: Path, *, tls: bool = False) -> None:
         self.store = Store(root)
         self.traffic = Traffic()
-        self.api = Api(self.store, xet=xet, part_bytes=part_bytes)
+        self.api = Api(self.store)
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.hub = self
         self.url = self.api.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._server.server_port}"
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit, "ETag": f'"{entry.etag}"', "Accept-Ranges": "bytes"}
         if entry.sha256 is not None:
             headers |= {"X-Linked-Size": str(entry.size), "X-Linked-Etag": f'"{entry.sha256}"'}
-        if entry.xet_hash is not None and self.hub.api.xet:
+        if entry.xet_hash is not None:
             token_url = f"{self.hub.url}/api/models/{name}/xet-read-token/{commit}"
             headers |= {"X-Xet-Hash": entry.xet_hash, "Link": f'<{token_url}>; rel="xet-auth"'}
         return headers | {"Content-Type": "application/octet-stream"}

@@ -32,7 +32,6 @@ class Api:
 
     store: Store
     url: str = ""
-    xet: bool = True
     part_bytes: int | None = None
     lfs_suffixes: tuple[str, ...] = (".safetensors",)
     token: str | None = None
@@ -139,8 +138,6 @@ class Api:
         return Reply({"files": answer})
 
     def _xet_token(self, name: str, repo: Repo, revision: str, body: bytes) -> Reply:
-        if not self.xet:
-            return refused(404, "NotFound", "This repository does not use Xet")
         headers = {
             "X-Xet-Cas-Url": self.store.cas_url,
             "X-Xet-Access-Token": "t",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import RunCli, cli_environment, start_cli, said
+from command import RunCli, cli_environment, said, start_cli
 from damaged_files import flip
 from disk import Watched
 from faults import Fault, Kind

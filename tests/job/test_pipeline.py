@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from k2convert.cli.options import parse_size
+from k2convert.errors import PlanError
 from k2convert.job.pipeline import Pipeline, Stages
 from k2convert.job.resources import Item, Room, least_room
 
@@ -85,6 +87,11 @@ def pipeline(
     return Pipeline(items, room=room, stages=Stages(**chosen), stop=stop, to_upload=to_upload or [])
 
 
+def chain(number: int) -> tuple[list[Item], dict[str, int]]:
+    """Shards of ten bytes, each from a source of its own."""
+    return [Item(f"o{i}", (f"s{i}",), 10) for i in range(number)], {f"s{i}": 10 for i in range(number)}
+
+
 def make_job(seed: int) -> tuple[list[Item], dict[str, int]]:
     choice = random.Random(seed)
     sources = {f"s{i}": choice.randrange(1, 100) for i in range(choice.randrange(1, 12))}
@@ -127,7 +134,7 @@ def test_any_job_that_fits_ends_within_its_room(seed: int, publish: bool) -> Non
 
 @pytest.mark.parametrize("stage", ["fetch", "convert", "upload"])
 def test_the_first_failure_stops_everything_and_is_raised(stage: str) -> None:
-    items = [Item(f"o{i}", (f"s{i}",), 10) for i in range(8)]
+    items, sources = chain(8)
     calls = Counter[str]()
 
     def fail_at(name: str) -> None:
@@ -140,7 +147,6 @@ def test_the_first_failure_stops_everything_and_is_raised(stage: str) -> None:
             fail_at("upload")
             super().upload(name)
 
-    sources = {f"s{i}": 10 for i in range(8)}
     stop = threading.Event()
     stages: dict[str, Any] = {"fetch": lambda _: fail_at("fetch"), "convert": lambda _: fail_at("convert")}
     with pytest.raises(OSError, match="no more"):
@@ -176,8 +182,7 @@ def test_an_interrupt_while_the_threads_are_being_started_is_passed_on() -> None
 
 def test_stages_overlap() -> None:
     """Fetching one shard, converting the previous one and uploading the one before meet at the same time."""
-    items = [Item(f"o{i}", (f"s{i}",), 10) for i in range(8)]
-    sources = {f"s{i}": 10 for i in range(8)}
+    items, sources = chain(8)
     meeting = threading.Barrier(3)
 
     def meet_at(name: str, expected: str) -> None:
@@ -200,14 +205,13 @@ def test_stages_overlap() -> None:
 
 
 def test_a_local_source_has_no_fetch_stage() -> None:
-    items, converted = [Item(f"o{i}", (f"s{i}",), 10) for i in range(5)], list[str]()
+    items, converted = chain(5)[0], list[str]()
     pipeline(items, Room(50, {}), fetch=None, convert=lambda item: converted.append(item.name), num_workers=2).run()
     assert sorted(converted) == [item.name for item in items]
 
 
 def test_two_shards_are_uploaded_at_once_and_committed_in_groups() -> None:
-    items = [Item(f"o{i}", (f"s{i}",), 10) for i in range(24)]
-    sources, disk, branch = {f"s{i}": 10 for i in range(24)}, Disk(), Branch(delay=0.02)
+    (items, sources), disk, branch = chain(24), Disk(), Branch(delay=0.02)
     pipeline(
         items,
         Room(10**9, sources),
@@ -228,3 +232,30 @@ def test_uploads_left_by_an_earlier_run_are_finished_first() -> None:
     waiting = [Item("old", ("gone",), 10)]
     pipeline([], Room(5, {}), drop_output=dropped.append, uploads=branch, to_upload=waiting).run()
     assert branch.committed == dropped == ["old"]
+
+
+ITEMS = (Item("a", ("1",), 100), Item("b", ("2",), 300), Item("c", ("3",), 100))
+SOURCES = {"1": 100, "2": 290, "3": 100}
+
+
+def test_the_least_room() -> None:
+    assert least_room(ITEMS, source_bytes=SOURCES, outputs_leave=True) == 590, "the largest shard and its result"
+    assert least_room(ITEMS, source_bytes=SOURCES, outputs_leave=False) == 100 + 290 + 300, "results that stay"
+    assert least_room(ITEMS, source_bytes={}, outputs_leave=True) == 300, "local sources need none"
+    items = (Item("a", ("1", "2"), 10), Item("b", ("3",), 10), Item("c", ("1",), 10))
+    needed = least_room(items, source_bytes={"1": 100, "2": 50, "3": 70}, outputs_leave=True)
+    assert needed == 100 + 70 + 10, "a source that several shards need stays until the last"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("200GB", 200 * 10**9), ("1.5TB", 1_500_000_000_000), ("64GiB", 64 << 30), ("12345", 12345), ("3 mb", 3_000_000)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, count: int) -> None:
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1XB", "all", "9" * 400 + "GB"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="not a size"):
+        parse_size(text)

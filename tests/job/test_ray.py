@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import run, run_here, start_cli, said
+from command import run, run_here, said, start_cli
 from forked_runs import finish, send, start
 from ray_nodes import Nodes
 from results import contents
