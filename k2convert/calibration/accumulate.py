@@ -132,10 +132,8 @@ class _Sample:
         before = self._numbers.size
         numbers = np.concatenate([self._numbers, self._generator.random_sample(x_TK.shape[0])])
         kept = np.sort(np.argsort(numbers, kind="stable")[:SAMPLED_TOKENS])
-        old, new = (
-            torch.as_tensor(kept[kept < before]),
-            torch.as_tensor(kept[kept >= before] - before).to(x_TK.device),
-        )
+        old = torch.as_tensor(kept[kept < before])
+        new = torch.as_tensor(kept[kept >= before] - before).to(x_TK.device)
         inputs = x_TK[new].cpu()
         self._numbers = numbers[kept]
         self._inputs = torch.cat([self._inputs[old], inputs]) if before else inputs

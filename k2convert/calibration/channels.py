@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from blake3 import blake3
@@ -38,6 +37,10 @@ from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules.imatrix import block_importance
 
+if TYPE_CHECKING:
+    from k2convert.calibration.layer_files import LayerFiles, QuantizedLayers
+    from k2convert.calibration.statistics import Statistics
+
 MIN_TOKENS: Final = 64
 """An expert with fewer tokens has few: the importance of its down projection is drawn toward an even one."""
 
@@ -49,45 +52,21 @@ PRIOR_TOKENS: Final = 8
 _REMEDY: Final = "Make the statistics again with `k2convert calibrate`, or convert with --set smoothing=false."
 
 
-class CollectedLayers(Protocol):
-    """Statistics by layer: a file, or what a walk has collected so far. Threads may share it.
-
-    `layers` are the numbers of the layers that are there, `tokens` were used. `path` is for messages.
-    """
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def layers(self) -> tuple[int, ...]: ...
-    @property
-    def tokens(self) -> int: ...
-    def layer(self, number: int) -> LayerStatistics:
-        """Return one layer; raises CalibrationError."""
-        ...
-
-
-class ConvertedLayers(Protocol):
-    """The experts that a walk through the layers has converted. Threads may share it."""
-
-    def read(self, module: str) -> Nvfp4Weight:
-        """Read one expert's projection."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Statistics, and what a conversion uses of them: `imatrix` error, `smoothing`. It can be pickled.
+    """Statistics, of a file or of the layers that are done so far, and what a conversion uses of them.
 
-    `codes` are the routed experts as a walk through the layers converted them, None if the rule needs no walk.
+    Errors are `weighted` by the importance of channels, or not. `codes` are the routed experts as the walk converted
+    them, None if the rule needs no walk. Threads may share it. Without `codes` it can be pickled.
     """
 
-    statistics: CollectedLayers
+    statistics: Statistics | LayerFiles
     weighted: bool
     smoothing: bool
-    codes: ConvertedLayers | None = None
+    codes: QuantizedLayers | None = None
 
     def converted(self, module: str) -> Nvfp4Weight | None:
-        """Return what the walk made of a module; None for weights that no walk converts."""
+        """Return a module as the walk converted it; None for weights that no walk converts."""
         place = None if self.codes is None else locate_module(module)
         if self.codes is None or place is None or place.role is not Role.EXPERTS:
             return None
@@ -144,7 +123,7 @@ class Calibration:
         return self.importance(_place(projection))
 
     def codes_of(self, projection: Projection, *, shape: tuple[int, int], global_scale: float) -> Nvfp4Weight | None:
-        """Return what the walk through the layers made of a projection [N, K], None for those that no walk converts.
+        """Return a projection [N, K] as the walk converted it, None for those that no walk converts.
 
         Raises CalibrationError if it is not of this weight: `global_scale` is what the rule gives.
         """
@@ -182,7 +161,10 @@ class Calibration:
 
     def fallback_experts(self, layer: int) -> tuple[int, ...]:
         """Return the experts of a layer that have too few tokens for their down projection; none without weights."""
-        return tuple(sorted(_fallback(self.statistics.layer(layer)))) if self.weighted else ()
+        found = self.statistics.layer(layer)
+        if not self.weighted or found.is_dense:  # a dense MLP has no others to learn from
+            return ()
+        return tuple(np.flatnonzero(found.tokens < MIN_TOKENS).tolist())
 
     def exponents_digest(self) -> str | None:
         """Return the digest of all layers' smoothing exponents, None if no layer is scaled."""
@@ -209,13 +191,6 @@ def drawn_to_even(mean_square: NDArray[np.float32], tokens: int) -> NDArray[np.f
         total += blocks[:, column]
     even = PRIOR_TOKENS * total[:, None] / BLOCK_SIZE
     return ((tokens * blocks + even) / (tokens + PRIOR_TOKENS)).astype(np.float32).reshape(-1)
-
-
-def _fallback(layer: LayerStatistics) -> frozenset[int]:
-    """Return the experts with too few tokens. A dense MLP has no others to learn from."""
-    if layer.is_dense:
-        return frozenset()
-    return frozenset(np.flatnonzero(layer.tokens < MIN_TOKENS).tolist())
 
 
 def _place(projection: Projection) -> ModulePlace:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, cast
 
 from k2convert.checkpoint.files import mapping_or_empty, read_json_file, read_text_file
@@ -31,7 +30,7 @@ class ChatTemplate:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -52,7 +51,9 @@ class ChatTemplate:
         except BrokenPipeError:
             reply = ""
         if not reply:
-            raise CalibrationError(f"the chat template {_how_it_ended(process.wait())}. {_REMEDY}")
+            is_late = -(code := process.wait()) == signal.SIGPROF
+            ended = f"did not finish in {MAX_SECONDS:g} seconds" if is_late else f"ended its process (code {code})"
+            raise CalibrationError(f"the chat template {ended}. {_REMEDY}")
         answer: dict[str, str] = json.loads(reply)
         if "error" in answer:
             raise CalibrationError(f"the chat template failed ({cut(answer['error'], 200)}). {_REMEDY}")
@@ -79,10 +80,10 @@ def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     chat_template.jinja comes before tokenizer_config.json's chat_template, which is one template or a list of named
     ones: `tool_use` is for conversations with tools, `default` for all others.
     """
-    config_path = folder / TOKENIZER_CONFIG_NAME
+    config_path, path = folder / TOKENIZER_CONFIG_NAME, folder / CHAT_TEMPLATE_NAME
     with remedy(_REMEDY):
         config = read_json_file(config_path) if config_path.exists() else {}
-    found = _read_jinja(folder / CHAT_TEMPLATE_NAME) or config.get("chat_template")
+        found = (read_text_file(path) if path.exists() else "") or config.get("chat_template")
     entries = cast(list[Any], found) if isinstance(found, list) else [{"name": "default", "template": found}]
     templates: dict[str, str] = {}
     for name, template in ((entry.get("name"), entry.get("template")) for entry in map(mapping_or_empty, entries)):
@@ -105,16 +106,3 @@ def _content(token: object) -> str:
     """A named token is a string, or an object with a content."""
     value = mapping_or_empty(token).get("content", token)
     return value if isinstance(value, str) else ""
-
-
-def _read_jinja(path: Path) -> str | None:
-    if not path.exists():
-        return None
-    with remedy(_REMEDY):
-        return read_text_file(path)
-
-
-def _how_it_ended(code: int) -> str:
-    if -code == signal.SIGPROF:
-        return f"did not finish in {MAX_SECONDS:g} seconds"
-    return f"ended its process (code {code})"

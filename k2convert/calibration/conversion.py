@@ -24,7 +24,7 @@ from k2convert.calibration.layer_files import (
     read_gptq,
     write_layer,
 )
-from k2convert.calibration.plan import AHEAD, CalibrationPlan, ShardNeeds
+from k2convert.calibration.plan import AHEAD, CalibrationPlan
 from k2convert.calibration.statistics import LayerStatistics, open_statistics
 from k2convert.checkpoint.files import write_atomically
 from k2convert.checkpoint.folders import make_folder
@@ -51,11 +51,6 @@ class OpenWalk:
     first: int
     shards: Collection[str]
 
-    def needs(self) -> dict[str, ShardNeeds]:
-        """Return what the shards that are not recorded need."""
-        assert self.plan.needs is not None
-        return {name: self.plan.needs[name] for name in self.shards}
-
     def finish(self) -> CalibrationRecord:
         """Put the statistics together, save them if asked for; returns the ledger's entry.
 
@@ -80,7 +75,6 @@ class OpenWalk:
         """
         with QuantizedLayers(self.plan.work) as codes:
             walk = ShardWalk(self, codes, room=room, stop=stop, events=events)
-            walk.start()
             try:
                 yield walk
                 walk.join()
@@ -147,8 +141,10 @@ class ShardWalk:
         self._codes, self._stop, self._events = codes, stop, events
         self._thread = threading.Thread(target=self._guard, name="walk", daemon=True)
         self._changed = Condition()  # guards everything below
-        self._needs = opened.needs()
+        assert self._plan.needs is not None
+        self._needs = {name: self._plan.needs[name] for name in opened.shards}
         self._num_done = opened.first
+        self._thread.start()
 
     def wait_for(self, shard: str) -> Calibration:
         """Wait until the layers of a shard are done, and return them; raises InterruptedRun if the run stops before."""
@@ -164,10 +160,6 @@ class ShardWalk:
             self._changed.notify_all()
         for layer in layers:
             self._codes.drop(layer)
-
-    def start(self) -> None:
-        """Begin to walk."""
-        self._thread.start()
 
     def join(self, *, seconds: float | None = None) -> None:
         """Wait until the thread has ended, at most so long."""

@@ -169,7 +169,6 @@ _SCALE_BITS: Final = 0x3C00  # BF16 of 2**-7
 _PRODUCT: Final = (256, 1024, 1024)
 _CUDA_PRODUCT: Final = (8192, 4096, 4096)
 _MOST_TOKENS: Final = 2048
-_SEARCHED_COLUMNS: Final = 512
 _MOST_COLUMNS: Final = 512
 _ROWS: Final = 64
 _CUDA_ROWS: Final = 8192
@@ -302,7 +301,7 @@ def _made_up(rows: int, columns: int) -> Int4Weight:
 
 def _search_seconds(hidden_size: int) -> float:
     """Return the seconds that one thread takes for the smoothing exponents of a layer."""
-    columns = _SEARCHED_COLUMNS
+    columns = _MOST_COLUMNS
     rows = GateUpRows(np.ones(columns), (_made_up(SAMPLED_ROWS, columns),))
     proxy = Proxy(torch.ones(SAMPLED_TOKENS, columns), np.ones(columns, dtype=np.float32), rows)
     exponents = (np.arange(columns) % 2).astype(np.int8)

@@ -6,11 +6,12 @@ too: before the start if the source is a folder, and after each download if it i
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from blake3 import blake3
 
-from k2convert.calibration.channels import Calibration, CollectedLayers
+from k2convert.calibration.channels import Calibration
 from k2convert.calibration.statistics import Statistics
 from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
@@ -24,6 +25,9 @@ from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord, LayerCalibration
 from k2convert.records.fingerprint import source_digest
 from k2convert.records.pruning import PruningRecord
+
+if TYPE_CHECKING:
+    from k2convert.calibration.layer_files import LayerFiles
 
 _REMEDY = "Make statistics of this source with `k2convert calibrate`."
 
@@ -90,7 +94,7 @@ def check_widths(calibration: Calibration, plan: Plan) -> None:
             )
 
 
-def norm_tensors(statistics: CollectedLayers, source: Checkpoint) -> dict[int, TensorInfo]:
+def norm_tensors(statistics: "Statistics | LayerFiles", source: Checkpoint) -> dict[int, TensorInfo]:
     """Return the norms before the MLPs of the statistics' layers, by layer, as far as the source has them."""
     family = detect_family(source)
     named = {layer: f"{family.mlp_norm.format(layer=layer)}.{WEIGHT}" for layer in statistics.layers}
@@ -98,7 +102,7 @@ def norm_tensors(statistics: CollectedLayers, source: Checkpoint) -> dict[int, T
 
 
 def check_norms(
-    statistics: CollectedLayers, source: Checkpoint, *, folder: Path, shards: Collection[str] | None = None
+    statistics: "Statistics | LayerFiles", source: Checkpoint, *, folder: Path, shards: Collection[str] | None = None
 ) -> None:
     """Compare the bytes of the norms before the MLPs with the statistics; raises CalibrationError naming one.
 
@@ -116,7 +120,7 @@ def check_norms(
 
 
 def calibration_record(found: Statistics, calibration: Calibration, architecture: Architecture) -> CalibrationRecord:
-    """Return what the ledger says of the calibration with the statistics that were found."""
+    """Return the ledger's entry of the calibration with these statistics."""
     return CalibrationRecord(
         statistics=found.digest,
         texts=found.texts,

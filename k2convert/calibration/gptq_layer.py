@@ -147,7 +147,9 @@ class LayerConverter:
         del moments
         exact_TK, mse_TK = residual_TK.clone(), residual_TK.clone()
         experts: list[_Routed] = []
-        calls = (partial(self._convert_group, group, inputs, to_codes) for group in self._groups(num_experts))
+        size = 1 if self.device == "cpu" else GROUPED_EXPERTS
+        groups = (range(first, min(first + size, num_experts)) for first in range(0, num_experts, size))
+        calls = (partial(self._convert_group, group, inputs, to_codes) for group in groups)
         for group in run_in_order(lambda call: call(), calls, workers=self.workers):
             for expert in group:
                 for kind, codes in ((GATE, expert.gate), (UP, expert.up)):
@@ -248,11 +250,6 @@ class LayerConverter:
             return found
 
         return shrinkage, ridge, to_codes
-
-    def _groups(self, num_experts: int) -> list[range]:
-        """Return the experts that are rounded together: one at a time on a CPU, some on a GPU, whose rows are many."""
-        size = 1 if self.device == "cpu" else GROUPED_EXPERTS
-        return [range(first, min(first + size, num_experts)) for first in range(0, num_experts, size)]
 
     def _convert_group(self, group: range, inputs: LayerInputs, to_codes: _ToCodes) -> list[_Expert]:
         """Convert gate and up of some experts, and compute what each makes of its tokens."""

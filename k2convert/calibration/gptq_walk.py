@@ -26,7 +26,7 @@ from torch import Tensor
 
 from k2convert.calibration.accumulate import LayerAccumulator, Save, token_weights
 from k2convert.calibration.gptq_layer import DOWN, GATE, UP, LayerConverter, LayerInputs
-from k2convert.calibration.layer_files import CODES, CONVERTED, write_gptq, writing_quantized_layers
+from k2convert.calibration.layer_files import CODES, CONVERTED, GPTQ, writing_quantized_layers
 from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.text import held_out, is_varied
 from k2convert.errors import CalibrationError
@@ -35,6 +35,7 @@ from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
 from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
 from k2convert.models import detect_family, read_architecture
 from k2convert.quantize.gptq.moments import Moments
+from k2convert.records.document import encode
 from k2convert.records.events import Events
 
 STREAMS_SHARE: Final = 0.3
@@ -162,7 +163,7 @@ class _LayerConversion:
                 advance=self._reach,
             )
             decided, residual_TK = converter.convert(inputs)
-        write_gptq(self._work, self._layer.number, decided)
+        self._work.write(self._work.path(GPTQ, self._layer.number), encode(decided))
         if (found := decided.held_out) is not None and found.is_worse:
             self._events.note(
                 f"warning: layer {self._layer.number}: on the windows that were kept out of the fit, the squared error "
@@ -217,7 +218,6 @@ class _Tee:
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def block(self, x_TK: Tensor, routing: Routing | None) -> None:
-        """Take the input of the MLP."""
         self.x = x_TK
         if self.accumulator is not None:
             self.accumulator.block(x_TK, routing)
@@ -225,12 +225,10 @@ class _Tee:
     def expert(
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
     ) -> None:
-        """Take what one MLP did."""
         if self.accumulator is not None:
             self.accumulator.expert(expert, tokens_t, weights_t, inner_tI, output_tK)
 
     def output(self, h_TK: Tensor) -> None:
-        """Take the hidden states after the layer."""
         self.hidden = h_TK
         if self.accumulator is not None:
             self.accumulator.output(h_TK)

@@ -52,7 +52,7 @@ from k2convert.models import detect_family, locate_module
 from k2convert.models.names import Role
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.records.calibration import GptqLayer
-from k2convert.records.document import encode, read_document
+from k2convert.records.document import read_document
 from k2convert.records.events import Events
 
 CONVERTED: Final = "converted"
@@ -109,11 +109,6 @@ def needed_files(work: WorkFolder, codes: Collection[int]) -> dict[int, list[Pat
         gptq = [path] if work.has_kept(path) else []
         paths[layer] = [*gptq, *([work.path(CODES, layer)] if layer in codes else [])]
     return paths
-
-
-def write_gptq(work: WorkFolder, layer: int, found: GptqLayer) -> None:
-    """Keep what was decided in a layer."""
-    work.write(work.path(GPTQ, layer), encode(found))
 
 
 def read_gptq(work: WorkFolder, layer: int) -> GptqLayer:

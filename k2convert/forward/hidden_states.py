@@ -11,6 +11,7 @@ do not depend on the router, so they choose experts more evenly than real text d
 from __future__ import annotations
 
 import zlib
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,11 +45,9 @@ def load_hidden_states(path: Path, *, layer: int, hidden_size: int, tokens: int)
         )
     if len(info.shape) != 2 or info.shape[1] != hidden_size or info.shape[0] == 0:
         raise CheckpointError(f"{path}: {name} has shape {list(info.shape)}, expected [tokens, {hidden_size}].")
-    reader = WeightReader(Checkpoint(path.parent, "{}", {path.name: header}, header.tensors, {}, ()))
-    try:
+    source = Checkpoint(path.parent, "{}", {path.name: header}, header.tensors, {}, ())
+    with closing(WeightReader(source)) as reader:
         states = reader.read(name, num_rows=min(tokens, info.shape[0])).float()
-    finally:
-        reader.close()
     bad = np.flatnonzero(~np.isfinite(states.numpy()).all(axis=1))
     if bad.size:
         raise CheckpointError(

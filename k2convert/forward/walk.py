@@ -224,21 +224,18 @@ class _Watched:
     num_experts: int = 1
 
     def block(self, x_TK: Tensor, routing: Routing | None) -> None:
-        """Pass on the input of the MLP."""
         self.num_experts = 1 if routing is None else routing.scores.shape[1]
         self.observer.block(x_TK, routing)
 
     def expert(
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor
     ) -> None:
-        """Pass on the results of one MLP."""
         self.observer.expert(expert, tokens_t, weights_t, inner_tI, output_tK)
         if expert is not None:
             tokens = self.num_windows * self.window * (expert + 1) // (self.num_experts + 1)
             self.progress.reach(self.begin + tokens)
 
     def output(self, h_TK: Tensor) -> None:
-        """Pass on the hidden states after the layer; raises _NotFiniteError."""
         windows = h_TK.view(self.num_windows, -1)
         is_finite = np.array([bool(windows[number].isfinite().all()) for number in range(self.num_windows)])
         if not is_finite.all():

@@ -14,39 +14,18 @@ from k2convert.errors import PlanError, cut, quoted, shortened
 from k2convert.models.names import Architecture, Family
 
 EXPERTS_KEY: Final = "n_routed_experts"
-BOUNDS: Final[dict[str, int]] = {
-    "num_hidden_layers": 1_000,
-    "num_nextn_predict_layers": 1_000,
-    "first_k_dense_replace": 1_000,
-    "moe_layer_freq": 1_000,
-    "attn_res_block_size": 1_000,
-    EXPERTS_KEY: 10_000,
-    "num_experts": 10_000,
-    "n_shared_experts": 10_000,
-    "num_shared_experts": 10_000,
-    "num_experts_per_tok": 10_000,
-    "num_experts_per_token": 10_000,
-    "n_group": 10_000,
-    "num_expert_group": 10_000,
-    "topk_group": 10_000,
-    "num_attention_heads": 10_000,
-    "num_key_value_heads": 10_000,
-    "num_heads": 10_000,
-    "hidden_size": 1_000_000,
-    "routed_expert_hidden_size": 1_000_000,
-    "intermediate_size": 1_000_000,
-    "moe_intermediate_size": 1_000_000,
-    "q_lora_rank": 1_000_000,
-    "kv_lora_rank": 1_000_000,
-    "head_dim": 1_000_000,
-    "qk_nope_head_dim": 1_000_000,
-    "qk_rope_head_dim": 1_000_000,
-    "v_head_dim": 1_000_000,
-    "short_conv_kernel_size": 1_000_000,
-    "vocab_size": 100_000_000,
-    "max_position_embeddings": 1_000_000_000,
-    "original_max_position_embeddings": 1_000_000_000,
-    "sliding_window": 1_000_000_000,
+BOUNDS: Final = {
+    field: most
+    for most, fields in {
+        1_000: "num_hidden_layers num_nextn_predict_layers first_k_dense_replace moe_layer_freq attn_res_block_size",
+        10_000: f"{EXPERTS_KEY} num_experts n_shared_experts num_shared_experts num_experts_per_tok "
+        "num_experts_per_token n_group num_expert_group topk_group num_attention_heads num_key_value_heads num_heads",
+        1_000_000: "hidden_size routed_expert_hidden_size intermediate_size moe_intermediate_size q_lora_rank "
+        "kv_lora_rank head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim short_conv_kernel_size",
+        100_000_000: "vocab_size",
+        1_000_000_000: "max_position_embeddings original_max_position_embeddings sliding_window",
+    }.items()
+    for field in fields.split()
 }
 """The most that a field of the language model may be: its numbers size loops and memory. No model comes near."""
 

@@ -18,7 +18,7 @@ correction: 16 tokens per expert without this rule lost to codes made without da
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -41,16 +41,6 @@ from k2convert.quantize.formats.nvfp4 import (
 )
 from k2convert.quantize.gptq.moments import Curvature, Moments, even_curvature, make_curvature
 from k2convert.quantize.kernels import _cpu
-
-
-class RoundingKernel(Protocol):
-    """Makes codes on one device; holds no state, so threads may share it."""
-
-    def round(
-        self, target_NK: Tensor, curvature: Curvature, *, sweeps: int
-    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Return codes uint8 [N, K/2] and scale bytes uint8 [N, K/16] for a target f32 in units of the global scale."""
-        ...
 
 
 def kernel_for(device: str, threads: int = 1) -> RoundingKernel:
@@ -108,7 +98,10 @@ class CpuKernel:
     def round(
         self, target_NK: Tensor, curvature: Curvature, *, sweeps: int
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """As in gptq/rounding.py, for CPU tensors; ValueError if the shapes do not fit."""
+        """Return codes uint8 [N, K/2] and scale bytes uint8 [N, K/16] for a target f32 in units of the global scale.
+
+        For CPU tensors; ValueError if the shapes do not fit.
+        """
         rows, columns = target_NK.shape
         packed = np.empty((rows, columns // 2), dtype=np.uint8)
         scale_bytes = np.empty((rows, columns // BLOCK_SIZE), dtype=np.uint8)
@@ -149,9 +142,13 @@ class TorchKernel:
     def round(
         self, target_NK: Tensor, curvature: Curvature, *, sweeps: int
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """As in gptq/rounding.py, for tensors on one device."""
+        """As CpuKernel, for tensors on one device."""
         chunks = [_Chunk(rows, curvature).round(sweeps) for rows in torch.split(target_NK, MAX_ROWS)]
         return np.concatenate([codes for codes, _ in chunks]), np.concatenate([scales for _, scales in chunks])
+
+
+RoundingKernel = CpuKernel | TorchKernel
+"""Makes codes on one device; holds no state, so threads may share it."""
 
 
 class _Chunk:
