@@ -142,10 +142,9 @@ def show_ways_out(ways: WaysOut, holder: Holder, *, whole: Model) -> None:
     """Print what would fit: fewer experts of the whole model, or more GPUs."""
     layout = holder.fit.layout
     for count, fit in ways.experts:
-        print_line(
-            f"fits with {count:,} of {whole.shape.num_experts:,} experts per layer: {fit.tokens:,} tokens of KV cache, "
-            f"{counted(fit.request_slots, 'request')} of {fit.context:,} tokens"
-        )
+        slots = f"{counted(fit.request_slots, 'request')} of {fit.context:,} tokens"
+        kept = f"{count:,} of {whole.shape.num_experts:,} experts per layer"
+        print_line(f"fits with {kept}: {fit.tokens:,} tokens of KV cache, {slots}")
     if not ways.experts:
         print_line(f"no number of experts fits on {layout.num_gpus} x {holder.gpu.title} as {layout}")
     if ways.gpus is not None:

@@ -129,11 +129,8 @@ def _show_statistics(document: dict[str, Any]) -> None:
     )
     for text in document["texts"]:
         print_line(f"text: {shortened(text['name'])} (blake3 {text['blake3'][:16]})")
-    if document["dropped_windows"]:
-        print_line(
-            f"{document['dropped_windows']:,} of {document['windows']:,} windows were dropped: their hidden states are "
-            "not finite"
-        )
+    if dropped := document["dropped_windows"]:
+        print_line(f"{dropped:,} of {document['windows']:,} windows were dropped: their hidden states are not finite")
     print_line(f"of the source with headers {document['source_headers'][:16]}; blake3 {document['digest'][:16]}")
     versions = (f"{shortened(name)} {shortened(version)}" for name, version in document["versions"].items())
     print_line(f"made with {', '.join(versions)}")

@@ -175,12 +175,11 @@ class Rows:
             if i == 0 and bar >= _MIN_BAR:
                 table.add_column(no_wrap=True, width=bar)
         for row, meter in zip(cells, tally.meters.values(), strict=True):
-            parts: list[Text | ProgressBar] = [Text(row[i]) for i in shown]
-            if bar >= _MIN_BAR:
-                parts.insert(1, ProgressBar(total=1.0, completed=meter.share, width=bar))
-            table.add_row(*parts)
+            bars = [ProgressBar(total=1.0, completed=meter.share, width=bar)] if bar >= _MIN_BAR else []
+            first, *rest = (Text(row[i]) for i in shown)
+            table.add_row(first, *bars, *rest)
         yield table
-        yield Text(_fitting(_summary_parts(tally), options.max_width), no_wrap=True, overflow="crop")
+        yield Text(_summary(tally, options.max_width), no_wrap=True, overflow="crop")
 
 
 def _columns_that_fit(widths: list[int], width: int) -> list[int]:
@@ -189,16 +188,13 @@ def _columns_that_fit(widths: list[int], width: int) -> list[int]:
     return next((c for c in choices if sum(widths[i] + 2 for i in c) + _MIN_BAR <= width), choices[-1])
 
 
-def _summary_parts(tally: Tally) -> list[str]:
-    """Return what is shown of the whole, the most important first."""
+def _summary(tally: Tally, width: int) -> str:
+    """Return what is shown of the whole, the most important first, as far as it fits."""
     tensors = f"{tally.tensors:,} tensors" if tally.tensors else ""
-    parts = (_shards_text(tally), _eta_text(tally), f"running for {format_seconds(tally.seconds)}", tensors)
-    return list(filter(None, parts))
-
-
-def _fitting(parts: list[str], width: int) -> str:
+    texts = (_shards_text(tally), _eta_text(tally), f"running for {format_seconds(tally.seconds)}", tensors)
+    parts = list(filter(None, texts))
     while len(parts) > 1 and len(", ".join(parts)) > width:
-        parts = parts[:-1]
+        parts.pop()
     return ", ".join(parts)
 
 

@@ -141,9 +141,10 @@ class Tally:
     def transferred(self, *, downloaded: int = 0, uploaded: int = 0, is_new: bool = True) -> None:
         """Count bytes that crossed the network."""
         with self._lock:
-            for phase, amount in (("download", downloaded), ("upload", uploaded)):
-                if amount:
-                    self._count(phase, amount, is_new=is_new)
+            if downloaded:
+                self._count("download", downloaded, is_new=is_new)
+            if uploaded:
+                self._count("upload", uploaded, is_new=is_new)
 
     def _count(self, phase: Phase, amount: int, *, is_new: bool = True) -> None:
         if phase in self.meters:

@@ -81,11 +81,8 @@ def _show_weights(title: str, weights: WeightsReport) -> None:
     if rule.skip_reason:
         print_line(f"rule: skipped ({rule.skip_reason})")
     elif rule.tensors > rule.measured:
-        by = (
-            f"by the kernels and {rule.sampled_blocks:,} by the reference arithmetic"
-            if rule.sampled_blocks
-            else "by the rule's arithmetic (it has no kernel)"
-        )
+        sampled = f"by the kernels and {rule.sampled_blocks:,} by the reference arithmetic"
+        by = sampled if rule.sampled_blocks else "by the rule's arithmetic (it has no kernel)"
         print_line(
             f"rule {rule.rule}: {rule.tensors - rule.measured:,} tensors regenerated from the source, all "
             f"{rule.blocks:,} blocks {by}; {len(rule.mismatches):,} tensors differ"

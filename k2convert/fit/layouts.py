@@ -38,13 +38,9 @@ class Parallelism:
         return self.tensor * self.pipeline
 
     def __str__(self) -> str:
-        words = (
-            [f"{'DP' if self.data_attention else 'TP'}{self.tensor}"] if self.tensor > 1 or self.pipeline == 1 else []
-        )
-        words += [f"EP{self.expert}"] if self.expert > 1 else []
-        words += [f"PP{self.pipeline}"] if self.pipeline > 1 else []
-        words += [f"DCP{self.decode_context}"] if self.decode_context > 1 else []
-        return " ".join(words)
+        first = "DP" if self.data_attention else "TP"
+        sizes = {first: self.tensor, "EP": self.expert, "PP": self.pipeline, "DCP": self.decode_context}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or f"{first}1"
 
 
 def check_layout(layout: Parallelism, shape: ModelShape) -> None:

@@ -79,10 +79,10 @@ def inspect_checkpoint(source: Checkpoint, *, shown_as: str, pruning: Mapping[st
     family = detect_family(source)
     names = parse_tensor_names(source, family=family)
     packed = _packed_modules(source, names)
-    architecture = family.read_architecture(source.config, str(source.folder))
+    counts = family.read_architecture(source.config, str(source.folder))
     found = find_quantization_config(source.config)
     recipe, named = cast(str | None, family.recipe), source.config.get("architectures")
-    oddities = _oddities(source, names, architecture, family, is_pruned=pruning is not None)
+    oddities = _oddities(source, names, counts, family, is_pruned=pruning is not None)
     try:
         claim_projections(source=source, recipe=load_recipe(family.recipe), names=names)
     except PlanError as error:
@@ -93,15 +93,11 @@ def inspect_checkpoint(source: Checkpoint, *, shown_as: str, pruning: Mapping[st
         family=family.name,
         model_type=source.config.get("model_type"),
         architectures=list(map(str, cast(list[object], named))) if isinstance(named, list) else [],
-        layers={
-            "total": architecture.num_layers,
-            "dense": architecture.num_dense_layers,
-            "moe": len(architecture.moe_layers),
-        },
-        experts_per_layer=architecture.num_experts,
+        layers={"total": counts.num_layers, "dense": counts.num_dense_layers, "moe": len(counts.moe_layers)},
+        experts_per_layer=counts.num_experts,
         pruning=pruning,
-        hidden_size=architecture.hidden_size,
-        moe_intermediate_size=architecture.moe_intermediate_size,
+        hidden_size=counts.hidden_size,
+        moe_intermediate_size=counts.moe_intermediate_size,
         num_shards=len(source.headers),
         num_tensors=len(source.tensors),
         tensor_bytes=source.tensor_bytes,

@@ -63,11 +63,8 @@ def keep_experts(source: Checkpoint, kept: KeptExperts) -> Checkpoint:
     names = parse_tensor_names(source, family=family)
     headers = dict(source.headers)
     for shard, header in source.headers.items():
-        tensors: dict[str, TensorInfo] = {}
-        for tensor in header.tensors.values():
-            if (seen := _seen(tensor, names[tensor.name], family, numbers, architecture)) is not None:
-                tensors[seen.name] = seen
-        headers[shard] = replace(header, tensors=tensors)
+        found = (_seen(t, names[t.name], family, numbers, architecture) for t in header.tensors.values())
+        headers[shard] = replace(header, tensors={tensor.name: tensor for tensor in found if tensor is not None})
     tensors = {name: tensor for header in headers.values() for name, tensor in header.tensors.items()}
     config_text = dump_json(_config(source.parse_config(), kept.num_experts)).decode()
     return replace(source, config_text=config_text, headers=headers, tensors=tensors)

@@ -184,8 +184,10 @@ def draw_layer_errors(layers: Mapping[int, OutputErrors], palette: Palette) -> F
         ("from earlier layers alone", "inherited_error", palette.muted, (0, (1, 1.5)), "^"),
     ):
         errors = np.array([getattr(layer, key) for layer in layers.values()], dtype=np.float64)
-        drawn, line = np.where(errors > 0, errors, np.nan), {"linestyle": style, "linewidth": 1.3, "markersize": 3}
-        axes.plot(list(layers), drawn, label=label, color=color, marker=marker, **line)
+        drawn = np.where(errors > 0, errors, np.nan)
+        axes.plot(
+            list(layers), drawn, label=label, color=color, linestyle=style, linewidth=1.3, marker=marker, markersize=3
+        )
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

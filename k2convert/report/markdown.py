@@ -48,8 +48,11 @@ def render_template(file: str, **values: object) -> str:
     def shown(value: object) -> object:
         return value if isinstance(value, Markup) or not isinstance(value, str) else sentence(value)
 
+    def url(text: str) -> Markup:
+        return Markup(quote(text))
+
     environment = Environment(undefined=StrictUndefined, finalize=shown, trim_blocks=True, lstrip_blocks=True)
-    filters = {"table": table, "section": section, "code": code, "raw": Markup, "url": lambda text: Markup(quote(text))}
+    filters = {"table": table, "section": section, "code": code, "raw": Markup, "url": url}
     environment.filters.update(filters)  # pyright: ignore[reportArgumentType, reportCallIssue]
     template = environment.from_string(resources.files("k2convert.report").joinpath(file).read_text(encoding="utf-8"))
     return re.sub(r"\n{3,}", "\n\n", template.render(values)).strip() + "\n"
