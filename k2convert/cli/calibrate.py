@@ -67,24 +67,18 @@ def _check_and_do(plan: "CalibrationPlan", options: CalibrateOptions, computer: 
         command = JobCommand(command_words("calibrate", options), str(Path.cwd()))
         _do(replace(plan, command=command), options, time)
     elif not options.as_json:
-        console.print_next(
-            console.own_command(without="--dry-run", options=("--device",) if computer.elsewhere else ())
-        )
+        device = ("--device",) if computer.elsewhere else ()
+        console.print_next(console.own_command(without="--dry-run", options=device))
 
 
 def _show_plan(plan: "CalibrationPlan", options: CalibrateOptions, found: Forecast, needed: int, time: "Time") -> None:
     if options.as_json:
-        console.print_json(
-            plan_document(plan, finished_layers=plan.num_finished)
-            | {"disk_needed": plan.disk_needed}
-            | found.document(time, needed)
-        )
+        document = plan_document(plan, finished_layers=plan.num_finished) | {"disk_needed": plan.disk_needed}
+        console.print_json(document | found.document(time, needed))
     else:
         console.print_line(plan_line(plan))
-        console.print_line(
-            f"disk: needs {console.format_bytes(plan.disk_needed)} at once, "
-            f"may use {console.format_bytes(plan.disk_allowed)}"
-        )
+        needs, allowed = console.format_bytes(plan.disk_needed), console.format_bytes(plan.disk_allowed)
+        console.print_line(f"disk: needs {needs} at once, may use {allowed}")
         for line in (*found.memory_lines(needed), found.time_line(time)):
             console.print_line(line)
 

@@ -159,7 +159,7 @@ def print_verdict(subject: str, *, passed: bool) -> None:
 
 def print_note(text: str) -> None:
     """Print one line for the person watching on stderr. On a terminal it wraps between words."""
-    _to_stderr(escaped(text), soft_wrap=not ERRORS.is_terminal)
+    _to_stderr(escaped(text))
 
 
 def print_event(text: str) -> None:
@@ -172,9 +172,9 @@ def notifier(*, quiet: bool) -> Callable[[str], None]:
     return (lambda _: None) if quiet else print_event
 
 
-def _to_stderr(text: Text, *, soft_wrap: bool = True) -> None:
+def _to_stderr(text: Text, *, is_copied: bool = False) -> None:
     with suppress(OSError):  # a full log must not end hours of work
-        ERRORS.print(text, soft_wrap=soft_wrap)
+        ERRORS.print(text, soft_wrap=is_copied or not ERRORS.is_terminal)
 
 
 def command(*words: object) -> str:
@@ -184,8 +184,7 @@ def command(*words: object) -> str:
 
 def own_command(*, without: str, options: Sequence[str] = ()) -> str:
     """Return the command line of this process without one flag, and without these options and their values."""
-    words = iter(sys.argv[1:])
-    kept: list[str] = []
+    words, kept = iter(sys.argv[1:]), list[str]()
     for word in words:
         if word in options:
             next(words, None)
@@ -196,12 +195,12 @@ def own_command(*, without: str, options: Sequence[str] = ()) -> str:
 
 def print_next(command: str) -> None:
     """Print the next command to run on stderr, in one line that can be copied."""
-    _to_stderr(Text.assemble(("next: ", "dim"), escaped(command)))
+    _to_stderr(Text.assemble(("next: ", "dim"), escaped(command)), is_copied=True)
 
 
 def print_error(message: str) -> None:
     """Print a refusal or failure on stderr."""
-    _to_stderr(Text.assemble(("error: ", "bold red"), escaped(message)), soft_wrap=not ERRORS.is_terminal)
+    _to_stderr(Text.assemble(("error: ", "bold red"), escaped(message)))
 
 
 def format_bytes(count: float) -> str:

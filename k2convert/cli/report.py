@@ -61,8 +61,7 @@ def report(options: ReportOptions) -> None:
 
 def _tensors(opened: Opened) -> list[Tensor] | None:
     """Return the tensors of the opened result's shards; None if a shard is not here or is damaged."""
-    remote = opened.shards.result
-    if remote is not None:
+    if (remote := opened.shards.result) is not None:
         headers = [header for header in remote.headers.values() if isinstance(header, ShardHeader)]
         is_whole = len(headers) == len(remote.headers)
         return [tensor for header in headers for tensor in header.tensors.values()] if is_whole else None

@@ -189,14 +189,14 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
         else:
             show_estimate(estimated)
         show_network(job, estimated)
-    if walk is None or not walk.computer.elsewhere:
+    elsewhere = walk is not None and walk.computer.elsewhere
+    if not elsewhere:
         check_room(job)
     if walk is not None and time is not None:
         walk.check(options.source, needed=needed)
-        if not walk.computer.elsewhere:
+        if not elsewhere:
             check_time(time, source=options.source, yes=options.yes)
     if not options.as_json:
-        elsewhere = walk is not None and walk.computer.elsewhere
         console.print_next(console.own_command(without="--dry-run", options=("--device",) if elsewhere else ()))
 
 

@@ -80,9 +80,6 @@ PUBLISHED: Final = (
 )
 
 
-_K2_EXPERTS: Final = 384
-
-
 def _is_k2(shape: ModelShape) -> bool:
     sizes = (shape.num_layers, shape.num_heads, shape.experts_per_token, shape.expert_width, shape.kv_values)
     return sizes == (61, 64, 8, 2048, 576)
@@ -120,7 +117,7 @@ def estimate_speeds(shape: ModelShape, *, gpu: Gpu, layout: Parallelism) -> list
     Raises MissingDependencyError without the extra, FitError for a model or GPU that it has not measured.
     """
     require_extra("fit", purpose="--estimate")
-    if not _is_k2(shape) or shape.num_experts != _K2_EXPERTS:
+    if not _is_k2(shape) or shape.num_experts != 384:
         raise FitError("--estimate: AIConfigurator has measured K2 with all its experts only. Leave out --estimate.")
     if gpu.name not in _SYSTEMS:
         known = ", ".join(_SYSTEMS)

@@ -169,12 +169,6 @@ def _gptq_row(number: int, layer: GptqLayer) -> tuple[str, ...]:
     )
 
 
-def kept_experts(record: PruningRecord) -> str:
-    """Return how many experts are kept, and by whose scores."""
-    chosen = "" if record.scores is None else f", chosen by {record.scores}"
-    return f"{record.kept.num_experts} of {record.num_source_experts} per layer{chosen}"
-
-
 def pruned_section(record: PruningRecord, checks: Checks | None) -> Section:
     """Return which experts were left out, what is known about the cost, and the warning."""
     kept, total, shares = record.kept.num_experts, record.num_source_experts, record.shares

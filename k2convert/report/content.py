@@ -16,7 +16,7 @@ from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import plain, shown
 from k2convert.records.ledger import TOTAL, metrics_document
-from k2convert.report.calibrated import calibrated_sections, kept_experts, pruned_section
+from k2convert.report.calibrated import calibrated_sections, pruned_section
 from k2convert.report.checks import Checks, read_checks
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table, decibels, percent
@@ -290,7 +290,7 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
         ("input scales", f"gate_up {scales.gate_up}, down {scales.down}"),
         ("KV cache", recipe.kv_cache),
         ("quantizer", recipe.quantizer),
-        ("experts kept", None if ledger.pruning is None else kept_experts(ledger.pruning)),
+        ("pruning", None if ledger.pruning is None else ledger.pruning.line),
         ("arithmetic version", ledger.fingerprint.get("arithmetic")),
         *calibrated_by,
         ("k2convert", ledger.tool_version),

@@ -73,10 +73,9 @@ def draw_heat_maps(maps: tuple[HeatMap, ...], palette: Palette) -> Figure:
         _label(axes.set_xticks, found.layers, most=5, steps=_LAYER_STEPS)
         if i > 0:
             axes.set_yticklabels([])
-        else:
-            axes.set_ylabel("expert")
         if has_values:
             _write_values(axes, found.values.T, scale)
+    sheet.figure.axes[0].set_ylabel("expert")
     sheet.text((left + WIDTH) / 2, bar + title + height + 0.36, "layer", align="center", color=palette.muted)
     _draw_scale(sheet, scale, left=left, top=0.24, width=2.6)
     return sheet.figure
