@@ -116,6 +116,10 @@ def correlated(tokens: int, columns: int, seed: int = 0) -> Tensor:
     return noise @ mixing / columns**0.5 + torch.randn(tokens, 1, generator=generator)
 
 
+def form_of(inputs_tK: Tensor) -> Tensor:
+    return inputs_tK.T @ inputs_tK / inputs_tK.shape[0]
+
+
 def weights(rows: int, columns: int, seed: int = 1) -> Tensor:
     """Weights f32 [N, K]."""
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import RunCli
+from command import RunCli, said
 from safetensors.torch import load_file, save_file
-from said import said
 
 import k2convert
 from k2convert.quantize.kernels import _cpu

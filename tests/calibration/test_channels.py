@@ -109,18 +109,17 @@ def test_shared_and_dense_layers_use_their_own_rows(calibrated: Calibration) -> 
     assert calibrated.fallback_experts(0) == (), "a dense MLP has no other experts, however few its tokens"
 
 
-def test_without_weights_there_is_no_importance(calibrated: Calibration) -> None:
-    plain = Calibration(calibrated.statistics, weighted=False, smoothing=True)
-    assert plain.importance(place(Role.EXPERTS, "up", expert=0)) is None
-    assert plain.fallback_experts(1) == ()
-
-
-def test_exponents_are_none_if_nothing_is_scaled(calibrated: Calibration) -> None:
+def test_exponents_and_importance_are_none_if_unused(calibrated: Calibration) -> None:
     assert calibrated.exponents(1) is None
     assert calibrated.exponents_digest() is None
     norm = scaled(calibrated)
     np.testing.assert_array_equal(norm.exponents(1), moe_layer(1).smoothing_exponents, strict=True)
     assert norm.exponents(0) is None, "all zero"
+    sent = pickle.loads(pickle.dumps(norm))
+    assert sent.exponents_digest() == norm.exponents_digest()
+    without_weights = Calibration(calibrated.statistics, weighted=False, smoothing=True)
+    assert without_weights.importance(place(Role.EXPERTS, "up", expert=0)) is None
+    assert without_weights.fallback_experts(1) == ()
 
 
 def test_the_digest_is_of_the_exponents_of_every_scaled_layer(calibrated: Calibration) -> None:
@@ -131,11 +130,6 @@ def test_the_digest_is_of_the_exponents_of_every_scaled_layer(calibrated: Calibr
     changed[5] += 1 if changed[5] < 4 else -1
     assert digest != digest_of_exponents(exponents | {1: changed})
     assert digest != digest_of_exponents({1: exponents[2], 2: exponents[1]})
-
-
-def test_a_calibration_can_be_sent_to_another_process(calibrated: Calibration) -> None:
-    sent = pickle.loads(pickle.dumps(scaled(calibrated)))
-    assert sent.exponents_digest() == scaled(calibrated).exponents_digest()
 
 
 @pytest.mark.parametrize(

@@ -27,16 +27,6 @@ from scripts.fixture_maker.shaped import make_k2_shaped
 
 pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
 
-YARN = {
-    "type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-
 
 class Seen:
     """An observer that keeps everything."""
@@ -167,17 +157,13 @@ def assert_equals_transformers(folder: Path, ids: Tensor) -> None:
         assert torch.allclose(routing.weights.gather(1, order), weights.gather(1, their_order), rtol=1e-4)
 
 
-def test_hidden_states_after_every_layer_are_those_of_transformers(tiny: Path, tmp_path: Path) -> None:
-    assert_equals_transformers(tiny, token_ids(tiny, windows=3, length=96))
+def test_hidden_states_after_every_layer_are_those_of_transformers(tiny: Path, trained: Path, tmp_path: Path) -> None:
+    ids = token_ids(tiny, windows=3, length=96)
+    assert_equals_transformers(tiny, ids)
+    assert_equals_transformers(trained, ids)
+    assert not torch.equal(streamed(tiny, ids)[0][1], streamed(trained, ids)[0][1]), "yarn changes the attention"
     grouped_queries = with_grouped_queries(tiny, tmp_path / "gqa")
     assert_equals_transformers(grouped_queries, token_ids(grouped_queries, windows=2, length=48))
-
-
-def test_yarn_is_that_of_transformers(tiny: Path, tmp_path: Path) -> None:
-    folder = with_config(tiny, tmp_path / "yarn", rope_scaling=YARN)
-    ids = token_ids(folder, windows=2, length=48)
-    assert_equals_transformers(folder, ids)
-    assert not torch.equal(streamed(folder, ids)[0][1], streamed(tiny, ids)[0][1]), "yarn changes the attention"
 
 
 def test_the_wrapped_model_gives_the_same_bytes(tiny: Path, k25: Path) -> None:

@@ -34,12 +34,6 @@ def result(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "result"))
 
 
-def edit(path: Path, change: Change) -> None:
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
-
-
 def messages(result: Path, tiny: Path) -> list[str]:
     """What `run` and `status` say to a damaged folder."""
     lines: list[str] = []
@@ -53,7 +47,9 @@ def messages(result: Path, tiny: Path) -> list[str]:
     return lines
 
 
-JOBS: dict[str, Change] = {
+JOBS: dict[str, Change | str] = {
+    "no text": "",
+    "a list": "[]",
     "empty": lambda job: job.clear(),
     "no fingerprint": lambda job: job.pop("fingerprint"),
     "no recipe": lambda job: job.pop("recipe"),
@@ -64,10 +60,17 @@ JOBS: dict[str, Change] = {
 @pytest.mark.parametrize("name", JOBS)
 def test_damaged_job_is_refused_and_made_again(name: str, result: Path, tiny: Path) -> None:
     whole = (result / JOB).read_bytes()
-    edit(result / JOB, JOBS[name])
+    change = JOBS[name]
+    if isinstance(change, str):
+        (result / JOB).write_text(change)
+    else:
+        document = json.loads(whole)
+        change(document)
+        (result / JOB).write_text(json.dumps(document))
     for message in messages(result, tiny):
         assert "job.json" in message
         assert "Delete it" in message
+        assert "ownload" not in message
     (result / JOB).unlink()
     again = run_here("run", tiny, result, "--json")
     assert (result / JOB).read_bytes() == whole
@@ -105,26 +108,18 @@ def test_record_of_another_form_is_made_again(name: str, is_sealed: bool, result
     assert_made_again(result, tiny, whole)
 
 
-@pytest.mark.parametrize("place", [0.3, 0.9999])
-def test_record_with_a_flipped_byte_is_made_again(place: float, result: Path, tiny: Path) -> None:
+@pytest.mark.parametrize("damage", [0.3, 0.9999, "", "[]"])
+def test_a_damaged_record_is_made_again(damage: float | str, result: Path, tiny: Path) -> None:
+    """A flipped byte at a place of the file, or another text."""
     whole, data = contents(result), bytearray((result / RECORD).read_bytes())
-    while data[int(place * len(data))] in b" \n":
-        place += 1 / len(data)
-    data[int(place * len(data))] ^= 1
+    if isinstance(damage, str):
+        data = damage.encode()
+    else:
+        while data[int(damage * len(data))] in b" \n":
+            damage += 1 / len(data)
+        data[int(damage * len(data))] ^= 1
     (result / RECORD).write_bytes(data)
     assert_made_again(result, tiny, whole)
-
-
-@pytest.mark.parametrize("text", ["", "[]"])
-def test_files_that_are_no_records_are_made_again_or_refused(text: str, result: Path, tiny: Path) -> None:
-    whole = contents(result)
-    (result / RECORD).write_text(text)
-    assert_made_again(result, tiny, whole)
-    (result / JOB).write_text(text)
-    for message in messages(result, tiny):
-        assert JOB.name in message
-        assert "Delete it" in message
-        assert "ownload" not in message
 
 
 def test_lock_that_is_no_file_is_refused(result: Path, tiny: Path) -> None:

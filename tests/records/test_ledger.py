@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import run
 
-from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError
-from k2convert.job.locations import Destination, Source
-from k2convert.job.prepare import choose_recipe, prepare
-from k2convert.job.run import execute
 from k2convert.records.document import encode
 from k2convert.records.ledger import read_ledger
 
@@ -20,9 +17,7 @@ from k2convert.records.ledger import read_ledger
 @pytest.fixture(scope="module")
 def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ledger") / "result"
-    checkpoint = open_checkpoint(tiny)
-    recipe = choose_recipe(checkpoint, None, {})
-    execute(prepare(source=Source(checkpoint), destination=Destination(folder), recipe=recipe, device="cpu"))
+    assert run("run", tiny, folder, "--json") == 0
     return folder
 
 

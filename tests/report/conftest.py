@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from k2convert.checkpoint.index import open_checkpoint
-from k2convert.records.document import seal
 from k2convert.report import ReportFiles, write_report
 
 
@@ -46,16 +44,3 @@ def records_only(converted: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "copy"
     shutil.copytree(converted, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     return folder
-
-
-@pytest.fixture
-def edit_json() -> Callable[[Path, Callable[[dict[str, Any]], object]], None]:
-    """Change a JSON file in place; a record of a shard gets a checksum that fits."""
-
-    def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-        document = json.loads(path.read_text())
-        is_sealed = document.pop("checksum", None) is not None
-        change(document)
-        path.write_bytes(seal(document) if is_sealed else json.dumps(document).encode())
-
-    return edit

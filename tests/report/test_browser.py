@@ -117,9 +117,8 @@ def test_a_cell_is_read_out_by_arrow_keys_and_by_pointer(reported: ReportFiles, 
         const pressed = readout.textContent, box = image.getBoundingClientRect();
         const mark = document.getElementById("cursor").getBoundingClientRect();
         const inside = mark.left >= box.left - 1 && mark.right <= box.right + 1 && mark.top >= box.top - 1;
-        const [x, y] = [{2.5 / layers}, {5.5 / experts}];
-        const place = {{ clientX: box.left + x * box.width, clientY: box.top + y * box.height }};
-        image.dispatchEvent(new PointerEvent("pointermove", place));
+        const clientX = box.left + {2.5 / layers} * box.width, clientY = box.top + {5.5 / experts} * box.height;
+        image.dispatchEvent(new PointerEvent("pointermove", {{ clientX, clientY }}));
         const visible = mark.width > 3 && inside;
         document.title = [first, pressed, readout.textContent, document.activeElement.id, visible].join("; ");
     """

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from sealed_files import edit_sealed
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CheckpointError, DestinationError
@@ -21,8 +20,7 @@ from k2convert.records.journal import Journal
 from k2convert.report import write_report
 from k2convert.report.figures import collect_report, heat_maps, tensor_figures
 from k2convert.validation.validate import validate_checkpoint
-
-EditJson = Callable[[Path, Callable[[dict[str, Any]], object]], None]
+from scripts.fixture_maker.damage import edit_json
 
 
 def test_figures_are_those_of_ledger_and_records(converted: Path) -> None:
@@ -74,14 +72,12 @@ def test_measured_errors_replace_a_missing_journal(records_only: Path, tiny: Pat
 
 
 @pytest.mark.parametrize("is_foreign", [True, False])
-def test_unfinished_conversion_is_reported_up_to_its_last_shard(
-    records_only: Path, edit_json: EditJson, is_foreign: bool
-) -> None:
+def test_unfinished_conversion_is_reported_up_to_its_last_shard(records_only: Path, is_foreign: bool) -> None:
     for name in ("k2convert.json", "config.json"):
         (records_only / name).unlink()
     record = records_only / ".k2convert/shards/model-00003-of-000005.safetensors.json"
     if is_foreign:
-        edit_json(record, lambda record: record.update(fingerprint="0" * 64))
+        edit_sealed(record, lambda record: record.update(fingerprint="0" * 64))
     else:
         record.unlink()
     report = collect_report(folder=records_only)
@@ -98,7 +94,7 @@ def test_foreign_folder_is_refused(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["bf16", "int4"])
-def test_result_without_error_is_refused(records_only: Path, edit_json: EditJson, target: str) -> None:
+def test_result_without_error_is_refused(records_only: Path, target: str) -> None:
     edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(target=target))
     with pytest.raises(CheckpointError, match=f"--to {target}"):
         collect_report(folder=records_only)
@@ -114,18 +110,16 @@ def test_file_in_the_way_is_named(records_only: Path) -> None:
     [("num_weights", value) for value in ("<script>", None, -1, True, math.nan, [1])]
     + [("scale_histogram", value) for value in ({"999": 1}, {"100": "x"}, {"x": 1}, [], {"100": -1})],
 )
-def test_figures_that_are_not_numbers_are_refused(
-    records_only: Path, edit_json: EditJson, key: str, value: object
-) -> None:
+def test_figures_that_are_not_numbers_are_refused(records_only: Path, key: str, value: object) -> None:
     shutil.rmtree(records_only / ".k2convert")
     edit_json(records_only / "k2convert.json", lambda ledger: ledger["totals"]["total"].update({key: value}))
     with pytest.raises(CheckpointError, match=key):
         collect_report(folder=records_only)
 
 
-def test_damaged_record_is_named(records_only: Path, edit_json: EditJson) -> None:
+def test_damaged_record_is_named(records_only: Path) -> None:
     record = records_only / ".k2convert/shards/model-00002-of-000005.safetensors.json"
-    edit_json(record, lambda document: document["projections"][0]["metrics"].update(energy="much"))
+    edit_sealed(record, lambda document: document["projections"][0]["metrics"].update(energy="much"))
     with pytest.raises(CheckpointError, match=r"model-00002.*metrics\.energy is 'much'"):
         collect_report(folder=records_only)
 

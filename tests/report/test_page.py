@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from html.parser import HTMLParser
 from io import BytesIO
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from sealed_files import edit_sealed
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.records.document import seal
@@ -26,8 +26,8 @@ from k2convert.report.drawing import LIGHT, THEMED, to_svg
 from k2convert.report.figures import HeatMap, collect_report
 from k2convert.report.heat_map import color_scale, draw_heat_maps
 from k2convert.report.page import page_name
+from scripts.fixture_maker.damage import edit_json
 
-EditJson = Callable[[Path, Callable[[dict[str, Any]], object]], None]
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`|&{{ 7*7 }}"
 
 
@@ -91,7 +91,7 @@ def test_same_folder_gives_the_same_bytes(converted: Path, reported: ReportFiles
     assert again.picture is not None
 
 
-def test_hostile_names_are_shown_and_do_nothing(records_only: Path, edit_json: EditJson, tmp_path: Path) -> None:
+def test_hostile_names_are_shown_and_do_nothing(records_only: Path, tmp_path: Path) -> None:
     record = records_only / ".k2convert/shards/model-00002-of-000005.safetensors.json"
 
     shard = HOSTILE.replace("/", "")  # a file name cannot contain a slash
@@ -107,7 +107,7 @@ def test_hostile_names_are_shown_and_do_nothing(records_only: Path, edit_json: E
         document["versions"] = {HOSTILE: HOSTILE}
         document["shards"][shard] = {"blake3": HOSTILE, "bytes": 1, "tensors": 1}
 
-    edit_json(record, poison_record)
+    edit_sealed(record, poison_record)
     edit_json(records_only / "k2convert.json", poison_ledger)
     copied = json.loads(record.read_text()) | {"shard": shard, "projections": []}
     del copied["checksum"]
@@ -189,13 +189,13 @@ def test_report_is_titled_by_the_model_and_has_its_day(reported: ReportFiles, co
     assert f"report made (UTC) | `{day}`" in reported.markdown.read_text()
 
 
-def test_source_repository_names_the_report(records_only: Path, edit_json: EditJson) -> None:
+def test_source_repository_names_the_report(records_only: Path) -> None:
     assert page_name(collect_report(folder=records_only)) == records_only.name
     edit_json(records_only / "k2convert.json", lambda ledger: ledger["source"].update(repo="moonshotai/Kimi-K2"))
     assert page_name(collect_report(folder=records_only)) == "moonshotai/Kimi-K2"
 
 
-def test_rule_max_is_not_compared_with_itself(records_only: Path, edit_json: EditJson, tmp_path: Path) -> None:
+def test_rule_max_is_not_compared_with_itself(records_only: Path, tmp_path: Path) -> None:
     edit_json(records_only / "k2convert.json", lambda ledger: ledger["recipe"].update(rule="max"))
     files = write_report(folder=records_only, out=tmp_path / "out")
     page = files.page.read_text()

@@ -5,13 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gptq_direct import correlated
+from gptq_direct import correlated, form_of
 
 from k2convert.quantize.gptq.moments import Curvature, even_curvature, make_curvature
-
-
-def form_of(inputs_tK: torch.Tensor) -> torch.Tensor:
-    return inputs_tK.T @ inputs_tK / inputs_tK.shape[0]
 
 
 def assert_factors_are_right(curvature: Curvature) -> None:

@@ -20,17 +20,11 @@ def make_tokens(count: int, columns: int, rows: int, *, noise: float = 1.0) -> T
     return Tokens(*(array.double().numpy() for array in arrays), halves=halves.numpy())
 
 
-def add(moments: Moments, tokens: Tokens, rows: slice = slice(None)) -> None:
-    inputs, missing, weights = (
-        torch.as_tensor(array[rows]) for array in (tokens.inputs, tokens.missing, tokens.weights)
-    )
-    moments.add(inputs.float(), missing.float(), weights, torch.as_tensor(tokens.halves[rows]))
-
-
 def moments_of(tokens: Tokens, step: int = 1 << 20) -> Moments:
     moments = Moments.start(tokens.inputs.shape[1], tokens.missing.shape[1], device="cpu")
-    for start in range(0, len(tokens.inputs), step):
-        add(moments, tokens, slice(start, start + step))
+    arrays = [torch.as_tensor(a) for a in (tokens.inputs, tokens.missing, tokens.weights, tokens.halves)]
+    for inputs, missing, shares, halves in zip(*(array.split(step) for array in arrays), strict=True):
+        moments.add(inputs.float(), missing.float(), shares, halves)
     return moments
 
 

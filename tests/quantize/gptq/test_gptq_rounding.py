@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from gptq_direct import NORMAL, compensated, correlated, losses, round_block, weights
+from gptq_direct import NORMAL, compensated, correlated, form_of, losses, round_block, weights
 
 from k2convert.quantize.formats.int4 import Bf16Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4, unpack_nibbles
@@ -35,8 +35,10 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[RoundingKernel]:
     _cpu.use_instructions(before)
 
 
-def form_of(inputs: torch.Tensor) -> torch.Tensor:
-    return inputs.T @ inputs / inputs.shape[0]
+def bf16_source(rows: int, columns: int) -> tuple[Bf16Weight, torch.Tensor]:
+    """A BF16 weight, and its values in FP32."""
+    values = weights(rows, columns).bfloat16()
+    return Bf16Weight(values.view(torch.uint16).numpy()), values.float()
 
 
 def curvature_of(columns: int) -> Curvature:
@@ -97,8 +99,7 @@ def test_after_many_sweeps_no_single_code_can_be_improved(kernel: RoundingKernel
 def test_loss_is_less_than_that_of_mse(kernel: RoundingKernel) -> None:
     columns = 160
     form = form_of(correlated(1000, columns))
-    source = Bf16Weight((weights(64, columns).view(torch.int32) >> 16).to(torch.uint16).numpy())
-    target = (torch.as_tensor(source.bits.astype(np.int32)) << 16).view(torch.float32)
+    source, target = bf16_source(64, columns)
     global_scale = mse_global_scale(measure(source), is_int4=False)
     mse = losses(target, quantize_best(source, global_scale), form).sum()
     for shrinkage, share in ((0.1, 0.6), (0.9, 0.95)):
@@ -107,8 +108,7 @@ def test_loss_is_less_than_that_of_mse(kernel: RoundingKernel) -> None:
 
 
 def test_even_curvature_is_close_to_mse(kernel: RoundingKernel) -> None:
-    source = Bf16Weight((weights(64, 160).view(torch.int32) >> 16).to(torch.uint16).numpy())
-    target = (torch.as_tensor(source.bits.astype(np.int32)) << 16).view(torch.float32)
+    source, target = bf16_source(64, 160)
     even = even_curvature(160, device="cpu")
     found = losses(target, round_gptq(target, UNIT, even, kernel, sweeps=0), even.form)
     mse = losses(target, quantize_best(source, UNIT), even.form)
@@ -151,16 +151,11 @@ def test_bytes_are_within_the_formats_and_zeros_are_those_of_mse(kernel: Roundin
 
 
 @pytest.mark.parametrize("rows", [1, 47, 100])
-@pytest.mark.parametrize("level", ["avx2", "portable"])
-def test_threads_do_not_change_the_bytes(rows: int, level: str) -> None:
-    before = _cpu.instructions()
-    if before == "portable" and level != before:
-        pytest.skip("this CPU has no AVX2")
+@pytest.mark.usefixtures("instructions")
+def test_threads_do_not_change_the_bytes(rows: int) -> None:
     curvature, target = curvature_of(160), weights(rows, 160)
-    _cpu.use_instructions(level)
     one, two, many = (round_gptq(target, UNIT, curvature, kernel_for("cpu", threads)) for threads in (1, 2, 7))
     alone = round_gptq(target[-1:], UNIT, curvature, kernel_for("cpu"))
-    _cpu.use_instructions(before)
     assert_same(one, two)
     assert_same(one, many)
     assert_same(one.rows(rows - 1, rows), alone)

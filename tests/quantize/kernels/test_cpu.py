@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ import torch
 from block_makers import bf16_weight
 from channel_makers import exponents_of, importance_of, some_rows
 from int4_makers import MAKERS, int4_weight, trained_like
-from safetensors.torch import load_file
 from torch import Tensor
 
 from k2convert.choices import Rule
@@ -46,26 +43,6 @@ def assert_equals_rules(
 
 def test_every_rule_has_a_kernel() -> None:
     assert set(RULES) == RULES_WITH_KERNEL
-
-
-@pytest.mark.parametrize("rule", KERNELS)
-def test_every_projection_of_the_tiny_checkpoint(tiny: Path, rule: Rule) -> None:
-    index = json.loads((tiny / "model.safetensors.index.json").read_text())["weight_map"]
-    shard = load_file(tiny / index["model.layers.1.mlp.experts.0.gate_proj.weight_packed"])
-    modules = [name.removesuffix("_packed") for name in shard if name.endswith("weight_packed")]
-    for module in modules:
-        bits = shard[module + "_scale"].view(torch.uint16).numpy()
-        weight = Int4Weight(shard[module + "_packed"].numpy().view(np.uint8), bits)
-        assert_equals_rules(weight, rule, own_scale(weight, rule))
-    assert len(modules) == 48
-
-
-@pytest.mark.parametrize("rule", KERNELS)
-def test_one_thread_may_convert_tensor_after_tensor(rule: Rule) -> None:
-    """A tensor leaves nothing in the thread's buffers for the next one."""
-    for maker in ("every-scale", "trained", "zeros", "trained"):
-        weight = MAKERS[maker]()
-        assert_equals_rules(weight, rule, own_scale(weight, rule))
 
 
 @pytest.mark.parametrize("rule", KERNELS)
@@ -210,6 +187,7 @@ def test_bytes_and_magnitude_equal_rules(maker: str, rule: Rule) -> None:
     ],
 )
 def test_any_global_scale_equals_rules(rule: Rule, global_scale: float) -> None:
+    """Tensor after tensor in one thread: one leaves nothing in its buffers for the next."""
     for maker in (
         "trained-minus-eight", "wide-spread", "few-magnitudes", "zeros",
         "bf16-bell", "bf16-outliers", "bf16-short-significands", "bf16-subnormal",
