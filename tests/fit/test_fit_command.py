@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from command import run, run_here, said
+from test_layouts import K2
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.plan.plan import plan_conversion
@@ -236,9 +237,7 @@ def test_aiconfigurator_estimates_what_was_published(tiny: Path) -> None:
     pytest.importorskip("aiconfigurator_core", reason="the extra `fit` is not installed")
     from k2convert.fit.gpus import GPUS
     from k2convert.fit.layouts import Parallelism
-    from k2convert.fit.model import ModelShape
     from k2convert.fit.speed import estimate_speeds
 
-    k2 = ModelShape(61, 1, 64, 384, 8, 1, 2048, 576, 262144)
-    found = estimate_speeds(k2, gpu=GPUS["b200"], layout=Parallelism(tensor=8, expert=8))
+    found = estimate_speeds(K2, gpu=GPUS["b200"], layout=Parallelism(tensor=8, expert=8))
     assert [e.tokens_per_second for e in found] == pytest.approx([174.0, 156.0, 189.8], rel=0.06)

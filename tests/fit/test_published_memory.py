@@ -6,6 +6,7 @@ The weights are those of the released headers, tensor by tensor (scripts/fixture
 from dataclasses import replace
 
 import pytest
+from test_layouts import K2
 
 from k2convert.fit.gpus import GPUS, MIB
 from k2convert.fit.layouts import complete_layout
@@ -19,17 +20,6 @@ from scripts.fixture_maker.headers import k2_thinking_parts, k25_parts
 
 TOLERANCE = 0.06
 RTX = GPUS["rtx-pro-6000"].memory_bytes
-K2 = ModelShape(
-    num_layers=61,
-    num_dense_layers=1,
-    num_heads=64,
-    num_experts=384,
-    experts_per_token=8,
-    num_groups=1,
-    expert_width=2048,
-    kv_values=576,
-    max_context=262144,
-)
 RTX_PAGE = Settings(kv="fp8", utilization=0.93)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import conversions
 import pytest
 from converted import GOOD, Converted, Kind, copy_of
 
@@ -39,18 +38,9 @@ def sources(tiny: Path, k25: Path, reap: Path, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="session")
-def convert(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Converted]:
+def convert(convert_source: Callable[..., Path], sources: dict[str, Path]) -> Callable[[Kind], Converted]:
     """Convert by kind, once a session."""
-    folder = tmp_path_factory.mktemp("contract-converted")
-    made: dict[Kind, Converted] = {}
-
-    def run(kind: Kind) -> Converted:
-        if kind not in made:
-            source = sources[kind.source]
-            made[kind] = Converted(kind, conversions.convert(source, folder / str(len(made)), **kind.recipe), source)
-        return made[kind]
-
-    return run
+    return lambda kind: Converted(kind, convert_source(sources[kind.source], **kind.recipe), sources[kind.source])
 
 
 @pytest.fixture(params=GOOD, ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -51,18 +50,9 @@ Convert = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def convert(cut: Path, statistics: Statistics, tmp_path_factory: pytest.TempPathFactory) -> Convert:
+def convert(cut: Path, statistics: Statistics, convert_source: Convert) -> Convert:
     """Convert the small checkpoint with the statistics, once for each set of options. Read it only."""
-    folder, made = tmp_path_factory.mktemp("converted"), dict[str, Path]()
-
-    def run(**options: Any) -> Path:
-        name = json.dumps(options)
-        if name not in made:
-            recipe = {"rule": "imatrix", **options}
-            made[name] = conversions.convert(cut, folder / str(len(made)), statistics=statistics, **recipe)
-        return made[name]
-
-    return run
+    return lambda **options: convert_source(cut, statistics=statistics, **{"rule": "imatrix"} | options)
 
 
 @pytest.fixture

@@ -144,22 +144,24 @@ def test_a_tighter_budget_fails_the_same_layer(tiny: Path, by_max: Path) -> None
 
 
 def test_both_layouts_and_name_styles_give_the_same_figures(
-    tiny: Path, k25: Path, mse: Path, by_max: Path, convert: Callable[..., Path]
+    tiny: Path, k25: Path, mse: Path, by_max: Path, convert_source: Callable[..., Path]
 ) -> None:
-    other = convert(tiny, rule="mse", layout="compressed-tensors")
+    other = convert_source(tiny, rule="mse", layout="compressed-tensors")
     assert check(tiny, other).layers == check(tiny, mse).layers
-    assert check(k25, convert(k25, rule="max")).layers == check(tiny, by_max).layers
+    assert check(k25, convert_source(k25, rule="max")).layers == check(tiny, by_max).layers
 
 
-def test_weight_only_checkpoints_have_no_w4a4_figures(tiny: Path, by_max: Path, convert: Callable[..., Path]) -> None:
-    (layer,) = check(tiny, convert(tiny, rule="max", activations="w4a16")).layers
+def test_weight_only_checkpoints_have_no_w4a4_figures(
+    tiny: Path, by_max: Path, convert_source: Callable[..., Path]
+) -> None:
+    (layer,) = check(tiny, convert_source(tiny, rule="max", activations="w4a16")).layers
     assert all(layer.error(variant) is None for variant in W4A4_VARIANTS)
     same = error(check(tiny, by_max).layers[0], Variant.CONVERTED)
     assert error(layer, Variant.CONVERTED).sqnr_db == pytest.approx(same.sqnr_db, abs=1e-4)
 
 
-def test_converted_shared_experts_are_judged_too(tiny: Path, convert: Callable[..., Path]) -> None:
-    folder = convert(tiny, rule="max", roles=("experts", "shared_experts"))
+def test_converted_shared_experts_are_judged_too(tiny: Path, convert_source: Callable[..., Path]) -> None:
+    folder = convert_source(tiny, rule="max", roles=("experts", "shared_experts"))
     (layer,) = check(tiny, folder).layers
     for variant in (Variant.CONVERTED, Variant.CONVERTED_W4A4):
         shared = error(layer, variant).shared_experts_sqnr_db
@@ -168,8 +170,8 @@ def test_converted_shared_experts_are_judged_too(tiny: Path, convert: Callable[.
     assert error(layer, Variant.CONVERTED).shared_experts_sqnr_db == error(layer, Variant.MAX).shared_experts_sqnr_db
 
 
-def test_pruned_checkpoints_are_checked_by_their_own_counts(reap: Path, convert: Callable[..., Path]) -> None:
-    report = check(reap, convert(reap, rule="max"))
+def test_pruned_checkpoints_are_checked_by_their_own_counts(reap: Path, convert_source: Callable[..., Path]) -> None:
+    report = check(reap, convert_source(reap, rule="max"))
     assert report.passed
     assert report.layers[0].num_experts == 10
 
