@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from k2convert.errors import CalibrationError, shortened
 from k2convert.hub.client import Hub
 from k2convert.job.opening import inspect_source
 from k2convert.plan.inspection import Inspection
-
-_CHECKPOINT_SUFFIXES: Final = (".json", SHARD_SUFFIX)
 
 
 def inspect(options: InspectOptions) -> None:
@@ -73,11 +71,9 @@ def _inspect_statistics(path: Path, *, as_json: bool) -> None:
     try:
         found = open_statistics(path)
     except CalibrationError:
-        if path.suffix in _CHECKPOINT_SUFFIXES and (path.parent / CONFIG_NAME).is_file():
-            raise CalibrationError(
-                f"{path}: not a statistics file, but a file of a checkpoint. To inspect that, pass the folder: "
-                f"{path.parent}"
-            ) from None
+        if path.suffix in (".json", SHARD_SUFFIX) and (path.parent / CONFIG_NAME).is_file():
+            advice = f"To inspect that, pass the folder: {path.parent}"
+            raise CalibrationError(f"{path}: not a statistics file, but a file of a checkpoint. {advice}") from None
         raise
     document = _statistics_document(found)
     if as_json:
@@ -140,8 +136,7 @@ def _show_statistics(document: dict[str, Any]) -> None:
     experts = max(len(layer["tokens"]) for layer in document["layers"].values())
     print_table(f"{len(rows)} layers, {experts:,} experts per MoE layer", columns, rows)
     print_line(
-        f"{few}: experts that saw fewer than {MIN_TOKENS} tokens, so that their importance in down is drawn toward an "
-        "even one"
+        f"{few}: experts with fewer than {MIN_TOKENS} tokens; their importance in down is drawn toward an even one"
     )
     print_line("scaled: channels that smoothing multiplies by a power of two")
     print_line("max x: the largest input of gate and up. max z: the largest input of down")

@@ -173,12 +173,12 @@ def show_progress(progress: Mapping[str, Any], age: float) -> None:
     for name, phase in progress["phases"].items():
         done, total, rate = phase["done"], phase["total"], phase["rate"]
         if unit := phase.get("unit"):
-            speed = f", {rate:,.0f} tokens/s per layer" if rate and done < total else ""
-            layer = f"layer {min(done // unit + 1, total // unit)} of {total // unit}"
-            console.print_line(f"{name}: {layer} on {unit:,} tokens{speed}")
-            continue
-        speed = f", {console.format_rate(rate)}" if rate and done < total else ""
-        console.print_line(f"{name}: {console.format_bytes(min(done, total))} of {console.format_bytes(total)}{speed}")
+            speed = f"{rate or 0:,.0f} tokens/s per layer"
+            amount = f"layer {min(done // unit + 1, total // unit)} of {total // unit} on {unit:,} tokens"
+        else:
+            speed = console.format_rate(rate or 0)
+            amount = f"{console.format_bytes(min(done, total))} of {console.format_bytes(total)}"
+        console.print_line(f"{name}: {amount}{f', {speed}' if rate and done < total else ''}")
     if age > STALE_SECONDS:
         console.print_line(f"the running process has reported nothing for {console.format_seconds(age)}")
     elif progress["seconds_left"]:

@@ -125,10 +125,7 @@ def _count_axis(axes: Axes, label: str, *, is_log: bool = False) -> None:
 
 
 def draw_tokens(tokens: Sequence[int], palette: Palette, *, is_weighted: bool) -> Figure:
-    """Draw the number of experts by the tokens that they saw.
-
-    If errors were weighted, there is a limit below which an expert has too few.
-    """
+    """Draw the number of experts by the tokens that they saw and, if errors were weighted, how many they need."""
     sheet = Sheet(2.9, palette)
     axes = sheet.plot(0.34)
     counts = np.array(tokens, dtype=np.float64)

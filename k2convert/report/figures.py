@@ -193,8 +193,7 @@ def read_records(folder: Path) -> tuple[Ledger | None, JobDescription | None]:
             "NVFP4 checkpoint of a different tool, use `k2convert validate` with --source."
         )
     found = ledger or job
-    target = None if found is None else found.recipe.target
-    if target in ("int4", "bf16"):
+    if found is not None and (target := found.recipe.target) != "nvfp4":
         form = "the source's own weights" if target == "int4" else "a BF16 copy, which is exact"
         raise CheckpointError(
             f"{folder}: holds {form} (--to {target}). There is no error to report on; `k2convert validate` compares "
