@@ -64,12 +64,16 @@ class Attention:
 
 def _build(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]:
     """Return the rotary embedding, and attention and norms without weights (on the meta device)."""
+    from transformers import AttentionInterface
+
+    kernels: Any = AttentionInterface
+    kernels.register(_KERNEL, _causal_attention)
     text = text_config(config)
     # transformers completes what it is given in place: `rope_scaling` gets keys that the checkpoint does not have.
     fields = {key: thaw(text[key]) for key in text if key not in _NOT_OF_THE_NETWORK and not key.endswith("_token_id")}
     try:
         built, kinds = _config_and_modules(fields | _NO_TOKENS)
-        built._attn_implementation = _register_kernel()
+        built._attn_implementation = _KERNEL
         rotary, attention, norm = kinds
         with torch.device("meta"):
             modules: Any = nn.Module()
@@ -129,15 +133,6 @@ def _fill(modules: Any, state: Mapping[str, Tensor]) -> None:
             setattr(modules.get_submodule(parent), attribute, _Linear(weight, bias))
         else:
             place.weight = nn.Parameter(weight.float(), requires_grad=False)
-
-
-def _register_kernel() -> str:
-    """Make `_causal_attention` known to transformers, and return its name there."""
-    from transformers import AttentionInterface
-
-    kernels: Any = AttentionInterface
-    kernels.register(_KERNEL, _causal_attention)
-    return _KERNEL
 
 
 def _causal_attention(

@@ -146,11 +146,6 @@ class DecoderLayer:
             observer.output(result)
         return result.view(hidden.shape).to(hidden.device)
 
-    @torch.no_grad()
-    def mlp_input(self, hidden: Tensor) -> Tensor:
-        """Return the input f32 [T, K] of the MLP for hidden states f32 [W, T, K]; computes no MLP."""
-        return self.attend(hidden)[1]
-
     def attend(self, hidden: Tensor) -> tuple[Tensor, Tensor, Routing | None]:
         """Return what a chunk f32 [W, T, K] is before the MLP: hidden states, MLP's input f32 [T, K], and routing."""
         after = torch.empty_like(hidden, device=self._devices[0])

@@ -79,13 +79,14 @@ def _unconverted(has_vision: bool, roles: Sequence[str], architecture: Architect
     return [*parts, ("vision_tower", True), ("mm_projector", True)] if has_vision else parts
 
 
-def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision: bool, naming: EngineNaming) -> Family:
-    opened = "kimi_k25" if has_vision else "kimi_k2"  # K2.5's chat template opens the reasoning, K2's model does
+def _family(name: str, *, prefix: str, has_vision: bool, naming: EngineNaming) -> Family:
+    # K2.5's chat template opens the reasoning, in K2 the model does.
+    model_type = "kimi_k25" if has_vision else "kimi_k2"
     return Family(
         name=name,
         title="Kimi K2",
         source_hint="Use Moonshot's INT4 release of K2-Thinking, K2.5, K2.6 or K2.7-Code.",
-        recipe=recipe,
+        recipe=f"{name}-nvfp4",
         prefix=prefix,
         layer=prefix + "layers.{layer}",
         router=prefix + "layers.{layer}.mlp.gate",
@@ -103,7 +104,7 @@ def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision:
             tags=("kimi-k2",),
             vllm_options="--enable-auto-tool-choice --tool-call-parser kimi_k2 --reasoning-parser kimi_k2",
             sglang_options="--tool-call-parser kimi_k2 --reasoning-parser kimi_k2",
-            tensorrt_llm_options=f"--tool_parser kimi_k2 --reasoning_parser {opened}",
+            tensorrt_llm_options=f"--tool_parser kimi_k2 --reasoning_parser {model_type}",
             has_vision=has_vision,
             draft_heads=(
                 "lightseekorg/kimi-k2.5-eagle3-mla",
@@ -122,9 +123,7 @@ def _family(name: str, *, recipe: str, prefix: str, model_type: str, has_vision:
 
 K2_THINKING: Final = _family(
     "kimi-k2-thinking",
-    recipe="kimi-k2-thinking-nvfp4",
     prefix=_TEXT_PREFIX,
-    model_type="kimi_k2",
     has_vision=False,
     naming=EngineNaming(),
 )
@@ -135,9 +134,7 @@ _RENAMED_PROJECTOR: Final = {
 }
 K2_5: Final = _family(
     "kimi-k2.5",
-    recipe="kimi-k2.5-nvfp4",
     prefix=_WRAPPED_PREFIX,
-    model_type="kimi_k25",
     has_vision=True,
     naming=EngineNaming(
         wrapper=_WRAPPER,

@@ -51,6 +51,10 @@ class RuleArithmetic:
     """Whether ModelOpt's max calibration writes the same bytes, so that the reference quantizer offers the rule."""
 
 
+def _max_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG001
+    return max_global_scale(magnitude)
+
+
 IMATRIX_NOTE: Final = (
     "Rule imatrix minimizes the error weighted by the inputs. The unweighted SQNR of its weights is expected to "
     "be a little lower than that of rule mse."
@@ -81,7 +85,7 @@ RULES: Final[dict[Rule, RuleArithmetic]] = {
     ),
     "max": RuleArithmetic(
         summary="Every block gets its largest weight over 6 as scale, the bytes of ModelOpt's max calibration.",
-        global_scale=lambda magnitude, *, is_int4: max_global_scale(magnitude),  # noqa: ARG005
+        global_scale=_max_scale,
         quantize=lambda weight, global_scale, _: quantize_max(weight, global_scale),
         is_modelopt=True,
     ),

@@ -92,6 +92,7 @@ def _best_scale_bytes(
     amax_M = weights_EM.max(axis=0)
     all_bytes = np.arange(MIN_NORMAL_BYTE, MAX_BYTE + 1, dtype=np.uint8)
     steps = decode_e4m3(all_bytes) * global_scale
+    unsure: NDArray[np.int64]
     if factors_ME is not None:
         unsure, best_M = np.arange(amax_M.size), np.zeros(amax_M.size, dtype=np.int64)
     else:

@@ -215,7 +215,7 @@ def states_of_text(
                 for chunk in layer.chunks():
                     (states,) = chunk.streams
                     if layer.is_last:
-                        found.append(layer.decoder.mlp_input(torch.as_tensor(states)))
+                        found.append(layer.decoder.attend(torch.as_tensor(states))[1])
                         continue
                     layer.run(chunk.first, states, observer)
                     found += [] if observer.states is None else [observer.states]
