@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -40,6 +41,8 @@ from k2convert.quantize.rules.imatrix import quantize_best
 from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale
 from k2convert.records.events import SILENT
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "forward"))
 
 Ids = NDArray[np.int64]
 KINDS = ("gate", "up", "down")
@@ -251,3 +254,26 @@ def test_global_scales_are_those_of_rule_mse(tiny_walk: WorkFolder, tiny: Path) 
         source = reader.read_source(module)
         assert not isinstance(source, torch.Tensor)
         assert codes.read(module).global_scale == mse_global_scale(measure(source, name=module), is_int4=True)
+
+
+@pytest.mark.parametrize("device", ["cpu:0", pytest.param("shadow:0", marks=pytest.mark.slow)])
+def test_a_device_makes_nearly_the_codes_of_the_cpu(cut: Path, tmp_path: Path, device: str) -> None:
+    """`cpu:0` takes the path of a GPU. So does `shadow:0`, which is as strict about where tensors are, and slow."""
+    if device != "cpu:0":
+        import shadow_device  # noqa: F401
+    walk = planned(cut, np.random.default_rng(1).integers(0, 2048, size=(8, 24)), workers=2)
+    works = [
+        walked(conversion_work(tmp_path / str(n)), replace(walk, devices=(d,))) for n, d in enumerate(("cpu", device))
+    ]
+    here, there = (read_gptq(work, 1) for work in works)
+    assert here.shrinkage is not None
+    assert here.shrinkage == there.shrinkage
+    assert np.isclose(here.fitted.gptq_error, there.fitted.gptq_error, rtol=0.05)
+    assert here.fitted.mse_error == pytest.approx(there.fitted.mse_error, rel=1e-3)
+    with QuantizedLayers(works[0]) as cpu, QuantizedLayers(works[1]) as torch_codes:
+        for expert in range(4):
+            for kind in KINDS:
+                module = f"model.layers.1.mlp.experts.{expert}.{kind}_proj"
+                mine, other = cpu.read(module), torch_codes.read(module)
+                assert mine.global_scale == other.global_scale
+                assert (mine.packed == other.packed).mean() > 0.9

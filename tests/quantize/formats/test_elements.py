@@ -6,15 +6,18 @@ from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from exact_search import E2M1, e4m3_value, nearest
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
+from k2convert.errors import FormatError
 from k2convert.quantize.formats.int4 import bf16_bits, bf16_values, round_to_bf16
 from k2convert.quantize.formats.nvfp4 import (
     DOUBLED_VALUES,
     QUADRUPLED_MIDPOINTS,
+    check_global_scale,
     decode_e2m1,
     decode_e4m3,
     encode_e4m3,
@@ -117,3 +120,24 @@ def test_float32_rounds_to_bf16_as_torch_rounds_it() -> None:
     is_nan = np.isnan(values)
     assert np.array_equal(bf16_bits(values)[~is_nan], theirs[~is_nan])
     assert np.isnan(round_to_bf16(values[is_nan])).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_global_scale_is_positive_and_finite(scale: float) -> None:
+    with pytest.raises(FormatError, match=f"must be a positive finite number, not {scale!r}"):
+        check_global_scale(scale)
+
+
+@pytest.mark.parametrize(
+    ("scale", "nearest"),
+    [(0.00014277867012424394, "0.00014277867740020156"), (1e300, "inf"), (1e-60, "0.0"), (0.1, "0.10000000149011612")],
+)
+def test_a_global_scale_that_fp32_does_not_have_is_named_with_the_nearest(scale: float, nearest: str) -> None:
+    with pytest.raises(FormatError) as raised:
+        check_global_scale(scale)
+    assert str(raised.value) == (
+        f"the global scale {scale!r} is not exactly representable in FP32 (nearest: {nearest}). "
+        "Round it: float(numpy.float32(scale))."
+    )
+    if 0.0 < float(nearest) < float("inf"):
+        check_global_scale(float(nearest))
