@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,15 +76,13 @@ def test_a_body_from_the_socket(
     assert (tmp_path / SHARD).read_bytes() == (tiny / SHARD).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("pieces", "amount"), [((b"abc",), "only 3 of 5"), ((b"abc", b"def"), "more of 5"), ((), "only 0")]
-)
-def test_a_body_of_another_length_than_its_range_is_refused(pieces: tuple[bytes, ...], amount: str) -> None:
-    body = RangeBody(iter(pieces), 5, connection=None, where="shard")
+def test_a_body_of_another_length_than_its_range_is_refused() -> None:
     memory = memoryview(bytearray(10))
-    with pytest.raises(HubRequestError, match=amount) as caught:
-        list(iter(lambda: body.read_into(memory), 0))
-    assert caught.value.transient
+    for pieces, amount in (((b"abc",), "only 3 of 5"), ((b"abc", b"def"), "more of 5"), ((), "only 0")):
+        body = RangeBody(iter(pieces), 5, connection=None, where="shard")
+        with pytest.raises(HubRequestError, match=amount) as caught:
+            list(iter(partial(body.read_into, memory), 0))
+        assert caught.value.transient
 
 
 def test_a_line_that_is_down_is_passing_trouble_whatever_the_systems_error() -> None:

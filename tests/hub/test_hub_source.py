@@ -18,56 +18,39 @@ from k2convert.hub.client import Hub, RepoRef, parse_repo
 from k2convert.hub.request_errors import HubRequestError
 from k2convert.hub.source import RemoteRepo, open_remote, resolve_source
 
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("hf://moonshotai/Kimi-K2-Thinking", RepoRef("moonshotai/Kimi-K2-Thinking")),
-        ("hf://me/a@v1", RepoRef("me/a", "v1")),
-        ("moonshotai/Kimi-K2.5@main", RepoRef("moonshotai/Kimi-K2.5", "main")),
-        ("/data/model", None),
-        ("./me/model", None),
-        ("model", None),
-        ("a/b/c", None),
-    ],
+NAMES = ("a/b", "a_/b", "me/a-b_c.d", "me/1", "a.b/c", "me/" + "a" * 93)
+FOREIGN = (
+    "",
+    "me",
+    "me/..",
+    "me/a@",
+    "/a",
+    "me/a--b",
+    "a/b/c",
+    "a/b..c",
+    "me-/out",
+    "moon./tiny",
+    "moon/naïve",
+    "a/b.git",
 )
-def test_a_name_is_a_repository_only_when_it_has_the_form_of_one(text: str, expected: RepoRef | None) -> None:
-    assert parse_repo(text) == expected
 
 
-def test_an_existing_path_is_never_taken_for_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_a_repository_only_when_it_has_the_form_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parse_repo("hf://me/a@v1") == RepoRef("me/a", "v1")
+    assert parse_repo("moonshotai/Kimi-K2.5@main") == RepoRef("moonshotai/Kimi-K2.5", "main")
+    assert {parse_repo(text) for text in ("/data/model", "./me/model", "model", "a/b/c")} == {None}
+    for name in NAMES:
+        validate_repo_id(name)
+        assert parse_repo(f"hf://{name}") == RepoRef(name)
+    for name in FOREIGN:
+        with pytest.raises(HubError, match="hf://owner/name"):
+            parse_repo(f"hf://{name}")
     (tmp_path / "me" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert parse_repo("me/model") is None
+    assert parse_repo("me/model") is None, "an existing path is never a repository"
     assert parse_repo("hf://me/model") == RepoRef("me/model")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "hf://",
-        "hf://me",
-        "hf://me/..",
-        "hf://me/a@",
-        "hf:///a",
-        "hf://me/a--b",
-        "hf://a/b/c",
-        "hf://a/b..c",
-        "hf://me-/out",
-        "hf://moon./tiny",
-        "hf://moon/naïve",
-        "hf://a/b.git",
-    ],
-)
-def test_a_malformed_hub_address_is_refused(text: str) -> None:
-    with pytest.raises(HubError, match="hf://owner/name"):
-        parse_repo(text)
-
-
-@pytest.mark.parametrize("name", ["a/b", "a_/b", "me/a-b_c.d", "me/1", "a.b/c", "me/" + "a" * 93])
-def test_accepted_names_are_the_librarys(name: str) -> None:
-    validate_repo_id(name)
-    assert parse_repo(f"hf://{name}") == RepoRef(name)
 
 
 def test_a_remote_checkpoint_opens_like_the_local_one_with_two_range_requests_a_shard(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,7 @@ def test_a_result_with_another_config_is_refused(tiny: Path, tmp_path: Path, mon
 
 
 def test_a_source_config_that_changed_while_the_job_ran_is_refused(tmp_path: Path, tiny: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in tiny.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
+    source = Path(shutil.copytree(tiny, tmp_path / "source"))
     job = plan_job(source, tmp_path / "out")
     config = source / "config.json"
     content = config.read_text()

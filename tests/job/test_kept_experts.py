@@ -215,26 +215,23 @@ def test_a_file_of_another_kind_is_refused(content: bytes | None, says: str, tin
     assert str(path) in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "says"),
-    [
-        (("--to", "int4"), 1, "target int4 only drops experts. Add --keep-experts FILE"),
-        (("--to", "int4", "--keep-experts", "LIST", "--rule", "max"), 1, "Leave out rule"),
-        (("--to", "int4", "--keep-experts", "LIST", "--calibrate", "LIST"), 1, "Leave out --calibrate"),
-        (("--set", "experts=8"), 1, "experts 8 needs a file with scores. Add --keep-experts FILE"),
-        (("--keep-experts", "LIST", "--set", "experts=8"), 1, "Leave out `experts`"),
-        (("--recipe", "RECIPE", "--to", "bf16"), 0, "keeps 8 of 16 experts per layer"),
-        (("--recipe", "RECIPE"), 0, "keeps 8 of 16 experts per layer"),
-    ],
-)
-def test_options_and_keys(
-    options: tuple[str, ...], code: int, says: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_and_recipe_keys(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "LIST", LIST)
     (tmp_path / "RECIPE").write_text("name: pruned\ntarget: int4\nkeep_experts: LIST\n")
-    shown = run_here("run", tiny, tmp_path / "out", *options, "--quiet", code=code)
-    assert says in " ".join((shown.stdout + shown.stderr).replace("\u2502", " ").split())
+    for number, (options, code, says) in enumerate(
+        (
+            ("--to int4", 1, "target int4 only drops experts. Add --keep-experts FILE"),
+            ("--to int4 --keep-experts LIST --rule max", 1, "Leave out rule"),
+            ("--to int4 --keep-experts LIST --calibrate LIST", 1, "Leave out --calibrate"),
+            ("--set experts=8", 1, "experts 8 needs a file with scores. Add --keep-experts FILE"),
+            ("--keep-experts LIST --set experts=8", 1, "Leave out `experts`"),
+            ("--recipe RECIPE --to bf16", 0, "keeps 8 of 16 experts per layer"),
+            ("--recipe RECIPE", 0, "keeps 8 of 16 experts per layer"),
+        )
+    ):
+        shown = run_here("run", tiny, tmp_path / str(number), *options.split(), "--quiet", code=code)
+        assert says in " ".join((shown.stdout + shown.stderr).replace("\u2502", " ").split())
 
 
 @pytest.mark.slow

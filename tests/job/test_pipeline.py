@@ -247,15 +247,9 @@ def test_the_least_room() -> None:
     assert needed == 100 + 70 + 10, "a source that several shards need stays until the last"
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("200GB", 200 * 10**9), ("1.5TB", 1_500_000_000_000), ("64GiB", 64 << 30), ("12345", 12345), ("3 mb", 3_000_000)],
-)
-def test_sizes_are_read_as_people_write_them(text: str, count: int) -> None:
-    assert parse_size(text) == count
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1XB", "all", "9" * 400 + "GB"])
-def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="not a size"):
-        parse_size(text)
+def test_sizes_are_read_as_people_write_them() -> None:
+    for text, count in (("200GB", 200 * 10**9), ("1.5TB", 15 * 10**11), ("64GiB", 64 << 30), ("3 mb", 3 * 10**6)):
+        assert parse_size(text) == count
+    for text in ("", "GB", "-1GB", "1XB", "all", "9" * 400 + "GB"):
+        with pytest.raises(PlanError, match="not a size"):
+            parse_size(text)

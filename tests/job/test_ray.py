@@ -169,19 +169,15 @@ def test_an_expected_error_names_the_node(small: Path, nodes: Nodes, tmp_path: P
     assert re.search(r"node \S+ \(\w+\): .*model-00001", lines[0]), lines
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_no_cluster_can_do_is_refused(small: Path, tmp_path: Path) -> None:
+    for words, says in (
         (("--ray", "auto", "--part", "1/2"), "use one of them"),
         (("--ray", "auto", "--calibrate", "text.txt"), "leave out --ray"),
         (("--ray", "127.0.0.1:1"), "--ray 127.0.0.1:1: no cluster"),
-    ],
-    ids=["part", "calibrate", "no cluster"],
-)
-def test_what_no_cluster_can_do_is_refused(words: tuple[str, ...], said: str, small: Path, tmp_path: Path) -> None:
-    refused = run_here("run", small, tmp_path / "out", *words)
-    assert refused.returncode in (1, 2)
-    assert said in refused.stderr
+    ):
+        refused = run_here("run", small, tmp_path / "out", *words)
+        assert refused.returncode in (1, 2)
+        assert says in refused.stderr
 
 
 def test_a_local_run_imports_no_ray(small: Path, tmp_path: Path) -> None:

@@ -248,16 +248,13 @@ def needs(last: int, **codes: int) -> ShardNeeds:
     return ShardNeeds(last, {int(layer[1:]): num_bytes for layer, num_bytes in codes.items()})
 
 
-@pytest.mark.parametrize(
-    ("shards", "most"),
-    [
+def test_the_converted_experts_that_wait() -> None:
+    for shards, most in (
         ([needs(1, l1=10), needs(2, l2=10), needs(3, l3=10)], 20),  # a layer, and the one before it
         ([needs(3, l1=10, l3=1), needs(2, l2=20), needs(3, l3=5)], 36),
         ([needs(-1)], 0),
-    ],
-)
-def test_the_converted_experts_that_wait(shards: list[ShardNeeds], most: int) -> None:
-    assert waiting_bytes(shards, num_layers=5) == most
+    ):
+        assert waiting_bytes(shards, num_layers=5) == most
 
 
 def test_token_ids_and_the_command_with_every_file(short: Path, text: Path, done: Path, tmp_path: Path) -> None:

@@ -285,35 +285,21 @@ def error_of(*words: object) -> str:
     return shown.stderr
 
 
-def other_norm(layers: list[LayerStatistics]) -> list[LayerStatistics]:
-    return [replace(layer, norm_digest="0" * 64) if layer.layer == 1 else layer for layer in layers]
-
-
-def other_experts(layers: list[LayerStatistics]) -> list[LayerStatistics]:
-    dense, _ = layers
-    wrong = moe_layer(1, experts=5, hidden=256, width=128)
-    return [dense, replace(wrong, norm_digest=layers[1].norm_digest)]
-
-
-def other_shared(layers: list[LayerStatistics]) -> list[LayerStatistics]:
-    return [layers[0], replace(layers[1], shared_down_mean_square=np.ones(64, np.float32))]
-
-
-WRONG: dict[str, tuple[Callable[[list[LayerStatistics]], list[LayerStatistics]], str]] = {
-    "a norm": (other_norm, "different source: model-00002-of-000005.safetensors: model.layers.1.post_attention_layern"),
-    "a layer missing": (lambda layers: layers[:1], "has no layer 1"),
-    "experts": (other_experts, "layer 1 is of 5 experts of 256 x 128, but the source has 4 of 256 x 128"),
-    "shared experts": (other_shared, "has 64 columns for model.layers.1.mlp.shared_experts.down_proj, which has 128"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_statistics_that_do_not_fit_are_refused(what: str, cut: Path, statistics: Path, tmp_path: Path) -> None:
-    change, message = WRONG[what]
-    wrong = rewrite(statistics, change(layers_of(statistics)), tmp_path / "wrong")
-    error = error_of(cut, tmp_path / "out", "--recipe", MLP, "--statistics", wrong)
-    assert message in error
-    assert "k2convert calibrate" in error
+def test_statistics_that_do_not_fit_are_refused(cut: Path, statistics: Path, tmp_path: Path) -> None:
+    dense, layer = layers_of(statistics)
+    experts = replace(moe_layer(1, experts=5, hidden=256, width=128), norm_digest=layer.norm_digest)
+    shared = replace(layer, shared_down_mean_square=np.ones(64, np.float32))
+    shard = "model-00002-of-000005.safetensors"
+    for layers, message in (
+        ([dense, replace(layer, norm_digest="0" * 64)], f"different source: {shard}: model.layers.1.post_attention_"),
+        ([dense], "has no layer 1"),
+        ([dense, experts], "layer 1 is of 5 experts of 256 x 128, but the source has 4 of 256 x 128"),
+        ([dense, shared], "has 64 columns for model.layers.1.mlp.shared_experts.down_proj, which has 128"),
+    ):
+        wrong = rewrite(statistics, layers, tmp_path / "wrong")
+        error = error_of(cut, tmp_path / "out", "--recipe", MLP, "--statistics", wrong)
+        assert message in error
+        assert "k2convert calibrate" in error
 
 
 def test_foreign_statistics_are_refused_in_one_line(cut: Path, tiny: Path, statistics: Path, tmp_path: Path) -> None:

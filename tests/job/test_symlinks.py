@@ -13,25 +13,11 @@ from k2convert.errors import DestinationError
 
 SHARD = "model-00002-of-000003.safetensors"
 FOLDERS = [".k2convert", ".k2convert/shards", ".k2convert/download", ".k2convert/source", "extra"]
-FILES = [
-    "config.json",
-    "config.json.tmp",
-    "model.safetensors.index.json.tmp",
-    "k2convert.json.tmp",
-    "hf_quant_config.json.tmp",
-    "generation_config.json",
-    "generation_config.json.tmp",
-    "extra/notes.txt",
-    "extra/notes.txt.tmp",
-    SHARD,
-    f"{SHARD}.tmp",
-    ".k2convert/lock",
-    ".k2convert/job.json",
-    ".k2convert/job.json.tmp",
-    ".k2convert/published.json",
-    f".k2convert/shards/{SHARD}.json",
-    f".k2convert/shards/{SHARD}.json.tmp",
-]
+WRITTEN = ("config.json", "generation_config.json", "extra/notes.txt", SHARD)
+RECORDS = (".k2convert/job.json", f".k2convert/shards/{SHARD}.json")
+LATE = ("model.safetensors.index.json", "k2convert.json", "hf_quant_config.json")
+FILES = [*WRITTEN, *RECORDS, ".k2convert/lock", ".k2convert/published.json"]
+FILES += [f"{name}.tmp" for name in (*WRITTEN, *RECORDS, *LATE)]
 
 
 def plant(path: Path, target: Path) -> None:
