@@ -33,6 +33,6 @@ def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, di
 def test_a_run_that_calibrates_enters_few_files(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Sentence {number} of a text. " for number in range(400)))
-    size = ("--set", "calibration.tokens=512", "--set", "calibration.window=64")
+    size = ("--set", "calibration.tokens=128", "--set", "calibration.window=64")
     found = traced("run", TINY, tmp_path / "out", "--calibrate", text, "--quiet", *size)
     assert len(found["entered"]) <= 80, found["entered"]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
-from converted import Converted, Kind, add_tensor, change, change_tensor, check, copy_of, only
+from converted import Converted, add_tensor, change, change_tensor, check, only
 
 from scripts.fixture_maker.folder import SmallCheckpoint
 
@@ -21,13 +18,10 @@ def test_rule_1_a_left_over_shape(breakable: Converted) -> None:
     assert only(breakable.check(), 1).offenders[0].name == f"{module}.weight_shape"
 
 
-def test_rule_1_an_input_scale_where_activations_are_16_bit(
-    convert: Callable[[Kind], Converted], tmp_path: Path
-) -> None:
-    converted = copy_of(convert(Kind("modelopt", "thinking", "w4a16")), tmp_path / "copy")
-    module = converted.expert(1, 0, "up")
-    add_tensor(converted, f"{module}.input_scale", torch.tensor(1.0), beside=f"{module}.weight_scale")
-    assert only(converted.check(), 1).offenders[0].name == f"{module}.input_scale"
+def test_rule_1_an_input_scale_where_activations_are_16_bit(weight_only: Converted) -> None:
+    module = weight_only.expert(1, 0, "up")
+    add_tensor(weight_only, f"{module}.input_scale", torch.tensor(1.0), beside=f"{module}.weight_scale")
+    assert only(weight_only.check(), 1).offenders[0].name == f"{module}.input_scale"
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.gate.bias", "something.new", "lm_head.bias"])
