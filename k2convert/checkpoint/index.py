@@ -38,8 +38,12 @@ def _refuse(_self: object, *_args: object, **_options: object) -> NoReturn:
     raise TypeError("this document is frozen: change a copy")
 
 
-def _reduced(self: Any, *_args: object) -> tuple[Any, ...]:
+def _reduced(self: Any, _protocol: object) -> tuple[Any, ...]:
     return freeze, (thaw(self),)
+
+
+def _copied(self: Any, _memo: object) -> Any:
+    return thaw(self)
 
 
 class FrozenDict(dict[str, Any]):
@@ -54,10 +58,9 @@ for _kind, _methods in (
     (FrozenDict, "__setitem__ __delitem__ __ior__ clear pop popitem setdefault update"),
     (FrozenList, "__setitem__ __delitem__ __iadd__ __imul__ append clear extend insert pop remove reverse sort"),
 ):
-    for _name in _methods.split():
-        setattr(_kind, _name, _refuse)
-    _kind.__reduce_ex__ = _reduced
-    _kind.__deepcopy__ = lambda self, _memo: thaw(self)
+    _refused = dict.fromkeys(_methods.split(), _refuse)
+    for _name, _method in {**_refused, "__reduce_ex__": _reduced, "__deepcopy__": _copied}.items():
+        setattr(_kind, _name, _method)
 
 
 def freeze(document: Any) -> Any:

@@ -200,12 +200,7 @@ class Branch:
         return group
 
     def _create_commit(
-        self,
-        action: str,
-        operations: "list[Operation]",
-        *,
-        message: str,
-        on_main: bool = False,
+        self, action: str, operations: "list[Operation]", *, message: str, on_main: bool = False
     ) -> None:
         """Commit to the work branch, or to main if main has not moved; this also uploads small files."""
         api = self.hub.api()

@@ -163,12 +163,7 @@ def _fetching(hub: Hub, partial: PartialFile, url: str, arrived: Arrived) -> Gen
 
 
 def _fetch_runs(
-    hub: Hub,
-    partial: PartialFile,
-    url: str,
-    halt: threading.Event,
-    failures: list[BaseException],
-    arrived: Arrived,
+    hub: Hub, partial: PartialFile, url: str, halt: threading.Event, failures: list[BaseException], arrived: Arrived
 ) -> None:
     """The work of one connection: claim a run of segments and stream it into the file, until none is left."""
     max_bytes = min(RUN_BYTES, -(-partial.file.num_bytes // NUM_CONNECTIONS))

@@ -150,9 +150,8 @@ def _size_notices(
     is_pro = bool(account.get("isPro"))
     limit = PRO_PRIVATE_BYTES if is_pro else FREE_PRIVATE_BYTES
     if private and total > limit:
-        kind = (
-            "an organization" if namespace != account.get("name") else "a PRO account" if is_pro else "a free account"
-        )
+        is_own = namespace == account.get("name")
+        kind = ("a PRO account" if is_pro else "a free account") if is_own else "an organization"
         room = "what its plan says (free: 100 GB)" if "org" in kind else f"{limit / 1e9:,.0f} GB"
         notices.append(
             f"{total / 1e9:,.0f} GB are for a private repository; {kind} has {room} of private storage. "

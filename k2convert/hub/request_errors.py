@@ -146,10 +146,7 @@ def _explain_response(action: str, error: Any) -> HubRequestError:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that the Hub asks to wait, at most an hour; None if it does not say.
-
-    Retry-After is a number of seconds or a date (RFC 9110, 10.2.3).
-    """
+    """Return the seconds that the Hub asks to wait, at most an hour: a number or a date (RFC 9110, 10.2.3)."""
     value = headers.get("Retry-After", "").strip()
     if value.isascii() and value.isdecimal():
         return min(float(value), MAX_PAUSE_SECONDS)

@@ -82,10 +82,7 @@ def _sweep(top: Path, parent: int, *, rooms: str) -> None:
 
 
 def _claim(path: Path, parent: int, stack: ExitStack) -> int | None:
-    """Lock a room and return its descriptor; `stack` removes it. None if another task has it or just removed it.
-
-    Raises DestinationError for a link, and for what is no folder, is another user's or may be entered by others.
-    """
+    """Lock a room and return its descriptor; None if a task has it. DestinationError if others may enter."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with ExitStack() as opened:
         try:

@@ -200,9 +200,13 @@ class Pipeline:
         uploads = self._stages.uploads
         assert uploads is not None
         queue = self._uploads
+
+        def has_work() -> bool:  # or never will have
+            return bool(queue.waiting) or queue.num_left == 0 or self._must_commit(uploads)
+
         while True:
             with self._changed:
-                if not self._wait(lambda: self._has_upload_work(uploads)) or queue.num_left == 0:
+                if not self._wait(has_work) or queue.num_left == 0:
                     return
                 item = queue.waiting.popleft() if queue.waiting else None
                 if item is None:
@@ -222,10 +226,6 @@ class Pipeline:
                 self._sending.is_committing = True
             self._changed.notify_all()
         return must_commit
-
-    def _has_upload_work(self, uploads: UploadStage) -> bool:
-        """Return whether there is a shard to send or a group to commit, or whether there will never be work again."""
-        return bool(self._uploads.waiting) or self._uploads.num_left == 0 or self._must_commit(uploads)
 
     def _must_commit(self, uploads: UploadStage) -> bool:
         """With nothing to send, commit if a group is due, if room is needed, or if nothing more will come."""

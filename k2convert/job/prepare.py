@@ -205,12 +205,7 @@ def _kept_calibration(folder: Path, description: JobDescription) -> CalibrationR
 
 
 def _check_target(
-    items: Sequence[Item],
-    source: Source,
-    destination: Destination,
-    *,
-    private: bool,
-    hub: Hub,
+    items: Sequence[Item], source: Source, destination: Destination, *, private: bool, hub: Hub
 ) -> "tuple[Target | None, SourceCard | None]":
     """Check the repository that the result goes to, if it goes to one, and the source's card; raises HubError."""
     if destination.repo is None:

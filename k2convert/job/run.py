@@ -95,10 +95,7 @@ def execute(
 
 @dataclass(slots=True)
 class _Run:
-    """An opened job: the records so far, the items to convert and those only to upload.
-
-    `finished` are the records of an earlier run, `keep` stores a line for `status`. A set `stop` ends the loop.
-    """
+    """An opened job: its records, those of an earlier run (`finished`), and what is left. A set `stop` ends it."""
 
     job: Job
     journal: Journal
@@ -154,10 +151,7 @@ def _resume(run: _Run, *, verify: bool) -> None:
 
 
 def _remaining(run: _Run) -> tuple[list[Item], list[Item]]:
-    """Return the items to convert, and those that only have to be uploaded.
-
-    A shard for the Hub is converted again if its record does not say that it was validated.
-    """
+    """Return the items to convert, also those for the Hub that were not validated, and those only to upload."""
     items: list[Item] = []
     to_upload: list[Item] = []
     uploads, folder = run.uploads, run.job.destination.folder
@@ -213,10 +207,7 @@ def _extent(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Ex
 
 @contextmanager
 def _stages(run: _Run, walk: "OpenWalk | None", cluster: "Cluster | None") -> Generator[Stages]:
-    """Start threads, and the walk if there is one; yields what happens to a shard.
-
-    The nodes of a `cluster` fetch, convert and send; they get all shards at once.
-    """
+    """Start threads, and the walk if there is one. The nodes of a `cluster` fetch, convert and send all shards."""
     job, limits = run.job, run.job.limits
     remote, fetch = job.source.remote if cluster is None else None, None
     if remote is not None:

@@ -103,9 +103,7 @@ class Uploads:
     def has_arrived(self, name: str) -> bool:
         """Return whether a shard needs neither conversion nor upload."""
         record = self.records.get(name)
-        return (
-            record is not None and record.sha256 is not None and self.branch.has(name, record.sha256, record.file_bytes)
-        )
+        return record is not None and self.branch.has(name, record.sha256 or "", record.file_bytes)
 
     def commit_to_main(self, *, files: Mapping[str, Path | bytes], message: str) -> str:
         """Put all shards and `files` on main in one commit; returns its id."""

@@ -1,16 +1,7 @@
 """What a result was calibrated with: the part `calibration` of the ledger. A result made without statistics has none.
 
-    {"statistics": DIGEST, "texts": [[NAME, DIGEST], ..], "tokens": .., "window": .., "windows": .., "seed": ..,
-     "dropped_windows": .., "imatrix": true, "smoothing": true, "exponents_digest": DIGEST or null,
-     "layers": {"1": {"tokens": [..], "fallback": [..], "exponents": {"-1": 12, "0": 100}}}}
-
-With rule `gptq`, each layer also has what the rule did there:
-
-    "gptq": {"ridge": 0.15, "ridge_gain": 0.4, "shrinkage": 0.5, "down_ridges": [null, 1.5],
-                 "down_shrinkages": [null, 0.6], "fitted": ERRORS, "held_out": ERRORS}
-
-where ERRORS are {"inherited_error": .., "mse_error": .., "gptq_error": ..}. The record then has
-`"held_out_windows": 4`, and each layer its `held_out`, unless nothing was kept out of the fit.
+Its form is that of the classes below. A layer has `gptq` only with that rule. Its `held_out` and the record's
+`held_out_windows` are only there if windows were kept out of the fit.
 """
 
 from dataclasses import dataclass

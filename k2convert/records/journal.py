@@ -117,10 +117,7 @@ class Journal:
             )
 
     def _accept_source(self, found: JobDescription, job: JobDescription) -> None:
-        """Raise ResumeError if a source shard changed and a finished shard was converted from it.
-
-        Others may change: a damaged shard may have been downloaded again.
-        """
+        """Raise ResumeError if the source of a finished shard changed. Others may: they were downloaded again."""
         if changed := changed_shards(found.source, job.source):
             records = self.find_records(job.digest).records.values()
             used = {name for record in records for name in record.source_headers}

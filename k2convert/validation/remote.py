@@ -126,10 +126,7 @@ def _result_needs(result: Result) -> dict[str, Ranges]:
 
 
 def _source_needs(result: Result) -> dict[str, Ranges]:
-    """Return what the pass over each result shard reads of the source.
-
-    That is what was copied, and for a converted module its weights and those that share its global scale.
-    """
+    """Return what each result shard needs of the source: copies, and weights that share its global scales."""
     tensors = result.source.tensors if result.source is not None else {}
     shared: dict[str, list[TensorInfo]] = defaultdict(list)
     for name, parts in result.source_names.items():

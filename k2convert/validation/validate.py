@@ -243,10 +243,7 @@ def _scan(
 def _report(
     result: Result, found: ShardsFound, *, has_statistics: bool = False
 ) -> tuple[ContractReport, WeightsReport | None]:
-    """Check the rules on what the pass found, and compare the journal's figures.
-
-    A result with the source's own weights was compared byte for byte: nothing was measured.
-    """
+    """Check the rules, and compare the journal's figures. Nothing is measured of a result with the source's weights."""
     if result.source is None or result.is_int4:
         return check_result(result, found.scan), None
     errors = found.errors
@@ -294,13 +291,7 @@ def _recorded(result: Result) -> dict[str, ProjectionRecord]:
 
 
 def _compute_layers(
-    request: LayersRequest,
-    result: Result,
-    source: Checkpoint,
-    whole: Checkpoint,
-    *,
-    events: Events,
-    shards: Shards,
+    request: LayersRequest, result: Result, source: Checkpoint, whole: Checkpoint, *, events: Events, shards: Shards
 ) -> LayersReport:
     from k2convert.validation.layers.check import check_layers
 

@@ -72,10 +72,7 @@ class ScanResult:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """One tensor of the folder: the name it should have, its module if converted, its source if copied.
-
-    `exponents` are those of the columns by which smoothing changes a copied tensor; None if it is unchanged.
-    """
+    """One tensor: its right name, its module if converted, its source if copied, and the exponents of smoothing."""
 
     name: str
     parameter: str

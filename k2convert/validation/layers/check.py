@@ -119,13 +119,7 @@ class _Readers:
 
 
 def _check_layer(
-    layer: int,
-    stem: str,
-    states: Tensor,
-    read: _Readers,
-    budget: Budget,
-    scaling: Scaling,
-    events: Events,
+    layer: int, stem: str, states: Tensor, read: _Readers, budget: Budget, scaling: Scaling, events: Events
 ) -> LayerResult:
     source, converted = read.source, read.converted
     routing, progress = read_router(source, stem)(states), partial(events.experts_computed, layer)
@@ -247,10 +241,7 @@ class _Memory:
 
 @dataclass(slots=True)
 class _Observer:
-    """Keeps the input of a layer's MLP, and reports the experts while they are computed.
-
-    An expert that no token chose counts as computed.
-    """
+    """Keeps the input of a layer's MLP, and reports experts. One that no token chose counts as computed."""
 
     layer: int
     events: Events
