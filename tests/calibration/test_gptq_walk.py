@@ -37,7 +37,7 @@ from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, n
 from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.models import detect_family
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.rules.imatrix import quantize_best
+from k2convert.quantize.rules import quantize_best
 from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale
 from k2convert.records.events import SILENT

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.choices import Rule
-from k2convert.quantize.formats.int4 import SourceWeight
+from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, check_global_scale
-from k2convert.quantize.rules.imatrix import quantize_best
+from k2convert.quantize.rules.imatrix import quantize_bf16
 from k2convert.quantize.rules.max import Magnitude, max_global_scale, quantize_max
-from k2convert.quantize.rules.mse import global_exponent, mse_global_scale
+from k2convert.quantize.rules.mse import check_importance, global_exponent, mse_global_scale, quantize_columns
 
 
 class GlobalScale(Protocol):
@@ -53,6 +53,21 @@ class RuleArithmetic:
 
 def _max_scale(magnitude: Magnitude, *, is_int4: bool) -> float:  # noqa: ARG001
     return max_global_scale(magnitude)
+
+
+def quantize_best(
+    weight: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None = None
+) -> Nvfp4Weight:
+    """Quantize a weight [N, K] with the best scale of every block for g = 2**k, in bounded memory.
+
+    With the importance uint8 [K] of its columns this is rule `imatrix`, without it rule `mse`.
+    """
+    exponent = global_exponent(global_scale)
+    if importance is not None:
+        check_importance(importance, weight.shape[1])
+    if isinstance(weight, Int4Weight):
+        return quantize_columns(weight, exponent, importance)
+    return quantize_bf16(weight, global_scale, importance)
 
 
 IMATRIX_NOTE: Final = (

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from k2convert.choices import BLOCK_SIZE
 from k2convert.errors import FormatError
-from k2convert.quantize.formats.int4 import Int4Weight, SourceWeight, bf16_values, describe
+from k2convert.quantize.formats.int4 import Bf16Weight, bf16_values, describe
 from k2convert.quantize.formats.nvfp4 import (
     E2M1_MAX,
     E4M3_MAX,
@@ -53,24 +53,14 @@ from k2convert.quantize.formats.nvfp4 import (
     nearest_code,
     quantize_rows,
 )
-from k2convert.quantize.rules.mse import MAX_IMPORTANCE, check_importance, global_exponent, quantize_columns
+from k2convert.quantize.rules.mse import MAX_IMPORTANCE
 
 NUM_WINDOW_SCALES: Final = 25
 """Three octaves of eight, both ends included."""
 
 
-def quantize_best(
-    weight: SourceWeight, global_scale: float, importance: NDArray[np.uint8] | None = None
-) -> Nvfp4Weight:
-    """Quantize a weight [N, K] with the best scale of every block for g = 2**k, in bounded memory.
-
-    With the importance uint8 [K] of its columns this is rule `imatrix`, without it rule `mse`.
-    """
-    exponent = global_exponent(global_scale)
-    if importance is not None:
-        check_importance(importance, weight.shape[1])
-    if isinstance(weight, Int4Weight):
-        return quantize_columns(weight, exponent, importance)
+def quantize_bf16(weight: Bf16Weight, global_scale: float, importance: NDArray[np.uint8] | None) -> Nvfp4Weight:
+    """Quantize a BF16 weight [N, K] with the best scale of every block for g = 2**k, in bounded memory."""
 
     def quantize(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         blocks_ME = bf16_values(weight.bits[start:stop]).astype(np.float64).reshape(-1, BLOCK_SIZE)

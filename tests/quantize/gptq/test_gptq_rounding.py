@@ -15,7 +15,7 @@ from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantiz
 from k2convert.quantize.gptq.moments import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.rounding import RoundingKernel, kernel_for, round_gptq
 from k2convert.quantize.kernels import _cpu
-from k2convert.quantize.rules.imatrix import quantize_best
+from k2convert.quantize.rules import quantize_best
 from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale
 

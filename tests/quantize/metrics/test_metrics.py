@@ -18,8 +18,7 @@ from k2convert.quantize.formats.int4 import Int4Weight, dequantize_int4
 from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
 from k2convert.quantize.metrics.measure import measure_quantized
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metrics
-from k2convert.quantize.rules import RULES
-from k2convert.quantize.rules.imatrix import quantize_best
+from k2convert.quantize.rules import RULES, quantize_best
 from k2convert.quantize.rules.max import Magnitude, measure
 from k2convert.quantize.rules.mse import mse_global_scale
 from k2convert.records.document import encode, parse

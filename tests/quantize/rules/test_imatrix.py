@@ -15,7 +15,8 @@ from k2convert.quantize.formats.channels import divide_columns, scale_bits, scal
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, bf16_values, dequantize_int4, unpack_int4
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, unpack_nibbles
 from k2convert.quantize.kernels.cpu import convert
-from k2convert.quantize.rules.imatrix import block_importance, quantize_best
+from k2convert.quantize.rules import quantize_best
+from k2convert.quantize.rules.imatrix import block_importance
 from k2convert.quantize.rules.max import measure
 from k2convert.quantize.rules.mse import mse_global_scale
 

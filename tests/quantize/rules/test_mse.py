@@ -16,7 +16,7 @@ from k2convert.errors import FormatError
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, dequantize_nvfp4
 from k2convert.quantize.kernels.cpu import convert
-from k2convert.quantize.rules.imatrix import quantize_best
+from k2convert.quantize.rules import quantize_best
 from k2convert.quantize.rules.max import Magnitude, measure
 from k2convert.quantize.rules.mse import mse_global_scale
 

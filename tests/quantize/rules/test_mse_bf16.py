@@ -9,7 +9,7 @@ from block_makers import bf16_weight, blocks_of
 from exact_search import NORMAL_BYTES, e4m3_value
 
 from k2convert.quantize.formats.nvfp4 import unpack_nibbles
-from k2convert.quantize.rules.imatrix import quantize_best
+from k2convert.quantize.rules import quantize_best
 from k2convert.quantize.rules.max import Magnitude, measure
 from k2convert.quantize.rules.mse import mse_global_scale
 
