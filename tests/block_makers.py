@@ -1,7 +1,5 @@
 """INT4 weights for the tests, packed by compressed-tensors, with awkward blocks among them."""
 
-from __future__ import annotations
-
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from torch import Tensor

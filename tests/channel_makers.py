@@ -1,7 +1,5 @@
 """Importance and exponents of channels for the kernel tests, weights for them."""
 
-from __future__ import annotations
-
 import numpy as np
 from int4_makers import MAKERS
 

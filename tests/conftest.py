@@ -4,8 +4,6 @@ The checkpoints are shared by the whole session: read them, never write into the
 copies first.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conversions of small checkpoints by the real pipeline, without the command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

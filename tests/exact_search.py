@@ -3,8 +3,6 @@
 Fractions throughout; within one search they are held over a common denominator, because integers compare faster.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """INT4 weights for the kernel tests, each a corner of the format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

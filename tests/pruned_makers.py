@@ -1,7 +1,5 @@
 """Pruned results: two of the four experts of each MoE layer of a small source are kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A Ray cluster of real raylets on this machine, and its worker processes."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

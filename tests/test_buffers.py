@@ -1,7 +1,5 @@
 """Buffers are reused, but never while something still refers to them."""
 
-from __future__ import annotations
-
 import gc
 import os
 from concurrent.futures import ThreadPoolExecutor

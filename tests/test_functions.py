@@ -1,7 +1,5 @@
 """The functions of the package: their signatures, what importing it costs, and that they do what the commands do."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How many files a reader enters to follow a command, and how many modules a local run loads: see house.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

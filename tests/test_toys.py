@@ -1,7 +1,5 @@
 """A new rule is a word, a file and a row; so is a new family: toy ones are added to a copy of the package and used."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 The folders are really damaged and the command is the real one, called in this process to save its start-up.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

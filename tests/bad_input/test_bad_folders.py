@@ -1,7 +1,5 @@
 """Index, config and sidecars that do not fit the shards are refused, before anything is made."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Destinations, recipes and kinds of source that cannot be what was meant are refused; so are senseless words."""
 
-from __future__ import annotations
-
 import re
 import resource
 import shlex
@@ -41,12 +39,12 @@ def a_file(path: Path) -> Path:
 
 
 DESTINATIONS: dict[str, tuple[Callable[[Path, Path], Path], list[str]]] = {
-    "the source": (lambda source, _: source, ["source itself"]),
-    "the source by another way": (lambda source, _: source / ".." / source.name, ["source itself"]),
-    "a link to the source": (lambda source, dest: linked(dest, source), ["source itself"]),
+    "the source": (lambda source, _: source, ["is the source", "new folder"]),
+    "the source by another way": (lambda source, _: source / ".." / source.name, ["is the source", "new folder"]),
+    "a link to the source": (lambda source, dest: linked(dest, source), ["is the source", "new folder"]),
     "inside the source": (lambda source, _: source / "nvfp4", ["inside the source", "outside"]),
     "around the source": (lambda source, _: source.parent, ["contains the source", "next to it"]),
-    "not empty and not ours": (lambda _, dest: filled(dest), ["not empty", "empty folder"]),
+    "not empty and not ours": (lambda _, dest: filled(dest), ["not from k2convert", "empty folder"]),
     "a file": (lambda _, dest: a_file(dest), ["is a file", "Choose a folder"]),
     "under a file": (lambda _, dest: a_file(dest) / "sub", ["dest", "folder"]),
     "a link to nothing": (lambda _, dest: linked(dest, dest.parent / "nowhere"), ["dest", "link"]),

@@ -1,7 +1,5 @@
 """Damaged shards are refused from their headers, before anything is made."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tensors that do not fit together are refused before anything is made, bad values when they are read."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Odd but harmless words in config and index do not stop anything, and never end in a traceback."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names and messages of a checkpoint show their control characters as escapes: they cannot command the terminal."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

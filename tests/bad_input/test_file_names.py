@@ -1,7 +1,5 @@
 """Texts whose names are not UTF-8 are used, named and recorded like any other."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

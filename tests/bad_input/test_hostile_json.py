@@ -1,7 +1,5 @@
 """JSON of any content, wherever it is read, never ends in a traceback, and is never quoted at length."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM at any moment after the interpreter's own start: one line, exit code 130."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

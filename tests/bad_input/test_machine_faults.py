@@ -1,7 +1,5 @@
 """What the machine refuses (a look at a file, a thread, memory, a stream) ends in one line, or in a note."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

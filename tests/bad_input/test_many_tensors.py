@@ -1,7 +1,5 @@
 """The number of tensors is bounded as their bytes are: an empty tensor costs what its entry in the header costs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

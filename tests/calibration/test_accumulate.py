@@ -1,7 +1,5 @@
 """Statistics of a layer are what captured activations of transformers' own network give, computed straightforwardly."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import closing
 from pathlib import Path

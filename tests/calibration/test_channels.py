@@ -1,7 +1,5 @@
 """What a conversion takes from statistics: importance by projection, exponents by layer."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from fractions import Fraction

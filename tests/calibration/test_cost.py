@@ -1,7 +1,5 @@
 """The estimate of a pass, and what decides how much is computed at once."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

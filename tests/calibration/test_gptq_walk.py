@@ -1,7 +1,5 @@
 """The walk of rule `gptq`: both streams, the codes of every layer, few and odd tokens, stopping and going on."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`calibrate`: what it writes, what it says, and what it refuses in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import fields

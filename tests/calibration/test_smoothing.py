@@ -1,7 +1,5 @@
 """The search of smoothing exponents: its error is as defined, it only goes down, and every power of two is exact."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from contextlib import closing

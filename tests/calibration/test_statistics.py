@@ -1,7 +1,5 @@
 """The statistics file: what is written is read back, and nothing else is accepted."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable

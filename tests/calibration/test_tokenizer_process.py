@@ -1,7 +1,5 @@
 """A tokenizer runs in a process with bounds: it gives the same tokens, and a hostile one is one line."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

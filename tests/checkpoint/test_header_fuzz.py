@@ -1,7 +1,5 @@
 """Headers mutated at random: what the safetensors library refuses is refused here too, and nothing else is raised."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads give the file's bytes wherever they lie and however they get there, and leave the system's cache as it was."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

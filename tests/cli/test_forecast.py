@@ -1,7 +1,5 @@
 """What a calibration will need: said for this machine and for others, and refused when it is not there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`inspect` of a statistics file: a table, a document, and one line for what is not usable."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """No table cuts a cell or goes past the edge of the terminal, with the numbers of a whole K2."""
 
-from __future__ import annotations
-
 import io
 import random
 import re

@@ -1,7 +1,5 @@
 """FP4 activations equal two other implementations, and behave like the kernels at the edges of the range."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """The attention that a published config describes, against the formulas of DeepSeek's published code."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

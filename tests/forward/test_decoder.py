@@ -1,7 +1,5 @@
 """The streamed pass is transformers' own network: hidden states after every layer, and routing exactly."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

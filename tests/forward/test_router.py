@@ -1,7 +1,5 @@
 """The router is transformers' own DeepSeek-V3, to the last bit; test_decoder.py compares the whole network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

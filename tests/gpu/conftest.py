@@ -1,7 +1,5 @@
 """Tests here need a CUDA device: they carry the marker `gpu` and are skipped without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

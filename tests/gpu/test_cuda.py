@@ -1,7 +1,5 @@
 """On a real device the kernels give the same bytes and figures as on the CPU."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import fields, replace
 

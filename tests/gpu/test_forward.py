@@ -1,7 +1,5 @@
 """On a real device a layer of the streamed pass is the CPU's within TF32, and its router is the CPU's in FP32."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

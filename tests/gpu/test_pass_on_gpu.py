@@ -1,7 +1,5 @@
 """The pass on real devices: the statistics of the CPU within TF32's noise, and the same bytes every time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Something else answers in the Hub's place: a captive portal, a proxy, a mirror. Every command says so in one line."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A Hub-to-Hub job on a Ray cluster: each node fetches, converts and sends shards of its own, with the usual bytes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -9,8 +9,6 @@ interrupted, as by Ctrl-C, and a calibration meets a full disk. Prints one JSON 
 files of a whole run, how many points were tried, what went wrong, and what an interrupted run said.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

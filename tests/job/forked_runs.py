@@ -1,7 +1,5 @@
 """The command in a real process that starts within milliseconds, for tests that kill it."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

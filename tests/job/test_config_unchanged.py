@@ -1,7 +1,5 @@
 """config.json of a result: the source's, field by field, whatever the conversion did with its own copy."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """A damaged work file of `run --calibrate` is named, what it held is computed again, and the result is the same."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Smoothing alone changes no logit: with nothing quantized, the scaled model is the unscaled one, bit for bit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The file of `--keep-experts`: every form is read, and one that cannot be used is refused in a line."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rooms of tasks on a node: nothing outside them is touched, whatever lies in the folder for temporary files."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

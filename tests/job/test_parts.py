@@ -1,7 +1,5 @@
 """`run --part`: parts at once, in any order, killed, repeated and overlapping end in the bytes of a whole run."""
 
-from __future__ import annotations
-
 import fcntl
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`run --keep-experts`: the result is that of a source which another program pruned, in every kind of job."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

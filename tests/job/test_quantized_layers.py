@@ -2,8 +2,6 @@
 regenerated. The walk's codes are made by hand here: those of a rule, some of them changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

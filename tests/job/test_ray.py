@@ -1,7 +1,5 @@
 """`run --ray` on real raylets: a local run's bytes, whichever process dies, and no recorded shard is made twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

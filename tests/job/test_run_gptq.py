@@ -1,7 +1,5 @@
 """`run --calibrate`: what it writes, what it says, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`run --statistics`: every tensor is what the reference arithmetic makes of the statistics, in every kind of job."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

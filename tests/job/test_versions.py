@@ -1,7 +1,5 @@
 """A job that one version began is continued by another with the same arithmetic, and refused by name without."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

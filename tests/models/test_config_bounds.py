@@ -1,7 +1,5 @@
 """Numbers of config.json that size loops or memory have limits, and every published model is within them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

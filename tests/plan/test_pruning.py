@@ -1,7 +1,5 @@
 """The view of a pruned source is the source that another program pruned in memory, tensor for tensor."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

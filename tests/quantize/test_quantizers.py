@@ -1,7 +1,5 @@
 """Both quantizers on the trained tiny checkpoint, and the requests that they refuse."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import fields

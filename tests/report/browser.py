@@ -1,7 +1,5 @@
 """Headless Chromium: what a reader would see of a page, what its script did, and its log."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tiny checkpoint, converted and validated once. Every report here is about it or a copy of its records."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page in a real browser: charts are painted in every size and mode, and the script runs without errors."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

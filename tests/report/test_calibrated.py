@@ -1,7 +1,5 @@
 """Reports and cards on calibrated and pruned results: the same facts in page, Markdown, card and --json."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """A report's figures are those of the journal; without a journal they are the ledger's, and the report says so."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

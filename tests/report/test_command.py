@@ -1,7 +1,5 @@
 """`k2convert report` as users run it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """report.md fits into a model card: headings from the second level, whole tables, no active content."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The model card: metadata that the Hub reads, the report's figures, and advice only where it applies."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The page is self-contained, runs only its own script, and stays small for a trillion weights."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

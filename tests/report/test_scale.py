@@ -1,7 +1,5 @@
 """All of K2: 60 layers x 384 experts x 3 projections, as synthetic records."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The bench: what it computes from its measurements."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts.bench.__main__ import GPTQ_SIZES, extrapolate

@@ -1,7 +1,5 @@
 """What `scripts/engines` does without an engine: the wrapped checkpoint, the plain decoder, the verdicts, the table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The end-to-end evaluation uses transformers' models and gives the known figures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

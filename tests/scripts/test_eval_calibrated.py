@@ -1,7 +1,5 @@
 """The evaluation of calibrated conversions: scaled norms and routers are used, and the rows keep their promises."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each made checkpoint contains what its maker claims, read by the safetensors library and compressed-tensors."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The guide's command for a job on the Hub's machines is one that the Hub's own command takes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

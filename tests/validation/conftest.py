@@ -1,7 +1,5 @@
 """Conversions by the real pipeline, once for each test session. Read them only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

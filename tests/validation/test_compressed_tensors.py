@@ -3,8 +3,6 @@
 `scripts/check` runs this file with 0.13, 0.20 and the installed release, so it imports only what all of them have.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

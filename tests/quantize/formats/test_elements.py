@@ -1,7 +1,5 @@
 """E2M1, E4M3 and BF16 equal their definitions, torch and the libraries' own encoders."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import pairwise
 

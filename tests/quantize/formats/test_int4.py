@@ -1,7 +1,5 @@
 """INT4 unpacking and dequantization equal compressed-tensors bit for bit, and bad scales are refused by name."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

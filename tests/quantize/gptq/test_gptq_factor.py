@@ -1,7 +1,5 @@
 """The curvature and its factor equal float64's inverse, and nothing about H makes them fail."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

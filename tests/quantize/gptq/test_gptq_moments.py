@@ -1,7 +1,5 @@
 """Sums over tokens are what they say, and the correction is the one that a direct solve in float64 finds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Codes with error feedback: each step against a direct computation, on every kernel; equal bytes with any threads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The curvature is trusted as far as tokens that it has not seen allow; never at the price of codes without data."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

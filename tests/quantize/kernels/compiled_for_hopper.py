@@ -1,7 +1,5 @@
 """Run by test_cuda_interpreted.py: compile the triton kernels for sm_90, which needs no device, and report the size."""
 
-from __future__ import annotations
-
 import sys
 
 import triton

@@ -3,8 +3,6 @@
 The interpreter must be switched on before triton is imported for the first time, so no test process can do it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """The CPU kernels give the bytes of rules/ for any weights, split and threads."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

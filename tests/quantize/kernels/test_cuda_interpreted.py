@@ -1,7 +1,5 @@
 """The CUDA kernels without a device: equal to `formats` under triton's interpreter, and accepted by the compiler."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ here ranges over every shift from 0 to 11, so it also covers candidates beyond t
 lists.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from exact_search import int4_block_bounds

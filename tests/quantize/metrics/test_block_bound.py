@@ -1,7 +1,5 @@
 """The bound holds for every block and every scale, and is reached by some real scale."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Any NVFP4 weight is measured as a direct computation measures it, and what a conversion counts on the way is that."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from fractions import Fraction

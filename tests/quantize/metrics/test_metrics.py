@@ -1,7 +1,5 @@
 """Metrics equal what an element-by-element comparison of source and decoded result says, and add up."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """`imatrix` and channel exponents: the exhaustive search in fractions, `mse` for equal importance, scaling."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 

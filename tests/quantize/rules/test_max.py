@@ -1,7 +1,5 @@
 """`max` is ModelOpt's NVFP4 quantization, byte for byte, except where ModelOpt writes NaN."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """`mse` is mse: it equals an exhaustive search in fractions, and both libraries decode it exactly."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

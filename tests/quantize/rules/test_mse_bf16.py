@@ -1,7 +1,5 @@
 """`mse` for BF16 sources equals a search over all 119 normal scales, term by term in the same order."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

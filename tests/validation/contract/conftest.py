@@ -1,7 +1,5 @@
 """Good checkpoints of every kind, made by real conversions, and copies of them to break."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

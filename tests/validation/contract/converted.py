@@ -1,7 +1,5 @@
 """Conversions to check the contract on: the kinds that must pass, and how to break a copy of one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Exclude lists from published checkpoints or that caused trouble, and the modules they are for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A good checkpoint passes all nineteen rules, whatever its layout, name style, activations and expert count."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from converted import Converted, check, verdicts

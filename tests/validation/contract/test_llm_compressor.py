@@ -1,7 +1,5 @@
 """A checkpoint made by llm-compressor's data-free path from the same INT4 source, checked by the same rules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

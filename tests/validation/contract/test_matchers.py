@@ -3,8 +3,6 @@
 scripts/engine_matchers.py compares our matchers with the functions in the engines' wheels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A pruned result validates against its whole source through the ledger's list, and every kind of wrong one fails."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """NVIDIA's own configs: our matchers read their exclude lists as engines do, and rule 14 accepts them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules 11 to 15 find their own faults in config.json and hf_quant_config.json, and no other rule does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

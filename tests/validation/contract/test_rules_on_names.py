@@ -1,7 +1,5 @@
 """Rules 1, 2 and 3 find their faults in names and forms of an otherwise good checkpoint, and no other rule does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from converted import Converted, add_tensor, change, change_tensor, check, only

@@ -1,7 +1,5 @@
 """Rules 16, 17 and 19 find their own faults in the folder, and no other rule does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules 1, 3 to 10 and 18 find their own faults in values and counts of a good checkpoint, and no other rule does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace

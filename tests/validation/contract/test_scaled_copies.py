@@ -1,7 +1,5 @@
 """Results of `run --statistics`: exact smoothing and weighted scales hold, and one changed exponent is found."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """A result that the recipe's rule does not give fails, although its hashes and totals fit and its journal is gone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """A layer check passes good layers, fails damaged ones, names the expert, and gives the same result in every layout."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

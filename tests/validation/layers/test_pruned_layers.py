@@ -1,7 +1,5 @@
 """`validate --layers` on a pruned result: what pruning costs stands beside what the conversion costs."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

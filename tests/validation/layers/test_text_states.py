@@ -1,7 +1,5 @@
 """`validate --layers --text`: a layer is checked on what the model itself computes from a text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
