@@ -99,7 +99,7 @@ def test_only_the_pages_own_script_may_run(reported: ReportFiles, tmp_path: Path
 def with_script(files: ReportFiles, page: Path, script: str) -> Path:
     """Write a copy of the page with another script, and so without the policy, which allows none but its own."""
     text = re.sub(r"<meta http-equiv=[^>]*>", "", files.page.read_text())
-    page.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
+    page.write_text(text.replace("</body>", f'<script>addEventListener("load", () => {{{script}}})</script></body>'))
     return page
 
 
@@ -126,7 +126,7 @@ def test_a_cell_is_read_out_by_arrow_keys_and_by_pointer(reported: ReportFiles, 
         f"layer {found.layers[layer]}, expert {expert}, up: {found.values[layer, expert]:.2f} dB"
         for layer, expert in ((0, 0), (1, 13), (2, 5))
     )
-    assert f"<title>{read}; map-up; true</title>" in document
+    assert re.findall("<title>(.*?)</title>", document) == [f"{read}; map-up; true"]
 
 
 @pytest.mark.parametrize("width", [320, 360, 390])
