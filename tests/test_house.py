@@ -28,9 +28,9 @@ def test_a_validation_with_the_source_enters_few_files(converted: tuple[Path, di
     assert "torch" not in found["loaded"]
 
 
-def test_a_run_that_calibrates_enters_few_files(tmp_path: Path) -> None:
+def test_a_run_that_calibrates_enters_few_files(cut: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Sentence {number} of a text. " for number in range(400)))
     size = ("--set", "calibration.tokens=128", "--set", "calibration.window=64")
-    found = traced("run", TINY, tmp_path / "out", "--calibrate", text, "--quiet", *size)
+    found = traced("run", cut, tmp_path / "out", "--calibrate", text, "--quiet", *size)
     assert len(found["entered"]) <= 80, found["entered"]

@@ -72,15 +72,17 @@ def text_words(verb: str, file: Path, *, tokens: int, window: int) -> tuple[obje
     ("verb", "kind"),
     [
         ("calibrate", "shaped"),
-        ("run", "tiny"),
+        ("run", "cut"),
+        pytest.param("run", "tiny", marks=pytest.mark.slow),
         pytest.param("calibrate", "tiny", marks=pytest.mark.slow),
         pytest.param("run", "shaped", marks=pytest.mark.slow),
     ],
 )
 def test_a_dry_run_says_the_memory_that_the_run_takes(
-    tiny: Path, shaped: Path, ids: Path, tmp_path: Path, verb: str, kind: str
+    ids: Path, tmp_path: Path, verb: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    source, window = (tiny, 128) if kind == "tiny" else (shaped, 512)
+    source: Path = request.getfixturevalue(kind)
+    window = 512 if kind == "shaped" else 128
     words = [verb, source, tmp_path / "out", *text_words(verb, ids, tokens=1024, window=window), "--device", "cpu"]
     dry = run_cli(*words, "--dry-run", "--json")  # in processes of their own, which have their own peaks
     assert dry.returncode == 0, dry.stderr

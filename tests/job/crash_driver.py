@@ -153,9 +153,11 @@ def problems_of_resume(command: Command, whole: dict[str, bytes]) -> list[str]:
 
 def warm_up(command: Command) -> None:
     """Before the forks: import everything, fill tables by a run, and leave both out of every collection of garbage."""
-    wings = ["cli", "job", "plan", "records", "validate", "quantize"]
-    for wing in wings + (["calibrate", "forward"] if command.calibrates else []):
-        for path in (Path(k2convert.__file__).parent / wing).glob("*.py"):
+    wings = ["cli", "job", "plan", "records", "validation", "quantize"]
+    for wing in wings + (["calibration", "forward"] if command.calibrates else []):
+        modules = list((Path(k2convert.__file__).parent / wing).glob("*.py"))
+        assert modules, f"{wing}: no such wing"
+        for path in modules:
             import_module(f"k2convert.{wing}.{path.stem}".removesuffix(".__init__"))
     if command.calibrates:
         import torch

@@ -40,6 +40,7 @@ def test_interpreted_kernels_equal_formats_on_every_corner(task: str) -> None:
     assert run("interpreted.py", task) == "equal\n"
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     printed = run("compiled_for_hopper.py", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").split()
     assert printed[0::3] == ["max_kernel", "mse_kernel", "channels_kernel"]
