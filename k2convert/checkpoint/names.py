@@ -15,6 +15,7 @@ TOKENIZER_CONFIG_NAME: Final = "tokenizer_config.json"
 CHAT_TEMPLATE_NAME: Final = "chat_template.jinja"
 
 LEDGER_NAME: Final = "k2convert.json"
+EVALUATION_NAME: Final = "evaluation.json"
 REPORT_PAGE_NAME: Final = "report.html"
 REPORT_TEXT_NAME: Final = "report.md"
 REPORT_PICTURE_NAME: Final = "report.png"

@@ -1,0 +1,84 @@
+"""Figures of an evaluation from the scores of single tokens."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from k2convert.records.evaluation import HISTOGRAM_EDGES, Divergence, Figures, Mean, PositionMean
+
+POSITION_BUCKETS: Final = 8
+"""Position buckets double in width: the first of 16 positions, and the last takes what is left."""
+FIRST_BUCKET: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Scores of every predicted token, [windows, tokens - 1] each: that of position p is of the token p + 1.
+
+    `divergence`, `loss` and `reference_loss` are f64, in nats; a loss is -log p of the text's next token. `agrees` and
+    `left_top5` are bool (records.evaluation.Figures).
+    """
+
+    divergence: NDArray[np.float64]
+    loss: NDArray[np.float64]
+    reference_loss: NDArray[np.float64]
+    agrees: NDArray[np.bool_]
+    left_top5: NDArray[np.bool_]
+
+
+def summarize(scores: TokenScores) -> Figures:
+    """Return the figures over all tokens, of which there must be at least one."""
+    return Figures(
+        divergence=_divergence(scores.divergence),
+        perplexity=_perplexity(scores.loss),
+        reference_perplexity=_perplexity(scores.reference_loss),
+        log_likelihood=mean_over_windows(scores.reference_loss - scores.loss),
+        top1_agreement=float(scores.agrees.mean()),
+        left_top5=float(scores.left_top5.mean()),
+    )
+
+
+def mean_over_windows(values: NDArray[np.float64]) -> Mean:
+    """Return the mean of values [windows, positions], with the standard error of the windows' means."""
+    means = values.mean(axis=1)
+    error = float(means.std(ddof=1) / math.sqrt(means.size)) if means.size > 1 else None
+    return Mean(float(values.mean()), error)
+
+
+def worst_tokens(divergence: NDArray[np.float64], count: int) -> list[tuple[int, int]]:
+    """Return window and position of the tokens with the largest divergence, the largest first."""
+    order = np.argsort(-divergence, axis=None, kind="stable")[:count]
+    return [(int(place) // divergence.shape[1], int(place) % divergence.shape[1]) for place in order]
+
+
+def _perplexity(loss: NDArray[np.float64]) -> float:
+    return math.exp(float(loss.mean()))
+
+
+def _divergence(values: NDArray[np.float64]) -> Divergence:
+    median, p99, p999 = (float(found) for found in np.quantile(values, (0.5, 0.99, 0.999)))
+    counts = np.bincount(np.searchsorted(HISTOGRAM_EDGES, values.ravel(), side="right"))
+    mean = mean_over_windows(values)
+    return Divergence(
+        mean=mean.mean,
+        standard_error=mean.standard_error,
+        median=median,
+        p99=p99,
+        p999=p999,
+        maximum=float(values.max()),
+        by_position=tuple(_by_position(values)),
+        histogram=tuple(int(count) for count in np.pad(counts, (0, len(HISTOGRAM_EDGES) + 1 - counts.size))),
+    )
+
+
+def _by_position(values: NDArray[np.float64]) -> list[PositionMean]:
+    length = values.shape[1]
+    borders = [0, *(FIRST_BUCKET << power for power in range(POSITION_BUCKETS - 1)), length]
+    return [
+        PositionMean(first, min(stop, length), float(values[:, first:stop].mean()))
+        for first, stop in zip(borders, borders[1:], strict=False)
+        if first < length and stop > first
+    ]
