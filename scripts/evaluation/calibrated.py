@@ -36,7 +36,7 @@ from scripts.evaluation.table import CalibratedEvaluation, CalibratedRow
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "k2-tiny"
-TOKENS_AN_EXPERT = 16
+TOKENS_PER_EXPERT = 16
 W4A16, W4A4 = "W4A16", "W4A4"
 
 
@@ -92,11 +92,11 @@ CONVERSIONS = (
     Conversion("mse", None, ("--rule", "mse")),
     Conversion("mse, smoothing", "text", ("--rule", "mse", *NORM)),
     Conversion("imatrix", "text", NO_NORM),
-    Conversion("weighted, smoothing", "text", NORM),
-    Conversion("weighted, foreign text", "foreign", NO_NORM),
-    Conversion("weighted, smoothing, foreign text", "foreign", NORM, (W4A4,)),
-    Conversion(f"weighted, {TOKENS_AN_EXPERT} tokens an expert", "few", NO_NORM),
-    Conversion(f"weighted, smoothing, {TOKENS_AN_EXPERT} tokens an expert", "few", NORM, (W4A4,)),
+    Conversion("imatrix, smoothing", "text", NORM),
+    Conversion("imatrix, foreign text", "foreign", NO_NORM),
+    Conversion("imatrix, smoothing, foreign text", "foreign", NORM, (W4A4,)),
+    Conversion(f"imatrix, {TOKENS_PER_EXPERT} tokens per expert", "few", NO_NORM),
+    Conversion(f"imatrix, smoothing, {TOKENS_PER_EXPERT} tokens per expert", "few", NORM, (W4A4,)),
     Conversion("gptq", "text", (), walk=True),
     Conversion("gptq, no smoothing", "text", NO_NORM, walk=True),
     Conversion("gptq, foreign text", "foreign", (), walk=True),
@@ -149,7 +149,7 @@ class Tokens:
 def calibration_tokens(subject: CalibratedSubject, work: Path) -> dict[str, Tokens]:
     """Return the tokens of every text by name: the windows of the peers, a foreign text, and fewer and fewer tokens."""
     config = open_checkpoint(subject.source).config
-    few = TOKENS_AN_EXPERT * config["n_routed_experts"] // config["num_experts_per_tok"]
+    few = TOKENS_PER_EXPERT * config["n_routed_experts"] // config["num_experts_per_tok"]
     ids = work / f"{subject.source.name}-ids.jsonl"
     ids.write_text("".join(f"{window}\n" for window in calibration_windows(subject).tolist()), encoding="utf-8")
     return {
