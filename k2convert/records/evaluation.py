@@ -12,12 +12,15 @@ from pydantic import Field
 
 from k2convert.checkpoint.names import EVALUATION_NAME
 from k2convert.choices import Activations, ServedKvCache
-from k2convert.errors import CheckpointError
+from k2convert.errors import CheckpointError, remedy
 from k2convert.records.document import Count, Digest, Real, Share, read_document
 
 FORMAT: Final = 1
+_REMEDY: Final = "Delete the file, or run `k2convert evaluate` again."
 
 Difference = Annotated[float, Field(allow_inf_nan=False)]
+Text = Annotated[str, Field(max_length=10_000)]
+"""A name, or the text of a few tokens. Like every list, it has a limit, so that a page which shows it has one too."""
 
 HISTOGRAM_EDGES: Final = tuple(10.0 ** (power / 4) for power in range(-32, 5))
 """Borders between the counts of a histogram: 1e-8, ..., 10. The first count is below the first border."""
@@ -53,7 +56,7 @@ class Divergence:
     p99: Real
     p999: Real
     maximum: Real
-    by_position: tuple[PositionMean, ...]
+    by_position: Annotated[tuple[PositionMean, ...], Field(max_length=64)]
     histogram: tuple[Count, ...]
 
     def __post_init__(self) -> None:
@@ -100,10 +103,10 @@ class WorstToken:
     window: Count
     position: Count
     divergence: Real
-    before: str
-    token: str
-    reference_token: str
-    model_token: str
+    before: Text
+    token: Text
+    reference_token: Text
+    model_token: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class EvaluatedModel:
     `activations` is None for a model whose weights are not NVFP4. `kv_cache` is None for FP32.
     """
 
-    name: str
+    name: Text
     weights: Digest | None = None
     activations: Activations | None = None
     kv_cache: ServedKvCache | None = None
@@ -125,8 +128,8 @@ class EvaluationRow:
 
     model: EvaluatedModel
     figures: Figures
-    layers: tuple[LayerFigures, ...] = ()
-    worst: tuple[WorstToken, ...] = ()
+    layers: Annotated[tuple[LayerFigures, ...], Field(max_length=1000)] = ()
+    worst: Annotated[tuple[WorstToken, ...], Field(max_length=100)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class EvaluationText:
     `token_ids` is the digest of the ids. `dropped` windows had hidden states that are not finite and count nowhere.
     """
 
-    texts: tuple[tuple[str, Digest], ...]
+    texts: Annotated[tuple[tuple[Text, Digest], ...], Field(max_length=1000)]
     token_ids: Digest
     tokens: Count
     window: Count
@@ -155,24 +158,24 @@ class Evaluation:
 
     format: Literal[1]
     kind: Literal["evaluate", "compare"]
-    tool_version: Annotated[str, Field(alias="k2convert")]
+    tool_version: Annotated[Text, Field(alias="k2convert")]
     reference: EvaluatedModel
     text: EvaluationText
-    rows: tuple[EvaluationRow, ...]
+    rows: Annotated[tuple[EvaluationRow, ...], Field(max_length=64)]
     top_k: Count | None = None
     noise: Real | None = None
 
 
-def find_evaluation(folder: Path) -> Evaluation | None:
-    """Read a result's evaluation.json; None if there is none; raises MalformedFileError."""
+def find_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
+    """Read a result's evaluation.json; None if there is none. `weights` is the digest of its weights (Ledger.weights).
+
+    Raises CheckpointError if the file is damaged, or measures other weights.
+    """
     path = folder / EVALUATION_NAME
-    return read_document(Evaluation, path) if path.exists() else None
-
-
-def check_fresh(evaluation: Evaluation, weights: str, *, folder: Path) -> None:
-    """Refuse an evaluation of other weights than those with the digest `weights` (CheckpointError)."""
-    if any(row.model.weights not in (None, weights) for row in evaluation.rows):
-        raise CheckpointError(
-            f"{folder / EVALUATION_NAME}: measures other weights than this folder has. Delete the file, or run "
-            "`k2convert evaluate` again."
-        )
+    if not path.exists():
+        return None
+    with remedy(_REMEDY):
+        found = read_document(Evaluation, path)
+    if any(row.model.weights != weights for row in found.rows if found.kind == "evaluate" or row.model.weights):
+        raise CheckpointError(f"{path}: measures other weights than this result has. {_REMEDY}")
+    return found

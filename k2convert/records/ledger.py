@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final
 
+from blake3 import blake3
 from pydantic import Field
 
 from k2convert import __version__
@@ -82,6 +83,14 @@ class Ledger:
     def digest(self) -> str:
         """The digest of the fingerprint, as the job's records carry it."""
         return fingerprint_digest(self.fingerprint)
+
+    @property
+    def weights(self) -> str:
+        """The digest that stands for the weights: of names and contents of all shards."""
+        digest = blake3()
+        for name, shard in sorted(self.shards.items()):
+            digest.update(f"{name}\0{shard.blake3}\n".encode())
+        return digest.hexdigest()
 
     @property
     def num_bytes(self) -> int:
