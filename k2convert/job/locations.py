@@ -20,6 +20,7 @@ from k2convert.checkpoint.names import (
     CARD_NAME,
     CONFIG_NAME,
     DOWNLOADS_FOLDER,
+    EVALUATION_NAME,
     HF_QUANT_CONFIG_NAME,
     INDEX_NAME,
     LEDGER_NAME,
@@ -207,7 +208,7 @@ def refuse_symlinks(folder: Path, files: Iterable[Path]) -> None:
     work = folder / WORK_FOLDER
     for path in (work, *walk_folder(work)):
         check_no_link(path)
-    for file in (*files, *map(Path, (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME))):
+    for file in (*files, *map(Path, (CONFIG_NAME, INDEX_NAME, LEDGER_NAME, HF_QUANT_CONFIG_NAME, EVALUATION_NAME))):
         for path in (*reversed(file.parents[:-1]), file, file.with_name(file.name + TEMPORARY_SUFFIX)):
             check_no_link(folder / path)
 

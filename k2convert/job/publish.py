@@ -15,7 +15,7 @@ from typing import Any
 from k2convert.calibration.statistics import Statistics
 from k2convert.checkpoint.files import TEMPORARY_SUFFIX, walk_folder
 from k2convert.checkpoint.index import Checkpoint, list_sidecars, open_checkpoint
-from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, INDEX_NAME
+from k2convert.checkpoint.names import CARD_NAME, CONFIG_NAME, EVALUATION_NAME, INDEX_NAME
 from k2convert.checkpoint.reader import Bytes, leave_cache
 from k2convert.errors import CheckpointError, HubError, UnservableError, remedy
 from k2convert.hub.branch import Branch, Upload, branch_name
@@ -39,7 +39,7 @@ from k2convert.validation.validate import validate_checkpoint, validate_sent
 def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[str]) -> tuple[str, ValidationReport]:
     """Check the contract on a job's result, and commit shards and files to main; returns the commit and the findings.
 
-    `names` are the files next to the shards. The shards are on the work branch, and what
+    `names` are the files next to the shards; an evaluation goes with them. The shards are on the work branch, and what
     was found on each of them is in its record. Raises UnservableError if a rule fails; main is not changed then.
     """
     from k2convert.report import card_files
@@ -59,7 +59,8 @@ def publish_result(job: Job, target: Target, uploads: Uploads, names: Sequence[s
             f"changed. The shards are on the branch {uploads.branch.name}.",
             validation,
         )
-    files: dict[str, Path | bytes] = {name: folder / name for name in names}
+    carried = [EVALUATION_NAME] if (folder / EVALUATION_NAME).exists() else []
+    files: dict[str, Path | bytes] = {name: folder / name for name in (*names, *carried)}
     extra = card_files(
         folder,
         repo=target.repo,
@@ -142,8 +143,14 @@ def prepare_publication(
         base_model=base,
         card=accepted_card(hub, card),
         others={path: file_sha256(folder / path) for path in published_files(folder, set(file_bytes))},
-        is_published=is_published(hub, target, ledger.fingerprint),
+        is_published=is_published(hub, target, ledger.fingerprint) and _has_evaluation(target, folder),
     )
+
+
+def _has_evaluation(target: Target, folder: Path) -> bool:
+    """Return whether the target's branch has the folder's evaluation, which may be newer than the result."""
+    path, file = folder / EVALUATION_NAME, target.files.get(EVALUATION_NAME)
+    return not path.exists() or (file is not None and matches(path, file))
 
 
 def _fetch_card(hub: Hub, source: RemoteRepo) -> SourceCard:

@@ -44,7 +44,7 @@ CONTRACT: dict[int, str] = {
     16: "index, headers and shards are complete and consistent, without leftover files",
     17: "tokenizer, template, processor and code files are byte-identical copies",
     18: "the weight error of every converted tensor is within the budget",
-    19: "the ledger is present, and shards and measured weights have the hashes and totals it states",
+    19: "the ledger is present, and shards, measured weights and evaluation have the hashes and totals it states",
 }
 
 

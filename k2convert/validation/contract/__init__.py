@@ -12,11 +12,13 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final
 
-from k2convert.checkpoint.names import LEDGER_NAME
-from k2convert.errors import quoted, shortened
+from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
+from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.names import Role
+from k2convert.records.evaluation import find_evaluation
 from k2convert.records.ledger import Ledger
 from k2convert.records.shard_record import DecodedError
 from k2convert.validation.contract.folder import (
@@ -224,7 +226,8 @@ def check_errors(result: Result, errors: Mapping[str, DecodedError] | None) -> F
 
 
 def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures] | None) -> Findings:
-    """Rule 19: the ledger states source and recipe, the size and hash of every shard, and what was measured.
+    """Rule 19: the ledger states source and recipe, the size and hash of every shard, and what was measured. An
+    evaluation, if there is one, is of the weights that it states.
 
     `totals` are the measured figures by role; None if they are not known. Of a part, the hashes of the shards are not
     known, so only their sizes are compared.
@@ -246,6 +249,8 @@ def check_ledger(result: Result, scan: ScanResult, totals: Mapping[str, Figures]
         found.error(f"{LEDGER_NAME}: calibration.statistics", f"is not the fingerprint's digest {quoted(used)}")
     if not result.list_problem and (problem := _list_problem(ledger)):
         found.error(PRUNING_PLACE, problem)
+    if problem := _evaluation_problem(result.folder / EVALUATION_NAME, ledger):
+        found.error(EVALUATION_NAME, problem)
     for shard, digest in digests.items():
         stated, header = ledger.shards.get(shard), result.headers.get(shard)
         size = scan.unreadable_bytes[shard] if header is None else header.file_bytes
@@ -276,3 +281,13 @@ def _list_problem(ledger: Ledger) -> str:
     if ledger.pruning is None:
         return "" if used is None else f"missing, but {quoted(kept)} experts per layer were kept, by the fingerprint"
     return "" if ledger.pruning.digest == used else f"its digest is not the fingerprint's {quoted(used)}"
+
+
+def _evaluation_problem(path: Path, ledger: Ledger) -> str:
+    if path.is_symlink():
+        return ""  # reported by rule 16
+    try:
+        find_evaluation(path.parent, weights=ledger.weights)
+    except CheckpointError as error:
+        return str(error).removeprefix(f"{path}: ").removesuffix(".")
+    return ""
