@@ -176,6 +176,8 @@ def find_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
         return None
     with remedy(_REMEDY):
         found = read_document(Evaluation, path)
+    if not found.rows:
+        raise CheckpointError(f"{path}: measures no model. {_REMEDY}")
     if any(row.model.weights != weights for row in found.rows if found.kind == "evaluate" or row.model.weights):
         raise CheckpointError(f"{path}: measures other weights than this result has. {_REMEDY}")
     return found

@@ -12,7 +12,7 @@ from k2convert.choices import counted
 from k2convert.records.calibration import CalibrationRecord, GptqLayer, LayerCalibration
 from k2convert.records.pruning import PruningRecord, share_words
 from k2convert.report.checks import Checks
-from k2convert.report.wording import Section, Table, listed, percent, with_exponents
+from k2convert.report.wording import Section, Table, joined, listed, percent, with_exponents
 
 WARNING: Final = (
     "What pruning costs depends on the model, the scores and the task. Moonlight, Moonshot's small model of this "
@@ -74,8 +74,7 @@ def calibrated_sections(record: CalibrationRecord | None) -> Iterator[Section]:
 
 
 def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
-    names = [name for name, _ in record.texts]
-    texts = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]])) or "no text"
+    texts = joined([name for name, _ in record.texts]) or "no text"
     yield (
         f"Calibrated on {record.tokens:,} tokens of {texts}, in {counted(record.windows, 'window')} of up to "
         f"{record.window:,} tokens."

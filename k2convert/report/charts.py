@@ -1,12 +1,13 @@
-"""Charts: errors of the tensors, block scales, tokens per expert, scaled channels, and errors of the outputs."""
+"""Charts: errors of the tensors, block scales, tokens per expert, scaled channels, errors of layers, evaluations."""
 
 # matplotlib does not type its keyword arguments, so every call is "partially unknown".
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,16 +18,25 @@ from numpy.typing import NDArray
 from k2convert.calibration.channels import MIN_TOKENS
 from k2convert.quantize.formats.nvfp4 import decode_e4m3
 from k2convert.records.calibration import GptqLayer, OutputErrors
+from k2convert.records.evaluation import HISTOGRAM_EDGES, Divergence, EvaluationRow, LayerFigures
 from k2convert.report.calibrated import shrinkages_by_layer
 from k2convert.report.drawing import FONT_SIZE, LEFT, Palette, Sheet
 from k2convert.report.figures import Report, TensorFigures
-from k2convert.report.wording import power_of_two, short_count
+from k2convert.report.wording import power_of_ten, power_of_two, short_count
 
 _SMALLEST_NORMAL_LOG2, _LARGEST_LOG2 = -6.0, float(np.log2(448))
 _BINS_PER_DOUBLING = 4
 _ZERO_LOG2 = -1.0  # where experts without tokens are drawn
 _TAIL_DB = 0.5
 _LEAST_ALPHA = 0.2  # of the bars with most shrinkage, which is the least correction
+_LARGEST_DRAWN = 1e6  # of a divergence or an error; a damaged document may state any
+
+ModeRows = Sequence[tuple[str, EvaluationRow]]
+"""Rows of an evaluation with the words for their modes."""
+_MODE_STYLES: Final = (
+    ("ours", "solid", "o"), ("max", (0, (5, 2)), "s"), ("bound", (0, (1, 1.5)), "^"), ("mse", (0, (5, 2, 1, 2)), "D"),
+)  # fmt: skip
+"""Color, line and marker of each mode: no more modes are drawn."""
 
 
 def has_distribution(report: Report) -> bool:
@@ -185,13 +195,17 @@ def draw_layer_errors(layers: Mapping[int, OutputErrors], palette: Palette) -> F
         axes.plot(
             list(layers), drawn, label=label, color=color, linestyle=style, linewidth=1.3, marker=marker, markersize=3
         )
+    _error_axis(axes)
+    _finish_layers(axes, layers, palette, columns=1)
+    return sheet.figure
+
+
+def _error_axis(axes: Axes) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.minorticks_off()
     axes.set_ylabel("relative error")
-    _finish_layers(axes, layers, palette, columns=1)
-    return sheet.figure
 
 
 def draw_shrinkages(layers: Mapping[int, GptqLayer], palette: Palette) -> Figure:
@@ -211,12 +225,113 @@ def draw_shrinkages(layers: Mapping[int, GptqLayer], palette: Palette) -> Figure
     return sheet.figure
 
 
+def draw_divergences(rows: ModeRows, palette: Palette) -> Figure:
+    """Draw histograms of the tokens' divergence, one for each mode, on a logarithmic scale."""
+    sheet = Sheet(3.1, palette)
+    drawn = rows[: len(_MODE_STYLES)]
+    axes = sheet.plot(0.22 * len(drawn) + 0.08)
+    step = float(np.log10(HISTOGRAM_EDGES[1] / HISTOGRAM_EDGES[0]))
+    logs = np.log10(HISTOGRAM_EDGES)
+    edges = np.array([logs[0] - step, *logs, logs[-1] + step])
+    used: list[int] = []
+    for i, ((mode, row), (color, line, _)) in enumerate(zip(drawn, _MODE_STYLES, strict=False)):
+        found, ink = row.figures.divergence, getattr(palette, color)
+        shares = 100 * np.array(found.histogram, dtype=np.float64) / max(sum(found.histogram), 1)
+        used += np.flatnonzero(shares).tolist()
+        axes.stairs(shares, edges, fill=True, color=ink, alpha=0.3, linewidth=0)
+        axes.stairs(shares, edges, color=ink, linewidth=1.2, linestyle=line)
+        sheet.text(LEFT, 0.16 + 0.22 * i, f"{mode}: median {found.median:.3g}", color=ink, bold=True)
+    first, last = min(used, default=0), max(used, default=len(edges) - 2)
+    axes.set_xlim(edges[first], edges[last + 1])
+    axes.set_ylim(bottom=0)
+    ticks = range(int(np.ceil(edges[first])), int(np.floor(edges[last + 1])) + 1)
+    shown = ticks[:: 2 if len(ticks) > 5 else 1]
+    axes.set_xticks(list(shown), [power_of_ten(tick) for tick in shown])
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.set_ylabel("% of tokens")
+    axes.set_xlabel("KL of a token, in nats: further left is better")
+    return sheet.figure
+
+
+def draw_positions(rows: ModeRows, palette: Palette) -> Figure:
+    """Draw the mean divergence by position in the window; a point is in the middle of its positions."""
+
+    def by_position(row: EvaluationRow) -> tuple[list[float], list[float]]:
+        found: Divergence = row.figures.divergence
+        middles = [((1.0 + part.first) * max(part.stop, 1)) ** 0.5 for part in found.by_position]
+        return middles, [part.mean for part in found.by_position]
+
+    sheet = Sheet(2.9, palette)
+    axes = sheet.plot(0.32)
+    _draw_modes(axes, rows, by_position, palette)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(short_count))
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.set_ylabel("mean KL")
+    axes.set_xlabel("position in the window")
+    return sheet.figure
+
+
+def draw_hidden_errors(rows: ModeRows, palette: Palette) -> Figure:
+    """Draw the relative error of the hidden states after each layer; the scale is logarithmic, so zero is not drawn."""
+
+    def error(layer: LayerFigures) -> float:
+        return layer.relative_error if layer.relative_error > 0 else np.nan
+
+    sheet = Sheet(3.0, palette)
+    axes = sheet.plot(0.32)
+    _draw_modes(axes, rows, _by_layer(error), palette)
+    _error_axis(axes)
+    _layer_axis(axes, range(max(len(row.layers) for _, row in rows)), "layer")
+    return sheet.figure
+
+
+def draw_routing(rows: ModeRows, palette: Palette) -> Figure:
+    """Draw the share of the reference's choices of experts that each mode makes too, by layer."""
+
+    def agreement(layer: LayerFigures) -> float:
+        return np.nan if layer.routing_agreement is None else 100 * layer.routing_agreement
+
+    sheet = Sheet(3.0, palette)
+    axes = sheet.plot(0.32)
+    _draw_modes(axes, rows, _by_layer(agreement), palette)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.set_ylabel("% of choices")
+    _layer_axis(axes, range(max(len(row.layers) for _, row in rows)), "layer: the same experts are chosen")
+    return sheet.figure
+
+
+def _by_layer(value: Callable[[LayerFigures], float]) -> Callable[[EvaluationRow], tuple[list[float], list[float]]]:
+    return lambda row: (list(map(float, range(len(row.layers)))), [value(layer) for layer in row.layers])
+
+
+def _draw_modes(
+    axes: Axes, rows: ModeRows, points: Callable[[EvaluationRow], tuple[list[float], list[float]]], palette: Palette
+) -> None:
+    for (mode, row), (color, line, marker) in zip(rows, _MODE_STYLES, strict=False):
+        places, values = points(row)
+        axes.plot(
+            places, np.minimum(values, _LARGEST_DRAWN), label=mode, color=getattr(palette, color), linestyle=line,
+            linewidth=1.3, marker=marker, markersize=3,
+        )  # fmt: skip
+    _legend(axes, palette, columns=2)
+
+
 def _finish_layers(axes: Axes, layers: Iterable[int], palette: Palette, *, columns: int) -> None:
     """Show whole MoE layers on the horizontal axis, and the legend above it."""
-    numbers = list(layers)
-    axes.set_xlabel("MoE layer")
+    _layer_axis(axes, list(layers), "MoE layer")
+    _legend(axes, palette, columns=columns)
+
+
+def _layer_axis(axes: Axes, numbers: Sequence[int], label: str) -> None:
+    axes.set_xlabel(label)
     axes.set_xlim(min(numbers) - 0.6, max(numbers) + 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+
+
+def _legend(axes: Axes, palette: Palette, *, columns: int) -> None:
     axes.legend(
         loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False, fontsize=FONT_SIZE,
         labelcolor=palette.muted, borderpad=0.1, borderaxespad=0.2, labelspacing=0.25,

@@ -18,6 +18,7 @@ from k2convert.records.document import plain, shown
 from k2convert.records.ledger import TOTAL, metrics_document
 from k2convert.report.calibrated import calibrated_sections, pruned_section
 from k2convert.report.checks import Checks, read_checks
+from k2convert.report.evaluated import detail_sections, evaluation_section, headline_words
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table, decibels, percent
 
@@ -47,7 +48,9 @@ class Tile:
 def headline(report: Report, checks: Checks | None) -> tuple[Tile, ...]:
     """Return the headline figures, the most important first."""
     total = report.total
-    tiles = [_output_tile(found)] if (found := report.ledger.calibration) is not None and found.gptq else []
+    tiles = [] if report.evaluation is None else [Tile(*headline_words(report.evaluation, report.ledger.recipe))]
+    if (found := report.ledger.calibration) is not None and found.gptq:
+        tiles.append(_output_tile(found))
     if total.weighted_sqnr_db is not None:
         detail = "errors weighted by the inputs that each column had in the calibration"
         tiles.append(Tile(decibels(total.weighted_sqnr_db), "weighted SQNR", detail))
@@ -118,6 +121,9 @@ def caution(report: Report) -> str:
 
 def sections(report: Report, checks: Checks | None) -> Iterator[Section]:
     """Yield the parts of the report below the headline, in order. Those with charts alone are for the page."""
+    if (found := report.evaluation) is not None:
+        yield evaluation_section(found, report.ledger.recipe)
+        yield from detail_sections(found, report.ledger.recipe)
     yield from _chart_sections(report)
     yield Section("What happened to the weights", (), (role_table(report), _counts(report.total)))
     if (pruning := report.ledger.pruning) is not None:
@@ -302,7 +308,8 @@ def made_by(report: Report) -> tuple[tuple[str, str], ...]:
 
 def figures_document(report: Report) -> dict[str, Any]:
     """Return totals, worst tensors and contract as plain data, for --json; figures that are not finite become None."""
-    contract, parts = None, {"calibration": report.ledger.calibration, "pruning": report.ledger.pruning}
+    contract, ledger = None, report.ledger
+    parts = {"calibration": ledger.calibration, "pruning": ledger.pruning, "evaluation": report.evaluation}
     if report.validation is not None:
         checks = read_checks(report.validation)
         contract = {

@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k2convert.checkpoint.files import list_folder, read_json_file
-from k2convert.checkpoint.names import CONFIG_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.names import CONFIG_NAME, EVALUATION_NAME, LEDGER_NAME, SHARD_SUFFIX, WORK_FOLDER
 from k2convert.errors import CheckpointError, K2ConvertError, remedy
 from k2convert.fit.model import Model, Tensor, read_result
 from k2convert.models import find_family, locate_module
 from k2convert.models.names import Role
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
+from k2convert.records.evaluation import Evaluation, find_evaluation
 from k2convert.records.fingerprint import JobDescription, fingerprint_digest
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, LedgerSource, find_ledger, summarize
@@ -87,7 +88,8 @@ class Report:
 
     `name` is what the result is called. `ledger` is the folder's; of an unfinished conversion it is made from the
     records so far. `validation` is the document that `validate --json` prints, or None. `model` is None if it is not
-    known which GPUs hold the result. `made_on` is the day of the report in UTC (2026-01-31).
+    known which GPUs hold the result.
+    `evaluation` is of the result's own weights. `made_on` is the day of the report in UTC (2026-01-31).
     """
 
     name: str
@@ -99,6 +101,7 @@ class Report:
     validation: Mapping[str, Any] | None
     missing: tuple[str, ...]
     model: Model | None
+    evaluation: Evaluation | None
     made_on: str
 
     @property
@@ -153,6 +156,7 @@ def collect_report(
     maps = heat_maps(figures)
     if figures and not maps:
         missing.append("No map of layers and experts: the recorded names are not those of a known model's experts.")
+    evaluation = _find_evaluation(folder, ledger, missing)
     if validation is None:
         missing.append(_why_not_validated(folder))
     return Report(
@@ -165,8 +169,18 @@ def collect_report(
         validation=validation,
         missing=tuple(missing),
         model=None if tensors is None else _find_model(ledger, folder, tensors),
+        evaluation=evaluation,
         made_on=datetime.now(UTC).date().isoformat(),
     )
+
+
+def _find_evaluation(folder: Path, ledger: Ledger, missing: list[str]) -> Evaluation | None:
+    try:
+        return find_evaluation(folder, weights=ledger.weights)
+    except CheckpointError as error:
+        path = folder / EVALUATION_NAME
+        missing.append(f"{EVALUATION_NAME} is not shown: {str(error).removeprefix(f'{path}: ')}")
+        return None
 
 
 def _find_model(ledger: Ledger, folder: Path, tensors: Iterable[Tensor]) -> Model | None:

@@ -24,6 +24,7 @@ from k2convert.quantize.rules import RULES
 from k2convert.report.calibrated import calibrated_sections, pruned_section
 from k2convert.report.checks import Checks, read_checks
 from k2convert.report.content import caution, needs_section, role_name, role_table, sections
+from k2convert.report.evaluated import evaluation_section
 from k2convert.report.figures import Report
 from k2convert.report.wording import Section, Table
 
@@ -132,6 +133,7 @@ def render_card(
         pruning=ledger.pruning,
         pruned=None if ledger.pruning is None else pruned_section(ledger.pruning, checks),
         calibrated=list(calibrated_sections(ledger.calibration)),
+        evaluation=None if report.evaluation is None else evaluation_section(report.evaluation, recipe),
         errors=role_table(report),
         caution=caution(report),
         serving={name: serve_command(engine, deployment) for engine, name in ENGINE_NAMES.items()},

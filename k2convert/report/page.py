@@ -27,8 +27,12 @@ from k2convert.report.calibrated import channels_by_exponent, gptq_layers, token
 from k2convert.report.charts import (
     draw_block_scales,
     draw_distribution,
+    draw_divergences,
     draw_exponents,
+    draw_hidden_errors,
     draw_layer_errors,
+    draw_positions,
+    draw_routing,
     draw_shrinkages,
     draw_tokens,
     has_distribution,
@@ -36,6 +40,7 @@ from k2convert.report.charts import (
 from k2convert.report.checks import Checks
 from k2convert.report.content import caution, headline, sections
 from k2convert.report.drawing import DARK, LEFT, LIGHT, THEMED, Sheet, css_variables, to_rgb, to_svg
+from k2convert.report.evaluated import is_routed, mode_rows
 from k2convert.report.figures import Report
 from k2convert.report.heat_map import MAP_ID, draw_heat_maps, map_cells
 
@@ -104,6 +109,14 @@ def _charts(report: Report) -> dict[str, Markup]:
             found["layer_errors"] = figure, "Error of the hidden states after each layer"
         if layers := gptq_layers(record):
             found["shrinkages"] = draw_shrinkages(layers, THEMED), "Experts of each layer by shrinkage of down"
+    if report.evaluation is not None:
+        rows = mode_rows(report.evaluation, report.ledger.recipe)
+        found["divergences"] = draw_divergences(rows, THEMED), "Histogram of KL over the tokens"
+        found["positions"] = draw_positions(rows, THEMED), "KL by position in the window"
+        if any(row.layers for _, row in rows):
+            found["hidden_errors"] = draw_hidden_errors(rows, THEMED), "Relative error after each layer"
+        if is_routed(rows):
+            found["routing"] = draw_routing(rows, THEMED), "Share of the same experts by layer"
     charts = {name: to_svg(figure, label=label) for name, (figure, label) in found.items()}
     return {name: Markup(_focusable(svg) if name == "heat_map" else svg) for name, svg in charts.items()}
 
@@ -126,6 +139,8 @@ def render_picture(report: Report) -> bytes | None:
     left = [draw_distribution(report, LIGHT), draw_block_scales(report.total.scale_histogram, LIGHT)]
     if (found := report.ledger.calibration) is not None and found.held_out:
         left.append(draw_layer_errors(found.held_out, LIGHT))
+    if (evaluation := report.evaluation) is not None:
+        left.append(draw_divergences(mode_rows(evaluation, report.ledger.recipe), LIGHT))
     columns = [_stacked(left), _stacked([draw_heat_maps(report.maps, LIGHT)])]
     height = max(len(column) for column in columns)
     pads = [((0, height - len(column)), (0, _MARGIN), (0, 0)) for column in columns]

@@ -12,7 +12,7 @@ from k2convert.validation.results import RuleResult
 
 _MOST_LISTED: Final = 12
 _RAISED: Final = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_NUMBER: Final = re.compile(r"(?:[<>] )?[\d,.]+( (?:MB|GB|dB|%))?")
+_NUMBER: Final = re.compile(r"(?:[<>] )?-?[\d,.]+(?:e[+-]\d+)?(?: ± \S+)?( (?:MB|GB|dB|%))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,15 @@ def percent(part: int, whole: int) -> str:
     return f"{share:.{digits}f} %" if 0 < part < whole else f"{share:.0f} %"
 
 
+def with_error(mean: float, error: float | None) -> str:
+    """Return "0.01230 ± 0.00041", with two digits of a standard error; without one, three digits."""
+    if not error:
+        return f"{mean:.3g}"
+    digits = 1 - math.floor(math.log10(error))
+    is_plain = 0 <= digits <= 8 and abs(mean) < 1e6
+    return f"{mean:.{digits}f} ± {error:.{digits}f}" if is_plain else f"{mean:.3g} ± {error:.2g}"
+
+
 def power_of_two(exponent: int) -> str:
     """Return "8" or "2⁻⁶"."""
     return f"{2**exponent}" if 0 <= exponent <= 9 else with_exponents(f"2^{exponent}")
@@ -72,6 +81,11 @@ def power_of_two(exponent: int) -> str:
 def with_exponents(text: str) -> str:
     """Return a text of the terminal with "2⁻⁶" for each "2^-6"."""
     return re.sub(r"\b2\^(-?[0-9]+)", lambda found: "2" + found[1].translate(_RAISED), text)
+
+
+def power_of_ten(exponent: int) -> str:
+    """Return "0.01" or "10⁻⁶"."""
+    return f"{10.0**exponent:g}" if -3 <= exponent <= 3 else "10" + str(exponent).translate(_RAISED)
 
 
 def short_count(value: float, _position: object = None) -> str:
@@ -86,3 +100,10 @@ def listed(numbers: Sequence[int]) -> str:
     """Return "1, 2 and 3 more" for a list that may be long, "none" for an empty one."""
     rest = len(numbers) - _MOST_LISTED
     return ", ".join(map(str, numbers[:_MOST_LISTED])) + (f" and {rest:,} more" if rest > 0 else "") or "none"
+
+
+def joined(names: Sequence[str]) -> str:
+    """Return "a, b and c", or "a, b and 7 more" for many; nothing for none."""
+    if len(names) > _MOST_LISTED:
+        return f"{', '.join(names[:_MOST_LISTED])} and {len(names) - _MOST_LISTED:,} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
