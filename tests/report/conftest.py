@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluation_makers import evaluation_of, write_evaluation
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.report import ReportFiles, write_report
@@ -34,6 +35,15 @@ def reported(converted: Path, validation: dict[str, Any], tmp_path_factory: pyte
     tensors = open_checkpoint(converted).tensors.values()
     out = tmp_path_factory.mktemp("reported")
     return write_report(folder=converted, out=out, validation=validation, tensors=tensors)
+
+
+@pytest.fixture(scope="session")
+def evaluated(converted: Path, validation: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
+    """A full report on the conversion with an evaluation."""
+    folder = Path(shutil.copytree(converted, tmp_path_factory.mktemp("evaluated") / "out"))
+    write_evaluation(folder, evaluation_of(folder))
+    tensors = open_checkpoint(folder).tensors.values()
+    return write_report(folder=folder, out=folder.parent, validation=validation, tensors=tensors)
 
 
 @pytest.fixture

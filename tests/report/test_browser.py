@@ -15,6 +15,7 @@ from k2convert.report.drawing import COLOR_MAP, DARK, LIGHT, Palette
 
 pytestmark = pytest.mark.skipif(browser.EXECUTABLE is None, reason="no Chromium is installed")
 
+EVALUATION_SIZES = {"wide": (1280, 1900), "telephone": (320, 2600)}
 SIZES = {"wide": (1200, 2400), "telephone": (400, 3000)}
 ALPHA = 0.3  # of the histograms' areas
 
@@ -129,10 +130,39 @@ def test_a_cell_is_read_out_by_arrow_keys_and_by_pointer(reported: ReportFiles, 
     assert re.findall("<title>(.*?)</title>", document) == [f"{read}; map-up; true"]
 
 
-@pytest.mark.parametrize("width", [320, 360, 390])
-def test_a_telephone_shows_everything(reported: ReportFiles, tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", EVALUATION_SIZES)
+def test_the_charts_of_an_evaluation_are_painted(evaluated: ReportFiles, tmp_path: Path, size: str, dark: bool) -> None:
+    """Both modes are areas in the histogram and lines in the other charts, above everything else on the page."""
+    palette, (width, height) = DARK if dark else LIGHT, EVALUATION_SIZES[size]
+    page = tmp_path / "page.html"
+    text = evaluated.page.read_text()
+    page.write_text(text[: text.index("<h2>Every tensor")])
+    painted = browser.screenshot(page, tmp_path, width=width, height=height, dark=dark)
+    page.write_text(re.sub(r"<svg.*?</svg>", "", page.read_text(), flags=re.DOTALL))
+    without = browser.screenshot(page, tmp_path, width=width, height=height, dark=dark)
+    for name in ("ours", "max"):
+        color = rgb(getattr(palette, name))
+        area = ALPHA * color + (1 - ALPHA) * rgb(palette.paper)
+        assert count(painted, area) > 1000 * (width / 1280) > 20 * count(without, area), name
+        assert count(painted, color) > 150 * (width / 1280) + count(without, color), name
+
+
+def test_each_chart_of_an_evaluation_has_one_size(evaluated: ReportFiles) -> None:
+    """The page scales them: an image has a view box and no width of its own."""
+    charts = re.findall(r"<figure>(<svg [^>]*>)", evaluated.page.read_text())
+    assert len(charts) == 7
+    assert all(re.search(r'viewBox="0 0 352\.8 ', chart) for chart in charts)
+    assert not [chart for chart in charts if re.search(r' (width|height)="', chart)]
+
+
+@pytest.mark.parametrize("name", ["reported", "evaluated"])
+@pytest.mark.parametrize("width", [320, 360, 390, 1280])
+def test_every_screen_shows_everything(name: str, tmp_path: Path, width: int, request: pytest.FixtureRequest) -> None:
     """No table is cut off, nothing is wider than the screen, and half of each chart's text is 7 pixels high."""
+    files: ReportFiles = request.getfixturevalue(name)
     script = """
+        for (const folded of document.querySelectorAll("details")) folded.open = true;
         const tables = [...document.querySelectorAll(".scroll")].map((table) =>
             table.scrollWidth > table.clientWidth + 1 ? table.textContent.trim().slice(0, 20) : "whole");
         const charts = [...document.querySelectorAll("figure svg")].map((svg) => {
@@ -142,7 +172,7 @@ def test_a_telephone_shows_everything(reported: ReportFiles, tmp_path: Path, wid
         });
         document.title = JSON.stringify([tables, document.documentElement.scrollWidth, charts]);
     """
-    with_script(reported, tmp_path / "measured.html", script)
+    with_script(files, tmp_path / "measured.html", script)
     listen = "onload=\"document.title = 'found ' + this.contentDocument.title\""
     (tmp_path / "frame.html").write_text(f'<iframe width="{width}" height="800" src="measured.html" {listen}></iframe>')
     (found,) = re.findall(r"<title>found (.*)</title>", browser.dump_dom(tmp_path / "frame.html", tmp_path)[0])
@@ -150,5 +180,5 @@ def test_a_telephone_shows_everything(reported: ReportFiles, tmp_path: Path, wid
     assert len(tables) >= 5
     assert set(tables) == {"whole"}
     assert whole == width
-    assert len(charts) == 3
+    assert len(charts) == (3 if name == "reported" else 7)
     assert width < 360 or min(charts) >= 6.95
