@@ -205,7 +205,10 @@ def test_absurd_numbers_are_shown(records_only: Path, value: float) -> None:
     assert not re.search(r"\bnan\b", text + files.page.read_text())
 
 
-HOSTILE = "</td></table><script>alert(1)</script><img src=x onerror=alert(2)>|`$\\frac{1}{0}$`{{ 7*7 }}\x1b[2J\u202e\u2028\n# x"
+HOSTILE = (
+    "</td></table><script>alert(1)</script><img src=x onerror=alert(2)>"
+    "|`$\\frac{1}{0}$`{{ 7*7 }}\x1b[2J\u202e\u2028\n# x"
+)
 
 
 def test_hostile_names_and_tokens_are_shown_and_do_nothing(records_only: Path) -> None:
