@@ -166,18 +166,24 @@ class Evaluation:
     noise: Real | None = None
 
 
-def find_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
+def find_evaluation(folder: Path) -> Evaluation | None:
+    """Read a result's evaluation.json; None if there is none; raises MalformedFileError."""
+    path = folder / EVALUATION_NAME
+    return read_document(Evaluation, path) if path.exists() else None
+
+
+def fresh_evaluation(folder: Path, *, weights: str) -> Evaluation | None:
     """Read a result's evaluation.json; None if there is none. `weights` is the digest of its weights (Ledger.weights).
 
     Raises CheckpointError if the file is damaged, or measures other weights.
     """
-    path = folder / EVALUATION_NAME
-    if not path.exists():
-        return None
     with remedy(_REMEDY):
-        found = read_document(Evaluation, path)
+        found = find_evaluation(folder)
+    if found is None:
+        return None
+    where, is_evaluated = folder / EVALUATION_NAME, found.kind == "evaluate"
     if not found.rows:
-        raise CheckpointError(f"{path}: measures no model. {_REMEDY}")
-    if any(row.model.weights != weights for row in found.rows if found.kind == "evaluate" or row.model.weights):
-        raise CheckpointError(f"{path}: measures other weights than this result has. {_REMEDY}")
+        raise CheckpointError(f"{where}: measures no model. {_REMEDY}")
+    if any(row.model.weights != weights for row in found.rows if is_evaluated or row.model.weights is not None):
+        raise CheckpointError(f"{where}: measures other weights than this result has. {_REMEDY}")
     return found

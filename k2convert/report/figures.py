@@ -24,7 +24,7 @@ from k2convert.fit.model import Model, Tensor, read_result
 from k2convert.models import find_family, locate_module
 from k2convert.models.names import Role
 from k2convert.quantize.metrics.weight_metrics import WeightMetrics
-from k2convert.records.evaluation import Evaluation, find_evaluation
+from k2convert.records.evaluation import Evaluation, fresh_evaluation
 from k2convert.records.fingerprint import JobDescription, fingerprint_digest
 from k2convert.records.journal import Journal
 from k2convert.records.ledger import TOTAL, Ledger, LedgerShard, LedgerSource, find_ledger, summarize
@@ -176,7 +176,7 @@ def collect_report(
 
 def _find_evaluation(folder: Path, ledger: Ledger, missing: list[str]) -> Evaluation | None:
     try:
-        return find_evaluation(folder, weights=ledger.weights)
+        return fresh_evaluation(folder, weights=ledger.weights)
     except CheckpointError as error:
         path = folder / EVALUATION_NAME
         missing.append(f"{EVALUATION_NAME} is not shown: {str(error).removeprefix(f'{path}: ')}")

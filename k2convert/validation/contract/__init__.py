@@ -18,7 +18,7 @@ from typing import Final
 from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.names import Role
-from k2convert.records.evaluation import find_evaluation
+from k2convert.records.evaluation import fresh_evaluation
 from k2convert.records.ledger import Ledger
 from k2convert.records.shard_record import DecodedError
 from k2convert.validation.contract.folder import (
@@ -287,7 +287,7 @@ def _evaluation_problem(path: Path, ledger: Ledger) -> str:
     if path.is_symlink():
         return ""  # reported by rule 16
     try:
-        find_evaluation(path.parent, weights=ledger.weights)
+        fresh_evaluation(path.parent, weights=ledger.weights)
     except CheckpointError as error:
         return str(error).removeprefix(f"{path}: ").removesuffix(".")
     return ""
