@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final
 
+from blake3 import blake3
 from pydantic import Field
 
 from k2convert import __version__
@@ -207,6 +208,21 @@ def read_ledger(folder: Path) -> Ledger:
     if ledger is None:
         raise CheckpointError(f"{folder}: not a finished conversion (no {LEDGER_NAME}). Finish `k2convert run` first.")
     return ledger
+
+
+def weights_digest(checkpoint: Checkpoint, ledger: Ledger | None) -> str:
+    """Return the digest that stands for a checkpoint's weights: of the headers of its shards, and of their contents if
+    its ledger states them.
+
+    Two results of k2convert with the same digest have the same bytes, unless a shard was changed in place after the
+    conversion: `validate` finds that. Without a ledger, only names, types, shapes and sizes are the same.
+    """
+    digest = blake3()
+    for name, header in sorted(checkpoint.headers.items()):
+        stated = None if ledger is None else ledger.shards.get(name)
+        content = "" if stated is None else stated.blake3
+        digest.update(f"{name}\0{header.digest}\0{header.file_bytes}\0{content}\n".encode())
+    return digest.hexdigest()
 
 
 def pruned_source(source: Checkpoint, ledger: Ledger | None) -> Checkpoint:
