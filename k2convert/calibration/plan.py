@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Final
 from blake3 import blake3
 
 from k2convert import __version__
-from k2convert.calibration.layer_files import LayerShards, layer_ranges
 from k2convert.calibration.statistics import StatisticsHeader, open_statistics
 from k2convert.calibration.text import Windows, held_out
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import DestinationError, DiskFullError, quoted
+from k2convert.forward.layer_shards import LayerPart, LayerShards, layer_ranges
 from k2convert.forward.work import WalkJob, WorkFolder
 from k2convert.hub.client import Hub
 from k2convert.hub.ranges import RemoteShards
@@ -152,7 +152,8 @@ class CalibrationPlan:
     @property
     def fetched(self) -> tuple[int, ...]:
         """The bytes that are fetched for each layer."""
-        return tuple(0 if self.shards is None else self.shards.takes(layer) for layer in range(self.num_layers))
+        parts = () if self.shards is None else self.shards.parts
+        return tuple(part.num_bytes for part in parts) or (0,) * self.num_layers
 
     @property
     def layer_rooms(self) -> tuple[int, ...]:
@@ -265,7 +266,8 @@ def plan_calibration(
     fetched = None
     if source.remote is not None:
         remote = RemoteShards(source.hub, source.remote, work.downloads)
-        fetched = LayerShards(source.checkpoint, remote, layer_ranges(source.checkpoint, num_layers), 0, SILENT)
+        ranges = layer_ranges(source.checkpoint, num_layers)
+        fetched = LayerShards([LayerPart(source.checkpoint, remote, of) for of in ranges], work.downloads, 0, SILENT)
     windows = ids.shape[0] - (0 if needs is None else int(held_out(ids.shape[0]).sum()))
     return CalibrationPlan(
         text=text,

@@ -5,7 +5,7 @@ tokenizers and tiktoken are compiled and bound nothing, and when memory ends the
 a process (as in chat_process.py), whatever the file does, and its end is one line.
 
 First line out: {} or {"error"}. Then for each text {"text", "special"} in, and {"count"} with the ids as int64, or
-{"error"}, out.
+{"error"}, out; for {"ids"}, {"text"} out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -63,22 +64,27 @@ class TokenizerProcess:
 
     def encode(self, text: str, *, special: bool = False) -> NDArray[np.int64]:
         """Return the ids i64 [tokens] of a text. `special`: names of special tokens become these tokens."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({"text": text, "special": special}).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the answer says why
-        count: int = self._answer()["count"]
+        count: int = self._ask({"text": text, "special": special})["count"]
         if count > MAX_TOKENS_PER_BYTE * (num_bytes := len(text.encode())) + MAX_TOKENS_PER_BYTE:
             raise CalibrationError(
                 f"{self._folder}: the tokenizer makes {count:,} tokens of {num_bytes:,} bytes of text. {BAD_FILE}"
             )
+        assert self._process.stdout is not None
         data = self._process.stdout.read(8 * count)
         if len(data) < 8 * count:
             raise self._ended()
         return np.frombuffer(data, dtype=np.int64)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids, special tokens by their names. Bytes that are no text become U+FFFD."""
+        return str(self._ask({"ids": ids})["text"])
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the answer says why
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -118,12 +124,15 @@ def main() -> None:
     _send({})
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+        question: dict[str, Any] = json.loads(line)
         try:
-            ids = tokenizer.encode(**json.loads(line))
+            if "ids" in question:
+                _send({"text": tokenizer.decode(**question)})
+            else:
+                ids = tokenizer.encode(**question)
+                _send({"count": ids.size}, ids.tobytes())
         except (K2ConvertError, MemoryError) as error:
             _send({"error": _message(error)})
-            continue
-        _send({"count": ids.size}, ids.tobytes())
 
 
 def _message(error: BaseException) -> str:

@@ -59,10 +59,14 @@ BAD_FILE: Final = "Download the checkpoint's tokenizer files again, or pass toke
 
 
 class Tokenizer(Protocol):
-    """Text to token ids."""
+    """Text to token ids, and back."""
 
     def encode(self, text: str, *, special: bool = False) -> NDArray[np.int64]:
         """Return the ids i64 [tokens] of a text. `special`: names of special tokens become these tokens."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids, special tokens by their names. Bytes that are no text become U+FFFD."""
         ...
 
 
@@ -101,6 +105,10 @@ class _JsonTokenizer:
             ]
         return np.concatenate([np.array(ids, dtype=np.int64) for ids in found])
 
+    def decode(self, ids: list[int]) -> str:
+        with _in_one_line(self._path):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
+
 
 class _KimiTokenizer:
     """tiktoken.model and the special tokens of tokenizer_config.json, by tiktoken, as tokenization_kimi.py does."""
@@ -132,6 +140,10 @@ class _KimiTokenizer:
                 for piece in _short_runs(text[start : start + MAX_CALL_CHARS])
             ]
         return np.concatenate([np.zeros(0, dtype=np.int64), *found]).astype(np.int64)
+
+    def decode(self, ids: list[int]) -> str:
+        with _in_one_line(self._path):
+            return self._encoding.decode(ids)
 
 
 def _line_pieces(text: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ built from the fields. No code of the checkpoint is run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from k2convert.checkpoint.index import thaw
 from k2convert.errors import CheckpointError, cut
-from k2convert.forward.weights import DenseWeight, WeightReader
+from k2convert.forward.weights import DenseWeight, WeightReader, round_to_e4m3
 from k2convert.models.config import text_config
 
 _NOT_OF_THE_NETWORK: Final = ("quantization_config", "compression_config", "model_type", "architectures", "auto_map")
@@ -23,7 +24,8 @@ _NO_TOKENS: Final = {"bos_token_id": None, "eos_token_id": None, "pad_token_id":
 """transformers warns of special tokens outside the vocabulary. Attention has no use for them."""
 _NOT_WEIGHTS: Final = ("self_attn.rotary_emb.inv_freq",)
 """Old checkpoints store these, and they follow from the config."""
-
+_CACHE_SCALES: Final = ("k_scale", "v_scale", "q_scale", "kv_scale")
+"""Scales of an FP8 KV cache, which some checkpoints have below one module or another of the attention."""
 
 _KERNEL: Final = "k2convert"
 
@@ -43,10 +45,16 @@ class _Linear(nn.Module):
 class Attention:
     """input_layernorm, attention and residual, post_attention_layernorm of one layer, on one device."""
 
-    def __init__(self, reader: WeightReader, stem: str, *, device: str = "cpu") -> None:
-        """Read the attention of the layer `stem` (`...layers.N`); CheckpointError if config and tensors disagree."""
+    def __init__(self, reader: WeightReader, stem: str, *, device: str = "cpu", fp8_cache: bool = False) -> None:
+        """Read the attention of the layer `stem` (`...layers.N`); CheckpointError if config and tensors disagree.
+
+        With `fp8_cache`, everything that a KV cache holds is rounded to E4M3, as every later token reads it.
+        """
         rotary, modules = _build(reader.checkpoint.config, where=str(reader.checkpoint.folder))
         _fill(modules, {name: value.to(device) for name, value in _read_state(reader, stem, modules).items()})
+        if fp8_cache:
+            keys, values = (_cache_scale(reader, stem, which) for which in ("k_scale", "v_scale"))
+            _round_cache(modules.self_attn, keys, values)
         self._modules: Any = modules.eval()
         self._rotary = rotary.to(device)
         self._device = device
@@ -109,6 +117,8 @@ def _read_state(reader: WeightReader, stem: str, modules: nn.Module) -> dict[str
     prefix = f"{stem}.self_attn."
     for name, tensor in reader.checkpoint.tensors.items():
         if name.startswith(prefix) and (inner := name.removeprefix(f"{stem}.")) not in (*expected, *_NOT_WEIGHTS):
+            if inner.rpartition(".")[2] in _CACHE_SCALES:
+                continue
             raise CheckpointError(
                 f"{tensor.shard}: {name}: the attention that config.json describes has no {inner}. "
                 "Use the model's own config.json."
@@ -120,7 +130,43 @@ def _read_state(reader: WeightReader, stem: str, modules: nn.Module) -> dict[str
                 f"{info.shard}: {info.name} has shape {list(info.shape)}, but config.json makes it "
                 f"{list(value.shape)}. Use the model's own config.json."
             )
-    return {name: reader.read(f"{stem}.{name}") for name in expected}
+    return {name: reader.read_numbers(f"{stem}.{name}") for name in expected}
+
+
+def _cache_scale(reader: WeightReader, stem: str, which: str) -> float:
+    """Return the scale of the keys or values in the KV cache: 1 if the checkpoint does not have it."""
+    for name in reader.checkpoint.tensors:
+        if name.startswith(f"{stem}.self_attn.") and name.endswith(f".{which}"):
+            scale = float(reader.read_numbers(name).flatten()[0])
+            if not 0 < scale < math.inf:
+                raise CheckpointError(f"{reader.checkpoint.folder}: {name} is {scale}. Use the model's own checkpoint.")
+            return scale
+    return 1.0
+
+
+def _round_cache(attention: Any, keys: float, values: float) -> None:
+    """Round what attention keeps of a token: MLA's latent and rotary key, by the scale of keys; else keys and values.
+
+    The latent is rounded here, and what has its position in `_causal_attention`.
+    """
+    attention.cache_scales = keys, values
+    if hasattr(attention, "kv_a_layernorm"):
+
+        def rounded(_module: nn.Module, _inputs: object, latent: Tensor) -> Tensor:
+            return round_to_e4m3(latent, keys)
+
+        attention.kv_a_layernorm.register_forward_hook(rounded)
+
+
+def _cached(attention: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values as they come out of the cache, if it is FP8."""
+    scales: tuple[float, float] | None = getattr(attention, "cache_scales", None)
+    if scales is None:
+        return key, value
+    if not hasattr(attention, "kv_a_layernorm"):
+        return round_to_e4m3(key, scales[0]), round_to_e4m3(value, scales[1])
+    width: int = attention.qk_nope_head_dim
+    return torch.cat((key[..., :width], round_to_e4m3(key[..., width:], scales[0])), dim=-1), value
 
 
 def _fill(modules: Any, state: Mapping[str, Tensor]) -> None:
@@ -146,6 +192,7 @@ def _causal_attention(
     from transformers.integrations import sdpa_attention
 
     sdpa: Any = sdpa_attention
+    key, value = _cached(module, key, value)
     width = value.shape[-1]
     padded = nn.functional.pad(value, (0, key.shape[-1] - width))
     attended, _ = sdpa.sdpa_attention_forward(module, query, key, padded, mask, **options)

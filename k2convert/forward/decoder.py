@@ -61,6 +61,17 @@ class BlockObserver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Rounding:
+    """What is rounded besides weights: `activations` that NVFP4 weights multiply to FP4, the `kv_cache` to E4M3."""
+
+    activations: bool = False
+    kv_cache: bool = False
+
+
+EXACT: Final = Rounding()
+
+
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """Some tokens int64 [t] of the MLP `module`, with the router's weights f32 [t]; `place` numbers the device."""
 
@@ -94,7 +105,14 @@ def embed(reader: WeightReader, ids: Tensor) -> Tensor:
 class DecoderLayer:
     """One layer of the model; holds its attention, its norms and its router."""
 
-    def __init__(self, reader: WeightReader, layer: int, devices: tuple[str, ...] = ("cpu",), workers: int = 1) -> None:
+    def __init__(
+        self,
+        reader: WeightReader,
+        layer: int,
+        devices: tuple[str, ...] = ("cpu",),
+        workers: int = 1,
+        rounding: Rounding = EXACT,
+    ) -> None:
         """Read all of layer number `layer` but its MLPs; CheckpointError if it cannot be computed.
 
         Windows and experts are dealt out to `devices`; the first one holds what is whole.
@@ -113,7 +131,8 @@ class DecoderLayer:
         self._workers = workers
         self._piece_tokens = PIECE_TOKENS if devices[0] == "cpu" else CUDA_PIECE_TOKENS
         self._mlp = f"{stem}.mlp"
-        self._attentions = [Attention(reader, stem, device=device) for device in devices]
+        self._attentions = [Attention(reader, stem, device=on, fp8_cache=rounding.kv_cache) for on in devices]
+        self._fp4_inputs = rounding.activations
         is_moe = layer in architecture.moe_layers
         if not is_moe and devices[0] == "cpu":
             self._piece_tokens = DENSE_PIECE_TOKENS
@@ -132,7 +151,7 @@ class DecoderLayer:
         if observer is not None:
             observer.block(x, routing)
         if self.is_dense and not self._dense:
-            self._dense = [read_mlp(self._reader, self._mlp, device=device) for device in self._devices]
+            self._dense = [self._read_mlp(self._mlp, device) for device in self._devices]
         total = torch.zeros_like(x)
         with closing(self._outputs(x, self._pieces(x.shape[0], routing))) as outputs:
             for piece, inner, output in outputs:
@@ -180,12 +199,15 @@ class DecoderLayer:
 
         def compute(piece: _Piece) -> tuple[_Piece, Tensor, Tensor]:
             device = self._devices[piece.place]
-            mlp = self._dense[piece.place] if self._dense else read_mlp(self._reader, piece.module, device=device)
+            mlp = self._dense[piece.place] if self._dense else self._read_mlp(piece.module, device)
             inner = mlp.inner(inputs[piece.place][piece.tokens.to(device)])
             return piece, inner.to(home), mlp.outer(inner).to(home)
 
         with allowing_tf32(self._devices), closing(run_in_order(compute, pieces, workers=self._workers)) as results:
             yield from results
+
+    def _read_mlp(self, module: str, device: str) -> Mlp:
+        return read_mlp(self._reader, module, device=device, fp4_inputs=self._fp4_inputs)
 
     def _pieces(self, num_tokens: int, routing: Routing | None) -> Iterator[_Piece]:
         if routing is None:

@@ -94,6 +94,8 @@ def round_to_e2m1(x: Tensor) -> Tensor:
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+DEFAULT_INPUT_SCALE = 1.0
+"""For a weight-only checkpoint whose activations are quantized: what k2convert itself writes by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +118,38 @@ class Mlp:
 
     def inner(self, x_TK: Tensor, first: int = 0) -> Tensor:
         """Return the input f32 [T, I] of down. Inputs of the tokens from `first` on are quantized."""
-        gate = torch.nn.functional.silu(_linear(x_TK, self.gate, first), inplace=True)
-        return gate.mul_(_linear(x_TK, self.up, first))
+        of_gate = _input(x_TK, self.gate, first)
+        of_up = of_gate if self.up.input_scale == self.gate.input_scale else _input(x_TK, self.up, first)
+        gate = torch.nn.functional.silu(self.gate.weight.linear(of_gate), inplace=True)
+        return gate.mul_(self.up.weight.linear(of_up))
 
     def outer(self, inner_TI: Tensor, first: int = 0) -> Tensor:
         """Return down's output f32 [T, hidden]. Inputs of the tokens from `first` on are quantized."""
-        return _linear(inner_TI, self.down, first)
+        return self.down.weight.linear(_input(inner_TI, self.down, first))
 
 
-def read_mlp(reader: WeightReader, stem: str, *, device: str = "cpu") -> Mlp:
-    """Read the MLP `stem` (a module name without its last part) of an INT4 source; CheckpointError if unusable."""
-    exact = (LinearLayer(exact_weight(reader.read_source(f"{stem}.{name}"))) for name in PROJECTIONS)
-    return Mlp(*(layer.to(device) for layer in exact))
+def read_mlp(reader: WeightReader, stem: str, *, device: str = "cpu", fp4_inputs: bool = False) -> Mlp:
+    """Read the MLP `stem` (a module name without its last part) of any checkpoint; CheckpointError if unusable.
+
+    Each projection is NVFP4, INT4 or BF16, by the tensors that it has. With `fp4_inputs`, the inputs of NVFP4 weights
+    are quantized, by the input scale that is stored, or by 1.
+    """
+    return Mlp(*(_read_linear(reader, f"{stem}.{name}", fp4_inputs).to(device) for name in PROJECTIONS))
 
 
-def _linear(x_TK: Tensor, layer: LinearLayer, first: int) -> Tensor:
-    if layer.input_scale is not None:
-        x_TK = torch.cat([x_TK[:first], quantize_activations(x_TK[first:], layer.input_scale)])
-    return layer.weight.linear(x_TK)
+def _read_linear(reader: WeightReader, module: str, fp4_inputs: bool) -> LinearLayer:
+    if not reader.is_nvfp4(module):
+        return LinearLayer(exact_weight(reader.read_source(module)))
+    found = reader.read_converted(module)
+    return LinearLayer(found.weight, (found.input_scale or DEFAULT_INPUT_SCALE) if fp4_inputs else None)
+
+
+def _input(x_TK: Tensor, layer: LinearLayer, first: int) -> Tensor:
+    """Return the input of a layer as it multiplies it: the tokens from `first` on quantized, if it has a scale."""
+    if layer.input_scale is None:
+        return x_TK
+    rounded = quantize_activations(x_TK[first:], layer.input_scale)
+    return rounded if first == 0 else torch.cat([x_TK[:first], rounded])
 
 
 SCORES_PER_GROUP = 2

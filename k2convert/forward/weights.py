@@ -25,8 +25,10 @@ from k2convert.checkpoint.reader import ShardReader
 from k2convert.errors import CheckpointError
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, WEIGHT_SCALE
 from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.formats.nvfp4 import E4M3_MAX
 
 _DTYPES: Final = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
+_NUMBERS: Final = ("BF16", "F32", "F16")
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -53,6 +55,11 @@ def _e4m3_values() -> Tensor:
 _INT4_PAIRS: Final = _pairs([float(nibble - 8) for nibble in range(16)])
 _E2M1_PAIRS: Final = _pairs([*_E2M1, *(-value for value in _E2M1)])
 _E4M3: Final = _e4m3_values()
+
+
+def round_to_e4m3(x: Tensor, scale: float) -> Tensor:
+    """Round FP32 values to E4M3 times `scale`: to nearest even, saturating at 448, as a KV cache in FP8 does."""
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +176,26 @@ class WeightReader:
         """Return the bytes of a tensor, uint8 [num_bytes]."""
         return torch.frombuffer(self._shards.read(self.info(name)), dtype=torch.uint8)
 
-    def read(self, name: str, *, num_rows: int | None = None) -> Tensor:
-        """Return a floating-point or U8 tensor in its stored dtype and shape, or its first `num_rows` rows."""
+    def read(self, name: str, *, first_row: int = 0, num_rows: int | None = None) -> Tensor:
+        """Return a floating-point or U8 tensor in its stored dtype and shape, or `num_rows` of its rows."""
         info = self.info(name)
         if info.dtype not in _DTYPES:
             raise CheckpointError(f"{info.shard}: {name} is {info.dtype}; expected one of {', '.join(_DTYPES)}.")
         shape = info.shape if num_rows is None else (num_rows, *info.shape[1:])
         dtype = _DTYPES[info.dtype]
-        buffer = self._shards.read(info, end=math.prod(shape) * dtype.itemsize)
+        begin = first_row * math.prod(info.shape[1:]) * dtype.itemsize
+        buffer = self._shards.read(info, begin=begin, end=begin + math.prod(shape) * dtype.itemsize)
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+    def read_numbers(self, name: str, *, first_row: int = 0, num_rows: int | None = None) -> Tensor:
+        """The same for a tensor of floating-point numbers; CheckpointError for one that is quantized."""
+        info = self.info(name)
+        if info.dtype not in _NUMBERS or self._layout(name.removesuffix(f".{WEIGHT}")) is not None:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: {name} is quantized ({info.dtype}) in a form that cannot be computed here. "
+                "Use a checkpoint that has it in BF16."
+            )
+        return self.read(name, first_row=first_row, num_rows=num_rows)
 
     def read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         """Return some rows of a floating-point matrix, [len(rows), columns]; reads only these."""
@@ -199,7 +217,7 @@ class WeightReader:
     def read_source(self, module: str) -> Int4Weight | Tensor:
         """Return a layer's weight as the INT4 source stores it: INT4, or bf16 [N, K]."""
         if not self.has(f"{module}.{WEIGHT_PACKED}"):
-            return self.read(f"{module}.{WEIGHT}")
+            return self.read_numbers(f"{module}.{WEIGHT}")
         rows = self.info(f"{module}.{WEIGHT_PACKED}").shape[0]
         packed = self.raw(f"{module}.{WEIGHT_PACKED}").view(rows, -1)
         scale_bits = self.read(f"{module}.{WEIGHT_SCALE}").view(torch.uint16)

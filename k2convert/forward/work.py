@@ -1,7 +1,8 @@
 """The work folder of a walk through the layers: what an interrupted walk goes on from.
 
     NAME.work/.k2convert/calibration.json   what the walk depends on, field by field; written before the first layer.
-                                            And the blake3 of every file below, which is kept before it gets its name
+                                            And the blake3 of every file below, which is kept before it gets its name.
+                                            The file of an evaluation is evaluation.json
     NAME.work/.k2convert/lock               held by the running process, if nothing else locks it (records/lock.py)
     NAME.work/.k2convert/download           shards of the Hub that the current layer needs
     NAME.work/layer-000.safetensors         what was found in layer 0: the only claim that the layer is done
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from blake3 import blake3
@@ -27,7 +28,13 @@ from numpy.typing import NDArray
 from k2convert.checkpoint.files import file_digest, list_folder, write_atomically, writing
 from k2convert.checkpoint.folders import check_no_link, make_folder, opened_folder, remove_file, remove_folder
 from k2convert.checkpoint.header import encode_header, read_header
-from k2convert.checkpoint.names import CALIBRATION_JOB_NAME, DOWNLOADS_FOLDER, SHARD_SUFFIX, WORK_FOLDER
+from k2convert.checkpoint.names import (
+    CALIBRATION_JOB_NAME,
+    DOWNLOADS_FOLDER,
+    EVALUATION_NAME,
+    SHARD_SUFFIX,
+    WORK_FOLDER,
+)
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT, ShardWriter
 from k2convert.errors import CheckpointError, DestinationError, MalformedFileError, ResumeError
@@ -65,22 +72,39 @@ class WalkJob:
     files: dict[str, str] = field(default_factory=dict[str, str])
 
 
+Purpose = Literal["calibration", "evaluation"]
+"""What a walk is for."""
+_JOBS: Final[dict[Purpose, tuple[str, str]]] = {
+    "calibration": (CALIBRATION_JOB_NAME, "choose a different name for the statistics"),
+    "evaluation": (EVALUATION_NAME, "name a different file with --out"),
+}
+"""The name of a walk's description, and how to choose another folder."""
+
+
 class WorkFolder:
     """The work folder of one walk. `streams` are the kinds of hidden states, `others` what else is kept of a layer."""
 
-    def __init__(self, folder: Path, *, streams: tuple[str, ...] = (HIDDEN,), others: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        streams: tuple[str, ...] = (HIDDEN,),
+        others: tuple[str, ...] = (),
+        purpose: Purpose = "calibration",
+    ) -> None:
         self.folder = folder
         self.downloads = folder / WORK_FOLDER / DOWNLOADS_FOLDER
         self._streams, self._outputs = streams, (CLAIM, *others)
-        self._job_path = folder / WORK_FOLDER / CALIBRATION_JOB_NAME
+        self._purpose: Purpose = purpose
+        name, self._elsewhere = _JOBS[purpose]
+        self._job_path = folder / WORK_FOLDER / name
 
     @contextmanager
     def locked(self, *, events: Events = SILENT) -> Generator[Keep]:
         """Create the folder and lock it for this process; raises LockedError while another process has it."""
         if self.folder.is_dir() and not (self.folder / WORK_FOLDER).is_dir() and list_folder(self.folder):
             raise DestinationError(
-                f"{self.folder}: is not empty, and its files are not from k2convert. Remove it, or choose a different "
-                "name for the statistics."
+                f"{self.folder}: is not empty, and its files are not from k2convert. Remove it, or {self._elsewhere}."
             )
         make_folder(self.folder / WORK_FOLDER, root=self.folder.parent)
         with lock_destination(self.folder, events=events) as keep:
@@ -106,16 +130,15 @@ class WorkFolder:
         if found is None:
             unknown = [path for path in list_folder(self.folder) if path.is_file()]
             if unknown:
-                events.note(f"{self._job_path}: damaged: the calibration starts again at the beginning")
+                events.note(f"{self._job_path}: damaged: the {self._purpose} starts again at the beginning")
             for path in unknown:
                 self.remove_file(path)
             self._describe(job)
             return job
         if changes := describe_changes(found.identity, job.identity):
             raise ResumeError(
-                f"{self.folder}: holds a different calibration: {changes}. {say_own_command(self.folder)}Repeat it "
-                "with the same options, choose a different name for the statistics, or delete this folder to start "
-                "over."
+                f"{self.folder}: holds a different {self._purpose}: {changes}. {say_own_command(self.folder)}Repeat it "
+                f"with the same options, {self._elsewhere}, or delete this folder to start over."
             )
         if changed := changed_shards(found.source, job.source):
             raise source_error(changed[0], self.folder)
@@ -183,7 +206,7 @@ class WorkFolder:
             first, damage = first - 1, damage or found
         if damage:
             place = f"with layer {first}" if first else "at the beginning"
-            events.note(f"{damage}: the calibration starts again {place}")
+            events.note(f"{damage}: the {self._purpose} starts again {place}")
             self.forget(first, num_layers=num_layers)
         return first
 

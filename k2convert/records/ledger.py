@@ -218,6 +218,21 @@ def read_ledger(folder: Path) -> Ledger:
     return ledger
 
 
+def weights_digest(checkpoint: Checkpoint, ledger: Ledger | None) -> str:
+    """Return the digest that stands for a checkpoint's weights: of the headers of its shards, and of their contents if
+    its ledger states them.
+
+    Two results of k2convert with the same digest have the same bytes, unless a shard was changed in place after the
+    conversion: `validate` finds that. Without a ledger, only names, types, shapes and sizes are the same.
+    """
+    digest = blake3()
+    for name, header in sorted(checkpoint.headers.items()):
+        stated = None if ledger is None else ledger.shards.get(name)
+        content = "" if stated is None else stated.blake3
+        digest.update(f"{name}\0{header.digest}\0{header.file_bytes}\0{content}\n".encode())
+    return digest.hexdigest()
+
+
 def pruned_source(source: Checkpoint, ledger: Ledger | None) -> Checkpoint:
     """Return a result's source with the experts that the result's ledger keeps; raises PlanError if they do not fit.
 

@@ -1,0 +1,172 @@
+"""The checkpoints of an evaluation, as their headers describe them: what can be computed, and whether they compare.
+
+Each MLP may be INT4, NVFP4 in either layout, or not quantized, by the tensors that it has. Everything else must not be
+quantized. Nothing here reads a tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from k2convert.calibration.plan import WalkSource
+from k2convert.checkpoint.files import file_digest
+from k2convert.checkpoint.header import TensorInfo
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.layouts import LAYOUTS
+from k2convert.checkpoint.names import TIKTOKEN_NAME, TOKENIZER_NAME
+from k2convert.choices import Activations
+from k2convert.errors import CalibrationError, CheckpointError
+from k2convert.fit.serving import nvfp4_scheme
+from k2convert.models import detect_family, read_architecture, vocabulary_size
+from k2convert.models.config import check_int4_config, text_config
+from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, ModulePlace, Role
+from k2convert.records.ledger import Ledger
+
+AskedActivations = Literal["w4a4", "w4a16", "both"]
+"""How to compute NVFP4 weights, whatever their config declares."""
+
+_NUMBERS: Final = ("BF16", "F32", "F16")
+_NOT_COMPUTED: Final = (Role.VISION_TOWER, Role.MM_PROJECTOR)
+_COLUMNS_PER_ELEMENT: Final = {"U8": 2, "I32": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedCheckpoint:
+    """A checkpoint, its `name` in the document, its `place` as the user wrote it, and its ledger if it has one."""
+
+    name: str
+    place: str
+    source: WalkSource
+    ledger: Ledger | None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Headers, index and config."""
+        return self.source.checkpoint
+
+    @property
+    def local(self) -> Path | None:
+        """Its folder; None if it is on the Hub."""
+        return self.checkpoint.folder if self.source.remote is None else None
+
+    def kept_experts(self, layer: int) -> tuple[int, ...] | None:
+        """Return the numbers in the source of a pruned result's experts, if its ledger has them."""
+        pruning = None if self.ledger is None else self.ledger.pruning
+        return None if pruning is None else pruning.kept.layers.get(layer)
+
+
+def head_names(checkpoint: Checkpoint) -> tuple[str, str]:
+    """Return the names of the final norm and of the output matrix, which is the embedding if the model ties them."""
+    family = detect_family(checkpoint)
+    head = family.expected_name(f"lm_head.{WEIGHT}")
+    if head not in checkpoint.tensors and text_config(checkpoint.config).get("tie_word_embeddings") is True:
+        head = f"{family.prefix}embed_tokens.{WEIGHT}"
+    return f"{family.prefix}norm.{WEIGHT}", head
+
+
+def modes_of(checkpoint: Checkpoint, asked: AskedActivations | None) -> tuple[Activations | None, ...]:
+    """Return how the activations of a checkpoint's NVFP4 weights are computed; (None,) if it has no such weights."""
+    parameters = {name.rpartition(".")[2] for name in checkpoint.tensors}
+    if not any(names.global_scale in parameters for names in LAYOUTS.values()):
+        return (None,)
+    if asked == "both":
+        return "w4a16", "w4a4"
+    has_scales = any(names.input_scale in parameters for names in LAYOUTS.values())
+    return (asked or nvfp4_scheme(checkpoint.config)[1] or ("w4a4" if has_scales else "w4a16"),)
+
+
+def check_comparable(found: EvaluatedCheckpoint, reference: EvaluatedCheckpoint) -> None:
+    """Refuse a checkpoint of another model than the reference (CheckpointError)."""
+    pairs = [(read_architecture(one.checkpoint), vocabulary_size(one.checkpoint)) for one in (found, reference)]
+    (ours, tokens), (theirs, their_tokens) = pairs
+    for what, one, other in (
+        ("layers", ours.num_layers, theirs.num_layers),
+        ("channels (hidden_size)", ours.hidden_size, theirs.hidden_size),
+        ("tokens in its vocabulary", tokens, their_tokens),
+    ):
+        if one != other:
+            raise CheckpointError(
+                f"{found.place}: has {one:,} {what}, but the reference {reference.place} has {other:,}. These are "
+                "different models: name checkpoints of one model."
+            )
+    for name in (TOKENIZER_NAME, TIKTOKEN_NAME):
+        files = [one.checkpoint.folder / name for one in (found, reference)]
+        if all(path.is_file() for path in files) and file_digest(files[0]) != file_digest(files[1]):
+            raise CheckpointError(
+                f"{found.place}: {name} is not that of the reference {reference.place}. If it is the same tokenizer, "
+                "replace the file by the reference's; else these are different models."
+            )
+
+
+def check_computable(found: EvaluatedCheckpoint) -> None:
+    """Refuse a checkpoint with a part that is missing or in a form that cannot be computed (CheckpointError)."""
+    checkpoint, family = found.checkpoint, detect_family(found.checkpoint)
+    architecture = read_architecture(checkpoint)
+    mlps: dict[ModulePlace, dict[str, tuple[int, int]]] = defaultdict(dict)
+    for name, tensor in checkpoint.tensors.items():
+        module, _, parameter = name.rpartition(".")
+        place = family.classify(module)
+        if place is None or place.role in _NOT_COMPUTED or (place.layer or 0) >= architecture.num_layers:
+            continue
+        if place.role not in CONVERTIBLE_ROLES:
+            if tensor.dtype not in _NUMBERS:
+                raise _quantized(found, tensor, "Use a checkpoint in which only MLPs are quantized.")
+        elif parameter in (WEIGHT, WEIGHT_PACKED):
+            mlp = ModulePlace(place.role, place.layer, place.expert)
+            mlps[mlp][str(place.projection)] = _shape(found, module, tensor)
+    if any(tensor.dtype == "I32" for name, tensor in checkpoint.tensors.items() if name.endswith(f".{WEIGHT_PACKED}")):
+        check_int4_config(checkpoint.config, family=family, where=found.place)
+    for place in _expected_mlps(checkpoint):
+        shapes = mlps.get(place, {})
+        gate = shapes.get("gate", (0, 0))
+        wanted = {"gate": gate, "up": gate, "down": gate[::-1]}
+        if shapes != wanted or gate[1] != architecture.hidden_size:
+            what = f"expert {place.expert}" if place.expert is not None else place.role.replace("_", " ")
+            raise CheckpointError(
+                f"{found.place}: layer {place.layer}, {what}: gate, up and down are "
+                f"{[list(shapes.get(name, ())) for name in wanted]}, which is no MLP of {architecture.hidden_size:,} "
+                "channels. Use a whole checkpoint."
+            )
+    for name in head_names(checkpoint):
+        if name not in checkpoint.tensors:
+            raise CheckpointError(f"{found.place}: has no {name}, so it predicts no tokens. Use a whole checkpoint.")
+
+
+def _shape(found: EvaluatedCheckpoint, module: str, tensor: TensorInfo) -> tuple[int, int]:
+    """Return (N, K) of a weight; CheckpointError for a form that cannot be computed."""
+    is_nvfp4 = any(f"{module}.{names.global_scale}" in found.checkpoint.tensors for names in LAYOUTS.values())
+    is_packed = tensor.name.endswith(WEIGHT_PACKED)
+    known = ("U8",) if is_nvfp4 else ("I32",) if is_packed else _NUMBERS
+    if tensor.dtype not in known or len(tensor.shape) != 2:
+        raise _quantized(found, tensor, "Only INT4 as in Kimi K2, NVFP4 and BF16 can be computed.")
+    return tensor.shape[0], tensor.shape[1] * _COLUMNS_PER_ELEMENT.get(tensor.dtype, 1)
+
+
+def _quantized(found: EvaluatedCheckpoint, tensor: TensorInfo, remedy: str) -> CheckpointError:
+    return CheckpointError(f"{found.place}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}. {remedy}")
+
+
+def _expected_mlps(checkpoint: Checkpoint) -> Iterator[ModulePlace]:
+    architecture = read_architecture(checkpoint)
+    for layer in range(architecture.num_layers):
+        if layer not in architecture.moe_layers:
+            yield ModulePlace(Role.DENSE_MLP, layer)
+        for expert in range(architecture.num_experts) if layer in architecture.moe_layers else ():
+            yield ModulePlace(Role.EXPERTS, layer, expert)
+
+
+def check_text(texts: Sequence[tuple[str, str]], checkpoints: Sequence[EvaluatedCheckpoint]) -> None:
+    """Refuse texts that a checkpoint was calibrated on, by the digests in its ledger (CalibrationError)."""
+    for found in checkpoints:
+        record = None if found.ledger is None else found.ledger.calibration
+        used = {digest for _, digest in record.texts} if record is not None else set[str]()
+        for name, digest in texts:
+            if digest in used:
+                raise CalibrationError(
+                    f"{name}: {found.place} was calibrated on this text, so it would look better than it is. Use a "
+                    "different text, or repeat the command with --yes."
+                )

@@ -1,0 +1,185 @@
+"""One layer of every model against the reference's, and the files in which a walk keeps what was found.
+
+layer-003.safetensors       layer 3: the claim that it is done
+    norm                    F64 [windows]: sum |h|^2 of the reference; NaN for a dropped window
+    error                   F64 [models, windows]: sum |h - h'|^2
+    agreeing                I64 [models, windows]: choices of experts that agree; -1 if that is not known
+    choices                 I64 [1]: choices of experts in a window; 0 for a dense layer
+layer-061.safetensors       after the last layer: the arrays of head.HeadScores, [models, windows, tokens - 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.checkpoint.header import encode_header, read_header
+from k2convert.checkpoint.reader import ShardReader
+from k2convert.checkpoint.writer import ALIGNMENT
+from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
+from k2convert.forward.moe import Routing
+from k2convert.forward.walk import Layer, finite_windows
+from k2convert.forward.work import HIDDEN
+from k2convert.models import detect_family
+from k2convert.models.names import WEIGHT
+from k2convert.records.evaluation import LayerFigures
+
+Arrays = Mapping[str, NDArray[Any]]
+
+_DTYPES: Final = {"F64": np.float64, "I64": np.int64, "BOOL": np.bool_}
+_NAMES: Final = {np.dtype(kind): name for name, kind in _DTYPES.items()}
+
+
+def encode_arrays(arrays: Arrays) -> bytes:
+    """Return the bytes of a safetensors file with some arrays."""
+    tensors = [(name, _NAMES[array.dtype], array.shape, array.nbytes) for name, array in arrays.items()]
+    data = [np.ascontiguousarray(array).tobytes() for array in arrays.values()]
+    return b"".join([encode_header(tensors, metadata={}, alignment=ALIGNMENT), *data])
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Read such a file, which must be whole."""
+    tensors = read_header(path).tensors
+    with closing(ShardReader(lambda _: path)) as reader:
+        return {
+            name: reader.read(info).view(_DTYPES[info.dtype]).reshape(info.shape).copy()
+            for name, info in tensors.items()
+        }
+
+
+@dataclass(slots=True)
+class _Choices:
+    """An observer that keeps the experts int64 [T, k] that the tokens of a chunk chose; None in a dense layer."""
+
+    experts: NDArray[np.int64] | None = None
+
+    def block(self, x_TK: Tensor, routing: Routing | None) -> None:  # noqa: ARG002
+        self.experts = None if routing is None else routing.experts.cpu().numpy()
+
+    def expert(
+        self,
+        expert: int | None,
+        tokens_t: Tensor,
+        weights_t: Tensor | None,
+        inner_tI: Tensor,
+        output_tK: Tensor,
+    ) -> None:
+        """Nothing of an expert is kept."""
+
+    def output(self, h_TK: Tensor) -> None:
+        """Nothing of the output is kept: it is the layer's result."""
+
+
+class LayerComparison:
+    """Sums of one layer over windows, of `num_models` models, the reference counted. It runs them one by one."""
+
+    def __init__(self, num_models: int, num_windows: int) -> None:
+        self._norm = np.full(num_windows, np.nan)
+        self._error = np.zeros((num_models, num_windows))
+        self._agreeing = np.zeros((num_models, num_windows), dtype=np.int64)
+        self._chosen: dict[int, NDArray[np.int16]] = {}
+        self._rows: list[bytes] = []
+
+    def run_reference(self, layer: Layer) -> None:
+        """Run the reference through the layer, and keep what it chose."""
+        self._rows = _router_rows(layer)
+        observer = _Choices()
+        with layer.writing() as write:
+            for chunk in layer.chunks():
+                (states,) = chunk.streams
+                layer.run(chunk.first, states, observer)
+                kept = chunk.first + np.flatnonzero(finite_windows(states))
+                self._norm[kept] = [_energy(states[window - chunk.first]) for window in kept]
+                if kept.size and observer.experts is not None:
+                    experts = observer.experts.reshape(kept.size, -1, observer.experts.shape[1])
+                    self._chosen |= zip(kept.tolist(), experts.astype(np.int16), strict=True)
+                write(states)
+        layer.progress.reach(layer.walk.ids.size)
+
+    def run(self, number: int, layer: Layer, source: EvaluatedCheckpoint) -> None:
+        """Run another model through the layer, and compare it."""
+        observer, numbers = _Choices(), self._expert_numbers(layer, source)
+        shape, after = layer.walk.shape, layer.number + 1
+        with layer.states.reading(HIDDEN, after, shape) as read, layer.writing() as write:
+            for chunk in layer.chunks():
+                (states,) = chunk.streams
+                reference = read(chunk.first, chunk.first + states.shape[0])
+                kept = np.flatnonzero(finite_windows(reference))
+                states[~finite_windows(reference)] = np.nan
+                layer.run(chunk.first, states, observer)
+                for place, window in enumerate(kept.tolist()):
+                    self._error[number, chunk.first + window] = _energy(states[window], reference[window])
+                    if observer.experts is not None:
+                        length = shape[1]
+                        experts = observer.experts[place * length : (place + 1) * length]
+                        found = self._agreement(chunk.first + window, experts, numbers)
+                        self._agreeing[number, chunk.first + window] = found
+                write(states)
+        layer.progress.reach(layer.walk.ids.size)
+
+    def encode(self) -> bytes:
+        """Return the content of the layer's file."""
+        choices = next((chosen.size for chosen in self._chosen.values()), 0)
+        arrays = {"norm": self._norm, "error": self._error, "agreeing": self._agreeing}
+        return encode_arrays(arrays | {"choices": np.array([choices])})
+
+    def _expert_numbers(self, layer: Layer, source: EvaluatedCheckpoint) -> NDArray[np.int64] | None:
+        """Return which of the reference's experts each of a model's is, int64 [E]: None if that cannot be told.
+
+        The rows of a pruned model's router are some of the reference's, unless it was smoothed. Then the ledger of a
+        result has the list.
+        """
+        rows = _router_rows(layer)
+        if len(rows) == len(self._rows):
+            return np.arange(len(rows))
+        places = {row: expert for expert, row in enumerate(self._rows)}
+        if len(places) == len(self._rows) and places.keys() >= set(rows):
+            return np.array([places[row] for row in rows])
+        kept = source.kept_experts(layer.number)
+        return None if kept is None else np.array(kept)
+
+    def _agreement(self, window: int, experts: NDArray[np.int64], numbers: NDArray[np.int64] | None) -> int:
+        if numbers is None or (chosen := self._chosen.get(window)) is None:
+            return -1
+        return int((chosen[:, :, None] == numbers[experts][:, None, :]).any(axis=2).sum())
+
+
+def _router_rows(layer: Layer) -> list[bytes]:
+    """Return the rows of a layer's router; nothing for a dense layer."""
+    reader = layer.reader
+    name = f"{detect_family(reader.checkpoint).router.format(layer=layer.number)}.{WEIGHT}"
+    if layer.decoder.is_dense:
+        return []
+    return [row.tobytes() for row in reader.raw(name).numpy().reshape(reader.info(name).shape[0], -1)]
+
+
+def _energy(states: NDArray[np.float32], other: NDArray[np.float32] | None = None) -> float:
+    """Return sum |h|^2 of one window f32 [T, K], or of the difference of two, in FP64."""
+    total = 0.0
+    for start in range(0, states.shape[0], 64):  # in FP64 they fit into a core's cache
+        rows = states[start : start + 64].astype(np.float64)
+        if other is not None:
+            rows -= other[start : start + 64]
+        total += float(np.vdot(rows, rows))
+    return total
+
+
+def kept_windows(arrays: Arrays) -> NDArray[np.bool_]:
+    """Return which windows were not dropped up to a layer, by its file."""
+    return np.isfinite(arrays["norm"])
+
+
+def layer_figures(arrays: Arrays, number: int, kept: NDArray[np.bool_]) -> LayerFigures:
+    """Return the figures of one model and layer over the windows that were kept until the end."""
+    agreeing, choices = arrays["agreeing"][number, kept], int(arrays["choices"][0])
+    is_known = choices > 0 and bool((agreeing >= 0).all())
+    norm, error = float(arrays["norm"][kept].sum()), float(arrays["error"][number, kept].sum())
+    agreement = float(agreeing.sum()) / (choices * agreeing.size) if is_known else None
+    return LayerFigures(error / norm if norm else 0.0, agreement)
