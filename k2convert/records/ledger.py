@@ -25,7 +25,7 @@ from k2convert.quantize.metrics.weight_metrics import WeightMetrics, total_metri
 from k2convert.quantize.rules import RULES
 from k2convert.records.calibration import CalibrationRecord
 from k2convert.records.document import Count, JsonObject, encode, parse, plain, read_document, shown
-from k2convert.records.fingerprint import StoredRecipe, fingerprint_digest
+from k2convert.records.fingerprint import StoredRecipe, fingerprint_digest, source_digest
 from k2convert.records.pruning import PruningRecord
 from k2convert.records.shard_record import Metrics, ShardRecord
 
@@ -219,18 +219,12 @@ def read_ledger(folder: Path) -> Ledger:
 
 
 def weights_digest(checkpoint: Checkpoint, ledger: Ledger | None) -> str:
-    """Return the digest that stands for a checkpoint's weights: of the headers of its shards, and of their contents if
-    its ledger states them.
+    """Return the digest that stands for a checkpoint's weights: its ledger's, or without one that of its headers.
 
     Two results of k2convert with the same digest have the same bytes, unless a shard was changed in place after the
     conversion: `validate` finds that. Without a ledger, only names, types, shapes and sizes are the same.
     """
-    digest = blake3()
-    for name, header in sorted(checkpoint.headers.items()):
-        stated = None if ledger is None else ledger.shards.get(name)
-        content = "" if stated is None else stated.blake3
-        digest.update(f"{name}\0{header.digest}\0{header.file_bytes}\0{content}\n".encode())
-    return digest.hexdigest()
+    return source_digest(checkpoint) if ledger is None else ledger.weights
 
 
 def pruned_source(source: Checkpoint, ledger: Ledger | None) -> Checkpoint:
