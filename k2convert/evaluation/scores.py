@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -79,6 +80,6 @@ def _by_position(values: NDArray[np.float64]) -> list[PositionMean]:
     borders = [0, *(FIRST_BUCKET << power for power in range(POSITION_BUCKETS - 1)), length]
     return [
         PositionMean(first, min(stop, length), float(values[:, first:stop].mean()))
-        for first, stop in zip(borders, borders[1:], strict=False)
+        for first, stop in pairwise(borders)
         if first < length and stop > first
     ]
