@@ -22,6 +22,7 @@ from k2convert.checkpoint.files import discard_file, list_folder, write_atomical
 from k2convert.checkpoint.folders import make_folder
 from k2convert.checkpoint.names import ANSWERS_NAME, WORK_FOLDER
 from k2convert.errors import DestinationError, EndpointError, ResumeError
+from k2convert.evaluation.connection import redacted
 from k2convert.records.document import Count, plain, read_sealed, seal
 from k2convert.records.evaluation import EvaluationText
 from k2convert.records.events import SILENT, Events
@@ -94,7 +95,7 @@ def collect(rows: Sequence[Row | None], ids: Sequence[int], *, top_k: int) -> An
         token.append(row[wanted][0])
         for key in (wanted, likeliest[0]):
             if isinstance(text := row[key][1], str):
-                words.setdefault(str(key), text[:_MAX_WORD].encode(errors="replace").decode())
+                words.setdefault(str(key), redacted(text)[:_MAX_WORD].encode(errors="replace").decode())
     answer = Answer(
         np.array(found_ids, dtype=np.int32),
         np.array(found_log_p, dtype=np.float32),

@@ -29,6 +29,7 @@ CONNECT_SECONDS: Final = 10.0
 ANSWER_SECONDS: Final = 600.0
 MAX_PAUSE_SECONDS: Final = 60.0
 _SLOW_ATTEMPTS: Final = 2  # each takes ANSWER_SECONDS
+_MAX_ERROR_BYTES: Final = 1 << 20
 _MIN_KEY: Final = 4  # what is shorter could be part of any word
 _AGAIN: Final = "then run the same command again: answers are kept."
 
@@ -182,7 +183,7 @@ class Connection:
 
     def _read(self, response: http.client.HTTPResponse, path: str, limit: int) -> bytes:
         announced = response.length
-        data = response.read(limit + 1)
+        data = response.read(limit + 1 if response.status == 200 else _MAX_ERROR_BYTES)
         if response.status != 200:
             raise self._refused(response, data, path)
         if len(data) > limit:
@@ -195,7 +196,7 @@ class Connection:
 
     def _refused(self, response: http.client.HTTPResponse, data: bytes, path: str) -> RequestError:
         status, headers = response.status, response.headers
-        words = cut(redacted(data[: 1 << 16].decode(errors="replace")))
+        words = cut(redacted(data.decode(errors="replace")))
         said = f"{self.address}: answers {status}" + (f" ({words})" if words else "")
         if 300 <= status < 400:
             place = urlsplit(headers.get("Location", ""))

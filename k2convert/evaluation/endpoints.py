@@ -111,12 +111,13 @@ def open_endpoint(connection: Connection, *, model: str | None, option: str) -> 
 
 
 def _parse(where: str, data: bytes) -> dict[str, Any]:
+    text = redacted(data.decode(errors="replace"))
     try:
-        document = parse_json(data.decode())
+        document = parse_json(text)
     except ValueError as error:
-        what = "a page" if data.lstrip()[:1] == b"<" else f"{quoted(redacted(data[:200].decode(errors='replace')))}"
+        what = "a page" if text.lstrip().startswith("<") else quoted(text)
         raise EndpointError(
-            f"{where}: answers with {what}, not JSON ({redacted(str(error))}). Pass the address of vLLM or SGLang."
+            f"{where}: answers with {what}, not JSON ({error}). Pass the address of vLLM or SGLang."
         ) from None
     if not isinstance(document, dict):
         raise EndpointError(f"{where}: answers with JSON of another form. Pass the address of vLLM or SGLang.")

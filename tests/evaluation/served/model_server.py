@@ -185,7 +185,9 @@ class Handler(BaseHTTPRequestHandler):
         """Send JSON, or bytes as they are."""
         data = document if isinstance(document, bytes) else json.dumps(document).encode()
         self.send_response(status)
-        for name, value in ({"Content-Type": "application/json", "Content-Length": str(len(data))} | (headers or {})).items():
+        for name, value in (
+            {"Content-Type": "application/json", "Content-Length": str(len(data))} | (headers or {})
+        ).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)

@@ -1,5 +1,7 @@
 """The divergence from the most likely tokens is a lower bound of the true one, by brute force on full distributions."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -58,7 +60,7 @@ def test_the_bound_is_below_the_divergence_and_rises_with_k(spread: float, apart
         assert (found <= truth + 1e-5).all(), "float32 in the answers"
         assert found == pytest.approx(merged(p, q, tokens, top_k), abs=1e-5)
         shares.append(found.sum() / truth.sum())
-    assert all(low < high + 1e-5 for low, high in zip(shares, shares[1:], strict=False)), shares
+    assert all(low < high + 1e-5 for low, high in pairwise(shares)), shares
     assert shares[-1] == pytest.approx(1, abs=1e-3)
 
 
