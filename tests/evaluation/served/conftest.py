@@ -1,25 +1,18 @@
 """Servers of small models, a text of token ids, and an environment without keys and without long pauses."""
 
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
+from asking import WINDOW, Compare, Serve
 from command import run_here
-from model_server import VOCABULARY, Model, ModelServer
 
 from k2convert.evaluation import connection
-
-Serve = Callable[..., ModelServer]
-Compare = Callable[..., dict[str, Any]]
-WINDOW = 40
+from scripts.engine_checks.model_server import VOCABULARY, Model, ModelServer
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import WINDOW, Serve
 from command import run_cli
-from conftest import WINDOW, Serve
-from model_server import Handler, ModelServer, markov
 
 from k2convert.evaluation.connection import KEY_NAME, OTHER_KEY_NAME
+from scripts.engine_checks.model_server import Handler, ModelServer, markov
 
 KEY = "sk-a1B2c3D4e5F6g7H8"
 OTHER = "sk-of-the-other-server"

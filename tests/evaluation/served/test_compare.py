@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from asking import WINDOW, Compare, Serve
 from command import run_here
-from conftest import WINDOW, Compare, Serve
-from model_server import VOCABULARY, markov, noisy
 
 from k2convert.records.document import parse
 from k2convert.records.evaluation import Evaluation, is_noise
+from scripts.engine_checks.model_server import VOCABULARY, markov, noisy
 
 
 def test_the_figures_are_those_of_the_models(serve: Serve, compare: Compare, text: Path) -> None:

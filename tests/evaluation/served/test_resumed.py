@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import WINDOW, Serve
 from command import command, run_cli, start_cli
-from conftest import WINDOW, Serve
-from model_server import Handler, markov
+
+from scripts.engine_checks.model_server import Handler, markov
 
 
 class Gate:
