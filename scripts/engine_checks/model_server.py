@@ -43,7 +43,7 @@ def noisy(model: Model, amount: float) -> Model:
 
 @dataclass(slots=True)
 class ModelServer:
-    """A running server; a context manager. `questions` are the prompts it was asked, `headers` what came with them."""
+    """A running server; a context manager. `requests` are those for log-probabilities, `headers` those of all."""
 
     model: Model
     engine: str = "vllm"
@@ -55,7 +55,7 @@ class ModelServer:
     spoil: Spoil | None = None
     decode: Callable[[int], str] = lambda token: f" w{token}"
     seconds: float = 0.0
-    questions: list[list[int]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     _server: Any = None
 
@@ -72,6 +72,11 @@ class ModelServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}/v1"
+
+    @property
+    def questions(self) -> list[list[int]]:
+        """The prompts it was asked for."""
+        return [request.get("prompt") or request["input_ids"] for request in self.requests]
 
     def listing(self) -> dict[str, Any]:
         """The answer of /v1/models."""
@@ -151,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
         if self._is_refused():
             return
         ids = request["prompt"] if owner.engine == "vllm" else request["input_ids"]
-        owner.questions.append(ids)
+        owner.requests.append(request)
         time.sleep(owner.seconds)
         if (problem := self._problem(ids, request)) is not None:
             self.send({"error": {"message": problem, "type": "BadRequestError", "param": None, "code": 400}}, 400)
