@@ -179,9 +179,8 @@ def _show_figures(found: Evaluation) -> None:
             ],
             left=(0, 1, 2, 3),
         )
-    noise = "what A differs from itself by"
-    verdict = f"no difference: not more than {noise}" if is_noise(found, row) else f"different: more than {noise}"
-    console.print_line(verdict)
+    far = "different: B is farther from A than A is from itself"
+    console.print_line("no difference: B is as close to A as A is to itself" if is_noise(found, row) else far)
 
 
 def _mean(value: Mean) -> str:

@@ -5,11 +5,13 @@ model is a function from token ids [T] to log-probabilities [T, vocabulary].
 """
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,7 @@ class ModelServer:
     key: str | None = None
     spoil: Spoil | None = None
     decode: Callable[[int], str] = lambda token: f" w{token}"
-    seconds: float = 0.0
+    certificate: Path | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     _server: Any = None
@@ -62,6 +64,10 @@ class ModelServer:
     def __enter__(self) -> "ModelServer":
         self._server = Server(("127.0.0.1", 0), Handler)
         self._server.owner = self
+        if self.certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
@@ -71,7 +77,7 @@ class ModelServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}/v1"
+        return f"http{'s' if self.certificate else ''}://127.0.0.1:{self._server.server_port}/v1"
 
     @property
     def questions(self) -> list[list[int]]:
@@ -157,7 +163,6 @@ class Handler(BaseHTTPRequestHandler):
             return
         ids = request["prompt"] if owner.engine == "vllm" else request["input_ids"]
         owner.requests.append(request)
-        time.sleep(owner.seconds)
         if (problem := self._problem(ids, request)) is not None:
             self.send({"error": {"message": problem, "type": "BadRequestError", "param": None, "code": 400}}, 400)
             return

@@ -109,6 +109,12 @@ def test_a_text_needs_a_tokenizer_and_gives_its_windows(serve: Serve, tiny: Path
     assert found["text"]["texts"][0][0] == "text.txt"
 
 
+def test_progress_counts_tokens(serve: Serve, options: list[object]) -> None:
+    server = serve(markov(1))
+    shown = run_here("compare", server.url, server.url, *(word for word in options if word != "--quiet"), code=0).stderr
+    assert "compare: 100 % (720 of 720 tokens)" in shown
+
+
 def test_nothing_is_left_behind(serve: Serve, compare: Compare, tmp_path: Path) -> None:
     compare(serve(markov(1)).url, serve(markov(2)).url)
     assert [path.name for path in tmp_path.iterdir()] == ["ids.npy"]
