@@ -22,6 +22,7 @@ ORDER = re.findall(r"^    (\w+)", k2convert.__doc__ or "", flags=re.MULTILINE)
 OWNERS = {
     "rich": {"cli/console.py", "cli/progress.py"},
     "huggingface_hub": {"hub"},
+    "http": {"evaluation/connection.py"},
     "typer": {"cli"},
     "yaml": {"plan", "hub"},
     "triton": {"quantize/kernels"},

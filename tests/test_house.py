@@ -18,7 +18,7 @@ def test_a_run_enters_few_files_and_loads_few_modules(converted: tuple[Path, dic
     assert len(found["entered"]) <= 50, found["entered"]
     assert len(found["loaded"]) <= 90, found["loaded"]
     assert "torch" not in found["loaded"], "importing it takes seconds, and memory"
-    unused = ("calibration", "fit", "forward", "report", "validation")
+    unused = ("calibration", "evaluation", "fit", "forward", "report", "validation")
     assert not [name for name in found["loaded"] if name.split(".")[1:2] and name.split(".")[1] in unused]
 
 

@@ -223,7 +223,7 @@ class Windows:
 
 
 def read_windows(
-    files: Sequence[Path], *, tokenizer: Path, vocab_size: int, tokens: int, window: int, seed: int
+    files: Sequence[Path], *, tokenizer: Path | None, vocab_size: int, tokens: int, window: int, seed: int
 ) -> Windows:
     """Draw `tokens // window` windows from texts and token ids.
 
@@ -237,6 +237,11 @@ def read_windows(
     with ExitStack() as stack:
         sources = {path: source for path in files if (source := _ids_source(path)) is not None}
         if texts := [path for path in files if path not in sources]:
+            if tokenizer is None:
+                raise CalibrationError(
+                    f"{texts[0]}: text needs the model's tokenizer. Pass --tokenizer with a folder or repository of "
+                    "the checkpoint, or token ids (.npy, .jsonl) instead of text."
+                )
             model = stack.enter_context(TokenizerProcess(tokenizer))
             template = stack.enter_context(ChatTemplate(tokenizer))
             of_line = partial(text_of_line, tokenizer=model, template=template)

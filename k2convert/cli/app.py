@@ -20,6 +20,7 @@ from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrup
 from k2convert.cli.options import JsonOption, verb
 from k2convert.cli.verbs import (
     CalibrateOptions,
+    CompareOptions,
     FitOptions,
     InspectOptions,
     PublishOptions,
@@ -107,6 +108,11 @@ _VERBS: Final[Sequence[tuple[type, str, str]]] = (
         ValidateOptions,
         "validate Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
         "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
+    ),
+    (
+        CompareOptions,
+        "compare http://HOST:8000/v1 http://HOST:8001/v1 --text prompts.jsonl --tokenizer Kimi-K2-Thinking",
+        "compare http://HOST:8000/v1 --text ids.npy --save before.answers",
     ),
     (
         ReportOptions,

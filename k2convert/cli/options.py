@@ -98,6 +98,14 @@ def check_statistics(text: str) -> None:
         parse_file_address(text)
 
 
+def check_server(text: str) -> None:
+    """Refuse what is neither a server's address without a password nor a path; raises EndpointError."""
+    from k2convert.evaluation.connection import is_address, parse_address
+
+    if is_address(text):
+        parse_address(text)
+
+
 def check_size(text: str) -> None:
     """Refuse what is not a size; raises BadParameter."""
     try:

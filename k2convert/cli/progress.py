@@ -128,6 +128,8 @@ def _done_text(phase: str, meter: Meter) -> str:
         return f"{meter.done:,} of {meter.total:,} experts"
     if phase == "calibrate":
         return f"{meter.done // meter.unit} of {meter.total // meter.unit} layers"
+    if phase == "ask":
+        return f"{meter.done:,} of {meter.total:,} tokens"
     done, total = format_bytes(min(meter.done, meter.total)).split(" "), format_bytes(meter.total).split(" ")
     return f"{done[0] if done[1] == total[1] else ' '.join(done)} of {' '.join(total)}"
 
@@ -140,6 +142,8 @@ def _rate_text(phase: str, meter: Meter) -> str:
         return "stalled"
     if phase == "calibrate":
         return f"{rate:,.0f} tokens/s per layer"
+    if phase == "ask":
+        return f"{rate:,.0f} tokens/s"
     return f"{rate:.1f} experts/s" if phase == "layers" else format_rate(rate)
 
 

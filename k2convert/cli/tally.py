@@ -164,9 +164,9 @@ class Tally:
                 self._count("layers", 1)
 
     def tokens_computed(self, tokens: int) -> None:
-        """Count tokens that a layer of a calibration computed."""
+        """Count tokens that a layer of a calibration computed, or that a server answered for."""
         with self._lock:
-            self._count("calibrate", tokens)
+            self._count("ask" if "ask" in self.meters else "calibrate", tokens)
 
     def take_new_shards(self) -> list[str]:
         """Return the shards that were finished since the last call."""

@@ -141,11 +141,11 @@ def _explain_response(action: str, error: Any) -> HubRequestError:
         reason=reason,
         status=status,
         transient=status in TRANSIENT_STATUS,
-        retry_after=_retry_after(response.headers),
+        retry_after=retry_after(response.headers),
     )
 
 
-def _retry_after(headers: Mapping[str, str]) -> float | None:
+def retry_after(headers: Mapping[str, str]) -> float | None:
     """Return the seconds that the Hub asks to wait, at most an hour: a number or a date (RFC 9110, 10.2.3)."""
     value = headers.get("Retry-After", "").strip()
     if value.isascii() and value.isdecimal():

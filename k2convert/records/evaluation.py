@@ -166,6 +166,15 @@ class Evaluation:
     noise: Real | None = None
 
 
+NOISE_FACTOR: Final = 2.0
+"""Divergences up to so many times the noise are not told apart from it: both are means over a few windows."""
+
+
+def is_noise(evaluation: Evaluation, row: EvaluationRow) -> bool:
+    """Return whether a model's divergence is none that the reference's server does not show from itself."""
+    return evaluation.noise is not None and row.figures.divergence.mean <= NOISE_FACTOR * evaluation.noise
+
+
 def find_evaluation(folder: Path) -> Evaluation | None:
     """Read a result's evaluation.json; None if there is none; raises MalformedFileError."""
     path = folder / EVALUATION_NAME

@@ -29,6 +29,8 @@ from scripts.engine_checks.engines import ENGINES, Engine
 from scripts.engine_checks.environments import SetupError, ensure
 from scripts.engine_checks.expected import NEW_TOKENS, Evaluation, Expected
 from scripts.engine_checks.serve_commands import PARSERS, check_commands
+from scripts.engine_checks.served import check_served, check_wire
+from scripts.engine_checks.served import report as served_report
 from scripts.engine_checks.table import Result, markdown
 from scripts.engine_checks.variants import K2, MSE, ROOT, VARIANTS, WEIGHT_ONLY, Variant, convert
 
@@ -178,14 +180,23 @@ def main() -> int:
     reference = None if options.load_only else Reference(evaluation, work / "checkpoints")
     tasks = [Task(engine, variant) for engine in engines for variant in KINDS if engine.reads(variant)]
     results = list(run_all(tasks, work, request, reference, options.jobs, say))
-    text = report(results, tokens=evaluation.windows.numel())
-    print(text, end="")
-    (work / "RESULTS.md").write_text(text, encoding="utf-8")
     problems = [f"{r.title}, {r.variant.name}: {problem}" for r in results for problem in r.failed]
     for name in (engine.name for engine in engines if engine.name in PARSERS):
         found = check_commands(name, work)
         say(f"{name}, serve commands: {'; '.join(found) or 'ok'}")
         problems += [f"{name}, serve commands: {problem}" for problem in found]
+    text = report(results, tokens=evaluation.windows.numel())
+    names = [engine.name for engine in engines]
+    for name in (name for name in names if name in ("vllm", "sglang")):
+        found = check_wire(name, work)
+        say(f"{name}, wire format: {'; '.join(found) or 'ok'}")
+        problems += [f"{name}, wire format: {problem}" for problem in found]
+    if "vllm" in names and not options.load_only:
+        rows, found = check_served(work, options.tokens, say)
+        text += served_report(rows)
+        problems += [f"vllm, served: {problem}" for problem in found]
+    print(text, end="")
+    (work / "RESULTS.md").write_text(text, encoding="utf-8")
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
     return 1 if problems else 0

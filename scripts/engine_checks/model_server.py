@@ -1,0 +1,203 @@
+"""A model behind HTTP on the loopback interface, in the wire formats of vLLM and SGLang.
+
+The formats are those of vLLM 0.32 and SGLang 0.5.23; wire.py compares them with the engines' own classes. The
+model is a function from token ids [T] to log-probabilities [T, vocabulary].
+"""
+
+import json
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+VOCABULARY = 96
+Model = Callable[[list[int]], NDArray[np.float64]]
+Spoil = Callable[["Handler", dict[str, Any]], bool]
+"""Answers a question in its own way and returns True, or changes the document to send and returns False."""
+
+
+def markov(seed: int, *, apart: float = 0.0, vocabulary: int = VOCABULARY) -> Model:
+    """A model whose next token depends on the last one. `apart` is how far its logits are from those of the seed."""
+    table = 3 * np.random.default_rng(seed).standard_normal((vocabulary, vocabulary))
+    table += apart * np.random.default_rng(seed + 1).standard_normal(table.shape)
+    table -= np.log(np.exp(table).sum(axis=1, keepdims=True))
+    return lambda ids: table[ids]
+
+
+def noisy(model: Model, amount: float) -> Model:
+    """A model whose answers differ each time, as with batches of other sizes."""
+    generator, lock = np.random.default_rng(5), threading.Lock()
+
+    def answer(ids: list[int]) -> NDArray[np.float64]:
+        with lock:
+            logits = model(ids) + amount * generator.standard_normal((len(ids), VOCABULARY))
+        return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+    return answer
+
+
+@dataclass(slots=True)
+class ModelServer:
+    """A running server; a context manager. `requests` are those for log-probabilities, `headers` those of all."""
+
+    model: Model
+    engine: str = "vllm"
+    name: str = "served"
+    models: tuple[str, ...] = ()
+    max_logprobs: int = 64
+    max_model_len: int = 4096
+    key: str | None = None
+    spoil: Spoil | None = None
+    decode: Callable[[int], str] = lambda token: f" w{token}"
+    certificate: Path | None = None
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    _server: Any = None
+
+    def __enter__(self) -> "ModelServer":
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server.owner = self
+        if self.certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http{'s' if self.certificate else ''}://127.0.0.1:{self._server.server_port}/v1"
+
+    @property
+    def questions(self) -> list[list[int]]:
+        """The prompts it was asked for."""
+        return [request.get("prompt") or request["input_ids"] for request in self.requests]
+
+    def listing(self) -> dict[str, Any]:
+        """The answer of /v1/models."""
+        names = self.models or (self.name,)
+        card = {"object": "model", "created": int(time.time()), "owned_by": self.engine, "parent": None}
+        return {
+            "object": "list",
+            "data": [{"id": n, "root": f"/weights/{n}", "max_model_len": self.max_model_len} | card for n in names],
+        }
+
+    def vllm_answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer of vLLM's /v1/completions."""
+        rows: list[dict[str, Any] | None] = [None]
+        ids, count = request["prompt"], request["prompt_logprobs"]
+        for token, log_p in zip(ids[1:], self.model(ids), strict=False):
+            order = np.argsort(-log_p, kind="stable")
+            rank = {int(i): at + 1 for at, i in enumerate(order)}
+            rows.append(
+                {
+                    str(i): {"logprob": float(np.float32(log_p[i])), "rank": rank[i], "decoded_token": self.decode(i)}
+                    for i in dict.fromkeys([token, *map(int, order[:count])])
+                }
+            )
+        choice = {"index": 0, "text": " w0", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        choice |= {"token_ids": None, "prompt_logprobs": rows, "prompt_token_ids": None, "routed_experts": None}
+        details = {"prompt_tokens_details": None, "completion_tokens_details": None}
+        usage = {"prompt_tokens": len(ids), "total_tokens": len(ids) + 1, "completion_tokens": 1} | details
+        rest = {"service_tier": None, "system_fingerprint": "vllm-0.32.0-74c970e5", "usage": usage}
+        rest |= {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
+        head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": request["model"]}
+        return head | {"choices": [choice]} | rest
+
+    def sglang_answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer of SGLang's /generate."""
+        ids, count = request["input_ids"], request["top_logprobs_num"]
+        tokens: list[Any] = [[None, ids[0], self.decode(ids[0])]]
+        tops: list[Any] = [None]
+        for token, log_p in zip(ids[1:], self.model(ids), strict=False):
+            order = np.argsort(-log_p, kind="stable")[:count]
+            tokens.append([float(np.float32(log_p[token])), token, self.decode(token)])
+            tops.append([[float(np.float32(log_p[i])), int(i), self.decode(int(i))] for i in order])
+        information = {"id": "1", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": len(ids)}
+        information |= {"completion_tokens": 1, "cached_tokens": 0, "weight_version": "default", "e2e_latency": 0.1}
+        logprobs = {"input_token_logprobs": tokens, "input_top_logprobs": tops}
+        logprobs |= {"output_token_logprobs": [tokens[1]], "output_top_logprobs": [tops[1]]}
+        return {"text": " w0", "output_ids": [0], "meta_info": information | logprobs}
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    owner: ModelServer
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore clients that close the connection early: the tests do that on purpose."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        owner = self.server.owner
+        owner.headers.append(dict(self.headers))
+        if self._is_refused():
+            return
+        document = owner.listing()
+        if owner.spoil is None or not owner.spoil(self, document):
+            self.send(document if self.path.endswith("/v1/models") else {}, 200 if "models" in self.path else 404)
+
+    def do_POST(self) -> None:
+        owner = self.server.owner
+        owner.headers.append(dict(self.headers))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self._is_refused():
+            return
+        ids = request["prompt"] if owner.engine == "vllm" else request["input_ids"]
+        owner.requests.append(request)
+        if (problem := self._problem(ids, request)) is not None:
+            self.send({"error": {"message": problem, "type": "BadRequestError", "param": None, "code": 400}}, 400)
+            return
+        is_vllm = owner.engine == "vllm"
+        if self.path.endswith("/v1/completions" if is_vllm else "/generate"):
+            document = owner.vllm_answer(request) if is_vllm else owner.sglang_answer(request)
+            if owner.spoil is None or not owner.spoil(self, document):
+                self.send(document)
+        else:
+            self.send({"detail": "Not Found"}, 404)
+
+    def _is_refused(self) -> bool:
+        key = self.server.owner.key
+        is_refused = key is not None and self.headers.get("Authorization") != f"Bearer {key}"
+        if is_refused:
+            self.send({"error": "Unauthorized"}, 401)
+        return is_refused
+
+    def _problem(self, ids: list[int], request: dict[str, Any]) -> str | None:
+        """vLLM's own words for what it refuses."""
+        owner = self.server.owner
+        wanted = request.get("prompt_logprobs", 0)
+        if wanted > owner.max_logprobs:
+            return f"Requested prompt logprobs of {wanted}, which is greater than max allowed: {owner.max_logprobs}"
+        if max(ids) >= len(owner.model([0])[0]):
+            return f"Token id {max(ids)} is out of vocabulary"
+        return None
+
+    def send(self, document: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        """Send JSON, or bytes as they are."""
+        data = document if isinstance(document, bytes) else json.dumps(document).encode()
+        self.send_response(status)
+        for name, value in (
+            {"Content-Type": "application/json", "Content-Length": str(len(data))} | (headers or {})
+        ).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
