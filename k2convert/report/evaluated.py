@@ -11,7 +11,7 @@ from typing import Final
 from k2convert.choices import counted
 from k2convert.errors import shortened
 from k2convert.plan.recipe import Recipe
-from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, WorstToken
+from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, WorstToken, is_noise
 from k2convert.report.wording import Section, Table, joined, with_error
 
 _MOST_BEFORE: Final = 60  # characters of the text before a token
@@ -116,7 +116,9 @@ def _sentences(evaluation: Evaluation, rows: Sequence[tuple[str, EvaluationRow]]
         found = ", ".join(f"{_divergence(row)} ({mode})" for mode, row in rows)
         yield f"Measured {where} against {reference}: KL {found}."
     if evaluation.noise is not None:
-        yield f"Asked twice, {reference} has a KL of {evaluation.noise:.3g} from itself: smaller differences are none."
+        same = [_called(row.model) for _, row in rows if is_noise(evaluation, row)]
+        verdict = f"That of {joined(same)} is no difference" if same else "The difference is larger than that"
+        yield f"Asked twice, {reference} has a KL of {evaluation.noise:.3g} from itself. {verdict}."
     if text.dropped:
         yield f"Windows left out because their hidden states were not finite: {text.dropped:,}."
     yield (

@@ -79,6 +79,7 @@ def test_page_markdown_card_and_json_have_the_same_figures(shown: tuple[Evaluati
             assert f"{100 * figures.top1_agreement:.2f} %" in text
             assert f"{figures.perplexity:.6g}" in text
         assert ("a KL of 0.00012 from itself" in text) == ("64 log-probabilities" in text) == (found.kind == "compare")
+        assert ("from itself. The difference is larger than that." in text) == (found.kind == "compare")
         assert "/home/someone" not in text
     for text in map(as_read, (page, markdown)):
         assert ("Hidden states after each layer" in text) == (found.kind == "evaluate")
@@ -152,6 +153,13 @@ def test_the_picture_has_the_distribution(shown: tuple[Evaluation, Path, ReportF
     with Image.open(shown[2].picture) as ours, Image.open(reported.picture) as other:
         assert ours.width == other.width
         assert ours.height > other.height + 100
+
+
+def test_two_servers_that_differ_by_noise_are_said_to_be_the_same(records_only: Path) -> None:
+    found = comparison()
+    write_evaluation(records_only, replace(found, noise=found.rows[0].figures.divergence.mean))
+    text = as_read(write_report(folder=records_only).page.read_text())
+    assert "from itself. That of http://b:8000/v1 is no difference." in text
 
 
 def test_without_an_evaluation_nothing_is_said_of_one(reported: ReportFiles) -> None:
