@@ -284,8 +284,8 @@ def _list_problem(ledger: Ledger) -> str:
 
 
 def _evaluation_problem(path: Path, ledger: Ledger) -> str:
-    if path.is_symlink():
-        return ""  # reported by rule 16
+    if path.is_symlink() or not path.exists():
+        return ""  # rule 16 reports a link
     try:
         fresh_evaluation(path.parent, weights=ledger.weights)
     except CheckpointError as error:
