@@ -20,6 +20,7 @@ from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrup
 from k2convert.cli.options import JsonOption, verb
 from k2convert.cli.verbs import (
     CalibrateOptions,
+    EvaluateOptions,
     FitOptions,
     InspectOptions,
     PublishOptions,
@@ -107,6 +108,11 @@ _VERBS: Final[Sequence[tuple[type, str, str]]] = (
         ValidateOptions,
         "validate Kimi-K2-Thinking-NVFP4 --source Kimi-K2-Thinking",
         "validate hf://YOU/K2-NVFP4 --source hf://moonshotai/Kimi-K2-Thinking --layers 30",
+    ),
+    (
+        EvaluateOptions,
+        "evaluate Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --text novel.txt --dry-run",
+        "evaluate hf://moonshotai/Kimi-K2-Thinking OURS hf://nvidia/K2-NVFP4 --text novel.txt",
     ),
     (
         ReportOptions,
