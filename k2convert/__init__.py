@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from k2convert.calibration.statistics import StatisticsHeader
     from k2convert.job.run import Outcome
     from k2convert.plan.inspection import Inspection
+    from k2convert.records.evaluation import Evaluation
     from k2convert.records.events import Events
     from k2convert.validation.results import ValidationReport
 
@@ -174,6 +175,52 @@ def validate(
             statistics=opened.statistics,
         )
         return opened.named(found)
+
+
+def evaluate(
+    reference: str | PathLike[str],
+    checkpoints: Sequence[str | PathLike[str]],
+    text: Sequence[str | PathLike[str]],
+    *,
+    tokens: int = 32_768,
+    window: int = 2048,
+    seed: int = 0,
+    activations: Literal["w4a4", "w4a16", "both"] | None = None,
+    kv_cache: Literal["fp8"] | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    max_disk: int | None = None,
+    out: str | PathLike[str] | None = None,
+    any_text: bool = False,
+    events: Events | None = None,
+) -> Evaluation:
+    """Measure how far whole models are from a reference on a text: `k2convert evaluate`.
+
+    All are folders or hf://owner/name. The evaluation is written to `out`, or without it to evaluation.json in every
+    checkpoint's folder. `any_text` accepts a text that a checkpoint was calibrated on. `max_disk` is in bytes. Called
+    again after a failure, it resumes. Raises any K2ConvertError.
+    """
+    from k2convert.evaluation.streamed import evaluate as measure
+    from k2convert.hub.client import Hub
+    from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
+    from k2convert.job.opening import text_files
+    from k2convert.job.resources import choose_devices
+    from k2convert.plan.recipe import TextUse
+    from k2convert.records.events import SILENT
+
+    with open_evaluation(
+        str(reference),
+        [str(checkpoint) for checkpoint in checkpoints],
+        text_files(text, device=device),
+        TextUse(tokens=tokens, window=window, seed=seed),
+        EvaluationOptions(activations, kv_cache, None if out is None else Path(out), any_text),
+        hub=Hub(),
+        devices=choose_devices(device),
+        max_disk=max_disk,
+    ) as plan:
+        if (finished := plan.finished()) is not None:
+            return finished
+        with opened_decoder(plan) as decode:
+            return measure(plan, decode=decode, events=events or SILENT)
 
 
 def inspect(source: str | PathLike[str]) -> Inspection:

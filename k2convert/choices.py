@@ -13,6 +13,9 @@ Layout = Literal["modelopt", "compressed-tensors"]
 Activations = Literal["w4a4", "w4a16"]
 """4-bit activations, or weight-only."""
 
+AskedActivations = Literal["w4a4", "w4a16", "both"]
+"""How an evaluation computes NVFP4 weights, whatever their config declares."""
+
 QuantizerKind = Literal["native", "reference"]
 """k2convert's own arithmetic, or compressed-tensors followed by ModelOpt."""
 
@@ -27,6 +30,9 @@ KvCache = Literal["fp8"]
 
 ServedKvCache = Literal["fp8", "bf16"]
 """KV cache types that an engine may be asked for."""
+
+ComputedKvCache = Literal["fp8"]
+"""KV cache types that an evaluation can compute, besides FP32."""
 
 Engine = Literal["vllm", "sglang", "tensorrt-llm"]
 """Inference engines that a serve command is for."""

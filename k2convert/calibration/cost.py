@@ -241,8 +241,8 @@ def computed_time(
     return Time(*gpu_seconds(work, gpu, flops, search=search))
 
 
-def pass_cost(model: ModelSizes, size: PassSize) -> Cost:
-    """Measure what a pass takes."""
+def pass_cost(model: ModelSizes, size: PassSize, *, extra_flops: float = 0.0) -> Cost:
+    """Measure what a pass takes; `extra_flops` more are of matrix products."""
     devices, num_moe = size.devices, model.num_moe(size)
     chunk_tokens = size.chunk_windows * size.window
     tokens = -(-chunk_tokens * model.experts_per_token // max(model.num_experts, 1))
@@ -251,7 +251,8 @@ def pass_cost(model: ModelSizes, size: PassSize) -> Cost:
         rate = _product_rate(devices[0])
     expert *= max(tokens / _MOST_TOKENS, 1.0)
     experts = num_moe * model.num_experts * -(-size.num_windows // size.chunk) * expert
-    return Cost(experts, other_flops(model, size) / rate, num_moe * _search_seconds(model.hidden))
+    others = (other_flops(model, size) + extra_flops) / rate
+    return Cost(experts, others, num_moe * _search_seconds(model.hidden))
 
 
 def _row_seconds(columns: int, device: str) -> float:

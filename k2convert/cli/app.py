@@ -21,6 +21,7 @@ from k2convert.cli.options import JsonOption, verb
 from k2convert.cli.verbs import (
     CalibrateOptions,
     CompareOptions,
+    EvaluateOptions,
     FitOptions,
     InspectOptions,
     PublishOptions,
@@ -113,6 +114,11 @@ _VERBS: Final[Sequence[tuple[type, str, str]]] = (
         CompareOptions,
         "compare http://HOST:8000/v1 http://HOST:8001/v1 --text prompts.jsonl --tokenizer Kimi-K2-Thinking",
         "compare http://HOST:8000/v1 --text ids.npy --save before.answers",
+    ),
+    (
+        EvaluateOptions,
+        "evaluate Kimi-K2-Thinking Kimi-K2-Thinking-NVFP4 --text novel.txt --dry-run",
+        "evaluate hf://moonshotai/Kimi-K2-Thinking OURS hf://nvidia/K2-NVFP4 --text novel.txt",
     ),
     (
         ReportOptions,

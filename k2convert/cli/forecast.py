@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from k2convert.calibration.cost import Time
     from k2convert.calibration.plan import CalibrationPlan
     from k2convert.calibration.sizes import Memory, PassSize
+    from k2convert.evaluation.streamed import EvaluationPlan
     from k2convert.fit.gpus import Gpu
 
 MAX_HOURS: Final = 12
@@ -79,13 +80,17 @@ def choose_computer(name: str, *, dry_run: bool) -> Computer:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The needs of a calibration of `size`. `main` is the memory of the whole process."""
+    """The needs of a calibration of `size`, or of an evaluation of `num_models` models on it.
+
+    `memory.main` is that of the whole process.
+    """
 
     source: Checkpoint
     size: PassSize
     is_walk: bool
     computer: Computer
     memory: Memory
+    num_models: int = 0
 
     def check(self, place: str, *, needed: int) -> None:
         """Refuse if this machine, or the GPU that is not here, lacks memory; raises PlanError."""
@@ -104,6 +109,10 @@ class Forecast:
         if self.size.num_layers == 0:
             return Time(0.0, 0.0)
         gpu, source, size, is_walk = self.computer.gpu, self.source, self.size, self.is_walk
+        if self.num_models:
+            from k2convert.evaluation.needs import evaluation_time
+
+            return evaluation_time(source, size, models=self.num_models, gpu=gpu)
         if gpu is None or gpu.flops is None:
             return measured_time(source, size, is_walk=is_walk)
         return computed_time(source, size, is_walk=is_walk, gpu=gpu, flops=gpu.flops, disk_bytes=disk_bytes)
@@ -155,11 +164,25 @@ def forecast(plan: CalibrationPlan, computer: Computer, *, layers: int) -> Forec
     return Forecast(plan.source, size, is_walk, computer, held)
 
 
-def check_time(time: Time, *, source: str, yes: bool) -> None:
-    """Refuse a calibration of more than half a day, unless the user agreed; raises CalibrationError."""
+def forecast_evaluation(plan: EvaluationPlan, computer: Computer) -> Forecast:
+    """Count what the rest of an evaluation needs."""
+    from k2convert.calibration.sizes import PassSize, read_sizes
+    from k2convert.evaluation.needs import evaluation_memory
+
+    source, windows = plan.checkpoints[0].checkpoint, plan.text.windows.ids.shape
+    left = max(plan.num_layers - plan.num_finished, 0)
+    size = PassSize(windows[0], windows[1], plan.text.chunk, computer.devices, computer.threads, left)
+    models = len(plan.models)
+    return Forecast(
+        source, size, False, computer, evaluation_memory(read_sizes(source), size, models=models), num_models=models
+    )
+
+
+def check_time(time: Time, *, source: str, yes: bool, what: str = "calibration") -> None:
+    """Refuse what would take more than half a day, unless the user agreed; raises CalibrationError."""
     if time.middle > MAX_HOURS * 3600 and not yes:
         raise CalibrationError(
-            f"{source}: the calibration would take {console.format_span(time.least, time.most)} on this machine, more "
+            f"{source}: the {what} would take {console.format_span(time.least, time.most)} on this machine, more "
             f"than {MAX_HOURS} hours. Use a machine with a GPU, or fewer tokens, or repeat the command with --yes."
         )
 

@@ -115,12 +115,13 @@ def check_size(text: str) -> None:
 
 
 def _callback(check: Callable[[str], None] | None) -> Callable[[Any], Any]:
-    """Return the callback that checks a value if it is given."""
+    """Return the callback that checks a value, or each of several, if it is given."""
 
     def checked(value: Any) -> Any:
-        if value is not None and check is not None:
-            check(str(value))
-        return value
+        for one in cast(list[object], value if isinstance(value, list) else [value]):
+            if one is not None and check is not None:
+                check(str(one))
+        return cast(object, value)
 
     return checked
 
@@ -219,9 +220,12 @@ def verb(options: type) -> Callable[..., None]:
 def command_words(verb: str, options: Any) -> tuple[str, ...]:
     """Return the command that has these options, the first two as arguments: what resumes the job."""
     known = fields(options)
-    words = ["k2convert", verb, *(str(getattr(options, field.name)) for field in known[:2])]
-    for field in known[2:]:
+    words = ["k2convert", verb]
+    for number, field in enumerate(known):
         value = getattr(options, field.name)
+        if number < 2:
+            words += map(str, cast(list[object], value) if isinstance(value, list) else [value])
+            continue
         if value == field.default or field.name == "dry_run":
             continue
         name = {"as_json": "json", "settings": "set"}.get(field.name, field.name).replace("_", "-")

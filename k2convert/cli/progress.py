@@ -20,7 +20,7 @@ from rich.text import Text
 
 from k2convert.cli import console
 from k2convert.cli.console import format_bytes, format_rate, format_seconds
-from k2convert.cli.tally import Meter, Tally
+from k2convert.cli.tally import LAYER_PHASES, Meter, Tally
 from k2convert.errors import visible
 from k2convert.records.events import Extent
 
@@ -126,8 +126,9 @@ def _percent(meter: Meter) -> str:
 def _done_text(phase: str, meter: Meter) -> str:
     if phase == "layers":
         return f"{meter.done:,} of {meter.total:,} experts"
-    if phase == "calibrate":
-        return f"{meter.done // meter.unit} of {meter.total // meter.unit} layers"
+    if phase in LAYER_PHASES:
+        total = meter.total // meter.unit - (phase == "evaluate")  # its head is counted, but it is no layer
+        return f"{min(meter.done // meter.unit, total)} of {total} layers"
     if phase == "ask":
         return f"{meter.done:,} of {meter.total:,} tokens"
     done, total = format_bytes(min(meter.done, meter.total)).split(" "), format_bytes(meter.total).split(" ")
@@ -140,7 +141,7 @@ def _rate_text(phase: str, meter: Meter) -> str:
         return ""
     if rate == 0:
         return "stalled"
-    if phase == "calibrate":
+    if phase in LAYER_PHASES:
         return f"{rate:,.0f} tokens/s per layer"
     if phase == "ask":
         return f"{rate:,.0f} tokens/s"

@@ -17,6 +17,8 @@ from k2convert.records.events import Extent, Keep, Phase
 WINDOW_SECONDS: Final = 20.0
 MIN_SECONDS: Final = 1.0  # there is no rate before this much time was measured
 MIN_ETA_SECONDS: Final = 4.0  # the first second of a stage is not like the others
+LAYER_PHASES: Final[tuple[Phase, ...]] = ("calibrate", "evaluate")
+"""Phases that count the tokens of every layer."""
 _LUMPS: Final = 3
 _SAMPLE_SECONDS: Final = 0.25  # work within this time counts as one sample
 
@@ -109,8 +111,8 @@ class Tally:
                 total,
                 done,
                 self._clock,
-                unit=extent.layer_tokens if phase == "calibrate" else 1,
-                can_wait=phase != "calibrate" and "calibrate" in extent.phases,
+                unit=extent.layer_tokens if phase in LAYER_PHASES else 1,
+                can_wait=phase not in LAYER_PHASES and any(walk in extent.phases for walk in LAYER_PHASES),
             )
             for phase, (total, done) in extent.phases.items()
         }
@@ -164,9 +166,10 @@ class Tally:
                 self._count("layers", 1)
 
     def tokens_computed(self, tokens: int) -> None:
-        """Count tokens that a layer of a calibration computed, or that a server answered for."""
+        """Count tokens that a layer computed, or that a server answered for."""
         with self._lock:
-            self._count("ask" if "ask" in self.meters else "calibrate", tokens)
+            for phase in (*LAYER_PHASES, "ask"):
+                self._count(phase, tokens)
 
     def take_new_shards(self) -> list[str]:
         """Return the shards that were finished since the last call."""
@@ -188,11 +191,10 @@ class Tally:
     def seconds_left(self) -> float | None:
         """The ETA: of the slowest phase of a job, whose phases overlap, or of all phases of a validation, in order.
 
-        Phases that wait for a calibration count when it is done.
+        Phases that wait for a walk through the layers count when it is done.
         """
         with self._lock:
-            walk = self.meters.get("calibrate")
-            is_walking = walk is not None and walk.done < walk.total
+            is_walking = any(m.done < m.total for phase, m in self.meters.items() if phase in LAYER_PHASES)
             left = {phase: self._left(phase) for phase, m in self.meters.items() if not (is_walking and m.can_wait)}
         known = [seconds for seconds in left.values() if seconds is not None]
         if len(known) < len(left) or not any(meter.done for meter in self.meters.values()):
@@ -219,7 +221,7 @@ class Tally:
                     "done": meter.done,
                     "total": meter.total,
                     "rate": None if (r := meter.rate) is None else round(r),
-                    **({"unit": meter.unit} if phase == "calibrate" else {}),
+                    **({"unit": meter.unit} if phase in LAYER_PHASES else {}),
                 }
                 for phase, meter in self.meters.items()
             }

@@ -6,7 +6,16 @@ from typing import Annotated, Final
 
 import typer
 
-from k2convert.choices import MAX_SEED, Activations, Layout, Rule, ServedKvCache, Target
+from k2convert.choices import (
+    MAX_SEED,
+    Activations,
+    AskedActivations,
+    ComputedKvCache,
+    Layout,
+    Rule,
+    ServedKvCache,
+    Target,
+)
 from k2convert.cli.options import (
     ADDRESS,
     CALIBRATION,
@@ -141,6 +150,47 @@ class CalibrateOptions:
     device: DeviceOption = "auto"
     max_disk: MaxDiskOption = None
     yes: Annotated[bool, flag("--yes", "Calibrate for more than 12 hours too.")] = False
+    dry_run: Annotated[bool, flag("--dry-run", "Print time, memory and disk needed, and write nothing.")] = False
+    as_json: JsonOption = False
+    quiet: QuietOption = False
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateOptions:
+    """Measure how far whole models are from a reference, on a text. It computes all of them layer by layer. Running it
+    again resumes.
+    """
+
+    reference: Annotated[
+        str, argument("REFERENCE", f"The model to compare with: a folder, or {ADDRESS}.", check_source)
+    ]
+    checkpoints: Annotated[
+        list[str],
+        argument(
+            "CHECKPOINT...",
+            f"INT4, NVFP4 or BF16 checkpoints of the same model: folders, or {ADDRESS}.",
+            check_source,
+        ),
+    ]
+    text: Annotated[list[Path], option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")]
+    tokens: Annotated[int, option("Tokens to use.", "N", min=2)] = 32_768
+    window: Annotated[int, option("Tokens that are seen together.", "N", min=2)] = 2048
+    seed: Annotated[int, option("Decides which windows of the text are used.", "N", min=0, max=MAX_SEED)] = 0
+    activations: Annotated[
+        AskedActivations | None, option("Activations of NVFP4 weights [default: as config.json declares].")
+    ] = None
+    kv_cache: Annotated[
+        ComputedKvCache | None, option("Round what a KV cache holds, but not the reference's [default: FP32].")
+    ] = None
+    device: DeviceOption = "auto"
+    max_disk: MaxDiskOption = None
+    out: Annotated[
+        Path | None,
+        option("File for all rows [default: evaluation.json in each CHECKPOINT].", "FILE", check=check_folder),
+    ] = None
+    yes: Annotated[bool, flag("--yes", "Accept the text of a calibration, and more than 12 hours of computing.")] = (
+        False
+    )
     dry_run: Annotated[bool, flag("--dry-run", "Print time, memory and disk needed, and write nothing.")] = False
     as_json: JsonOption = False
     quiet: QuietOption = False

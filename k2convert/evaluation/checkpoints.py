@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from k2convert.calibration.plan import WalkSource
 from k2convert.checkpoint.files import file_digest
@@ -18,16 +18,13 @@ from k2convert.checkpoint.header import TensorInfo
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.checkpoint.layouts import LAYOUTS
 from k2convert.checkpoint.names import TIKTOKEN_NAME, TOKENIZER_NAME
-from k2convert.choices import Activations
+from k2convert.choices import Activations, AskedActivations
 from k2convert.errors import CalibrationError, CheckpointError
 from k2convert.fit.serving import nvfp4_scheme
 from k2convert.models import detect_family, read_architecture, vocabulary_size
 from k2convert.models.config import check_int4_config, text_config
 from k2convert.models.names import CONVERTIBLE_ROLES, WEIGHT, WEIGHT_PACKED, ModulePlace, Role
 from k2convert.records.ledger import Ledger
-
-AskedActivations = Literal["w4a4", "w4a16", "both"]
-"""How to compute NVFP4 weights, whatever their config declares."""
 
 _NUMBERS: Final = ("BF16", "F32", "F16")
 _NOT_COMPUTED: Final = (Role.VISION_TOWER, Role.MM_PROJECTOR)

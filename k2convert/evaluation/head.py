@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -159,6 +159,20 @@ class HeadScores:
     loss: NDArray[np.float64]
     likeliest: NDArray[np.int64]
     left_top5: NDArray[np.bool_]
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the scores by their names."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def windows(self, count: int) -> HeadScores:
+        """Return the scores of tokens of `count` windows by window, [M, count, T / count]."""
+        return HeadScores(**{name: array.reshape(len(array), count, -1) for name, array in self.arrays().items()})
+
+    @staticmethod
+    def concatenate(parts: Sequence[HeadScores]) -> HeadScores:
+        """Join the scores of neighboring windows."""
+        names = [field.name for field in fields(HeadScores)]
+        return HeadScores(**{name: np.concatenate([getattr(part, name) for part in parts], axis=1) for name in names})
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Figures of an evaluation from the scores of single tokens."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -8,11 +9,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.records.evaluation import HISTOGRAM_EDGES, Divergence, Figures, Mean, PositionMean
+from k2convert.errors import CalibrationError
+from k2convert.records.evaluation import HISTOGRAM_EDGES, Divergence, Figures, Mean, PositionMean, WorstToken
 
 POSITION_BUCKETS: Final = 8
 """Position buckets double in width: the first of 16 positions, and the last takes what is left."""
 FIRST_BUCKET: Final = 16
+WORST_TOKENS: Final = 10
+CONTEXT_TOKENS: Final = 24
+"""Tokens before one of the worst that are shown."""
+
+Decode = Callable[[list[int]], str]
+"""Makes text of token ids; raises CalibrationError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,45 @@ def worst_tokens(divergence: NDArray[np.float64], count: int) -> list[tuple[int,
     """Return window and position of the tokens with the largest divergence, the largest first."""
     order = np.argsort(-divergence, axis=None, kind="stable")[:count]
     return [(int(place) // divergence.shape[1], int(place) % divergence.shape[1]) for place in order]
+
+
+def describe_worst(
+    divergence: NDArray[np.float64],
+    ids: NDArray[np.int64],
+    windows: NDArray[np.int64],
+    reference_ids: NDArray[np.int64],
+    model_ids: NDArray[np.int64],
+    *,
+    decode: Decode | None,
+) -> tuple[WorstToken, ...]:
+    """Return the tokens with the largest divergence [windows, tokens - 1], the largest first, in words.
+
+    `ids` [windows, tokens] are the text and `windows` the numbers of its windows. The others are the most likely tokens
+    of both models, of the shape of the divergence. Without `decode`, or if it cannot, token ids are shown.
+    """
+
+    def shown(tokens: NDArray[np.int64]) -> str:
+        found: list[int] = tokens.tolist()
+        try:
+            return " ".join(map(str, found)) if decode is None else decode(found)
+        except CalibrationError:
+            return " ".join(map(str, found))
+
+    worst: list[WorstToken] = []
+    for window, position in worst_tokens(divergence, WORST_TOKENS):
+        text, predicted = ids[window], position + 1
+        worst.append(
+            WorstToken(
+                window=int(windows[window]),
+                position=predicted,
+                divergence=float(divergence[window, position]),
+                before=shown(text[max(0, predicted - CONTEXT_TOKENS) : predicted]),
+                token=shown(text[predicted : predicted + 1]),
+                reference_token=shown(reference_ids[window, position : position + 1]),
+                model_token=shown(model_ids[window, position : position + 1]),
+            )
+        )
+    return tuple(worst)
 
 
 def _perplexity(loss: NDArray[np.float64]) -> float:

@@ -184,7 +184,7 @@ def _worst(reference: AnswerFolder, model: AnswerFolder, window: int, position: 
     before = ids[max(position + 1 - _BEFORE, 0) : position + 1]
     return WorstToken(
         window=window,
-        position=position,
+        position=position + 1,
         divergence=divergence,
         before="".join(word(first, token) for token in before),
         token=word(first, ids[position + 1]),

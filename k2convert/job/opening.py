@@ -83,7 +83,7 @@ def open_job(
             destination=target,
             recipe=chosen,
             statistics=found,
-            text=None if text is None else _read_text(text, chosen.calibration, opened, hub),
+            text=None if text is None else read_text(text, chosen.calibration, opened, hub),
             device=device,
             workers=workers,
             max_disk=max_disk,
@@ -113,12 +113,12 @@ def open_calibration(
     pinned = None if begun is None else begun.identity.get("source_revision")
     with open_source(source, hub=hub, pinned=None if pinned is None else str(pinned)) as opened:
         read_architecture(opened.checkpoint)  # refuses a config of an absurd size before its tokenizer is started
-        found = _read_text(text, use, opened, hub)
+        found = read_text(text, use, opened, hub)
         yield plan_statistics(found, opened, statistics, devices=devices, hub=hub, max_disk=max_disk)
 
 
-def _read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "CalibrationText":
-    """Read the text of a calibration with the source's tokenizer, and token ids; raises CalibrationError."""
+def read_text(text: TextFiles, use: TextUse, source: Source, hub: Hub) -> "CalibrationText":
+    """Read the text of a walk with the source's tokenizer, and token ids; raises CalibrationError."""
     from k2convert.calibration.plan import CalibrationText
     from k2convert.calibration.sizes import chunk_windows
 

@@ -86,7 +86,8 @@ class LayerFigures:
     """The hidden states after one layer: sum |h - h'|^2 / sum |h|^2, h being the reference's.
 
     `routing_agreement` is the share of the reference's choices of experts that the model makes too; None for a dense
-    layer. A choice of an expert that a pruned model does not have does not agree.
+    layer, or if it is not known which experts a pruned model has. A choice of an expert that a pruned model does not
+    have does not agree.
     """
 
     relative_error: Real
@@ -97,7 +98,8 @@ class LayerFigures:
 class WorstToken:
     """A token with a large divergence: the text before it, itself, and the most likely tokens of both models.
 
-    The texts are those of the tokenizer, or token ids where there is none.
+    `position` is that of the token itself in its window. The texts are those of the tokenizer, or token ids where there
+    is none.
     """
 
     window: Count
@@ -175,9 +177,9 @@ def is_noise(evaluation: Evaluation, row: EvaluationRow) -> bool:
     return evaluation.noise is not None and row.figures.divergence.mean <= NOISE_FACTOR * evaluation.noise
 
 
-def find_evaluation(folder: Path) -> Evaluation | None:
-    """Read a result's evaluation.json; None if there is none; raises MalformedFileError."""
-    path = folder / EVALUATION_NAME
+def find_evaluation(path: Path) -> Evaluation | None:
+    """Read a file, or a result's evaluation.json; None if there is none; raises MalformedFileError."""
+    path = path / EVALUATION_NAME if path.is_dir() else path
     return read_document(Evaluation, path) if path.exists() else None
 
 

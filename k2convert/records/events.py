@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-Phase = Literal["download", "convert", "upload", "check", "layers", "calibrate", "ask"]
+Phase = Literal["download", "convert", "upload", "check", "layers", "calibrate", "evaluate", "ask"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,8 +12,8 @@ class Extent:
     """How much a stage has to do: for every phase the bytes in total and the bytes that an earlier run has done.
 
     `shards` is 0 for a stage that does not count shards. `num_experts` are the experts of all reference layers.
-    The phase `calibrate` counts the tokens of every layer instead of bytes; one layer has `layer_tokens`. The phase
-    `ask` counts the tokens that servers answer for.
+    The phases `calibrate` and `evaluate` count the tokens of every layer instead of bytes; a layer has `layer_tokens`.
+    The head of an evaluation counts as a layer. The phase `ask` counts the tokens that servers answer for.
     """
 
     phases: Mapping[Phase, tuple[int, int]]
@@ -49,7 +49,7 @@ class Events(Protocol):
         """Take how many experts of a reference layer are computed."""
 
     def tokens_computed(self, tokens: int) -> None:
-        """Take how many tokens a layer of a calibration computed, or a server answered for, since the last call."""
+        """Take how many tokens a layer computed, or a server answered for, since the last call."""
 
 
 class _Silent(Events):

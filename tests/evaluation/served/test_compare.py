@@ -31,8 +31,8 @@ def test_the_figures_are_those_of_the_models(serve: Serve, compare: Compare, tex
     )
     assert (found["kind"], found["top_k"], found.get("noise", 0.0)) == ("compare", 32, 0.0)
     worst = row["worst"][0]
-    assert worst["token"] == f" w{windows[worst['window'], worst['position'] + 1]}"
-    assert worst["before"].endswith(f" w{windows[worst['window'], worst['position']]}")
+    assert worst["token"] == f" w{windows[worst['window'], worst['position']]}"
+    assert worst["before"].endswith(f" w{windows[worst['window'], worst['position'] - 1]}")
     assert worst["divergence"] == figures["divergence"]["maximum"]
 
 

@@ -1,0 +1,149 @@
+"""`evaluate`: plan an evaluation, show what it needs, do it, and show what was found."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from k2convert.choices import counted
+from k2convert.cli import console
+from k2convert.cli.evaluation_view import show_evaluation
+from k2convert.cli.forecast import Computer, Forecast, check_time, choose_computer, forecast_evaluation
+from k2convert.cli.options import command_words, parse_size
+from k2convert.cli.progress import Display, Waiting
+from k2convert.cli.verbs import EvaluateOptions
+from k2convert.hub.client import SCHEME, Hub
+from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
+from k2convert.job.resources import peak_bytes
+from k2convert.plan.recipe import TextUse
+from k2convert.records.command import JobCommand
+from k2convert.records.document import plain
+
+if TYPE_CHECKING:
+    from k2convert.calibration.cost import Time
+    from k2convert.evaluation.streamed import EvaluationPlan
+    from k2convert.records.evaluation import Evaluation
+
+
+def evaluate(options: EvaluateOptions) -> None:
+    """Plan an evaluation, then show it (--dry-run) or do it."""
+    places = [options.reference, *options.checkpoints]
+    if options.max_disk is not None and not any(place.startswith(SCHEME) for place in places):
+        raise typer.BadParameter("--max-disk only applies to hf:// checkpoints")
+    computer = choose_computer(options.device, dry_run=options.dry_run)
+    with (
+        Waiting(f"reads the headers of {', '.join(places)}", quiet=options.quiet) as waiting,
+        open_evaluation(
+            options.reference,
+            options.checkpoints,
+            computer.text_files(options.text),
+            TextUse(tokens=options.tokens, window=options.window, seed=options.seed),
+            EvaluationOptions(options.activations, options.kv_cache, options.out, options.yes),
+            hub=Hub(notify=console.notifier(quiet=options.quiet)),
+            devices=computer.planned,
+            max_disk=None if options.max_disk is None else parse_size(options.max_disk),
+        ) as plan,
+    ):
+        waiting.end()
+        if (finished := plan.finished()) is not None:
+            console.print_note(f"{', '.join(map(str, plan.outputs))}: already complete")
+            _show_result(plan, finished, options)
+            return
+        _check_and_do(plan, options, computer)
+
+
+def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions, computer: Computer) -> None:
+    """Show what the rest needs, refuse it if that is not there, and do it unless this is a dry run."""
+    found = forecast_evaluation(plan, computer)
+    needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
+    with Waiting("measures one expert", quiet=options.quiet):
+        time = found.time()
+    if options.dry_run:
+        _show_plan(plan, options, found, needed, time)
+    found.check(options.reference, needed=needed)
+    if not computer.elsewhere:
+        plan.check_room()
+        check_time(time, source=options.reference, yes=options.yes, what="evaluation")
+    if not options.dry_run:
+        command = JobCommand(command_words("evaluate", options), str(Path.cwd()))
+        _do(replace(plan, command=command), options, time)
+    elif not options.as_json:
+        device = ("--device",) if computer.elsewhere else ()
+        console.print_next(console.own_command(without="--dry-run", options=device))
+
+
+def plan_line(plan: "EvaluationPlan") -> str:
+    """Return models, layers and text of an evaluation, in a line."""
+    windows = plan.text.windows
+    names, models = ", ".join(name for name, _ in windows.texts), len(plan.models) - 1
+    size = f"{counted(windows.ids.shape[0], 'window')} of {windows.ids.shape[1]:,}"
+    return (
+        f"{counted(models, 'model')} and the reference, {plan.num_layers} layers on {windows.ids.size:,} tokens of "
+        f"{names}, in {size}"
+    )
+
+
+def _show_plan(plan: "EvaluationPlan", options: EvaluateOptions, found: Forecast, needed: int, time: "Time") -> None:
+    from k2convert.evaluation.needs import evaluation_flop
+
+    flop = evaluation_flop(found.source, found.size, models=found.num_models)
+    if options.as_json:
+        windows = plan.text.windows
+        document: dict[str, object] = {
+            "texts": [{"name": name, "blake3": digest} for name, digest in windows.texts],
+            "tokens": windows.ids.size,
+            "window": windows.ids.shape[1],
+            "windows": windows.ids.shape[0],
+            "seed": plan.text.seed,
+            "reference": plain(plan.models[0].model),
+            "models": [plain(planned.model) for planned in plan.models[1:]],
+            "layers": plan.num_layers,
+            "finished_layers": min(plan.num_finished, plan.num_layers),
+            "bytes_read": plan.bytes_read,
+            "flop": flop,
+            "disk_needed": plan.disk_needed,
+        }
+        console.print_json(document | found.document(time, needed))
+        return
+    console.print_line(plan_line(plan))
+    reads, fetches = console.format_bytes(plan.bytes_read), console.format_bytes(plan.bytes_fetched)
+    console.print_line(f"reads {reads}" + (f", fetches {fetches} from the Hub" if plan.bytes_fetched else ""))
+    console.print_line(f"computes about {flop:.1e} floating-point operations")
+    needs, allowed = console.format_bytes(plan.disk_needed), console.format_bytes(plan.disk_allowed)
+    console.print_line(f"disk: needs {needs} at once, may use {allowed}")
+    for line in (*found.memory_lines(needed), found.time_line(time)):
+        console.print_line(line)
+
+
+def _do(plan: "EvaluationPlan", options: EvaluateOptions, time: "Time") -> None:
+    if not options.quiet:
+        span = console.format_span(time.least, time.most)
+        console.print_event(f"{plan_line(plan)}: {span} (an estimate from one expert on this machine)")
+    display = Display("evaluate", plan.extent(plan.num_finished), quiet=options.quiet)
+    display.tally.expected_seconds["evaluate"] = time.middle
+    from k2convert.evaluation.streamed import evaluate as do_evaluation
+
+    try:
+        with display as events, opened_decoder(plan) as decode:
+            found = do_evaluation(plan, decode=decode, events=events)
+    except BaseException as error:
+        done = min(plan.work.num_finished(), plan.num_layers)
+        error.add_note(f"{done} of {plan.num_layers} layers are done. The same command resumes")
+        error.add_note(console.own_command(without="--dry-run"))  # both are shown after an interrupt
+        raise
+    _show_result(plan, found, options)
+
+
+def _show_result(plan: "EvaluationPlan", found: "Evaluation", options: EvaluateOptions) -> None:
+    if options.as_json:
+        console.print_json(plain(found))
+        return
+    show_evaluation(found)
+    kept = {number for checkpoints in plan.outputs.values() for number in checkpoints}
+    for number, checkpoint in enumerate(plan.checkpoints):
+        if number and number not in kept:
+            console.print_note(f"{checkpoint.place}: its rows are not kept in a file. Add --out FILE to keep them")
+    local = next((one.place for one in plan.checkpoints[1:] if one.local is not None), None)
+    if local is not None and options.out is None:
+        console.print_next(console.command("k2convert", "report", local))

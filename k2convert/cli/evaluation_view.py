@@ -1,0 +1,83 @@
+"""An evaluation as tables: figures of every model, errors by layer, and the tokens that differ most."""
+
+from collections.abc import Sequence
+
+from k2convert.cli.console import print_line, print_table
+from k2convert.records.evaluation import EvaluatedModel, Evaluation, EvaluationRow, Mean
+
+_MODES = {"w4a4": "W4A4", "w4a16": "W4A16"}
+_SHOWN_LAYERS = 3
+_SHOWN_TOKENS = 3
+
+
+def show_evaluation(found: Evaluation) -> None:
+    """Print the figures of every model, its worst layers and tokens."""
+    text = found.text
+    names = ", ".join(name for name, _ in text.texts)
+    dropped = f", {text.dropped:,} windows dropped" if text.dropped else ""
+    print_table(
+        f"against {found.reference.name}, on {text.tokens:,} tokens of {names}{dropped}",
+        ("model", "mode", "KL, nats", "+-", "99.9 %", "max", "perplexity", "same top 1", "left top 5"),
+        [_figures(row) for row in found.rows],
+        left=(0, 1),
+    )
+    if found.rows:
+        print_line(f"perplexity of {found.reference.name}: {found.rows[0].figures.reference_perplexity:.3f}")
+    if any(row.layers for row in found.rows):
+        _show_layers(found.rows)
+    for row in found.rows:
+        _show_worst(row)
+
+
+def mode_words(model: EvaluatedModel) -> str:
+    """Return how a model was computed."""
+    cache = "" if model.kv_cache is None else f"{model.kv_cache.upper()} KV"
+    return ", ".join(filter(None, (_MODES.get(model.activations or "", ""), cache)))
+
+
+def _figures(row: EvaluationRow) -> tuple[str, ...]:
+    figures = row.figures
+    divergence = figures.divergence
+    return (
+        row.model.name,
+        mode_words(row.model),
+        f"{divergence.mean:.5f}",
+        _error(Mean(divergence.mean, divergence.standard_error)),
+        f"{divergence.p999:.3f}",
+        f"{divergence.maximum:.3f}",
+        f"{figures.perplexity:.3f}",
+        f"{100 * figures.top1_agreement:.2f} %",
+        f"{100 * figures.left_top5:.2f} %",
+    )
+
+
+def _error(value: Mean) -> str:
+    return "" if value.standard_error is None else f"{value.standard_error:.5f}"
+
+
+def _show_layers(rows: Sequence[EvaluationRow]) -> None:
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        errors = [layer.relative_error for layer in row.layers]
+        routing = [layer.routing_agreement for layer in row.layers if layer.routing_agreement is not None]
+        steps = sorted(range(len(errors)), key=lambda n: errors[n] - (errors[n - 1] if n else 0.0), reverse=True)
+        cells.append(
+            (
+                row.model.name,
+                mode_words(row.model),
+                f"{errors[-1]:.5f}",
+                ", ".join(map(str, steps[:_SHOWN_LAYERS])),
+                f"{100 * min(routing):.2f} %" if routing else "",
+            )
+        )
+    columns = ("model", "mode", "error after the last layer", "grows most in layers", "least routing agreement")
+    print_table("hidden states: relative squared error", columns, cells, left=(0, 1, 3))
+
+
+def _show_worst(row: EvaluationRow) -> None:
+    for token in row.worst[:_SHOWN_TOKENS]:
+        name = " ".join(filter(None, (row.model.name, mode_words(row.model))))
+        print_line(
+            f"{name}: KL {token.divergence:.3f} after {token.before[-40:]!r}: text {token.token!r}, reference "
+            f"{token.reference_token!r}, model {token.model_token!r}"
+        )

@@ -1,0 +1,344 @@
+"""`k2convert evaluate`: whole models computed from their checkpoints, layer by layer, beside a reference.
+
+    embedding -> layer 0 -> ... -> layer 60 -> final norm, output matrix -> scores of every token
+                    |                |                      |
+                 error, routing   error, routing     evaluation.json
+
+The reference goes through a layer first. Then every other model does, one after the other, and is compared with it
+(comparison.py). A model is a checkpoint and a mode of its activations. After the last layer all models are scored
+together (head.py). What was found is in the work folder (forward/work.py), layer by layer, and the document is made of
+that, so an interrupted evaluation gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from k2convert import __version__
+from k2convert.calibration.plan import CalibrationText
+from k2convert.checkpoint.files import write_atomically
+from k2convert.checkpoint.index import Checkpoint
+from k2convert.errors import CheckpointError, DiskFullError
+from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
+from k2convert.evaluation.comparison import (
+    LayerComparison,
+    encode_arrays,
+    kept_windows,
+    layer_figures,
+    read_arrays,
+)
+from k2convert.evaluation.head import TILE_TOKENS, Head, HeadScores, score_tokens
+from k2convert.evaluation.scores import Decode, TokenScores, describe_worst, summarize
+from k2convert.forward.decoder import Rounding
+from k2convert.forward.layer_shards import LayerShards
+from k2convert.forward.walk import Progress, Walk, WalkedModel, walk_layers
+from k2convert.forward.weights import WeightReader
+from k2convert.forward.work import CLAIM, HIDDEN, WalkJob, WorkFolder
+from k2convert.models import read_architecture
+from k2convert.records.command import JobCommand, keep_command
+from k2convert.records.document import encode
+from k2convert.records.evaluation import (
+    FORMAT,
+    EvaluatedModel,
+    Evaluation,
+    EvaluationRow,
+    EvaluationText,
+    find_evaluation,
+)
+from k2convert.records.events import SILENT, Events, Extent
+
+Around = Callable[[int], AbstractContextManager[Checkpoint]]
+
+_STATE_BYTES: Final = 4
+_SCORE_BYTES: Final = 25  # of a token and a model, in the file of the head
+_SLACK_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model of an evaluation: as the document has it, and the number of its checkpoint."""
+
+    model: EvaluatedModel
+    checkpoint: int
+
+
+def stream_of(number: int) -> str:
+    """Return the name of a model's stream of hidden states; the reference is model 0."""
+    return f"{HIDDEN}-{number}" if number else HIDDEN
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """A planned evaluation. Nothing has been written yet.
+
+    `checkpoints` and `models` begin with the reference. `outputs` are the files to write, each with the numbers of the
+    checkpoints whose rows it has. `command` is what the user typed.
+    """
+
+    text: CalibrationText
+    checkpoints: tuple[EvaluatedCheckpoint, ...]
+    models: tuple[PlannedModel, ...]
+    outputs: dict[Path, tuple[int, ...]]
+    work: WorkFolder
+    job: WalkJob
+    devices: tuple[str, ...]
+    shards: LayerShards
+    disk_allowed: int
+    command: JobCommand | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """The layers of every model, without the head."""
+        return read_architecture(self.checkpoints[0].checkpoint).num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """The channels of every model."""
+        return read_architecture(self.checkpoints[0].checkpoint).hidden_size
+
+    @property
+    def num_finished(self) -> int:
+        """How many layers an earlier run of this job has done; the head counts as one."""
+        return self.work.num_finished(self.job)
+
+    @property
+    def disk_bytes(self) -> int:
+        """The disk for hidden states and scores, without what is fetched."""
+        tokens, models = self.text.windows.ids.size, len(self.models)
+        return models * tokens * (2 * self.hidden_size * _STATE_BYTES + _SCORE_BYTES) + _SLACK_BYTES
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes of all checkpoints that are read, if every expert is chosen. The head is read once per tile."""
+        heads, parts = len(self.checkpoints), self.shards.parts
+        sizes = [sum(end - begin for of in part.ranges.values() for begin, end in of) for part in parts]
+        modes = [sum(planned.checkpoint == number for planned in self.models) for number in range(heads)]
+        windows, length = self.text.windows.ids.shape
+        tiles = -(-windows // max(1, TILE_TOKENS // length))
+        layers = sum(size * modes[number % heads] for number, size in enumerate(sizes[:-heads]))
+        return layers * -(-windows // self.text.chunk) + sum(sizes[-heads:]) * tiles
+
+    @property
+    def bytes_fetched(self) -> int:
+        """The bytes that are fetched from the Hub, each once."""
+        return sum(part.num_bytes for part in self.shards.parts)
+
+    @property
+    def fetched_at_once(self) -> int:
+        """The most bytes of the Hub that are needed at a time: a layer of one checkpoint, or the heads of all."""
+        fetched, heads = [part.num_bytes for part in self.shards.parts], len(self.checkpoints)
+        return max(*fetched[:-heads], sum(fetched[-heads:]))
+
+    @property
+    def disk_needed(self) -> int:
+        """The least disk that the evaluation needs at a time."""
+        return self.disk_bytes + self.fetched_at_once
+
+    def check_room(self) -> None:
+        """Refuse an evaluation that cannot finish for lack of disk; raises DiskFullError with both numbers."""
+        if self.disk_needed > self.disk_allowed:
+            advice = "Allow more with --max-disk, or free some space" if self.fetched_at_once else "Free some space"
+            raise DiskFullError(
+                f"{self.work.folder}: the evaluation needs {self.disk_needed:,} bytes of disk at a time, but may use "
+                f"{self.disk_allowed:,}. {advice}, or use fewer tokens."
+            )
+
+    def extent(self, first: int) -> Extent:
+        """Return how much there is to do if `first` layers are done. The head counts as a layer."""
+        unit, fetched = len(self.models) * self.text.windows.ids.size, [part.num_bytes for part in self.shards.parts]
+        phases: dict[Any, tuple[int, int]] = {"evaluate": ((self.num_layers + 1) * unit, first * unit)}
+        if any(fetched):
+            phases["download"] = (sum(fetched), sum(fetched[: first * len(self.checkpoints)]))
+        return Extent(phases, layer_tokens=unit)
+
+    @contextmanager
+    def opened(self, first: int, *, events: Events) -> Generator[Around]:
+        """Yield what makes the context in which a layer of a checkpoint can be read; fetches during the block."""
+        room = self.disk_allowed - self.disk_bytes
+        shards = replace(self.shards, room=room, events=events)
+        with shards.opened(first * len(self.checkpoints)):
+            yield shards.around
+
+    def walk(self, chunk: int, around: Around) -> Walk:
+        """Return the walk over the text, `chunk` windows at a time."""
+        return Walk(
+            ids=self.text.windows.ids,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            chunk=chunk,
+            devices=self.devices,
+            workers=self.text.threads,
+            around=around,
+            models=tuple(
+                WalkedModel(
+                    stream=stream_of(number),
+                    checkpoint=planned.checkpoint,
+                    rounding=Rounding(planned.model.activations == "w4a4", planned.model.kv_cache == "fp8"),
+                    name=self.checkpoints[planned.checkpoint].place if number else "",
+                )
+                for number, planned in enumerate(self.models)
+            ),
+            keeps_last=True,
+        )
+
+    def finished(self) -> Evaluation | None:
+        """Return the evaluation if the files that it writes are there already, from the same weights and text."""
+        rows: dict[EvaluatedModel, EvaluationRow] = {}
+        found: Evaluation | None = None
+        for path in self.outputs:
+            try:
+                found = find_evaluation(path)
+            except CheckpointError:
+                return None
+            if found is None or not self._is_same(found):
+                return None
+            rows |= {row.model: row for row in found.rows}
+        wanted = [planned.model for planned in self.models[1:]]
+        if found is None or any(model not in rows for model in wanted):
+            return None
+        return replace(found, rows=tuple(rows[model] for model in wanted))
+
+    def _is_same(self, found: Evaluation) -> bool:
+        made, text = self.text.windows, found.text
+        expected = (made.texts, self.job.identity["token_ids"], self.models[0].model, __version__)
+        return expected == (text.texts, text.token_ids, found.reference, found.tool_version)
+
+
+@torch.no_grad()
+def evaluate(plan: EvaluationPlan, *, decode: Decode | None = None, events: Events = SILENT) -> Evaluation:
+    """Do what is left of an evaluation, write its files, and return it. Can be called again after a failure.
+
+    `decode` makes text of token ids, for the tokens that are shown. Raises any K2ConvertError.
+    """
+    plan.check_room()
+    work, num_layers = plan.work, plan.num_layers
+    with work.locked(events=events) as keep:
+        was_begun = work.job() is not None
+        begun = work.begin(plan.job, events=events)
+        if plan.command is not None:
+            keep_command(work.folder, plan.command)
+        first = work.resume(num_layers=num_layers + 1, also={}, events=events)
+        if was_begun:
+            events.note(f"{work.folder}: resuming: {min(first, num_layers)} of {num_layers} layers done")
+        with plan.opened(first, events=events) as around:
+            events.begun(plan.extent(first), keep=keep)
+            walk = plan.walk(begun.chunk, around)
+            _compare_layers(plan, walk, events)
+            if work.num_finished() == num_layers:
+                _score(plan, walk, events)
+        found = _gather(plan, decode)
+        for path, checkpoints in plan.outputs.items():
+            rows = zip(plan.models[1:], found.rows, strict=True)
+            chosen = tuple(row for planned, row in rows if planned.checkpoint in checkpoints)
+            write_atomically(path, encode(replace(found, rows=chosen)))
+    work.remove()
+    return found
+
+
+def _compare_layers(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
+    """Run every model through the layers that are not done, and declare each layer done."""
+    comparison = LayerComparison(0, 0)
+    with closing(walk_layers(walk, plan.work, events=events)) as layers:
+        for layer in layers:
+            number = walk.models.index(layer.model)
+            if number == 0:
+                comparison = LayerComparison(len(walk.models), walk.shape[0])
+                comparison.run_reference(layer)
+            else:
+                comparison.run(number, layer, plan.checkpoints[layer.model.checkpoint])
+            if number == len(walk.models) - 1:
+                plan.work.write(plan.work.path(CLAIM, layer.number), comparison.encode())
+
+
+def _score(plan: EvaluationPlan, walk: Walk, events: Events) -> None:
+    """Score the tokens of every model after the last layer, and declare that done."""
+    work, last, length = plan.work, walk.num_layers, walk.shape[1]
+    kept = kept_windows(_claim(plan, last - 1))
+    progress = Progress(events, share=len(walk.models))
+    found: list[HeadScores] = []
+    with ExitStack() as stack:
+        heads: list[Head] = []
+        for number in range(walk.num_checkpoints):
+            checkpoint = stack.enter_context(walk.around(last * walk.num_checkpoints + number))
+            heads.append(Head(stack.enter_context(closing(WeightReader(checkpoint)))))
+        reads = [stack.enter_context(work.reading(model.stream, last, walk.shape)) for model in walk.models]
+        step, of_models = max(1, TILE_TOKENS // length), [model.checkpoint for model in walk.models]
+        for start in range(0, walk.shape[0], step):
+            stop = min(start + step, walk.shape[0])
+            if (chosen := kept[start:stop]).any():
+                states = [_predicting(read(start, stop), chosen) for read in reads]
+                targets = torch.as_tensor(walk.ids[start:stop, 1:][chosen]).flatten()
+                scored = score_tokens(heads, of_models, states, targets, devices=walk.devices, workers=walk.workers)
+                found.append(scored.windows(int(chosen.sum())))
+            progress.reach(stop * length)
+    scores = HeadScores.concatenate(found)
+    for number, model in enumerate(walk.models):
+        if not (np.isfinite(scores.loss[number]).all() and np.isfinite(scores.divergence[number]).all()):
+            raise CheckpointError(
+                f"{plan.checkpoints[model.checkpoint].place}: its logits are not finite. Its final norm or its output "
+                "matrix is damaged: download it again."
+            )
+    work.write(work.path(CLAIM, last), encode_arrays(scores.arrays()))
+
+
+def _predicting(states: NDArray[np.float32], kept: NDArray[np.bool_]) -> torch.Tensor:
+    """Return the hidden states f32 [T, K] of some windows that predict a token: all but the last of each."""
+    return torch.as_tensor(states[kept][:, :-1]).flatten(0, 1)
+
+
+def _claim(plan: EvaluationPlan, layer: int) -> dict[str, NDArray[Any]]:
+    path = plan.work.path(CLAIM, layer)
+    plan.work.check(path)
+    return read_arrays(path)
+
+
+def _gather(plan: EvaluationPlan, decode: Decode | None) -> Evaluation:
+    """Return the document of what the work folder has."""
+    layers = [_claim(plan, number) for number in range(plan.num_layers)]
+    scores, kept = HeadScores(**_claim(plan, plan.num_layers)), kept_windows(layers[-1])
+    ids, windows = plan.text.windows.ids, np.flatnonzero(kept)
+    rows: list[EvaluationRow] = []
+    for number, planned in enumerate(plan.models[1:], start=1):
+        figures = summarize(
+            TokenScores(
+                divergence=scores.divergence[number],
+                loss=scores.loss[number],
+                reference_loss=scores.loss[0],
+                agrees=scores.likeliest[number] == scores.likeliest[0],
+                left_top5=scores.left_top5[number],
+            )
+        )
+        worst = describe_worst(
+            scores.divergence[number], ids[kept], windows, scores.likeliest[0], scores.likeliest[number], decode=decode
+        )
+        compared = tuple(layer_figures(arrays, number, kept) for arrays in layers)
+        rows.append(EvaluationRow(planned.model, figures, compared, worst))
+    return Evaluation(
+        format=FORMAT,
+        kind="evaluate",
+        tool_version=__version__,
+        reference=plan.models[0].model,
+        text=_text(plan, dropped=int(np.count_nonzero(~kept))),
+        rows=tuple(rows),
+    )
+
+
+def _text(plan: EvaluationPlan, *, dropped: int) -> EvaluationText:
+    ids = plan.text.windows.ids
+    return EvaluationText(
+        texts=plan.text.windows.texts,
+        token_ids=str(plan.job.identity["token_ids"]),
+        tokens=ids.size,
+        window=ids.shape[1],
+        windows=ids.shape[0],
+        seed=plan.text.seed,
+        dropped=dropped,
+    )

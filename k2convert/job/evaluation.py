@@ -1,0 +1,260 @@
+"""Open what an evaluation needs, and plan it: for `k2convert evaluate` and the function of the package."""
+
+import json
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from blake3 import blake3
+
+from k2convert.calibration.plan import CalibrationText, WalkSource
+from k2convert.checkpoint.names import EVALUATION_NAME, WORK_FOLDER, WORK_SUFFIX
+from k2convert.choices import AskedActivations, ComputedKvCache
+from k2convert.errors import CalibrationError, CheckpointError, DestinationError, K2ConvertError, require_extra
+from k2convert.evaluation.checkpoints import (
+    EvaluatedCheckpoint,
+    check_comparable,
+    check_computable,
+    check_text,
+    head_names,
+    modes_of,
+)
+from k2convert.hub.client import SCHEME, Hub
+from k2convert.hub.ranges import Ranges, RemoteShards
+from k2convert.job.locations import Source, check_statistics_path, open_source
+from k2convert.job.opening import TextFiles, read_text
+from k2convert.job.resources import allowed_disk, device_name
+from k2convert.models import read_architecture
+from k2convert.plan.recipe import TextUse
+from k2convert.records.document import JsonObject
+from k2convert.records.evaluation import EvaluatedModel
+from k2convert.records.events import SILENT
+from k2convert.records.fingerprint import source_digest
+from k2convert.records.ledger import Ledger, find_ledger, weights_digest
+
+if TYPE_CHECKING:
+    from k2convert.evaluation.scores import Decode
+    from k2convert.evaluation.streamed import EvaluationPlan, PlannedModel
+    from k2convert.forward.layer_shards import LayerPart
+    from k2convert.forward.work import WorkFolder
+
+ARITHMETIC: Final = 1  # to be raised when an evaluation makes other figures of the same input
+WORK_NAME: Final = f"evaluation{WORK_SUFFIX}"
+_REVISION: Final = "revision of {}"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationOptions:
+    """How models are computed: what activations and the KV cache are rounded to; `out` is the one file to write."""
+
+    activations: AskedActivations | None = None
+    kv_cache: ComputedKvCache | None = None
+    out: Path | None = None
+    any_text: bool = False
+    """Whether the text may be one that a checkpoint was calibrated on."""
+
+
+@contextmanager
+def open_evaluation(
+    reference: str,
+    checkpoints: Sequence[str],
+    text: TextFiles,
+    use: TextUse,
+    options: EvaluationOptions,
+    *,
+    hub: Hub,
+    devices: tuple[str, ...],
+    max_disk: int | None = None,
+) -> "Generator[EvaluationPlan]":
+    """Open reference and checkpoints of an evaluation and plan it; they stay open for the block.
+
+    Writes nothing. Raises any K2ConvertError.
+    """
+    require_extra("calibrate", purpose="evaluate")
+    outputs = _outputs(reference, checkpoints, options.out)
+    work_folder = _work_folder(outputs)
+    begun = _work(work_folder, 1).job()
+    pinned: Mapping[str, object] = {} if begun is None else begun.identity
+    with ExitStack() as stack:
+        places = (reference, *dict.fromkeys(checkpoints))
+        names = _names(places)
+        found: list[EvaluatedCheckpoint] = []
+        sources: list[Source] = []
+        for place in places:
+            revision = pinned.get(_REVISION.format(place))
+            opened = stack.enter_context(
+                open_source(place, hub=hub, pinned=None if revision is None else str(revision))
+            )
+            sources.append(opened)
+            source = WalkSource(opened.checkpoint, opened.remote, hub, opened.identities())
+            found.append(EvaluatedCheckpoint(names[place], place, source, _ledger(opened.checkpoint.folder)))
+            check_computable(found[-1])
+            check_comparable(found[-1], found[0])
+        read = read_text(text, use, sources[0], hub)
+        _check_windows(read)
+        if not options.any_text:
+            check_text(read.windows.texts, found[1:])
+        yield _plan(tuple(found), read, options, outputs, work_folder, devices=devices, max_disk=max_disk)
+
+
+def _check_windows(text: CalibrationText) -> None:
+    if text.windows.ids.shape[1] < 2:
+        names = ", ".join(name for name, _ in text.windows.texts)
+        raise CalibrationError(f"{names}: a window of one token predicts nothing. Use a longer text or --window.")
+
+
+def _outputs(reference: str, checkpoints: Sequence[str], out: Path | None) -> dict[Path, str | None]:
+    """Return the files to write, each with the checkpoint whose rows it has, None for all of them.
+
+    Without --out these are RESULT/evaluation.json of every checkpoint in a folder but the reference.
+    """
+    if out is not None:
+        source = None if reference.startswith(SCHEME) else Path(reference)
+        check_statistics_path(out, source=source)
+        return {out: None}
+    ours = Path(reference).resolve()
+    local = [place for place in checkpoints if not place.startswith(SCHEME) and Path(place).resolve() != ours]
+    if not local:
+        raise DestinationError(
+            "no checkpoint is in a folder of its own that the evaluation can be written to. Name a file with --out."
+        )
+    return {Path(place) / EVALUATION_NAME: place for place in local}
+
+
+def _work_folder(outputs: Mapping[Path, str | None]) -> Path:
+    """Return OUT.work, or the work folder of the first checkpoint that the evaluation is written to."""
+    path, place = next(iter(outputs.items()))
+    return path.with_name(path.name + WORK_SUFFIX) if place is None else path.parent / WORK_FOLDER / WORK_NAME
+
+
+def _work(folder: Path, models: int) -> "WorkFolder":
+    from k2convert.evaluation.streamed import stream_of
+    from k2convert.forward.work import WorkFolder
+
+    return WorkFolder(folder, streams=tuple(map(stream_of, range(models))), purpose="evaluation")
+
+
+def _names(places: Sequence[str]) -> dict[str, str]:
+    """Return a name for every place: of a folder its own, unless two folders have the same."""
+    own = {place: place if place.startswith(SCHEME) else Path(place).resolve().name for place in places}
+    counts = Counter(own.values())
+    return {place: name if counts[name] == 1 else place for place, name in own.items()}
+
+
+def _ledger(folder: Path) -> Ledger | None:
+    """Return a checkpoint's ledger; None without one that can be read, as anybody's checkpoint."""
+    try:
+        return find_ledger(folder)
+    except CheckpointError:
+        return None
+
+
+def _plan(
+    found: tuple[EvaluatedCheckpoint, ...],
+    text: CalibrationText,
+    options: EvaluationOptions,
+    outputs: Mapping[Path, str | None],
+    work_folder: Path,
+    *,
+    devices: tuple[str, ...],
+    max_disk: int | None,
+) -> "EvaluationPlan":
+    from k2convert.evaluation.streamed import EvaluationPlan
+    from k2convert.forward.layer_shards import LayerShards
+    from k2convert.forward.work import WalkJob
+
+    models = _models(found, options)
+    work = _work(work_folder, len(models))
+    uses_hub = any(one.source.remote is not None for one in found)
+    numbers = {one.place: number for number, one in enumerate(found)}
+    everything = tuple(numbers.values())
+    return EvaluationPlan(
+        text=text,
+        checkpoints=found,
+        models=models,
+        outputs={path: everything if place is None else (numbers[place],) for path, place in outputs.items()},
+        work=work,
+        job=WalkJob(
+            _identity(found, models, text, device_name(devices)),
+            text.chunk,
+            {f"{one.place}/{name}": identity for one in found for name, identity in one.source.identities.items()},
+        ),
+        devices=devices,
+        shards=LayerShards(_parts(found, work), work.downloads, 0, SILENT),
+        disk_allowed=allowed_disk(work.folder, uses_hub=uses_hub, max_disk=max_disk),
+    )
+
+
+def _models(found: Sequence[EvaluatedCheckpoint], options: EvaluationOptions) -> "tuple[PlannedModel, ...]":
+    """Return the models: the reference as its config declares it, and every checkpoint in its modes."""
+    from k2convert.evaluation.streamed import PlannedModel
+
+    planned: list[PlannedModel] = []
+    for number, one in enumerate(found):
+        weights = weights_digest(one.checkpoint, one.ledger)
+        if number == 0:
+            activations = modes_of(one.checkpoint, None)[0]
+            planned.append(PlannedModel(EvaluatedModel(one.name, weights, activations), 0))
+            continue
+        for mode in modes_of(one.checkpoint, options.activations):
+            planned.append(PlannedModel(EvaluatedModel(one.name, weights, mode, options.kv_cache), number))
+    return tuple(planned)
+
+
+def _identity(
+    found: Sequence[EvaluatedCheckpoint], models: "Sequence[PlannedModel]", text: CalibrationText, device: str
+) -> JsonObject:
+    """Return everything that the figures depend on, field by field, as a refused resume names it."""
+    modes = [(found[planned.checkpoint].place, planned.model) for planned in models]
+    identity: JsonObject = {
+        "arithmetic": ARITHMETIC,
+        "models": ", ".join(f"{place} {model.activations or ''}".strip() for place, model in modes),
+        "kv_cache": models[-1].model.kv_cache,
+        "layers": read_architecture(found[0].checkpoint).num_layers,
+        **text.identity(device),
+    }
+    for one in found:
+        remote, config = one.source.remote, json.dumps(one.checkpoint.config, sort_keys=True)
+        identity[_REVISION.format(one.place)] = None if remote is None else remote.commit
+        identity[f"headers of {one.place}"] = source_digest(one.checkpoint)
+        identity[f"config of {one.place}"] = blake3(config.encode()).hexdigest()
+    return identity
+
+
+def _parts(found: Sequence[EvaluatedCheckpoint], work: "WorkFolder") -> "list[LayerPart]":
+    """Return what is read, in order: each layer of every checkpoint, then the head of every checkpoint."""
+    from k2convert.forward.layer_shards import LayerPart, layer_ranges
+
+    num_layers = read_architecture(found[0].checkpoint).num_layers
+    ranges: list[Sequence[Ranges]] = []
+    for one in found:
+        head: Ranges = {}
+        for tensor in (one.checkpoint.tensors[name] for name in head_names(one.checkpoint)):
+            head.setdefault(tensor.shard, set()).add((tensor.begin, tensor.end))
+        ranges.append((*layer_ranges(one.checkpoint, num_layers), head))
+    remotes = [
+        None if one.source.remote is None else RemoteShards(one.source.hub, one.source.remote, work.downloads)
+        for one in found
+    ]
+    return [
+        LayerPart(one.checkpoint, remote, of[number])
+        for number in range(num_layers + 1)
+        for one, remote, of in zip(found, remotes, ranges, strict=True)
+    ]
+
+
+@contextmanager
+def opened_decoder(plan: "EvaluationPlan") -> "Generator[Decode | None]":
+    """Yield what makes text of token ids: the reference's tokenizer. None if it has none that can be used."""
+    from k2convert.calibration.tokenizer_process import TokenizerProcess
+
+    try:
+        process = TokenizerProcess(plan.checkpoints[0].checkpoint.folder)
+    except K2ConvertError:
+        yield None
+        return
+    with process:
+        yield process.decode
