@@ -27,8 +27,8 @@ SIGNATURES = {
     f"reference: bool = False, against: {PATH} | None = None, events: Events | None = None) -> ValidationReport",
     "evaluate": f"(reference: {PATH}, checkpoints: Sequence[{PATH}], text: Sequence[{PATH}], *, tokens: int = 32768, "
     "window: int = 2048, seed: int = 0, activations: Literal['w4a4', 'w4a16', 'both'] | None = None, "
-    f"kv_cache: Literal['fp8'] | None = None, device: {DEVICE}, max_disk: int | None = None, out: {PATH} | None = None, "
-    "any_text: bool = False, events: Events | None = None) -> Evaluation",
+    f"kv_cache: Literal['fp8'] | None = None, device: {DEVICE}, max_disk: int | None = None, "
+    f"out: {PATH} | None = None, any_text: bool = False, events: Events | None = None) -> Evaluation",
     "inspect": f"(source: {PATH}) -> Inspection",
 }
 

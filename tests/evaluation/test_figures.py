@@ -1,0 +1,251 @@
+"""An evaluation has the figures that follow from the logits of transformers' own models, for every kind of result."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command import run_here
+from conversions import convert
+from whole_models import logits_of, mlps_of, scores_from, whole_model
+
+import k2convert
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.evaluation.head import Head
+from k2convert.evaluation.scores import summarize
+from k2convert.forward.decoder import DecoderLayer, Rounding, embed
+from k2convert.forward.weights import WeightReader
+from k2convert.records.evaluation import Evaluation, EvaluationRow, Figures
+from scripts.evaluation.measure import Variant, compare_in_turn
+from scripts.evaluation.models import build_model, scaled_tensors
+
+pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+
+WINDOWS, LENGTH = 4, 64
+KEPT = [0, *range(3, 12)]
+
+
+@pytest.fixture(scope="module")
+def ids(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four windows of the evaluation text, as token ids."""
+    from tokenizers import Tokenizer
+
+    text = (trained / "eval.txt").read_text()[:4000]
+    found = Tokenizer.from_file(str(trained / "tokenizer.json")).encode(text).ids[: WINDOWS * LENGTH]
+    path = tmp_path_factory.mktemp("ids") / "ids.npy"
+    np.save(path, np.array(found).reshape(WINDOWS, LENGTH))
+    return path
+
+
+def tokens(ids: Path) -> torch.Tensor:
+    return torch.as_tensor(np.load(ids))
+
+
+def pruned(source: Path, folder: Path) -> Path:
+    """Ten of the sixteen experts of every layer."""
+    kept = folder.with_name("kept.json")
+    kept.write_text(json.dumps({"experts": {str(layer): KEPT for layer in (1, 2, 3)}}))
+    run_here("run", source, folder, "--keep-experts", kept, "--quiet", code=0)
+    return folder
+
+
+def by_gptq(source: Path, folder: Path) -> Path:
+    """Rule gptq, and smoothing."""
+    text = folder.with_name("calibration.txt")
+    text.write_text((source / "calibration.txt").read_text()[:6000])
+    use = "calibration={tokens: 1024, window: 64}"
+    run_here("run", source, folder, "--calibrate", text, "--set", use, "--device", "cpu", "--quiet", code=0)
+    return folder
+
+
+MAKERS: dict[str, Callable[[Path, Path], Path]] = {
+    "max": lambda source, folder: convert(source, folder, rule="max"),
+    "mse": lambda source, folder: convert(source, folder, rule="mse"),
+    "gptq": by_gptq,
+    "bf16": lambda source, folder: convert(source, folder, target="bf16"),
+    "other-layout": lambda source, folder: convert(source, folder, layout="compressed-tensors", activations="w4a4"),
+    "pruned": pruned,
+}
+
+
+@pytest.fixture(scope="module")
+def results(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A result of every kind."""
+    folder = tmp_path_factory.mktemp("results")
+    return {name: make(trained, folder / name) for name, make in MAKERS.items()}
+
+
+@pytest.fixture(scope="module")
+def evaluation(trained: Path, results: dict[str, Path], ids: Path) -> Evaluation:
+    """All of them against the source, in one pass, in both modes."""
+    return k2convert.evaluate(
+        trained,
+        list(results.values()),
+        [ids],
+        tokens=WINDOWS * LENGTH,
+        window=LENGTH,
+        activations="both",
+        device="cpu",
+        out=ids.with_name("evaluation.json"),
+    )
+
+
+def row_of(found: Evaluation, name: str, activations: str | None) -> EvaluationRow:
+    return next(row for row in found.rows if (row.model.name, row.model.activations) == (name, activations))
+
+
+def assert_same(found: Figures, expected: Figures) -> None:
+    """To 1e-3 relative, and float noise where a figure is near zero."""
+    assert found.divergence.mean == pytest.approx(expected.divergence.mean, rel=1e-3)
+    assert found.divergence.standard_error == pytest.approx(expected.divergence.standard_error, rel=1e-3)
+    for name in ("median", "p99", "p999", "maximum"):
+        one, other = getattr(found.divergence, name), getattr(expected.divergence, name)
+        assert one == pytest.approx(other, rel=2e-3, abs=1e-7), name
+    assert found.perplexity == pytest.approx(expected.perplexity, rel=1e-5)
+    assert found.reference_perplexity == pytest.approx(expected.reference_perplexity, rel=1e-5)
+    assert found.log_likelihood.mean == pytest.approx(expected.log_likelihood.mean, abs=1e-5)
+    assert (found.top1_agreement, found.left_top5) == (expected.top1_agreement, expected.left_top5)
+
+
+def streamed_logits(folder: Path, ids: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Logits f32 [W, T, V] of a checkpoint through the layers and the head of this package."""
+    checkpoint = open_checkpoint(folder)
+    reader = WeightReader(checkpoint)
+    states = embed(reader, ids)
+    for layer in range(checkpoint.config["num_hidden_layers"]):
+        states = DecoderLayer(reader, layer, rounding=rounding).run(states)
+    head = Head(reader)
+    logits = head.rows(0, head.vocabulary).linear(head.normed(states.flatten(0, 1)))
+    reader.close()
+    return logits.view(*ids.shape, -1)
+
+
+@pytest.mark.parametrize("kind", ["source", *MAKERS])
+def test_logits_of_every_window_are_those_of_transformers(
+    kind: str, trained: Path, results: dict[str, Path], ids: Path
+) -> None:
+    folder = trained if kind == "source" else results[kind]
+    for w4a4 in (False, True) if kind not in ("source", "bf16") else (False,):
+        ours = streamed_logits(folder, tokens(ids), Rounding(activations=w4a4))
+        theirs = logits_of(folder, tokens(ids), w4a4=w4a4)
+        distance = (ours - theirs).abs()
+        # FP4 turns float noise into a step where a value is at a border, so a few tokens may differ by more.
+        close = (distance < 2e-4 * float(theirs.abs().max())).all(dim=-1)
+        assert float(close.float().mean()) >= (0.97 if w4a4 else 1.0)
+
+
+def test_yarn_is_computed_as_transformers_computes_it(tiny: Path, ids: Path) -> None:
+    ours, theirs = streamed_logits(tiny, tokens(ids), Rounding()), logits_of(tiny, tokens(ids))
+    assert float((ours - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("kind", "activations"),
+    [(kind, mode) for kind in MAKERS for mode in (("w4a16", "w4a4") if kind != "bf16" else (None,))],
+)
+def test_figures_follow_from_the_logits_of_transformers(
+    kind: str,
+    activations: str | None,
+    trained: Path,
+    results: dict[str, Path],
+    ids: Path,
+    evaluation: Evaluation,
+) -> None:
+    reference = logits_of(trained, tokens(ids))
+    model = logits_of(results[kind], tokens(ids), w4a4=activations == "w4a4")
+    assert_same(row_of(evaluation, kind, activations).figures, summarize(scores_from(reference, model, tokens(ids))))
+
+
+@pytest.mark.parametrize("kind", ["max", "mse", "gptq"])
+def test_figures_are_those_of_the_evaluation_scripts(
+    kind: str, trained: Path, results: dict[str, Path], ids: Path, evaluation: Evaluation
+) -> None:
+    """scripts/eval has a KL of its own. Smoothing changes norms and routers too."""
+    model, reference = build_model(trained), mlps_of(trained, w4a4=False)
+    for mode in ("w4a16", "w4a4"):
+        load = partial(Variant, mlps_of(results[kind], w4a4=mode == "w4a4"), scaled_tensors(results[kind]))
+        own, scores = compare_in_turn(
+            model, reference, {(kind, mode): load}, tokens(ids), batch=2, progress=lambda _name, _score: None
+        )
+        found, score = row_of(evaluation, kind, mode).figures, scores[kind, mode]
+        assert found.reference_perplexity == pytest.approx(own.perplexity, rel=1e-4)
+        assert found.divergence.mean == pytest.approx(score.kl_mean, rel=1e-3)
+        assert found.divergence.p999 == pytest.approx(score.kl_p999, rel=1e-3)
+        assert found.perplexity == pytest.approx(score.perplexity, rel=1e-4)
+        assert found.top1_agreement == score.top1_agreement
+
+
+def test_a_checkpoint_against_itself_is_exactly_the_same(
+    trained: Path, results: dict[str, Path], ids: Path, tmp_path: Path
+) -> None:
+    for folder in (trained, results["pruned"]):
+        found = k2convert.evaluate(
+            folder, [folder], [ids], tokens=WINDOWS * LENGTH, window=LENGTH, device="cpu", out=tmp_path / folder.name
+        )
+        (row,) = found.rows
+        figures, divergence = row.figures, row.figures.divergence
+        assert divergence.maximum == divergence.mean == divergence.standard_error == 0
+        assert {part.mean for part in divergence.by_position} == {0}
+        assert divergence.histogram[0] == WINDOWS * (LENGTH - 1)
+        assert (figures.top1_agreement, figures.left_top5, figures.log_likelihood.mean) == (1, 0, 0)
+        assert figures.perplexity == figures.reference_perplexity
+        assert {layer.relative_error for layer in row.layers} == {0}
+        assert {layer.routing_agreement for layer in row.layers[1:]} == {1}
+
+
+def test_errors_and_routing_of_layers_are_those_of_transformers(
+    trained: Path, results: dict[str, Path], ids: Path, evaluation: Evaluation
+) -> None:
+    states, chosen = layers_by_transformers(whole_model(trained).network, tokens(ids))
+    for kind in ("max", "pruned"):
+        others, their_choices = layers_by_transformers(whole_model(results[kind]).network, tokens(ids))
+        numbers = torch.tensor(KEPT if kind == "pruned" else list(range(16)))
+        for layer, found in enumerate(row_of(evaluation, kind, "w4a16").layers):
+            one, other = states[layer].double(), others[layer].double()
+            error = float((one - other).square().sum() / one.square().sum())
+            assert found.relative_error == pytest.approx(error, rel=1e-3, abs=1e-12)
+            if layer:
+                mapped = numbers[their_choices[layer]]
+                same = (chosen[layer][:, :, None] == mapped[:, None, :]).any(dim=2).double().mean()
+                assert found.routing_agreement == pytest.approx(float(same), abs=5e-4)
+            else:
+                assert found.routing_agreement is None
+
+
+def layers_by_transformers(network: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """Hidden states after every layer, and the experts [T, k] that were chosen."""
+    states: list[torch.Tensor] = []
+    chosen: dict[int, torch.Tensor] = {}
+    for number, layer in enumerate(network.model.layers):
+        if number:
+            layer.register_forward_pre_hook(lambda _m, args: states.append(args[0]))
+            layer.mlp.gate.register_forward_hook(lambda _m, _a, out, number=number: chosen.update({number: out[2]}))
+    network.model.norm.register_forward_pre_hook(lambda _m, args: states.append(args[0]))
+    with torch.inference_mode():
+        network(ids, use_cache=False)
+    return states, chosen
+
+
+def test_the_worst_tokens_are_shown_in_their_context(
+    trained: Path, results: dict[str, Path], ids: Path, evaluation: Evaluation
+) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(trained / "tokenizer.json"))
+    reference, model = (logits_of(folder, tokens(ids)) for folder in (trained, results["max"]))
+    expected = scores_from(reference, model, tokens(ids))
+    worst = row_of(evaluation, "max", "w4a16").worst
+    assert len(worst) == 10
+    assert [token.divergence for token in worst] == sorted((t.divergence for t in worst), reverse=True)
+    window, position = np.unravel_index(expected.divergence.argmax(), expected.divergence.shape)
+    first, text = worst[0], np.load(ids)
+    assert (first.window, first.position) == (window, position + 1)
+    assert first.divergence == pytest.approx(float(expected.divergence.max()), rel=1e-3)
+    assert first.token == tokenizer.decode([int(text[window, position + 1])])
+    assert first.before == tokenizer.decode(text[window, max(0, position - 23) : position + 1].tolist())
+    for shown, logits in ((first.reference_token, reference), (first.model_token, model)):
+        assert shown == tokenizer.decode([int(logits[window, position].argmax())])
