@@ -18,10 +18,9 @@ from k2convert import __version__
 from k2convert.cli.failures import UsageError, explain, explain_usage
 from k2convert.cli.interrupts import Interrupted, catch_interrupts, say_interrupted
 from k2convert.cli.options import JsonOption, verb
+from k2convert.cli.proof_verbs import CompareOptions, EvaluateOptions
 from k2convert.cli.verbs import (
     CalibrateOptions,
-    CompareOptions,
-    EvaluateOptions,
     FitOptions,
     InspectOptions,
     PublishOptions,

@@ -12,7 +12,7 @@ from k2convert.cli.evaluation_view import show_evaluation
 from k2convert.cli.forecast import Computer, Forecast, check_time, choose_computer, forecast_evaluation
 from k2convert.cli.options import command_words, parse_size
 from k2convert.cli.progress import Display, Waiting
-from k2convert.cli.verbs import EvaluateOptions
+from k2convert.cli.proof_verbs import EvaluateOptions
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation, opened_decoder
 from k2convert.job.resources import peak_bytes
