@@ -3,7 +3,8 @@
     LD_PRELOAD=shim.so python crash_driver.py FOLDER POINTS COMMANDS
 
 COMMANDS are lists of words as JSON, in which OUT is the destination, and OUT/NAME a file in a folder that is there.
-POINTS is `every` for every call, or `spread` for one call of each kind in each part of the job. One process imports
+POINTS is `every` for every call, `spread` for one call of each kind in each part of the job, or `layers` for the calls
+around the end of every layer of a walk. One process imports
 everything, then forks a child for each run, which takes a fraction of the time of a new process. Runs are also
 interrupted, as by Ctrl-C, and a calibration meets a full disk. Prints one JSON document for each command: the calls and
 files of a whole run, how many points were tried, what went wrong, and what an interrupted run said.
@@ -42,8 +43,9 @@ class Command:
     folder: Path
 
     @property
-    def calibrates(self) -> bool:
-        return any("calibrate" in word for word in self.words)
+    def walks(self) -> bool:
+        """Whether it computes the layers of a model."""
+        return any(verb in word for word in self.words for verb in ("calibrate", "evaluate"))
 
     @property
     def out(self) -> Path:
@@ -154,12 +156,12 @@ def problems_of_resume(command: Command, whole: dict[str, bytes]) -> list[str]:
 def warm_up(command: Command) -> None:
     """Before the forks: import everything, fill tables by a run, and leave both out of every collection of garbage."""
     wings = ["cli", "job", "plan", "records", "validation", "quantize"]
-    for wing in wings + (["calibration", "forward"] if command.calibrates else []):
+    for wing in wings + (["calibration", "forward", "evaluation"] if command.walks else []):
         modules = list((Path(k2convert.__file__).parent / wing).glob("*.py"))
         assert modules, f"{wing}: no such wing"
         for path in modules:
             import_module(f"k2convert.{wing}.{path.stem}".removesuffix(".__init__"))
-    if command.calibrates:
+    if command.walks:
         import torch
         import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401
 
@@ -181,20 +183,26 @@ def spread(calls: list[str], kinds: tuple[str, ...]) -> list[int]:
     return sorted(numbers[len(numbers) // 2] for numbers in found.values())
 
 
-def crash(command: Command, *, every: bool) -> dict[str, object]:
+def around_layers(calls: list[str]) -> list[int]:
+    """The calls that declare a layer done, and those after them."""
+    claims = [number for number, line in enumerate(calls, 1) if re.match(r"rename .*/layer-", line)]
+    return sorted({*claims, *(number + 1 for number in claims)})
+
+
+def crash(command: Command, points: str) -> dict[str, object]:
     """Crash at the calls; crash during some of the resumes too."""
     begin = time.monotonic()
     calls = command.logged()
     seconds = time.monotonic() - begin
     whole, last = finished(command.folder / "whole"), len(calls)
-    kinds = ("write", "rename", "unlink") if command.calibrates else KINDS
-    points = list(range(1, last + 1)) if every else spread(calls, kinds)
-    tried = [[(KILL, point)] for point in points]
-    tried += [[(INTERRUPT, point)] for point in points[:: -(-len(points) // 2)]]
-    for point in points[:: -(-len(points) // 8)] if every else points[len(points) // 3 :][:1]:
+    kinds, every = ("write", "rename", "unlink") if command.walks else KINDS, points == "every"
+    chosen = list(range(1, last + 1)) if every else around_layers(calls) if points == "layers" else spread(calls, kinds)
+    tried = [[(KILL, point)] for point in chosen]
+    tried += [[(INTERRUPT, point)] for point in chosen[:: -(-len(chosen) // 2)]]
+    for point in chosen[:: -(-len(chosen) // 8)] if every else chosen[len(chosen) // 3 :][:1]:
         tried += [[(KILL, point), (KILL, 9), (KILL, last // 3), (KILL, 2 * last // 3)]]
-    if command.calibrates:
-        writes = [point for point in points if calls[point - 1].startswith(("write", "allocate"))]
+    if command.walks:
+        writes = [point for point in chosen if calls[point - 1].startswith(("write", "allocate"))]
         tried += [[(FILL, point)] for point in writes]
     wrong = [problem for faults in tried for problem in try_points(command, whole, faults)]
     return {
@@ -232,14 +240,14 @@ def kill_at_random(command: Command, whole: dict[str, bytes], seconds: float, wr
     return kills
 
 
-def crash_each(folder: Path, commands: list[list[str]], *, every: bool) -> list[dict[str, object]]:
+def crash_each(folder: Path, commands: list[list[str]], points: str) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for number, words in enumerate(commands):
         command = Command(words, folder / str(number))
         command.folder.mkdir()
         if number == 0:
             warm_up(command)
-        found.append(crash(command, every=every))
+        found.append(crash(command, points))
     return found
 
 
@@ -247,6 +255,6 @@ if __name__ == "__main__":
     result = os.dup(1)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    document = crash_each(Path(sys.argv[1]), json.loads(sys.argv[3]), every=sys.argv[2] == "every")
+    document = crash_each(Path(sys.argv[1]), json.loads(sys.argv[3]), sys.argv[2])
     with os.fdopen(result, "w") as out:
         json.dump(document, out)
