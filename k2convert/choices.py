@@ -40,6 +40,10 @@ Engine = Literal["vllm", "sglang", "tensorrt-llm"]
 Device = Literal["auto", "cpu", "cuda"]
 """Where weights are converted."""
 
+EVALUATION_TOKENS: Final = 32_768
+EVALUATION_WINDOW: Final = 2048
+"""Tokens of an evaluation, and tokens that are seen together, by default."""
+
 MAX_SEED: Final = 10**18 - 1
 """The largest number that a statistics file has room for."""
 

@@ -55,7 +55,9 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def _check_and_do(plan: "EvaluationPlan", options: EvaluateOptions, computer: Computer) -> None:
     """Show what the rest needs, refuse it if that is not there, and do it unless this is a dry run."""
-    found = forecast_evaluation(plan, computer)
+    left = max(plan.num_layers - plan.num_finished, 0)
+    source = plan.checkpoints[0].checkpoint
+    found = forecast_evaluation(source, plan.text, computer, layers=left, models=len(plan.models))
     needed = peak_bytes() + found.memory.main  # before anything is measured, which needs memory too
     with Waiting("measures one expert", quiet=options.quiet):
         time = found.time()

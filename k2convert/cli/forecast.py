@@ -27,14 +27,14 @@ from k2convert.job.resources import (
     layer_threads,
     peak_bytes,
 )
+from k2convert.models import read_architecture
 from k2convert.quantize.rules import IMATRIX_NOTE
 from k2convert.records.calibration import CalibrationRecord
 
 if TYPE_CHECKING:
     from k2convert.calibration.cost import Time
-    from k2convert.calibration.plan import CalibrationPlan
+    from k2convert.calibration.plan import CalibrationPlan, CalibrationText
     from k2convert.calibration.sizes import Memory, PassSize
-    from k2convert.evaluation.streamed import EvaluationPlan
     from k2convert.fit.gpus import Gpu
 
 MAX_HOURS: Final = 12
@@ -164,18 +164,33 @@ def forecast(plan: CalibrationPlan, computer: Computer, *, layers: int) -> Forec
     return Forecast(plan.source, size, is_walk, computer, held)
 
 
-def forecast_evaluation(plan: EvaluationPlan, computer: Computer) -> Forecast:
-    """Count what the rest of an evaluation needs."""
+def forecast_evaluation(
+    source: Checkpoint, text: CalibrationText, computer: Computer, *, layers: int, models: int
+) -> Forecast:
+    """Count what `layers` layers of an evaluation of `models` models need, the reference included."""
     from k2convert.calibration.sizes import PassSize, read_sizes
     from k2convert.evaluation.needs import evaluation_memory
 
-    source, windows = plan.checkpoints[0].checkpoint, plan.text.windows.ids.shape
-    left = max(plan.num_layers - plan.num_finished, 0)
-    size = PassSize(windows[0], windows[1], plan.text.chunk, computer.devices, computer.threads, left)
-    models = len(plan.models)
+    windows = text.windows.ids.shape
+    size = PassSize(windows[0], windows[1], text.chunk, computer.devices, computer.threads, layers)
     return Forecast(
         source, size, False, computer, evaluation_memory(read_sizes(source), size, models=models), num_models=models
     )
+
+
+def final_evaluation_line(job: Job, text: CalibrationText, *, source: str, yes: bool) -> str:
+    """Return what the evaluation at the end of a job needs, in a line.
+
+    Raises CalibrationError if it is too long, PlanError if the memory is not there.
+    """
+    whole, computer = job.source.whole or job.source.checkpoint, Computer(job.limits.devices, text.threads)
+    found = forecast_evaluation(whole, text, computer, layers=read_architecture(whole).num_layers, models=2)
+    found.check(source, needed=peak_bytes() + found.memory.main)
+    time = found.time()
+    check_time(time, source=source, yes=yes, what="evaluation")
+    size, names = text.windows.ids.shape, ", ".join(name for name, _ in text.windows.texts)
+    line = f"evaluation at the end, on {text.windows.ids.size:,} tokens of {names}, in {counted(size[0], 'window')}"
+    return f"{line} of {size[1]:,}; {found.time_line(time)}"
 
 
 def check_time(time: Time, *, source: str, yes: bool, what: str = "calibration") -> None:

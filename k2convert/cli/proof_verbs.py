@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from k2convert.choices import MAX_SEED, AskedActivations, ComputedKvCache
+from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW, MAX_SEED, AskedActivations, ComputedKvCache
 from k2convert.cli.options import (
     ADDRESS,
     TEXT_FORMS,
@@ -39,8 +39,8 @@ class EvaluateOptions:
         ),
     ]
     text: Annotated[list[Path], option(f"Text: {TEXT_FORMS}. May be repeated.", "FILE")]
-    tokens: Annotated[int, option("Tokens to use.", "N", min=2)] = 32_768
-    window: Annotated[int, option("Tokens that are seen together.", "N", min=2)] = 2048
+    tokens: Annotated[int, option("Tokens to use.", "N", min=2)] = EVALUATION_TOKENS
+    window: Annotated[int, option("Tokens that are seen together.", "N", min=2)] = EVALUATION_WINDOW
     seed: Annotated[int, option("Decides which windows of the text are used.", "N", min=0, max=MAX_SEED)] = 0
     activations: Annotated[
         AskedActivations | None, option("Activations of NVFP4 weights [default: as config.json declares].")

@@ -1,9 +1,8 @@
 """`run`: plan, show or do a job, whether its ends are folders or repositories of the Hub."""
 
 import os
-import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from k2convert.cli.forecast import (
     Computer,
     check_time,
     choose_computer,
+    final_evaluation_line,
     forecast,
     job_document,
     layers_left,
@@ -28,6 +28,7 @@ from k2convert.cli.options import command_words, parse_device, parse_size
 from k2convert.cli.progress import Display, Waiting
 from k2convert.cli.verbs import RunOptions
 from k2convert.cli.views import (
+    confirm,
     estimate_document,
     plan_document,
     run_document,
@@ -37,21 +38,21 @@ from k2convert.cli.views import (
     show_plan,
     show_run,
 )
-from k2convert.errors import HubError, UnservableError, missing_module, require_extra
+from k2convert.errors import UnservableError, missing_module, require_extra
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.job.estimate import estimate, memory_bytes
-from k2convert.job.opening import open_job
+from k2convert.job.opening import open_job, text_files
 from k2convert.job.prepare import Job, check_room
 from k2convert.job.resources import has_driver
 from k2convert.job.run import Outcome, execute
 from k2convert.plan.recipe import parse_settings
 from k2convert.records.command import JobCommand
+from k2convert.records.document import plain
 from k2convert.records.events import Extent
 from k2convert.records.ledger import below_budget, check_budget, summarize
 
 if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan
-    from k2convert.hub.preflight import Target
     from k2convert.job.parts import Part
     from k2convert.job.ray import Cluster
 
@@ -73,9 +74,10 @@ def run(options: RunOptions) -> None:
 
         part = read_part(options.part, os.environ)
     computer = choose_computer(options.device, dry_run=options.dry_run) if options.calibrate else None
-    overrides = _recipe_overrides(options)
-    if options.calibrate:
-        require_extra("calibrate", purpose="--calibrate")
+    overrides, device = _recipe_overrides(options), parse_device(options.device)[0] or "cpu"
+    for name, files in (("--calibrate", options.calibrate), ("--evaluate", options.evaluate)):
+        if files:
+            require_extra("calibrate", purpose=name)
     if options.ray is not None:
         require_extra("ray", purpose="--ray")
     with (
@@ -89,11 +91,13 @@ def run(options: RunOptions) -> None:
             statistics=options.statistics,
             text=None if computer is None else computer.text_files(options.calibrate or ()),
             work_folder=options.work_dir,
-            device=parse_device(options.device)[0] or "cpu",
+            device=device,
             workers=options.workers,
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
             private=not options.public,
             on_cluster=options.ray is not None,
+            evaluate=text_files(options.evaluate, device=device) if options.evaluate else None,
+            any_text=options.yes,
         ) as job,
     ):
         waiting.end()
@@ -112,6 +116,8 @@ def run(options: RunOptions) -> None:
 
             settle_published(job, job.target)
             console.print_note(f"{job.target.repo}: {job.target.revision} already holds this result")
+            if options.evaluate:
+                console.print_note("it was not evaluated: use `k2convert evaluate` with its address")
             if options.as_json:
                 console.print_json({"repo": job.target.repo, "commit": job.target.head, "published_before": True})
         else:
@@ -128,6 +134,8 @@ def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
     yield options.part and options.ray, "--ray and --part both share out the shards: use one of them"
     yield options.part and options.verify, "--verify is for the run that ends the job: leave out --part"
     yield options.ray and options.calibrate, f"{in_order} --ray"
+    yield options.evaluate and options.part, "--evaluate is for the run that ends the job: leave out --part"
+    yield options.evaluate and options.ray, "--evaluate computes on this machine: leave out --ray, or --evaluate"
     yield options.ray and statistics and from_hub, "--ray with --statistics needs a folder as source, not hf://"
     yield (
         options.ray and statistics and statistics.startswith(SCHEME),
@@ -192,6 +200,9 @@ def _show_plan(job: Job, options: RunOptions, computer: Computer | None) -> None
     elsewhere = walk is not None and walk.computer.elsewhere
     if not elsewhere:
         check_room(job)
+        if job.evaluation is not None:
+            line = final_evaluation_line(job, job.evaluation, source=options.source, yes=options.yes)
+            (console.print_note if options.as_json else console.print_line)(line)
     if walk is not None and time is not None:
         walk.check(options.source, needed=needed)
         if not elsewhere:
@@ -256,6 +267,10 @@ def _do(job: Job, options: RunOptions) -> None:
     display = Display("transfer" if job.uses_hub else "convert", extent, quiet=options.quiet)
     if job.gptq is not None:
         display.tally.expected_seconds["calibrate"] = _start_walk(job, job.gptq, options)
+    if job.evaluation is not None:
+        line = final_evaluation_line(job, job.evaluation, source=options.source, yes=options.yes)
+        if not options.quiet:
+            console.print_event(line)
     start = time.monotonic()
     try:
         with nullcontext() if options.ray is None else _open_cluster(options) as cluster, display as events:
@@ -305,12 +320,18 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
                 contract = outcome.validation.contract
                 counts = {"rules": len(contract.rules), "unchecked": contract.unchecked, "failed": contract.failed}
                 document["contract"] = counts
+        if outcome.evaluation is not None:
+            document["evaluation"] = plain(outcome.evaluation)
         console.print_json(document)
         check_budget(job.destination.folder, job.plan.recipe, missed)
         return
     if outcome.calibrated is not None:
         show_outputs(outcome.calibrated)
     show_run(job, totals, seconds)
+    if outcome.evaluation is not None:
+        from k2convert.cli.evaluation_view import show_evaluation
+
+        show_evaluation(outcome.evaluation)
     if outcome.commit is not None:
         if outcome.validation is not None:
             console.print_line(outcome.validation.contract.summary)
@@ -321,14 +342,3 @@ def _show_outcome(job: Job, outcome: Outcome, options: RunOptions, *, seconds: f
             given += ("--statistics", options.statistics)
         console.print_next(console.command("k2convert", "validate", job.destination.folder, *given))
     check_budget(job.destination.folder, job.plan.recipe, missed)
-
-
-def confirm(target: "Target", *, total_bytes: int, yes: bool, ask: Callable[[str], bool]) -> None:
-    """Ask before publishing, unless `yes`; raises HubError without a terminal or without consent."""
-    if yes:
-        return
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise HubError(f"{target.repo}: publishing without a terminal needs --yes.")
-    kind = "private" if target.private else "PUBLIC"
-    if not ask(f"Publish {console.format_bytes(total_bytes)} to the {kind} repository {target.name}?"):
-        raise HubError(f"{target.repo}: not published.")

@@ -99,6 +99,10 @@ class RunOptions:
     calibrate: Annotated[
         list[Path] | None, option(f"Calibrate while converting, on {TEXT_FORMS}. May be repeated.", "FILE", CALIBRATION)
     ] = None
+    evaluate: Annotated[
+        list[Path] | None,
+        option(f"Evaluate the result at the end, on {TEXT_FORMS}. May be repeated.", "FILE", CALIBRATION),
+    ] = None
     device: DeviceOption = "auto"
     workers: Annotated[int | None, option("Shards at a time [default: by cores and devices].", "N", MACHINE, min=1)] = (
         None
@@ -122,7 +126,9 @@ class RunOptions:
             check=check_folder,
         ),
     ] = None
-    yes: Annotated[bool, flag("--yes", "Publish without asking; calibrate for more than 12 hours too.", HUB)] = False
+    yes: Annotated[bool, flag("--yes", "Publish without asking; compute for more than 12 hours; on any text.", HUB)] = (
+        False
+    )
 
 
 @dataclass(frozen=True, slots=True)

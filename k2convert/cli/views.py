@@ -1,14 +1,17 @@
-"""How plans, runs and states are shown: tables for people, plain data for --json."""
+"""How plans, runs and states are shown: tables for people, plain data for --json. Also: the question at the end."""
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from k2convert.choices import counted
 from k2convert.cli.console import format_bytes, format_rate, format_seconds, format_span, print_line, print_table
+from k2convert.errors import HubError
 from k2convert.hub.branch import branch_name
 from k2convert.hub.client import MAIN, Hub
+from k2convert.hub.preflight import Target
 from k2convert.hub.request_errors import redacted
 from k2convert.job.estimate import Estimate
 from k2convert.job.locations import Destination
@@ -242,3 +245,14 @@ def show_commit(hub: Hub, destination: Destination, commit: str) -> None:
     print_line(f"{redacted(hub.endpoint)}/{destination.repo}{branch} at commit {commit}")
 
     print_serve(str(destination.repo), folder=destination.folder, revision=revision)
+
+
+def confirm(target: Target, *, total_bytes: int, yes: bool, ask: Callable[[str], bool]) -> None:
+    """Ask before publishing, unless `yes`; raises HubError without a terminal or without consent."""
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise HubError(f"{target.repo}: publishing without a terminal needs --yes.")
+    kind = "private" if target.private else "PUBLIC"
+    if not ask(f"Publish {format_bytes(total_bytes)} to the {kind} repository {target.name}?"):
+        raise HubError(f"{target.repo}: not published.")

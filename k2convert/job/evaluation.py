@@ -94,16 +94,17 @@ def open_evaluation(
             check_computable(found[-1])
             check_comparable(found[-1], found[0])
         read = read_text(text, use, sources[0], hub)
-        _check_windows(read)
+        check_windows(read)
         if not options.any_text:
             check_text(read.windows.texts, found[1:])
-        yield _plan(tuple(found), read, options, outputs, work_folder, devices=devices, max_disk=max_disk)
+        yield plan_evaluation(tuple(found), read, options, outputs, work_folder, devices=devices, max_disk=max_disk)
 
 
-def _check_windows(text: CalibrationText) -> None:
+def check_windows(text: CalibrationText) -> None:
+    """Refuse windows in which nothing is predicted (CalibrationError)."""
     if text.windows.ids.shape[1] < 2:
         names = ", ".join(name for name, _ in text.windows.texts)
-        raise CalibrationError(f"{names}: a window of one token predicts nothing. Use a longer text or --window.")
+        raise CalibrationError(f"{names}: a window of one token predicts nothing. Use a longer text.")
 
 
 def _outputs(reference: str, checkpoints: Sequence[str], out: Path | None) -> dict[Path, str | None]:
@@ -152,7 +153,7 @@ def _ledger(folder: Path) -> Ledger | None:
         return None
 
 
-def _plan(
+def plan_evaluation(
     found: tuple[EvaluatedCheckpoint, ...],
     text: CalibrationText,
     options: EvaluationOptions,
@@ -162,6 +163,10 @@ def _plan(
     devices: tuple[str, ...],
     max_disk: int | None,
 ) -> "EvaluationPlan":
+    """Plan an evaluation of opened checkpoints, the reference first. `outputs` are the files to write, each with the
+    place of the checkpoint whose rows it has, None for all. Writes nothing; raises DiskFullError for a `max_disk` that
+    is not there.
+    """
     from k2convert.evaluation.streamed import EvaluationPlan
     from k2convert.forward.layer_shards import LayerShards
     from k2convert.forward.work import WalkJob

@@ -47,7 +47,8 @@ class Job:
     `target` is set if the result goes to the Hub, `card` is what the Hub accepts of the source's model card,
     `finished` are the shards that an earlier run left in the destination folder. `command` is what the user typed.
     `calibration` has the statistics, for a recipe that uses them, and `calibrated` what the ledger says of them.
-    `gptq` is the walk of rule gptq; `calibrated` is then None until the walk is done.
+    `gptq` is the walk of rule gptq; `calibrated` is then None until the walk is done. `evaluation` is the text on which
+    the result is evaluated at the end, if it is.
     """
 
     source: Source
@@ -65,6 +66,7 @@ class Job:
     calibration: "Calibration | None" = None
     calibrated: CalibrationRecord | None = None
     gptq: "CalibrationPlan | None" = None
+    evaluation: "CalibrationText | None" = None
 
     @property
     def uses_hub(self) -> bool:

@@ -2,7 +2,7 @@
 
     open    lock the destination, resume: what is recorded, what is left
     loop    fetch, convert, record and upload the shards that are left, overlapping (pipeline.py)
-    end     index, config and ledger; for the Hub, main
+    end     index, config and ledger; the evaluation, if one is asked for; for the Hub, main
 
 A local source has no fetch stage, a local destination no upload stage. A task of an array only differs in its shards
 and its lock, and it ends after the loop. On a cluster the nodes fetch, convert and send. With a text, shards wait for
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from k2convert.job.parts import Part
     from k2convert.job.ray import Cluster
     from k2convert.job.transfers import Uploads
+    from k2convert.records.evaluation import Evaluation
     from k2convert.validation.results import ValidationReport
 
 
@@ -61,6 +62,7 @@ class Outcome:
     commit: str | None = None
     validation: "ValidationReport | None" = None
     calibrated: CalibrationRecord | None = None
+    evaluation: "Evaluation | None" = None
 
 
 def execute(
@@ -282,6 +284,13 @@ def _ended(run: _Run, walk: "OpenWalk | None") -> Outcome:
     if walk is not None:
         walk.plan.work.remove()
     outcome = Outcome(run.records, run.finished, calibrated=job.calibrated)
+    if job.evaluation is not None:
+        from k2convert.job.final_evaluation import evaluate_result
+
+        resources.release_buffers()
+        branch = None if run.uploads is None else run.uploads.branch.name
+        found = evaluate_result(job, job.evaluation, branch=branch, events=run.events)
+        outcome = replace(outcome, evaluation=found)
     if run.uploads is None or job.target is None:
         return outcome
     from k2convert.job.publish import publish_result

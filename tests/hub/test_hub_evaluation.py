@@ -123,3 +123,53 @@ def test_a_job_from_hub_to_hub_with_a_stale_one_changes_nothing_on_main(
     (cwd / WORK / "evaluation.json").unlink()
     cli("run", "hf://moon/tiny", "hf://me/out", "--yes", code=0)
     assert commits(tiny_hub) == 2
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A short text."""
+    (tmp_path / "novel.txt").write_text("It was the best of times, it was the worst of times, and nobody knew. " * 20)
+    return tmp_path / "novel.txt"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_job_that_evaluates_reads_its_shards_back_and_makes_one_commit(
+    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, tiny: Path, text: Path
+) -> None:
+    """From the work branch, layer by layer; the figures are those of the same conversion here."""
+    done = cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--evaluate", text, "--json", code=0)
+    assert commits(tiny_hub) == 2
+    assert list(tiny_hub.store.repos["me/out"].refs) == ["main"]
+    found = json.loads(tiny_hub.store.read("me/out", "evaluation.json"))
+    assert json.loads(done.stdout)["evaluation"] == found
+    assert found["reference"]["name"] == f"hf://moon/tiny@{tiny_hub.store.repos['moon/tiny'].refs['main']}"
+    assert found["rows"][0]["model"]["name"] == "hf://me/out"
+    assert "## Evaluation of the whole model" in tiny_hub.store.read("me/out", "README.md").decode()
+    cli("run", tiny, "here", "--evaluate", text, code=0)
+    here = json.loads((cwd / "here" / "evaluation.json").read_text())
+    assert here["rows"][0]["model"]["weights"] == found["rows"][0]["model"]["weights"]
+    for part in ("figures", "layers", "worst"):
+        assert here["rows"][0][part] == found["rows"][0][part]
+    assert json.loads(cli("validate", "hf://me/out", "--json", code=0).stdout)["passed"]
+    work = cwd / WORK
+    assert not list(work.glob("*.safetensors"))
+    assert not list((work / ".k2convert").glob("evaluation*"))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_job_whose_evaluation_fails_resumes_it_and_converts_nothing_again(
+    tiny_hub: LoopbackHub, cli: RunCli, cwd: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("k2convert.evaluation.streamed._SLACK_BYTES", 1 << 60)
+        done = cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--evaluate", text, code=1)
+    assert "the evaluation needs" in done.stderr
+    assert commits(tiny_hub) == 1
+    tiny_hub.traffic.requests.clear()
+    done = cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--evaluate", text, code=0)
+    assert "resuming: 5 of 5 shards done" in done.stderr
+    assert not tiny_hub.traffic.matching("PUT", "/_lfs/")
+    assert commits(tiny_hub) == 2
+    again = cli("run", "hf://moon/tiny", "hf://me/out", "--yes", "--evaluate", text, code=0)
+    assert "already holds this result" in again.stderr
+    assert "it was not evaluated: use `k2convert evaluate` with its address" in again.stderr

@@ -1,0 +1,86 @@
+"""The evaluation at the end of a run: the result that was just assembled, against its source.
+
+The shards of a result for the Hub have left the disk by then. They are read back from the work branch, layer by layer,
+so `main` gets result and evaluation in one commit. A run that is interrupted here resumes here.
+"""
+
+from dataclasses import replace
+
+from k2convert.calibration.plan import CalibrationText, WalkSource
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.checkpoint.names import EVALUATION_NAME, WORK_FOLDER
+from k2convert.errors import CalibrationError
+from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, check_computable
+from k2convert.hub.client import RepoRef
+from k2convert.hub.source import resolve_source
+from k2convert.job.evaluation import WORK_NAME, EvaluationOptions, opened_decoder, plan_evaluation
+from k2convert.job.locations import Source
+from k2convert.job.prepare import Job
+from k2convert.job.resources import output_headers
+from k2convert.records.evaluation import Evaluation
+from k2convert.records.events import Events
+from k2convert.records.ledger import Ledger, read_ledger
+
+
+def check_final_text(job: Job, text: CalibrationText, *, any_text: bool) -> None:
+    """Refuse a text that the job is calibrated on, before it begins (CalibrationError), unless any is accepted."""
+    used = [] if job.calibrated is None else list(job.calibrated.texts)
+    used += () if job.gptq is None else job.gptq.text.windows.texts
+    for name, digest in text.windows.texts:
+        if not any_text and digest in {found for _, found in used}:
+            raise CalibrationError(
+                f"{name}: the result is calibrated on this text, so it would look better than it is. Use a different "
+                "text with --evaluate, or repeat the command with --yes."
+            )
+
+
+def evaluate_result(job: Job, text: CalibrationText, *, branch: str | None, events: Events) -> Evaluation:
+    """Evaluate a job's assembled result and write its evaluation.json; `branch` is where the shards are, if not here.
+
+    Raises any K2ConvertError; what was converted stays.
+    """
+    from k2convert.evaluation.streamed import evaluate
+
+    path = job.destination.folder / EVALUATION_NAME
+    reference, result = _reference(job), _result(job, branch)
+    check_computable(result)
+    plan = plan_evaluation(
+        (reference, result),
+        text,
+        EvaluationOptions(kv_cache=job.plan.recipe.kv_cache),
+        {path: result.place},
+        path.parent / WORK_FOLDER / WORK_NAME,
+        devices=job.limits.devices,
+        max_disk=None,
+    )
+    plan = replace(plan, disk_allowed=min(plan.disk_allowed, job.limits.disk_allowed))
+    if (finished := plan.finished()) is not None:
+        return finished
+    with opened_decoder(plan) as decode:
+        return evaluate(plan, decode=decode, events=events)
+
+
+def _reference(job: Job) -> EvaluatedCheckpoint:
+    """Return the source as it is, with every expert."""
+    remote, checkpoint = job.source.remote, job.source.whole or job.source.checkpoint
+    if remote is None:
+        checkpoint = open_checkpoint(checkpoint.folder)
+    place = str(checkpoint.folder) if remote is None else str(RepoRef(remote.repo, remote.commit))
+    return _evaluated(job, Source(checkpoint, remote), place, None)
+
+
+def _result(job: Job, branch: str | None) -> EvaluatedCheckpoint:
+    folder, ledger = job.destination.folder, read_ledger(job.destination.folder)
+    if branch is None or job.target is None:
+        return _evaluated(job, Source(open_checkpoint(folder)), str(folder), ledger)
+    headers = output_headers(job.plan)
+    checkpoint = open_checkpoint(folder, read=lambda path: headers[path.name])
+    remote = resolve_source(job.hub, RepoRef(job.target.repo, branch))
+    return _evaluated(job, Source(checkpoint, remote), str(job.destination), ledger)
+
+
+def _evaluated(job: Job, opened: Source, place: str, ledger: Ledger | None) -> EvaluatedCheckpoint:
+    name = opened.checkpoint.folder.resolve().name if opened.remote is None else place
+    return EvaluatedCheckpoint(
+        name, place, WalkSource(opened.checkpoint, opened.remote, job.hub, opened.identities()), ledger
+    )
