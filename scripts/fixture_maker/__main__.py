@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     shaped.add_argument("--shards", type=int, help="spread the MoE layers over this many shards (one per layer)")
     shaped.add_argument("--dense-layers", type=int, default=1, help="dense layers before the MoE layers, 1 GB each (1)")
     shaped.add_argument("--hidden", type=int, default=K2_SHAPE.hidden)
+    shaped.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"tokens ({VOCABULARY}; K2 has 163,840)")
     shaped.add_argument("--intermediate", type=int, default=K2_SHAPE.moe_intermediate, help="width of an expert")
     ids = commands.add_parser("token-ids", help=_summary(make_token_ids))
     ids.add_argument("out", type=Path, metavar="OUT")
@@ -61,7 +62,7 @@ def _make_shaped(options: argparse.Namespace) -> Path:
         moe_intermediate=options.intermediate,
         moe_layers=options.layers,
         dense_layers=options.dense_layers,
-        vocabulary=VOCABULARY,
+        vocabulary=options.vocabulary,
     )
     experts = experts_for(options.gigabytes * 1e9, shape) if options.gigabytes else options.experts
     shape = replace(shape, experts=experts)

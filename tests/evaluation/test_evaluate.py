@@ -1,0 +1,305 @@
+"""`evaluate`: the same bytes however it runs, what it says and writes, and what it refuses in one line."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+from command import run_here, said
+from conversions import convert
+from damaged_files import damage_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "job"))
+
+from crash_runs import crash
+
+import k2convert
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.errors import CheckpointError
+from k2convert.evaluation.streamed import EvaluationPlan
+from k2convert.evaluation.streamed import evaluate as do_evaluation
+from k2convert.hub.client import Hub
+from k2convert.job.evaluation import EvaluationOptions, open_evaluation
+from k2convert.job.opening import TextFiles
+from k2convert.plan.recipe import TextUse
+from k2convert.records.evaluation import check_fresh, find_evaluation
+from k2convert.records.ledger import find_ledger, weights_digest
+from scripts.fixture_maker.damage import edit_config, edit_json
+from scripts.fixture_maker.folder import read_small, write_small
+
+SMALL = ("--tokens", "128", "--window", "32", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ids") / "ids.npy"
+    np.save(path, np.random.default_rng(0).integers(0, 2048, (4, 32)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def result(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(cut, tmp_path_factory.mktemp("result") / "ours")
+
+
+def evaluate(*words: object) -> CompletedProcess[str]:
+    return run_here("evaluate", *words)
+
+
+def assert_refused(done: CompletedProcess[str], says: str) -> None:
+    """Refused in one line."""
+    assert (done.returncode, done.stdout, said(done.stderr).count("\n")) == (1, "", 1), done.stderr
+    assert says in done.stderr
+
+
+def evaluated(cut: Path, result: Path, ids: Path, out: Path, *, workers: int = 2, chunk: int = 4) -> bytes:
+    """The file of an evaluation with these threads and windows at once."""
+    with open_evaluation(
+        str(cut),
+        [str(result)],
+        TextFiles([ids], workers, 0),
+        TextUse(tokens=128, window=32),
+        EvaluationOptions("both", "fp8", out),
+        hub=Hub(),
+        devices=("cpu",),
+    ) as plan:
+        do_evaluation(with_chunk(plan, chunk))
+    return out.read_bytes()
+
+
+def with_chunk(plan: EvaluationPlan, chunk: int) -> EvaluationPlan:
+    return replace(plan, job=replace(plan.job, chunk=chunk), text=replace(plan.text, chunk=chunk))
+
+
+def test_neither_threads_nor_windows_at_once_change_the_figures(
+    cut: Path, result: Path, ids: Path, tmp_path: Path
+) -> None:
+    two = evaluated(cut, result, ids, tmp_path / "two")
+    assert evaluated(cut, result, ids, tmp_path / "one", workers=1) == two
+    evaluated(cut, result, ids, tmp_path / "narrow", chunk=1)
+    one, other = (find_evaluation(tmp_path / name) for name in ("two", "narrow"))
+    assert one is not None
+    assert other is not None
+    for row, same in zip(one.rows, other.rows, strict=True):
+        assert same.figures.divergence.mean == pytest.approx(row.figures.divergence.mean, rel=1e-3)
+
+
+def test_killed_at_every_layer_it_goes_on_to_the_same_bytes(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
+    words = ["evaluate", cut, result, "--text", ids, *SMALL, "--activations", "both", "--out", "OUT/evaluation.json"]
+    [found] = crash(tmp_path, words, points="layers")
+    assert found["wrong"] == []
+    assert found["files"] == ["evaluation.json"]
+    assert found["tried"] >= 2 * 3, "two layers and the head"
+    assert found["interrupted"]["code"] == 130
+    assert "of 2 layers are done. The same command resumes" in found["interrupted"]["lines"][-2]
+
+
+@pytest.mark.slow
+def test_killed_at_every_call_it_goes_on_to_the_same_bytes(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
+    words = ["evaluate", cut, result, "--text", ids, *SMALL, "--out", "OUT/evaluation.json"]
+    [found] = crash(tmp_path, words, points="every")
+    assert found["wrong"] == []
+    assert found["tried"] > len(found["calls"])
+
+
+def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
+    ours = Path(shutil.copytree(result, tmp_path / "ours"))
+    before = {path: path.stat().st_mtime_ns for path in cut.rglob("*")}
+    done = evaluate(cut, ours, "--text", ids, *SMALL)
+    assert done.returncode == 0, done.stderr
+    found = find_evaluation(ours)
+    assert found is not None
+    assert (found.kind, found.reference.name, found.text.windows, found.text.tokens) == ("evaluate", "cut", 4, 128)
+    (row,) = found.rows
+    assert (row.model.name, row.model.activations, row.model.kv_cache) == ("ours", "w4a4", None)
+    assert f"{row.figures.divergence.mean:.5f}" in done.stdout
+    assert said(done.stderr).splitlines()[-1] == f"next: k2convert report {ours}"
+    assert {path: path.stat().st_mtime_ns for path in cut.rglob("*")} == before, "the reference is not written to"
+    assert not (ours / ".k2convert" / "evaluation.work").exists()
+    weights = weights_digest(open_checkpoint(ours), find_ledger(ours))
+    assert row.model.weights == weights
+    check_fresh(found, weights, folder=ours)
+    with pytest.raises(CheckpointError, match="measures other weights"):
+        check_fresh(found, weights_digest(open_checkpoint(ours), None), folder=ours)
+    again = evaluate(cut, ours, "--text", ids, *SMALL)
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+    assert f"{ours / 'evaluation.json'}: already complete" in again.stderr
+    other = json.loads(evaluate(cut, ours, "--text", ids, *SMALL, "--json", "--activations", "w4a16").stdout)
+    assert [row["model"]["activations"] for row in other["rows"]] == ["w4a16"]
+
+
+def test_two_checkpoints_have_their_own_rows(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
+    one, other = Path(shutil.copytree(result, tmp_path / "one")), convert(cut, tmp_path / "other", rule="max")
+    found = k2convert.evaluate(cut, [one, other, cut], [ids], tokens=128, window=32, device="cpu")
+    assert [row.model.name for row in found.rows] == ["one", "other", "cut"]
+    assert found.rows[2].figures.divergence.maximum == 0
+    for folder, row in zip((one, other), found.rows, strict=False):
+        kept = find_evaluation(folder)
+        assert kept == replace(found, rows=(row,))
+    assert not (cut / "evaluation.json").exists()
+
+
+def test_a_dry_run_says_what_it_needs_and_writes_nothing(cut: Path, result: Path, ids: Path) -> None:
+    before = sorted(result.rglob("*"))
+    done = evaluate(cut, result, "--text", ids, *SMALL, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    first, *others = done.stdout.splitlines()
+    assert first == "1 model and the reference, 2 layers on 128 tokens of ids.npy, in 4 windows of 32"
+    assert [line.split()[0].rstrip(":") for line in others] == ["reads", "computes", "disk", "memory", "time"]
+    document = json.loads(evaluate(cut, result, "--text", ids, *SMALL, "--dry-run", "--json").stdout)
+    assert (document["layers"], document["finished_layers"], document["tokens"]) == (2, 0, 128)
+    assert document["flop"] > 2 * 2 * 128 * 2048 * 256, "the output matrix alone"
+    assert document["bytes_read"] > 0
+    assert sorted(result.rglob("*")) == before
+
+
+def begun(cut: Path, result: Path, ids: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file whose evaluation stopped before its head."""
+    out = folder / "found.json"
+    with monkeypatch.context() as patch:
+        patch.setattr("k2convert.evaluation.streamed.score_tokens", lambda *_args, **_options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            evaluate(cut, result, "--text", ids, *SMALL, "--out", out, "--quiet")
+    assert not out.exists()
+    return out
+
+
+def test_another_text_or_option_is_refused_by_name(
+    cut: Path, result: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = begun(cut, result, ids, tmp_path, monkeypatch)
+    np.save(tmp_path / "ids.npy", np.load(ids)[:, ::-1])
+    for change, says in (
+        (("--seed", "1"), "seed was 0, now 1"),
+        (("--kv-cache", "fp8"), "kv_cache was None, now 'fp8'"),
+        (("--activations", "both"), "models was "),
+        (("--text", tmp_path / "ids.npy"), "texts was "),
+    ):
+        words = ("--text", ids, *SMALL, "--out", out, "--quiet")
+        assert_refused(evaluate(cut, result, *words, *change), "found.json.work: holds a different evaluation: ")
+        assert says in evaluate(cut, result, *words, *change).stderr
+    done = evaluate(cut, result, "--text", ids, *SMALL, "--out", out)
+    assert (done.returncode, "resuming: 2 of 2 layers done" in done.stderr) == (0, True), done.stderr
+    whole = tmp_path / "whole.json"
+    assert evaluate(cut, result, "--text", ids, *SMALL, "--out", whole).returncode == 0
+    assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["layer-000.safetensors", "layer-001.safetensors", "hidden-1-002.safetensors"])
+def test_a_damaged_work_file_is_named_and_computed_again(
+    name: str, cut: Path, result: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = begun(cut, result, ids, tmp_path, monkeypatch)
+    path = Path(f"{out}.work", name)
+    damage_file(path, "flipped", foreign=cut / "model-00002-of-000005.safetensors")
+    done = evaluate(cut, result, "--text", ids, *SMALL, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert f"{path}: damaged: the evaluation starts again at the beginning" in done.stderr
+    assert evaluate(cut, result, "--text", ids, *SMALL, "--out", tmp_path / "whole.json").returncode == 0
+    assert out.read_bytes() == (tmp_path / "whole.json").read_bytes()
+
+
+def plant(folder: Path, tensor: str, element: int, bits: int) -> None:
+    """Set one BF16 of a checkpoint."""
+    info = open_checkpoint(folder).tensors[tensor]
+    with (folder / info.shard).open("r+b") as file:
+        file.seek(info.begin + 2 * element)
+        file.write(bits.to_bytes(2, "little"))
+
+
+NAN = 0x7FC0
+
+
+def test_windows_that_the_reference_drops_count_nowhere(cut: Path, ids: Path, tmp_path: Path) -> None:
+    source, path = Path(shutil.copytree(cut, tmp_path / "source")), tmp_path / "many.npy"
+    result = convert(cut, tmp_path / "result")
+    plant(source, "model.embed_tokens.weight", 7 * 256, NAN)
+    many = np.random.default_rng(1).integers(8, 2048, (16, 32))
+    np.save(tmp_path / "kept.npy", many[[n for n in range(16) if n != 5]])
+    many[5, 9] = 7
+    np.save(path, many)
+    options = {"window": 32, "device": "cpu"}
+    found = k2convert.evaluate(source, [result], [path], tokens=512, out=tmp_path / "a.json", **options)  # type: ignore[arg-type]
+    kept = k2convert.evaluate(cut, [result], [tmp_path / "kept.npy"], tokens=480, out=tmp_path / "b.json", **options)  # type: ignore[arg-type]
+    assert (found.text.dropped, kept.text.dropped) == (1, 0)
+    (row,), (same,) = found.rows, kept.rows
+    assert row.figures.divergence.mean == pytest.approx(same.figures.divergence.mean, rel=1e-4)
+    for one, other in zip(row.layers, same.layers, strict=True):
+        assert one.relative_error == pytest.approx(other.relative_error, rel=1e-4, abs=1e-15)
+        assert one.routing_agreement == other.routing_agreement
+
+
+def changed(source: Path, folder: Path, **config: object) -> Path:
+    shutil.copytree(source, folder)
+    edit_config(folder, **config)
+    return folder
+
+
+def edited(source: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """The checkpoint with other tensors."""
+    checkpoint = read_small(source)
+    for tensors in checkpoint.shards.values():
+        change(tensors)
+    return write_small(checkpoint, folder)
+
+
+def test_checkpoints_that_do_not_compare_are_one_line(
+    cut: Path, short: Path, result: Path, ids: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    def halve(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("embed_tokens.weight", "lm_head.weight"))]:
+            tensors[name] = tensors[name][:1024]
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("self_attn.o_proj.weight")]:
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    def lose(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".mlp.experts.2.up_proj." in name]:
+            del tensors[name]
+
+    def behead(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.pop("lm_head.weight", None)
+
+    tokenizer = Path(shutil.copytree(result, tmp_path / "tokenizer"))
+    edit_json(tokenizer / "tokenizer.json", lambda document: document.update(version="1.1"))
+    broken = Path(shutil.copytree(result, tmp_path / "broken"))
+    plant(broken, "model.layers.1.input_layernorm.weight", 5, NAN)
+    for other, says in (
+        (edited(cut, tmp_path / "vocabulary", halve), "has 1,024 tokens in its vocabulary, but the reference"),
+        (short, "has 3 layers, but the reference"),
+        (tokenizer, "tokenizer.json is not that of the reference"),
+        (edited(cut, tmp_path / "attention", quantize), "self_attn.o_proj.weight is F8_E4M3"),
+        (edited(cut, tmp_path / "lost", lose), "layer 1, expert 2: gate, up and down are"),
+        (edited(cut, tmp_path / "headless", behead), "has no lm_head.weight, so it predicts no tokens"),
+        (broken, "broken: layer 1: the hidden states are not finite where those of the reference are"),
+    ):
+        assert_refused(evaluate(cut, other, "--text", ids, *SMALL, "--quiet"), says)
+        assert not (other / "evaluation.json").exists()
+    assert_refused(evaluate(cut, cut, "--text", ids, *SMALL), "Name a file with --out")
+    assert_refused(evaluate(cut, result, "--text", ids, *SMALL, "--out", cut / "x.json"), "is inside the source")
+
+
+def test_the_text_of_the_calibration_needs_yes(short: Path, text: Path, tmp_path: Path) -> None:
+    out, use = tmp_path / "out", "calibration={tokens: 320, window: 64}"
+    run_here("run", short, out, "--calibrate", text, "--set", use, "--device", "cpu", "--quiet", code=0)
+    assert_refused(evaluate(short, out, "--text", text, *SMALL), "was calibrated on this text")
+    assert evaluate(short, out, "--text", text, *SMALL, "--yes").returncode == 0
+
+
+def test_a_long_evaluation_needs_yes(
+    cut: Path, result: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k2convert.cli.forecast.MAX_HOURS", 0)
+    words = (cut, result, "--text", ids, *SMALL, "--out", tmp_path / "out.json")
+    assert_refused(evaluate(*words), "the evaluation would take")
+    assert evaluate(*words, "--yes", "--dry-run").returncode == 0
+    assert list(tmp_path.iterdir()) == []

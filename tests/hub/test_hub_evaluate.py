@@ -1,0 +1,118 @@
+"""An evaluation of checkpoints on the Hub: layer by layer in bounded disk, with the figures of the same files here."""
+
+import json
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import RunCli, run_here, said
+from disk import Watched
+from faults import Fault, Line
+from loopback import LoopbackHub
+
+from k2convert.records.evaluation import EvaluatedModel, Evaluation, find_evaluation
+
+SMALL = ("--tokens", "64", "--window", "32", "--device", "cpu", "--activations", "both")
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ids") / "ids.npy"
+    np.save(path, np.arange(200) * 7)
+    return path
+
+
+@pytest.fixture(scope="module")
+def here(tiny: Path, local_result: Path, ids: Path) -> Evaluation:
+    """The evaluation of the folders."""
+    path = ids.with_name("here.json")
+    run_here("evaluate", tiny, local_result, "--text", ids, *SMALL, "--out", path, "--quiet", code=0)
+    return unnamed(path)
+
+
+def unnamed(path: Path) -> Evaluation:
+    """An evaluation without the names of its checkpoints."""
+    found = find_evaluation(path)
+    assert found is not None
+
+    def without_name(model: EvaluatedModel) -> EvaluatedModel:
+        return replace(model, name="")
+
+    rows = tuple(replace(row, model=without_name(row.model)) for row in found.rows)
+    return replace(found, reference=without_name(found.reference), rows=rows)
+
+
+@pytest.fixture
+def both_on_hub(tiny_hub: LoopbackHub, local_result: Path) -> LoopbackHub:
+    tiny_hub.store.add_folder("me/ours", local_result)
+    return tiny_hub
+
+
+ENDS = ("hf://moon/tiny", "hf://me/ours")
+
+
+@pytest.mark.parametrize("on_hub", [(True, True), (True, False), (False, True)])
+def test_checkpoints_on_the_hub_have_the_same_figures(
+    both_on_hub: LoopbackHub,
+    cli: RunCli,
+    tiny: Path,
+    local_result: Path,
+    ids: Path,
+    cwd: Path,
+    here: Evaluation,
+    on_hub: tuple[bool, bool],
+) -> None:
+    places = [
+        there if is_remote else own for is_remote, there, own in zip(on_hub, ENDS, (tiny, local_result), strict=True)
+    ]
+    words = ("evaluate", *places, "--text", ids, *SMALL, "--out", "found.json")
+    document = json.loads(cli(*words, "--dry-run", "--json", code=0).stdout)
+    needed = document["disk_needed"]
+    shards = sum(p.stat().st_size for f in (tiny, local_result) for p in f.glob("*.safetensors"))
+    assert needed < 0.6 * shards
+    assert list(cwd.iterdir()) == []
+    with Watched(cwd) as watched:
+        cli(*words, "--max-disk", str(needed), code=0)
+    assert unnamed(cwd / "found.json") == here
+    assert 0 < watched.most <= needed + 64 * 4096
+    assert [path.name for path in cwd.iterdir()] == ["found.json"]
+
+
+def test_without_a_folder_to_write_to_a_file_is_asked_for(
+    both_on_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path
+) -> None:
+    done = cli("evaluate", *ENDS, "--text", ids, *SMALL, code=1)
+    assert said(done.stderr).startswith("error: no checkpoint is in a folder of its own")
+    assert done.stderr.endswith("Name a file with --out.\n")
+    done = cli("evaluate", *ENDS, "--text", ids, *SMALL, "--out", "x.json", "--max-disk", "1MB", "--quiet", code=1)
+    assert said(done.stderr).startswith("error: x.json.work: the evaluation needs ")
+    assert "may use 1,000,000. Allow more with --max-disk" in done.stderr
+    assert list(cwd.iterdir()) == []
+
+
+def test_an_evaluation_that_the_hub_ended_goes_on_with_the_commits_it_began_with(
+    both_on_hub: LoopbackHub, cli: RunCli, ids: Path, cwd: Path, here: Evaluation
+) -> None:
+    traffic, first = both_on_hub.traffic, cwd / "found.json.work" / "layer-000.safetensors"
+    traffic.down = Line(3_000_000)  # so that the last layers are not fetched when the first one is done
+
+    def refuse() -> None:
+        while not first.exists():
+            time.sleep(0.001)
+        traffic.inject(Fault("GET", r"model-0000[45]-of-000005\.safetensors$", status=403, times=1000))
+
+    words = ("evaluate", *ENDS, "--text", ids, *SMALL, "--out", "found.json")
+    thread = threading.Thread(target=refuse, daemon=True)
+    thread.start()
+    done = cli(*words, code=1)
+    assert "Traceback" not in done.stderr
+    thread.join()
+    traffic.clear()
+    for name in ("moon/tiny", "me/ours"):
+        both_on_hub.store.repos[name].commit("main", {})
+    done = cli(*words, code=0)
+    assert "found.json.work: resuming: " in done.stderr
+    assert unnamed(cwd / "found.json") == here
