@@ -96,10 +96,12 @@ def run(options: RunOptions) -> None:
             max_disk=None if options.max_disk is None else parse_size(options.max_disk),
             private=not options.public,
             on_cluster=options.ray is not None,
-            evaluate=text_files(options.evaluate, device=device) if options.evaluate else None,
-            any_text=options.yes,
         ) as job,
     ):
+        if options.evaluate:
+            from k2convert.job.final_evaluation import with_evaluation
+
+            job = with_evaluation(job, text_files(options.evaluate, device=device), any_text=options.yes)
         waiting.end()
         if job.calibrated is not None and (origin := job.calibrated.statistics_from) is not None:
             options = replace(options, statistics=origin)  # the commands that are kept or printed name its commit

@@ -9,21 +9,29 @@ from dataclasses import replace
 from k2convert.calibration.plan import CalibrationText, WalkSource
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.names import EVALUATION_NAME, WORK_FOLDER
+from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW
 from k2convert.errors import CalibrationError
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint, check_computable
 from k2convert.hub.client import RepoRef
 from k2convert.hub.source import resolve_source
-from k2convert.job.evaluation import WORK_NAME, EvaluationOptions, opened_decoder, plan_evaluation
+from k2convert.job.evaluation import WORK_NAME, EvaluationOptions, check_windows, opened_decoder, plan_evaluation
 from k2convert.job.locations import Source
+from k2convert.job.opening import TextFiles, read_text
 from k2convert.job.prepare import Job
 from k2convert.job.resources import output_headers
+from k2convert.plan.recipe import TextUse
 from k2convert.records.evaluation import Evaluation
 from k2convert.records.events import Events
 from k2convert.records.ledger import Ledger, read_ledger
 
 
-def check_final_text(job: Job, text: CalibrationText, *, any_text: bool) -> None:
-    """Refuse a text that the job is calibrated on, before it begins (CalibrationError), unless any is accepted."""
+def with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
+    """Return a job that evaluates its result at the end. The text is read now: a wrong one is refused before the job.
+
+    Raises CalibrationError, also for a text that the job is calibrated on, unless `any_text`.
+    """
+    text = read_text(files, TextUse(tokens=EVALUATION_TOKENS, window=EVALUATION_WINDOW), job.source, job.hub)
+    check_windows(text)
     used = [] if job.calibrated is None else list(job.calibrated.texts)
     used += () if job.gptq is None else job.gptq.text.windows.texts
     for name, digest in text.windows.texts:
@@ -32,6 +40,7 @@ def check_final_text(job: Job, text: CalibrationText, *, any_text: bool) -> None
                 f"{name}: the result is calibrated on this text, so it would look better than it is. Use a different "
                 "text with --evaluate, or repeat the command with --yes."
             )
+    return replace(job, evaluation=text)
 
 
 def evaluate_result(job: Job, text: CalibrationText, *, branch: str | None, events: Events) -> Evaluation:

@@ -2,13 +2,13 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from k2convert.checkpoint.index import Checkpoint
-from k2convert.choices import EVALUATION_TOKENS, EVALUATION_WINDOW, Device
+from k2convert.choices import Device
 from k2convert.errors import CheckpointError, require_extra
 from k2convert.hub.client import Hub, bound_memory
 from k2convert.job.locations import Source, check_statistics_path, open_named_statistics, open_source, read_destination
@@ -57,12 +57,9 @@ def open_job(
     max_disk: int | None = None,
     private: bool = True,
     on_cluster: bool = False,
-    evaluate: TextFiles | None = None,
-    any_text: bool = False,
 ) -> Generator[Job]:
     """Open both ends of a conversion and plan it; the source stays open for the block. Writes nothing.
 
-    The result will be evaluated on the text `evaluate`; with `any_text` also on that of its calibration.
     `recipe` is a name or a file, that of the source's family by default; `settings` replace its keys. Raises any
     K2ConvertError.
     """
@@ -81,7 +78,7 @@ def open_job(
             from k2convert.job.kept_experts import prune_source
 
             opened = prune_source(opened, chosen, hub=hub)
-        job = prepare(
+        yield prepare(
             source=opened,
             destination=target,
             recipe=chosen,
@@ -94,20 +91,6 @@ def open_job(
             hub=hub,
             on_cluster=on_cluster,
         )
-        yield job if evaluate is None else _with_evaluation(job, evaluate, any_text=any_text)
-
-
-def _with_evaluation(job: Job, files: TextFiles, *, any_text: bool) -> Job:
-    """Read the text of the evaluation now, so that a wrong one is refused before the conversion."""
-    require_extra("calibrate", purpose="--evaluate")
-    from k2convert.job.evaluation import check_windows
-    from k2convert.job.final_evaluation import check_final_text
-
-    use = TextUse(tokens=EVALUATION_TOKENS, window=EVALUATION_WINDOW)
-    text = read_text(files, use, job.source, job.hub)
-    check_windows(text)
-    check_final_text(job, text, any_text=any_text)
-    return replace(job, evaluation=text)
 
 
 @contextmanager

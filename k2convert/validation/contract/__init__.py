@@ -18,7 +18,6 @@ from typing import Final
 from k2convert.checkpoint.names import EVALUATION_NAME, LEDGER_NAME
 from k2convert.errors import CheckpointError, quoted, shortened
 from k2convert.models.names import Role
-from k2convert.records.evaluation import fresh_evaluation
 from k2convert.records.ledger import Ledger
 from k2convert.records.shard_record import DecodedError
 from k2convert.validation.contract.folder import (
@@ -286,6 +285,8 @@ def _list_problem(ledger: Ledger) -> str:
 def _evaluation_problem(path: Path, ledger: Ledger) -> str:
     if path.is_symlink() or not path.exists():
         return ""  # rule 16 reports a link
+    from k2convert.records.evaluation import fresh_evaluation  # most results have none
+
     try:
         fresh_evaluation(path.parent, weights=ledger.weights)
     except CheckpointError as error:
