@@ -1,8 +1,12 @@
 """How far a whole model is from a reference on a text.
 
-    scores      divergences and losses of single tokens -> the figures of an evaluation
-    streamed    models computed from checkpoints, layer by layer, side by side (`k2convert evaluate`)
-    served      models asked through two servers (`k2convert compare`)
+    scores       divergences and losses of single tokens -> the figures of an evaluation
+    checkpoints  what can be computed, and whether checkpoints compare
+    streamed     models computed from checkpoints, layer by layer (`k2convert evaluate`)
+    comparison   one layer of every model against the reference's
+    head         the output matrix in tiles
+    needs        memory and time
+    served       models asked through two servers (`k2convert compare`)
 
 The document is that of records/evaluation.py.
 """
