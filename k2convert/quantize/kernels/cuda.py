@@ -113,7 +113,7 @@ def convert_on_device(
             kernel, make_tables = _kernels.channels_kernel, _column_tables
             constants = *columns.arrays, *_column_tensors(device)
             chunks = (SEARCHED + 8 * columns.spread) // _IN_FLIGHT
-            sizes = num_blocks, result.block_scales.shape[1], chunks, BLOCK_SIZE
+            sizes = num_blocks, result.block_scales.shape[1], chunks, BLOCK_SIZE // 4
         elif is_max:
             kernel, make_tables, constants = _kernels.max_kernel, _max_tables, ()
         else:

@@ -47,7 +47,6 @@ under which every code is zero or saturated; both count as zero codes."""
 RANK_ZERO_INDEX = tl.constexpr(112)
 LOWEST_INDEX = tl.constexpr(-32)
 """The grid index of the last candidate but one."""
-UNROLLED = tl.constexpr(4)
 ALL_ZERO_INDEX = tl.constexpr(512)
 SATURATED_INDEX = tl.constexpr(-512)
 
@@ -184,7 +183,7 @@ def load_blocks(packed, scale_bits, slot_of, block, valid):
     return words.to(tl.int32), (words >> 32).to(tl.int32), tl.load(slot_of + bits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def max_kernel(
     packed, scale_bits, out, out_scales, outside, slot_of,  # noqa: ARG001 - the buffers of every kernel
     largest_of, bytes_, codes, num_blocks, TILE: tl.constexpr,
@@ -199,7 +198,7 @@ def max_kernel(
     tl.store(out_scales + block, tl.load(bytes_ + row).to(tl.uint8), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def mse_kernel(
     packed, scale_bits, out, out_scales, outside, slot_of, mantissas, firsts, first_ranks, offsets,
     errors, windows, starts, full_errors, scale_bytes, codes, num_blocks, TILE: tl.constexpr,
@@ -246,17 +245,19 @@ def _magnitude_of(low, high, e):
 
 
 @triton.jit
-def _errors_at(low, high, column, table, eighths, factors, errors, num_elements):
+def _errors_at(low, high, column, table, eighths, factors, errors, quarters):
     """Return the errors of every block under IN_FLIGHT grid indices, those from `table` on; each float64 [blocks]."""
     first = tl.zeros(low.shape, tl.float64)
     second, third, fourth = first, first, first
-    for e in tl.range(0, num_elements, loop_unroll_factor=UNROLLED):
-        row = errors + (table + _magnitude_of(low, high, e) * TABLE_SIZE + tl.load(eighths + column + e))
-        factor = tl.load(factors + column + e)
-        first += factor * tl.load(row)
-        second += factor * tl.load(row + 1)
-        third += factor * tl.load(row + 2)
-        fourth += factor * tl.load(row + 3)
+    for quarter in range(quarters):
+        for i in tl.static_range(4):
+            e = 4 * quarter + i
+            row = errors + (table + _magnitude_of(low, high, e) * TABLE_SIZE + tl.load(eighths + column + e))
+            factor = tl.load(factors + column + e)
+            first += factor * tl.load(row)
+            second += factor * tl.load(row + 1)
+            third += factor * tl.load(row + 2)
+            fourth += factor * tl.load(row + 3)
     return first, second, third, fourth
 
 
@@ -268,11 +269,11 @@ def _take(error, index, is_candidate, least, best):
 
 
 @triton.jit
-def _search_columns(low, high, column, table, first, eighths, factors, errors, chunks, num_elements):
+def _search_columns(low, high, column, table, first, eighths, factors, errors, chunks, quarters):
     """Return the grid index of the best candidate from `first` on."""
     least, best = tl.full(low.shape, float("inf"), tl.float64), first
     for index in range(0, chunks * IN_FLIGHT, IN_FLIGHT):
-        a, b, c, d = _errors_at(low, high, column, table + first + index, eighths, factors, errors, num_elements)
+        a, b, c, d = _errors_at(low, high, column, table + first + index, eighths, factors, errors, quarters)
         least, best = _take(a, first + index, True, least, best)
         least, best = _take(b, first + index + 1, True, least, best)
         least, best = _take(c, first + index + 2, True, least, best)
@@ -281,13 +282,13 @@ def _search_columns(low, high, column, table, first, eighths, factors, errors, c
 
 
 @triton.jit
-def _settle_columns(low, high, column, table, offsets, eighths, factors, errors, scale_bytes, num_elements):
+def _settle_columns(low, high, column, table, offsets, eighths, factors, errors, scale_bytes, quarters):
     """Search all candidates that exist, as the definition does; return (grid index, byte, better outside)."""
     bytes_of = scale_bytes + offsets * CANDIDATES
     least = tl.full(low.shape, float("inf"), tl.float64)
     error, chosen = least, low * 0
     for index in range(LOWEST_INDEX, RANK_ZERO_INDEX, IN_FLIGHT):
-        a, b, c, d = _errors_at(low, high, column, table + index, eighths, factors, errors, num_elements)
+        a, b, c, d = _errors_at(low, high, column, table + index, eighths, factors, errors, quarters)
         ranked = bytes_of + (RANK_ZERO_INDEX - index)
         error, chosen = _take(a, index, tl.load(ranked) > 0, error, chosen)
         error, chosen = _take(b, index + 1, tl.load(ranked - 1) > 0, error, chosen)
@@ -295,7 +296,7 @@ def _settle_columns(low, high, column, table, offsets, eighths, factors, errors,
         error, chosen = _take(d, index + 3, tl.load(ranked - 3) > 0, error, chosen)
         least = tl.minimum(least, tl.minimum(tl.minimum(a, b), tl.minimum(c, d)))
     # At this grid index every code is zero, whatever the exponent.
-    zero_error, _, _, _ = _errors_at(low, high, column, table + RANK_ZERO_INDEX, eighths, factors, errors, num_elements)
+    zero_error, _, _, _ = _errors_at(low, high, column, table + RANK_ZERO_INDEX, eighths, factors, errors, quarters)
     is_zero = (tl.load(bytes_of) > 0) & (zero_error <= error)
     is_last = (tl.load(bytes_of + (CANDIDATES - 1)) > 0) & (zero_error < error)
     error = tl.where(is_zero | is_last, zero_error, error)
@@ -304,16 +305,16 @@ def _settle_columns(low, high, column, table, offsets, eighths, factors, errors,
     return index, byte.to(tl.int32), tl.minimum(least, zero_error) < error
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "row_blocks", "chunks", "quarters"])
 def channels_kernel(
     packed, scale_bits, out, out_scales, outside, slot_of, mantissas, firsts, starts, offsets,
-    eighths, factors, highest, errors, scale_bytes, codes, num_blocks, row_blocks, chunks, num_elements,
+    eighths, factors, highest, errors, scale_bytes, codes, num_blocks, row_blocks, chunks, quarters,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Convert TILE blocks. int32 by slot: mantissas (ms - 128, negative for zero), firsts (the byte of grid index 0),
     starts (the first candidate), offsets. By column: eighths int32 (8 a), factors float64. By block of a row: highest
-    int32 (8 times the largest exponent). `outside` as in mse_kernel. num_elements is 16; a compiler that knew it would
-    unroll the loops over a block, and keep the rows of all elements in registers.
+    int32 (8 times the largest exponent). `outside` as in mse_kernel. quarters is 4: four times four elements. A compiler
+    that knew it would unroll the loops over a block, and keep the rows of all elements in registers.
     """
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = block < num_blocks
@@ -327,13 +328,13 @@ def channels_kernel(
     mantissa = tl.maximum(mantissa, 0)
     table = mantissa * (MAGNITUDES * TABLE_SIZE) + TABLE_BELOW
     first = tl.load(starts + slot) - tl.load(highest + block % row_blocks)
-    index = _search_columns(low, high, column, table, first, eighths, factors, errors, chunks, num_elements)
+    index = _search_columns(low, high, column, table, first, eighths, factors, errors, chunks, quarters)
     byte = tl.load(firsts + slot) + index
     is_outside = valid & (empty == 0) & ((byte < LOWEST_BYTE) | (byte > HIGHEST_BYTE))
     if tl.max(is_outside.to(tl.int32), axis=0) > 0:
         offset = tl.load(offsets + slot)
         settled, settled_byte, better_outside = _settle_columns(
-            low, high, column, table, offset, eighths, factors, errors, scale_bytes, num_elements
+            low, high, column, table, offset, eighths, factors, errors, scale_bytes, quarters
         )
         index = tl.where(is_outside, settled, index)
         byte = tl.where(is_outside, settled_byte, byte)
