@@ -52,7 +52,7 @@ SEARCHED: Final = 48
 
 _TABLE_BELOW: Final[int] = _kernels.TABLE_BELOW.value
 _TABLE_SIZE: Final[int] = _kernels.TABLE_SIZE.value
-_LANES: Final[int] = _kernels.LANES.value
+_IN_FLIGHT: Final[int] = _kernels.IN_FLIGHT.value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +112,8 @@ def convert_on_device(
         if columns is not None:
             kernel, make_tables = _kernels.channels_kernel, _column_tables
             constants = *columns.arrays, *_column_tensors(device)
-            sizes = num_blocks, result.block_scales.shape[1], -(-(SEARCHED + 8 * columns.spread) // _LANES)
+            chunks = (SEARCHED + 8 * columns.spread) // _IN_FLIGHT
+            sizes = num_blocks, result.block_scales.shape[1], chunks, BLOCK_SIZE // 4
         elif is_max:
             kernel, make_tables, constants = _kernels.max_kernel, _max_tables, ()
         else:

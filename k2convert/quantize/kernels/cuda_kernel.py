@@ -23,7 +23,10 @@ times a power of two, exact in float64.
 import triton
 import triton.language as tl
 
+IN_FLIGHT = tl.constexpr(4)
+"""Candidates of a block that are computed together: with more of them, registers limit how many blocks are at work."""
 LANES = tl.constexpr(16)
+"""Candidates of a window."""
 WINDOWS = tl.constexpr(9)
 RANKS = tl.constexpr(82)
 ONE = tl.constexpr(0x38)
@@ -42,8 +45,8 @@ CANDIDATES = tl.constexpr(146)
 """All candidates of rules/mse.py: rank r has the grid index RANK_ZERO_INDEX - r, but for the first and last,
 under which every code is zero or saturated; both count as zero codes."""
 RANK_ZERO_INDEX = tl.constexpr(112)
-GRID_CHUNKS = tl.constexpr(9)
-UNROLLED = tl.constexpr(4)
+LOWEST_INDEX = tl.constexpr(-32)
+"""The grid index of the last candidate but one."""
 ALL_ZERO_INDEX = tl.constexpr(512)
 SATURATED_INDEX = tl.constexpr(-512)
 
@@ -127,12 +130,15 @@ def _store_codes(out, block, low, high, codes, valid, SIGNED_ZERO: tl.constexpr)
 @triton.jit
 def _window_keys(errors, tables, small, large):
     """Return (least error) << 4 | (15 - lane) of one window for every block; int32."""
-    lanes = tl.arange(0, 16)
-    sums = tl.zeros((small.shape[0], 16), tl.float32)
-    for k in tl.static_range(1, 9):
-        count = _count_of(small, large, k).to(tl.float32)
-        sums += count[:, None] * tl.load(errors + tables[:, None] + (lanes + (k - 1) * LANES)[None, :])
-    return tl.min((sums.to(tl.int32) << 4) | (lanes ^ (LANES - 1))[None, :], axis=1)
+    keys = tl.full(small.shape, 0x7FFFFFFF, tl.int32)
+    for chunk in range(LANES // IN_FLIGHT):
+        lanes = chunk * IN_FLIGHT + tl.arange(0, IN_FLIGHT)[None, :]
+        sums = tl.zeros((small.shape[0], IN_FLIGHT), tl.float32)
+        for k in tl.static_range(1, 9):
+            count = _count_of(small, large, k).to(tl.float32)
+            sums += count[:, None] * tl.load(errors + tables[:, None] + (lanes + (k - 1) * LANES))
+        keys = tl.minimum(keys, tl.min((sums.to(tl.int32) << 4) | (lanes ^ (LANES - 1)), axis=1))
+    return keys
 
 
 @triton.jit
@@ -177,7 +183,7 @@ def load_blocks(packed, scale_bits, slot_of, block, valid):
     return words.to(tl.int32), (words >> 32).to(tl.int32), tl.load(slot_of + bits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def max_kernel(
     packed, scale_bits, out, out_scales, outside, slot_of,  # noqa: ARG001 - the buffers of every kernel
     largest_of, bytes_, codes, num_blocks, TILE: tl.constexpr,
@@ -192,7 +198,7 @@ def max_kernel(
     tl.store(out_scales + block, tl.load(bytes_ + row).to(tl.uint8), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def mse_kernel(
     packed, scale_bits, out, out_scales, outside, slot_of, mantissas, firsts, first_ranks, offsets,
     errors, windows, starts, full_errors, scale_bytes, codes, num_blocks, TILE: tl.constexpr,
@@ -239,67 +245,76 @@ def _magnitude_of(low, high, e):
 
 
 @triton.jit
-def _errors_at(low, high, column, table, indices, eighths, factors, errors):
-    """Return the error of every block under grid indices, float64 [blocks, 16], for indices [1 or blocks, 16]."""
-    sums = tl.zeros((low.shape[0], 16), tl.float64)
-    for e in tl.range(0, 16, loop_unroll_factor=UNROLLED):
-        row = table + _magnitude_of(low, high, e) * TABLE_SIZE + tl.load(eighths + column + e)
-        sums += tl.load(factors + column + e)[:, None] * tl.load(errors + row[:, None] + indices)
-    return sums
+def _errors_at(low, high, column, table, eighths, factors, errors, quarters):
+    """Return the errors of every block under IN_FLIGHT grid indices, those from `table` on; each float64 [blocks]."""
+    first = tl.zeros(low.shape, tl.float64)
+    second, third, fourth = first, first, first
+    for quarter in range(quarters):
+        for i in tl.static_range(4):
+            e = 4 * quarter + i
+            row = errors + (table + _magnitude_of(low, high, e) * TABLE_SIZE + tl.load(eighths + column + e))
+            factor = tl.load(factors + column + e)
+            first += factor * tl.load(row)
+            second += factor * tl.load(row + 1)
+            third += factor * tl.load(row + 2)
+            fourth += factor * tl.load(row + 3)
+    return first, second, third, fourth
 
 
 @triton.jit
-def _search_columns(low, high, column, table, first, eighths, factors, errors, chunks):
-    """Return the grid index of the best candidate from `first` on; the last one of equal errors."""
-    lanes = tl.arange(0, 16)[None, :]
-    least = tl.full((low.shape[0], 16), float("inf"), tl.float64)
-    places = tl.zeros((low.shape[0], 16), tl.int32)
-    for chunk in range(chunks):
-        place = chunk * LANES + lanes
-        sums = _errors_at(low, high, column, table, first[:, None] + place, eighths, factors, errors)
-        is_better = sums <= least
-        places = tl.where(is_better, place, places)
-        least = tl.where(is_better, sums, least)
-    best = tl.min(least, axis=1)
-    return first + tl.max(tl.where(least == best[:, None], places, -1), axis=1)
+def _take(error, index, is_candidate, least, best):
+    """Return the least error and its grid index so far; the last one of equal errors."""
+    is_better = is_candidate & (error <= least)
+    return tl.where(is_better, error, least), tl.where(is_better, index, best)
 
 
 @triton.jit
-def _settle_columns(low, high, column, table, offsets, eighths, factors, errors, scale_bytes):
+def _search_columns(low, high, column, table, first, eighths, factors, errors, chunks, quarters):
+    """Return the grid index of the best candidate from `first` on."""
+    least, best = tl.full(low.shape, float("inf"), tl.float64), first
+    for index in range(0, chunks * IN_FLIGHT, IN_FLIGHT):
+        a, b, c, d = _errors_at(low, high, column, table + first + index, eighths, factors, errors, quarters)
+        least, best = _take(a, first + index, True, least, best)
+        least, best = _take(b, first + index + 1, True, least, best)
+        least, best = _take(c, first + index + 2, True, least, best)
+        least, best = _take(d, first + index + 3, True, least, best)
+    return best
+
+
+@triton.jit
+def _settle_columns(low, high, column, table, offsets, eighths, factors, errors, scale_bytes, quarters):
     """Search all candidates that exist, as the definition does; return (grid index, byte, better outside)."""
-    lanes = tl.arange(0, 16)[None, :]
     bytes_of = scale_bytes + offsets * CANDIDATES
-    least = tl.full((low.shape[0], 16), float("inf"), tl.float64)
-    best = tl.full((low.shape[0], 16), float("inf"), tl.float64)
-    ranks = tl.zeros((low.shape[0], 16), tl.int32)
-    for chunk in range(GRID_CHUNKS):
-        rank = chunk * LANES + 1 + lanes
-        sums = _errors_at(low, high, column, table, RANK_ZERO_INDEX - rank, eighths, factors, errors)
-        is_better = (tl.load(bytes_of[:, None] + rank) > 0) & (sums < best)
-        ranks = tl.where(is_better, rank, ranks)
-        best = tl.where(is_better, sums, best)
-        least = tl.minimum(least, sums)
+    least = tl.full(low.shape, float("inf"), tl.float64)
+    error, chosen = least, low * 0
+    for index in range(LOWEST_INDEX, RANK_ZERO_INDEX, IN_FLIGHT):
+        a, b, c, d = _errors_at(low, high, column, table + index, eighths, factors, errors, quarters)
+        ranked = bytes_of + (RANK_ZERO_INDEX - index)
+        error, chosen = _take(a, index, tl.load(ranked) > 0, error, chosen)
+        error, chosen = _take(b, index + 1, tl.load(ranked - 1) > 0, error, chosen)
+        error, chosen = _take(c, index + 2, tl.load(ranked - 2) > 0, error, chosen)
+        error, chosen = _take(d, index + 3, tl.load(ranked - 3) > 0, error, chosen)
+        least = tl.minimum(least, tl.minimum(tl.minimum(a, b), tl.minimum(c, d)))
     # At this grid index every code is zero, whatever the exponent.
-    zeros = _errors_at(low, high, column, table, RANK_ZERO_INDEX + lanes * 0, eighths, factors, errors)
-    zero_error = tl.max(zeros, axis=1)
-    error = tl.min(best, axis=1)
-    chosen = tl.min(tl.where(best == error[:, None], ranks, CANDIDATES), axis=1)
+    zero_error, _, _, _ = _errors_at(low, high, column, table + RANK_ZERO_INDEX, eighths, factors, errors, quarters)
     is_zero = (tl.load(bytes_of) > 0) & (zero_error <= error)
     is_last = (tl.load(bytes_of + (CANDIDATES - 1)) > 0) & (zero_error < error)
     error = tl.where(is_zero | is_last, zero_error, error)
-    index = tl.where(is_zero, ALL_ZERO_INDEX, tl.where(is_last, SATURATED_INDEX, RANK_ZERO_INDEX - chosen))
-    byte = tl.load(bytes_of + tl.where(is_zero, 0, tl.where(is_last, CANDIDATES - 1, chosen)))
-    return index, byte.to(tl.int32), tl.minimum(tl.min(least, axis=1), zero_error) < error
+    index = tl.where(is_zero, ALL_ZERO_INDEX, tl.where(is_last, SATURATED_INDEX, chosen))
+    byte = tl.load(bytes_of + tl.where(is_zero, 0, tl.where(is_last, CANDIDATES - 1, RANK_ZERO_INDEX - chosen)))
+    return index, byte.to(tl.int32), tl.minimum(least, zero_error) < error
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "row_blocks", "chunks", "quarters"])
 def channels_kernel(
     packed, scale_bits, out, out_scales, outside, slot_of, mantissas, firsts, starts, offsets,
-    eighths, factors, highest, errors, scale_bytes, codes, num_blocks, row_blocks, chunks, TILE: tl.constexpr,
+    eighths, factors, highest, errors, scale_bytes, codes, num_blocks, row_blocks, chunks, quarters,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Convert TILE blocks. int32 by slot: mantissas (ms - 128, negative for zero), firsts (the byte of grid index 0),
     starts (the first candidate), offsets. By column: eighths int32 (8 a), factors float64. By block of a row: highest
-    int32 (8 times the largest exponent). `outside` as in cuda_kernel.mse_kernel.
+    int32 (8 times the largest exponent). `outside` as in mse_kernel. quarters is 4: four times four elements. A compiler
+    that knew it would unroll the loops over a block, and keep the rows of all elements in registers.
     """
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = block < num_blocks
@@ -313,12 +328,13 @@ def channels_kernel(
     mantissa = tl.maximum(mantissa, 0)
     table = mantissa * (MAGNITUDES * TABLE_SIZE) + TABLE_BELOW
     first = tl.load(starts + slot) - tl.load(highest + block % row_blocks)
-    index = _search_columns(low, high, column, table, first, eighths, factors, errors, chunks)
+    index = _search_columns(low, high, column, table, first, eighths, factors, errors, chunks, quarters)
     byte = tl.load(firsts + slot) + index
     is_outside = valid & (empty == 0) & ((byte < LOWEST_BYTE) | (byte > HIGHEST_BYTE))
     if tl.max(is_outside.to(tl.int32), axis=0) > 0:
+        offset = tl.load(offsets + slot)
         settled, settled_byte, better_outside = _settle_columns(
-            low, high, column, table, tl.load(offsets + slot), eighths, factors, errors, scale_bytes
+            low, high, column, table, offset, eighths, factors, errors, scale_bytes, quarters
         )
         index = tl.where(is_outside, settled, index)
         byte = tl.where(is_outside, settled_byte, byte)
