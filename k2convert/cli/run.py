@@ -53,6 +53,7 @@ from k2convert.records.ledger import below_budget, check_budget, summarize
 
 if TYPE_CHECKING:
     from k2convert.calibration.plan import CalibrationPlan
+    from k2convert.hub.preflight import Target
     from k2convert.job.parts import Part
     from k2convert.job.ray import Cluster
 
@@ -75,11 +76,9 @@ def run(options: RunOptions) -> None:
         part = read_part(options.part, os.environ)
     computer = choose_computer(options.device, dry_run=options.dry_run) if options.calibrate else None
     overrides, device = _recipe_overrides(options), parse_device(options.device)[0] or "cpu"
-    for name, files in (("--calibrate", options.calibrate), ("--evaluate", options.evaluate)):
-        if files:
-            require_extra("calibrate", purpose=name)
-    if options.ray is not None:
-        require_extra("ray", purpose="--ray")
+    for name in ("calibrate", "evaluate", "ray"):
+        if getattr(options, name):
+            require_extra("ray" if name == "ray" else "calibrate", purpose=f"--{name}")
     with (
         Waiting(f"reads the headers of {options.source}", quiet=options.quiet) as waiting,
         open_job(
@@ -114,16 +113,21 @@ def run(options: RunOptions) -> None:
         elif part is not None:
             _do_part(job, part, options)
         elif job.target is not None and job.is_published:
-            from k2convert.job.publish import settle_published
-
-            settle_published(job, job.target)
-            console.print_note(f"{job.target.repo}: {job.target.revision} already holds this result")
-            if options.evaluate:
-                console.print_note("it was not evaluated: use `k2convert evaluate` with its address")
-            if options.as_json:
-                console.print_json({"repo": job.target.repo, "commit": job.target.head, "published_before": True})
+            _settle(job, job.target, options)
         else:
             _do(job, options)
+
+
+def _settle(job: Job, target: "Target", options: RunOptions) -> None:
+    """Clean up after a job that was published before, and say so."""
+    from k2convert.job.publish import settle_published
+
+    settle_published(job, target)
+    console.print_note(f"{target.repo}: {target.revision} already holds this result")
+    if options.evaluate:
+        console.print_note("it was not evaluated: use `k2convert evaluate` with its address")
+    if options.as_json:
+        console.print_json({"repo": target.repo, "commit": target.head, "published_before": True})
 
 
 def _contradictions(options: RunOptions) -> Iterator[tuple[object, str]]:
