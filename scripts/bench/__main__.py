@@ -233,6 +233,15 @@ def kernels(bench: Bench) -> None:
         bench.results[f"kernel {label}"] = figures
 
 
+def registers(bench: Bench) -> None:
+    """Compile the GPU kernels for every architecture, which needs no GPU."""
+    note("registers")
+    done = subprocess.run([PYTHON, "-m", "scripts.bench.registers"], check=True, stdout=subprocess.PIPE, text=True)
+    for architecture, kernels in json.loads(done.stdout).items():
+        for kernel, figures in kernels.items():
+            bench.results[f"{kernel}, sm_{architecture}"] = figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -240,7 +249,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="runs of each command")
     parser.add_argument("--growth", default="1,2,4,8", help="shard sizes in GB for the growth series; empty for none")
     parser.add_argument("--experts", default="32,384", help="experts of the layers for `--only calibration`")
-    parser.add_argument("--only", default="kernels,whole,peers,growth", help="parts to run; more: calibration, gptq")
+    parser.add_argument(
+        "--only", default="kernels,whole,peers,growth", help="parts to run; more: calibration, gptq, registers"
+    )
     parser.add_argument("--work", type=Path, default=Path("bench-work"), help="folder for the shards (about 30 GB)")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -251,6 +262,7 @@ def main() -> None:
         "whole": lambda: whole_command(bench, arguments.gigabytes),
         "peers": lambda: peers(bench, arguments.gigabytes),
         "growth": lambda: growth(bench, sizes),
+        "registers": lambda: registers(bench),
         "gptq": lambda: gptq(bench),
         "calibration": lambda: calibration(bench, [int(count) for count in arguments.experts.split(",")]),
     }

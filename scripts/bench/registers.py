@@ -26,11 +26,12 @@ from k2convert.choices import Rule
 from k2convert.quantize.formats.int4 import Int4Weight
 from k2convert.quantize.kernels import cuda
 
-ARCHITECTURES = {90: "H100, H200", 100: "B200", 103: "B300", 120: "RTX PRO 6000"}
-"""The compute capabilities that engines serve these checkpoints on, and their GPUs."""
-KERNELS = {"max_kernel": "max", "mse_kernel": "mse", "channels_kernel": "imatrix or smoothing"}
-"""The rules of each kernel."""
+ARCHITECTURES = (90, 100, 103, 120)
+"""H100 and H200, B200, B300, RTX PRO 6000."""
+KERNELS = {"max_kernel", "mse_kernel", "channels_kernel"}
 WARP = 32
+ALIGNMENT = 16
+"""triton compiles another kernel for pointers that are no multiples of it."""
 SHARED_BYTES = 99 << 10
 """What a program may have on all of ARCHITECTURES."""
 
@@ -78,6 +79,8 @@ class Target:
         def launcher(programs: int, _y: int, _z: int, *rest: Any) -> None:
             arguments = rest[-len(kinds) :]
             given = [value for value, kind in zip(arguments, kinds, strict=True) if kind != "constexpr"]
+            tensors = [value for value in given if hasattr(value, "data_ptr")]
+            assert not any(tensor.data_ptr() % ALIGNMENT for tensor in tensors), "on a device, tensors are aligned"
             self.launch(Launch(ptx, metadata.shared, programs, given))
 
         return launcher
@@ -114,10 +117,10 @@ def usage(architecture: int) -> dict[str, dict[str, int]]:
     for name, report, registers in reports:
         stack, *spilled = (int(size) for size in re.findall(r"(\d+) bytes (?:stack frame|spill)", report))
         found[name] = {"registers": int(registers), "spilled": sum(spilled), "stack": stack}
-    assert set(found) == set(KERNELS), found
+    assert set(found) == KERNELS, log.getvalue()
     return found
 
 
 if __name__ == "__main__":
-    wanted = [int(name) for name in sys.argv[1:]] or list(ARCHITECTURES)
+    wanted = [int(name) for name in sys.argv[1:]] or ARCHITECTURES
     print(json.dumps({architecture: usage(architecture) for architecture in wanted}))

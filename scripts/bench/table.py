@@ -7,6 +7,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 QUESTIONS = {
     "How fast are the kernels?": ("kernel ",),
+    "How many registers do the GPU kernels need?": ("max_kernel", "mse_kernel", "channels_kernel"),
     "How fast is the whole command?": (
         "cp + fsync, cold",
         "run plain, cold",
@@ -119,6 +120,10 @@ def _of_copy_bandwidth(label: str, results: Results) -> str:
     return f"{r['of_copy_bandwidth']:.2f}" if "of_copy_bandwidth" in r else ""
 
 
+def _whole(key: str) -> Callable[[str, Results], str]:
+    return lambda label, results: f"{results[label][key]}" if key in results[label] else ""
+
+
 _COLUMNS: dict[str, Callable[[str, Results], str]] = {
     "command": lambda label, _: label,
     "input": _input,
@@ -129,4 +134,7 @@ _COLUMNS: dict[str, Callable[[str, Results], str]] = {
     "weights a second": _weights_per_second,
     "SQNR": _sqnr,
     "of copy bandwidth": _of_copy_bandwidth,
+    "registers": _whole("registers"),
+    "spilled bytes": _whole("spilled"),
+    "bytes of stack": _whole("stack"),
 }

@@ -239,12 +239,6 @@ def _code_of(low, high, e):
 
 
 @triton.jit
-def _magnitude_of(low, high, e):
-    code = _code_of(low, high, e)
-    return tl.maximum(code, -code)
-
-
-@triton.jit
 def _errors_at(low, high, column, table, eighths, factors, errors, quarters):
     """Return the errors of every block under IN_FLIGHT grid indices, those from `table` on; each float64 [blocks]."""
     first = tl.zeros(low.shape, tl.float64)
@@ -252,7 +246,8 @@ def _errors_at(low, high, column, table, eighths, factors, errors, quarters):
     for quarter in range(quarters):
         for i in tl.static_range(4):
             e = 4 * quarter + i
-            row = errors + (table + _magnitude_of(low, high, e) * TABLE_SIZE + tl.load(eighths + column + e))
+            q = _code_of(low, high, e)
+            row = errors + (table + tl.maximum(q, -q) * TABLE_SIZE + tl.load(eighths + column + e))
             factor = tl.load(factors + column + e)
             first += factor * tl.load(row)
             second += factor * tl.load(row + 1)
@@ -313,8 +308,8 @@ def channels_kernel(
 ):  # fmt: skip
     """Convert TILE blocks. int32 by slot: mantissas (ms - 128, negative for zero), firsts (the byte of grid index 0),
     starts (the first candidate), offsets. By column: eighths int32 (8 a), factors float64. By block of a row: highest
-    int32 (8 times the largest exponent). `outside` as in mse_kernel. quarters is 4: four times four elements. A compiler
-    that knew it would unroll the loops over a block, and keep the rows of all elements in registers.
+    int32 (8 times the largest exponent). `outside` as in mse_kernel. quarters is 4, for four elements each: a
+    compiler that knew it would unroll the loops over a block, and keep the rows of all elements in registers.
     """
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = block < num_blocks

@@ -1,0 +1,107 @@
+"""`scripts/gpu_day`: everything that needs a CUDA device, one step after the other, and a report of it in Markdown.
+
+A step that fails does not stop the others. The exit code is 1 if one failed, and 2 if there is no device.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.bench.measure import describe_machine
+
+PYTHON = sys.executable
+VERB = (PYTHON, "-m", "k2convert")
+LAYER_TOKENS = ("--tokens", "512", "--window", "512")
+ONE_LAYER = ("--dense-layers", "1", "--experts")
+KERNEL_TESTS = ("-m", "pytest", "-q", "-m", "gpu", "tests/gpu/test_cuda.py", "-k")
+UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+"""Each tensor is an allocation of its own, so that memcheck sees an access beside it."""
+SHOWN_LINES = 60
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command with what it adds to the environment, and its heading in the report."""
+
+    title: str
+    command: Sequence[str | Path]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def steps(work: Path, *, device: str, experts: int) -> list[Step]:
+    """Return what there is to do: tests, sanitizers if they are installed, figures, and a layer of K2's size."""
+    found = [Step("Tests", [PYTHON, "-m", "pytest", "-m", "gpu"])]
+    if (sanitizer := shutil.which("compute-sanitizer")) is not None:
+        for tool, chosen in (("memcheck", "not large_tensor"), ("racecheck", "mse_equals or zeros or wide")):
+            command = [sanitizer, "--tool", tool, "--error-exitcode", "1", PYTHON, *KERNEL_TESTS, chosen]
+            found.append(Step(f"compute-sanitizer {tool}", command, UNCACHED))
+    bench = [PYTHON, "-m", "scripts.bench", "--device", device, "--work", work / "bench"]
+    found.append(Step("Speed", [*bench, "--only", "kernels,whole,growth"]))
+    layer, ids, result = work / "layer", work / "ids.jsonl", work / "results" / "checkpoint"
+    fixtures = [PYTHON, "-m", "scripts.fixture_maker"]
+    text = ["--text", ids, *LAYER_TOKENS, "--device", device]
+    if not (layer / "config.json").exists():
+        found.append(Step("A layer of K2's size", [*fixtures, "k2-shaped", layer, *ONE_LAYER, str(experts)]))
+    found += [
+        Step("Its token ids", [*fixtures, "token-ids", ids, "--tokens", "512"]),
+        Step("Conversion", [*VERB, "run", layer, result, "--device", device]),
+        Step("Validation", [*VERB, "validate", result, "--source", layer]),
+        Step("Calibration", [*VERB, "calibrate", layer, work / "results" / "layer.stats", *text]),
+    ]
+    if "evaluate" in subprocess.run([*VERB, "--help"], capture_output=True, text=True, check=True).stdout:
+        found.append(Step("Evaluation", [*VERB, "evaluate", layer, result, *text]))
+    return found
+
+
+def run_day(todo: Sequence[Step], report: Path, chip: str) -> bool:
+    """Run the steps, write the report after each, and return whether all of them succeeded."""
+    rows, sections, succeeded = "", "", True
+    for step in todo:
+        print(f"gpu_day: {step.title}", file=sys.stderr, flush=True)
+        begin = time.monotonic()
+        done = subprocess.run(
+            [*map(str, step.command)], env=os.environ | step.environment, text=True, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        succeeded &= done.returncode == 0
+        outcome = "succeeded" if done.returncode == 0 else f"failed with code {done.returncode}"
+        rows += f"| {step.title} | {outcome} | {time.monotonic() - begin:.1f} |\n"
+        shown = "\n".join(done.stdout.splitlines()[-SHOWN_LINES:])
+        sections += f"\n## {step.title}\n\n    {' '.join(map(str, step.command))}\n\n```\n{shown}\n```\n"
+        report.write_text(f"# {chip}\n\n{describe_machine()}\n\n| step | | seconds |\n|---|---|---:|\n{rows}{sections}")
+    return succeeded
+
+
+def find_chip() -> str:
+    """Return the device's name and architecture; exit with one line if there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        missing = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
+        print(f"gpu_day: {missing}. Use a machine with an NVIDIA GPU, and a CUDA build of torch.", file=sys.stderr)
+        raise SystemExit(2)
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("gpu-day"), help="folder for files and report (about 60 GB)")
+    parser.add_argument("--experts", type=int, default=384, help="experts of the layer of K2's size")
+    arguments = parser.parse_args()
+    chip, work = find_chip(), arguments.work.absolute()
+    shutil.rmtree(work / "results", ignore_errors=True)
+    (work / "results").mkdir(parents=True)
+    succeeded = run_day(steps(work, device="cuda", experts=arguments.experts), work / "report.md", chip)
+    print(work / "report.md")
+    raise SystemExit(0 if succeeded else 1)
+
+
+if __name__ == "__main__":
+    main()

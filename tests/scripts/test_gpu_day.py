@@ -1,0 +1,50 @@
+"""The day of a GPU: refused in one line where there is none, and a report that has every step, failed ones too."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.gpu_day import Step, run_day, steps
+from scripts.fixture_maker import TINY
+
+ROOT = TINY.parents[2]
+
+
+def test_it_is_refused_in_one_line_without_a_device(tmp_path: Path) -> None:
+    """By the script, before it installs anything, and by the module, if torch finds no device."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    hidden = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    for command in ([ROOT / "scripts" / "gpu_day"], [sys.executable, "-m", "scripts.bench.gpu_day"]):
+        done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        (line,) = done.stderr.splitlines()
+        assert "CUDA" in line
+        assert "Use a machine with an NVIDIA GPU" in line
+
+
+def test_a_failed_step_stops_no_other_and_stands_in_the_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    todo = [
+        Step("First", ["sh", "-c", "echo $WORD; exit 3"], {"WORD": "what the step printed"}),
+        Step("Second", ["sh", "-c", "echo more"]),
+    ]
+    assert not run_day(todo, report, "Some GPU, sm_90")
+    text = report.read_text()
+    assert text.startswith("# Some GPU, sm_90\n")
+    assert "| First | failed with code 3 |" in text
+    assert "| Second | succeeded |" in text
+    assert "\nwhat the step printed\n" in text
+    assert run_day(todo[1:], report, "Some GPU, sm_90")
+
+
+@pytest.mark.slow
+def test_every_step_but_the_benchmark_succeeds_on_a_cpu_too(tmp_path: Path) -> None:
+    """With a layer of eight experts. The tests on a GPU are skipped there."""
+    (tmp_path / "results").mkdir()
+    todo = [step for step in steps(tmp_path, device="cpu", experts=8) if step.title != "Speed"]
+    assert run_day(todo, tmp_path / "report.md", "no GPU"), (tmp_path / "report.md").read_text()
