@@ -325,9 +325,10 @@ public:
             if (is_even(plans[0]) && is_even(plans[1])) {
                 avx2::search_even(packed, &split_[place], packed_, table, places);
             } else {
-                for (int half = 0; half < 2; ++half) places[half] = search(packed + 8 * half, plans[half], table, lowest[half]);
+                places[0] = places[1] = -1;
             }
             for (int half = 0; half < 2; ++half) {
+                if (places[half] < 0) places[half] = search(packed + 8 * half, plans[half], table, lowest[half]);
                 const size_t block = 2 * group + half;
                 const int grid_index = grid_index_of_one(table + kNumMantissas) + kFirstPlace + places[half] - 8 * lowest[half];
                 const int byte = 8 * (10 - (exponent_ - scale.exponent)) + grid_index;
@@ -351,25 +352,34 @@ private:
         if (groups.first == groups.end || groups.shift(groups.end - 1) >= kShifts) return -1;
         lowest = plan.exponents[groups.first];
         Seen seen;
-        if (!avx2::search_groups(fields, groups, packed_, table, seen)) return -1;
-        int candidate = last_of(seen.candidates);
-        if (plan.num_groups > 1 && (seen.candidates & (seen.candidates - 1)) != 0) {
-            Term terms[kBlock];
-            const int first = grid_index_of_one(table + kNumMantissas) + kFirstPlace + seen.start - 8 * lowest;
-            const int num_terms = make_terms(fields, plan, table, first, terms);
-            double least = std::numeric_limits<double>::infinity();
-            for (uint64_t left = seen.candidates; left != 0; left &= left - 1) {
-                const int i = __builtin_ctzll(left);
-                double sum = 0.0;
-                for (int t = 0; t < num_terms; ++t) sum += terms[t].weight * terms[t].errors[i];
-                if (sum <= least) least = sum, candidate = i;
-            }
+        for (const bool is_wide : {false, true}) {
+            const int found = avx2::search_groups(fields, groups, packed_, table, is_wide, seen);
+            const int place = found >= 0 ? found : settle(fields, plan, table, lowest, seen);
+            if (place >= 0) return place;
         }
-        const int place = seen.start + candidate;
-        for (int group = groups.first; group < groups.end; ++group) {
-            if (packed_.capped[groups.shift(group)][table][place] & fields.present[group]) return -1;
+        return -1;
+    }
+
+    // The place of the winner among what was seen, by exact sums.
+    static int settle(const Fields& fields, const Plan& plan, int table, int lowest, const Seen& seen) {
+        if (seen.size == 0) return -1;
+        Term terms[kBlock];
+        const int first = grid_index_of_one(table + kNumMantissas) + kFirstPlace + seen.start - 8 * lowest;
+        const int num_terms = make_terms(fields, plan, table, first, terms);
+        const auto sum_of = [&](int candidate) {
+            double sum = 0.0;
+            for (int t = 0; t < num_terms; ++t) sum += terms[t].weight * terms[t].errors[candidate];
+            return sum;
+        };
+        const double unit = std::ldexp(1.0, 2 * (kMaxExponent + 1 - lowest));
+        int best = seen.first;
+        double least = sum_of(best);
+        for (int candidate = 0; candidate < seen.size; ++candidate) {
+            if (seen.sums[candidate] * unit > least) continue;
+            const double sum = sum_of(candidate);
+            if (sum < least || (sum == least && candidate > best)) least = sum, best = candidate;
         }
-        return place;
+        return best < seen.size - kLastOctave && seen.below * unit >= least ? seen.start + best : -1;
     }
 
     void encode(const uint8_t* packed, const Plan& plan, int table, int grid_index, uint8_t* out) const {

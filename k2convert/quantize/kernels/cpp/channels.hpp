@@ -59,9 +59,9 @@ inline int rank_of(int grid_index) {
     return grid_index < 0 ? kNumCandidates - 1 : grid_index >= kNumGrid ? 0 : kLastGridRank - grid_index;
 }
 
-// The tables of the search with AVX2, see channels_avx2.cpp. Place p is the candidate with the grid index gi - 25 + p as
+// The tables of the search with AVX2, see channels_avx2.cpp. Place p is the candidate with the grid index gi - 23 + p as
 // the block's group with the lowest exponent sees it.
-constexpr int kShifts = 5, kWindow = 24, kStarts = 24, kPlaces = 64, kFirstPlace = -24;
+constexpr int kShifts = 5, kWindow = 24, kStarts = 24, kPlaces = 64, kFirstPlace = -23;
 struct alignas(64) PackedErrors {
     // Of |q| = 1..8 in the group whose exponent is `shift` larger than the lowest, in units of (s * 2**-lowest / ms)**2,
     // rounded down, capped at 65,535, minus 32,768: (shift, ms, pair of |q|, place, one of the pair).
@@ -112,10 +112,10 @@ struct GroupSpan {
     int shift(int group) const { return exponents[group] - exponents[first]; }
 };
 
-// Bit i is set if the candidate at place start + i can be the winner.
+// Candidates from a place on: a lower bound of the error of each, and of all that have smaller places.
 struct Seen {
-    int start;
-    uint64_t candidates;
+    int start, size, first, below;
+    int32_t sums[kPlaces];
 };
 inline int last_of(uint64_t candidates) { return 63 - __builtin_clzll(candidates); }
 
@@ -124,8 +124,9 @@ namespace avx2 {
 // decide. `table` is ms - 128.
 void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& packed_errors, int table,
                  int* places);
-// Find the candidates that can win, by the fields of a block; false if there can be others.
-bool search_groups(const Fields& fields, const GroupSpan& groups, const PackedErrors& packed_errors, int table, Seen& seen);
+// The same of a block by its fields; if it is -1, what was seen. At the places where the winner is likely, or at all.
+int search_groups(const Fields& fields, const GroupSpan& groups, const PackedErrors& packed_errors, int table, bool is_wide,
+                  Seen& seen);
 // Replace the nibbles of a block of 8 bytes.
 void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out);
 // The same functions as in channels.cpp.

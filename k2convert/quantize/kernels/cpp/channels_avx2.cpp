@@ -93,22 +93,42 @@ struct Totals {
     }
 };
 
+__m128i sum_lanes(__m128i lanes) {
+    const __m128i pairs = _mm_add_epi32(lanes, _mm_shuffle_epi32(lanes, 0x4E));
+    return _mm_add_epi32(pairs, _mm_shuffle_epi32(pairs, 0xB1));
+}
+
+// As search_groups, among 8 * N candidates.
 template <int N>
-bool look_at(const Fields& fields, const GroupSpan& groups, const PackedErrors& packed_errors, int table, Seen& seen) {
+int search_window(const Fields& fields, const GroupSpan& groups, const PackedErrors& packed_errors, int table, Seen& seen) {
     Totals<N> totals;
-    __m128i outside = _mm_setzero_si128();
+    __m128i outside = _mm_setzero_si128(), importance = outside;
     for (int group = groups.first; group < groups.end; ++group) {
         const int shift = groups.shift(group);
         const __m128i sums = load(fields.sums[group]);
         totals.add(_mm256_broadcastsi128_si256(sums), packed_errors.errors[shift][table], seen.start);
         outside = _mm_add_epi32(outside, _mm_madd_epi16(sums, load(packed_errors.below[shift][table][seen.start])));
+        importance = _mm_add_epi32(importance, _mm_madd_epi16(sums, _mm_set1_epi16(1)));
     }
-    outside = _mm_add_epi32(outside, _mm_shuffle_epi32(outside, 0x4E));
-    outside = _mm_add_epi32(outside, _mm_shuffle_epi32(outside, 0xB1));
+    outside = sum_lanes(outside);
     const __m256i least = totals.least();
-    seen.candidates = totals.below(_mm256_add_epi32(least, _mm256_set1_epi32(std::max(groups.rounded, 1))));
-    return seen.candidates >> (8 * N - kLastOctave) == 0 &&
-           _mm_cvtsi128_si32(outside) >= _mm256_cvtsi256_si32(least) + groups.rounded;
+    const uint64_t near = totals.below(_mm256_add_epi32(least, _mm256_set1_epi32(std::max(groups.rounded, 1))));
+    const int candidate = last_of(near);
+    seen.size = 0;
+    if (candidate >= 8 * N - kLastOctave || _mm_cvtsi128_si32(outside) < _mm256_cvtsi256_si32(least) + groups.rounded) return -1;
+    bool is_open = groups.rounded > 0 && (near & (near - 1)) != 0;
+    for (int group = groups.first; group < groups.end; ++group) {
+        is_open |= (packed_errors.capped[groups.shift(group)][table][seen.start + candidate] & fields.present[group]) != 0;
+    }
+    if (!is_open) return seen.start + candidate;
+    const __m128i shift = _mm_slli_epi32(sum_lanes(importance), 15);
+    seen.size = 8 * N, seen.first = candidate;
+    seen.below = _mm_cvtsi128_si32(_mm_add_epi32(outside, shift));
+    for (int i = 0; i < N; ++i) {
+        const __m256i sums = _mm256_add_epi32(totals.sums[i], _mm256_broadcastsi128_si256(shift));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(seen.sums + 8 * i), sums);
+    }
+    return -1;
 }
 
 }  // namespace
@@ -131,15 +151,16 @@ void search_even(const uint8_t* packed, const SplitImportance* importance, const
     }
 }
 
-bool search_groups(const Fields& fields, const GroupSpan& groups, const PackedErrors& packed_errors, int table, Seen& seen) {
-    seen.start = -1;
-    for (int group = groups.first; group < groups.end; ++group) {
+int search_groups(const Fields& fields, const GroupSpan& groups, const PackedErrors& packed_errors, int table, bool is_wide,
+                  Seen& seen) {
+    seen.start = is_wide ? 0 : -1;
+    for (int group = groups.first; group < groups.end && !is_wide; ++group) {
         const int own = packed_errors.starts[table][largest_magnitude(fields.present[group])];
         seen.start = std::max(seen.start, own - 8 * groups.shift(group));
     }
-    if (seen.start >= 0 && look_at<kWindow / 8>(fields, groups, packed_errors, table, seen)) return true;
-    seen.start = 0;
-    return look_at<kPlaces / 8>(fields, groups, packed_errors, table, seen);
+    seen.size = 0;
+    if (is_wide) return search_window<kPlaces / 8>(fields, groups, packed_errors, table, seen);
+    return seen.start < 0 ? -1 : search_window<kWindow / 8>(fields, groups, packed_errors, table, seen);
 }
 
 void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out) {
@@ -198,7 +219,7 @@ namespace k2::avx2 {
 
 // Never called: instructions.cpp finds no AVX2.
 void search_even(const uint8_t*, const SplitImportance*, const PackedErrors&, int, int*) {}
-bool search_groups(const Fields&, const GroupSpan&, const PackedErrors&, int, Seen&) { return false; }
+int search_groups(const Fields&, const GroupSpan&, const PackedErrors&, int, bool, Seen&) { return -1; }
 void encode_block(const uint8_t*, const uint8_t*, uint8_t*) {}
 void count_fields(const uint8_t*, const SplitGroups&, const SplitImportance&, int, Fields&) {}
 void encode_groups(const uint8_t*, const SplitGroups&, const Mapping*, int, uint8_t*) {}
