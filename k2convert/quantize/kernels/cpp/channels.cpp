@@ -284,7 +284,9 @@ const PackedErrors& packed_errors() {
                     for (int place = 0; place < kPlaces; ++place) {
                         if (place < kStarts) made->below[shift][ms][place][k] = shifted(least);
                         const int16_t error = made->errors[shift][ms][k / 2][place][k % 2] = shifted(errors[place]);
-                        if (error == 32767) made->capped[shift][ms][place] |= static_cast<uint8_t>(1 << k);
+                        auto& marks = made->marks[shift][ms][place];
+                        if (error == 32767) marks.capped |= static_cast<uint8_t>(1 << k);
+                        if (errors[place] != errors[place - 8]) marks.differs |= static_cast<uint8_t>(1 << k);
                         least = std::min(least, errors[place]);
                     }
                 }
@@ -372,10 +374,16 @@ private:
             return sum;
         };
         const double unit = std::ldexp(1.0, 2 * (kMaxExponent + 1 - lowest));
-        int best = seen.first;
+        int best = last_of(seen.near);
         double least = sum_of(best);
-        for (int candidate = 0; candidate < seen.size; ++candidate) {
-            if (seen.sums[candidate] * unit > least) continue;
+        uint64_t near = seen.near ^ uint64_t{1} << best;
+        // A capped sum may be much too small.
+        const double bound = least / unit;
+        if (near == 0) {
+            for (int i = 0; i < seen.size; ++i) near |= uint64_t{seen.sums[i] <= bound} << i;
+        }
+        for (; near != 0; near &= near - 1) {
+            const int candidate = __builtin_ctzll(near);
             const double sum = sum_of(candidate);
             if (sum < least || (sum == least && candidate > best)) least = sum, best = candidate;
         }

@@ -68,8 +68,10 @@ struct alignas(64) PackedErrors {
     int16_t errors[kShifts][kNumMantissas][4][kPlaces][2];
     // The least of them at any place below a start.
     int16_t below[kShifts][kNumMantissas][kStarts][8];
-    // Bit k - 1 is set if the error of |q| = k is capped.
-    uint8_t capped[kShifts][kNumMantissas][kPlaces];
+    // Bit k - 1 is set if the error of |q| = k is capped, and where it is not exactly that of half the step.
+    struct Marks {
+        uint8_t capped, differs;
+    } marks[kShifts][kNumMantissas][kPlaces];
     // Where the window starts for the largest |q| = k: 16 places below the first step with t >= 16/49 k. None for k = 0.
     int8_t starts[kNumMantissas][9];
 };
@@ -112,10 +114,11 @@ struct GroupSpan {
     int shift(int group) const { return exponents[group] - exponents[first]; }
 };
 
-// Candidates from a place on: a lower bound of the error of each, and of all that have smaller places.
+// Candidates from a place on: those that can win, a lower bound of the error of each, and of all at smaller places.
 struct Seen {
-    int start, size, first, below;
-    int32_t sums[kPlaces];
+    int start, size;
+    uint64_t near;
+    int32_t below, sums[kPlaces];
 };
 inline int last_of(uint64_t candidates) { return 63 - __builtin_clzll(candidates); }
 

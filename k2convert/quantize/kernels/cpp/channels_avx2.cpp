@@ -116,13 +116,17 @@ int search_window(const Fields& fields, const GroupSpan& groups, const PackedErr
     const int candidate = last_of(near);
     seen.size = 0;
     if (candidate >= 8 * N - kLastOctave || _mm_cvtsi128_si32(outside) < _mm256_cvtsi256_si32(least) + groups.rounded) return -1;
-    bool is_open = groups.rounded > 0 && (near & (near - 1)) != 0;
+    int capped = 0, differs = 0;
     for (int group = groups.first; group < groups.end; ++group) {
-        is_open |= (packed_errors.capped[groups.shift(group)][table][seen.start + candidate] & fields.present[group]) != 0;
+        const auto& marks = packed_errors.marks[groups.shift(group)][table][seen.start + candidate];
+        capped |= marks.capped & fields.present[group];
+        differs |= marks.differs & fields.present[group];
     }
-    if (!is_open) return seen.start + candidate;
+    const uint64_t winner = uint64_t{1} << candidate, tie = differs == 0 ? winner >> 8 : 0;
+    const uint64_t others = groups.rounded > 0 ? near & ~(winner | tie) : 0;
+    if ((others | static_cast<uint64_t>(capped)) == 0) return seen.start + candidate;
     const __m128i shift = _mm_slli_epi32(sum_lanes(importance), 15);
-    seen.size = 8 * N, seen.first = candidate;
+    seen.size = 8 * N, seen.near = capped != 0 ? uint64_t{1} << candidate : near;
     seen.below = _mm_cvtsi128_si32(_mm_add_epi32(outside, shift));
     for (int i = 0; i < N; ++i) {
         const __m256i sums = _mm256_add_epi32(totals.sums[i], _mm256_broadcastsi128_si256(shift));
@@ -146,7 +150,7 @@ void search_even(const uint8_t* packed, const SplitImportance* importance, const
         const int candidate = last_of(totals.below(_mm256_add_epi32(totals.least(), _mm256_set1_epi32(1))));
         const uint32_t own = present >> 16 * half & 0xFF;
         const bool is_open = own == 0 || candidate >= kWindow - kLastOctave ||
-                             (packed_errors.capped[0][table][start + candidate] & own) != 0;
+                             (packed_errors.marks[0][table][start + candidate].capped & own) != 0;
         places[half] = is_open ? -1 : start + candidate;
     }
 }
