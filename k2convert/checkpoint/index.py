@@ -203,8 +203,8 @@ def _check_weight_map(weight_map: dict[str, str], tensors: dict[str, TensorInfo]
         raise MalformedFileError(f"{folder / tensors[extra].shard}: tensor {extra} is not in {INDEX_NAME}.")
 
 
-# The source's model card and evaluation would describe the wrong weights. The conversion writes the other names.
-_NOT_COPIED: Final = frozenset({CONFIG_NAME, INDEX_NAME, HF_QUANT_CONFIG_NAME, LEDGER_NAME, CARD_NAME, EVALUATION_NAME})
+# The source's model card and evaluation describe other weights. The other names are written by the conversion.
+_NOT_COPIED: Final = frozenset({CONFIG_NAME, INDEX_NAME, HF_QUANT_CONFIG_NAME, LEDGER_NAME, EVALUATION_NAME, CARD_NAME})
 _WEIGHT_SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".tmp", ".part"})
 
 

@@ -1,12 +1,16 @@
 """How far a whole model is from a reference on a text.
 
-    scores      divergences and losses of single tokens -> the figures of an evaluation
-    streamed    models computed from checkpoints, layer by layer, side by side (`k2convert evaluate`)
-    served      models asked through two servers (`k2convert compare`)
-    connection  requests to one server; its API key
-    endpoints   how vLLM and SGLang are asked, and how they answer
-    answers     what a server answered, and the folder that keeps it
-    bound       a lower bound of the divergence, from the most likely tokens
+    scores       divergences and losses of single tokens -> the figures of an evaluation
+    checkpoints  what can be computed, and whether checkpoints compare
+    streamed     models computed from checkpoints, layer by layer (`k2convert evaluate`)
+    comparison   one layer of every model against the reference's
+    head         the output matrix in tiles
+    needs        memory and time
+    served       models asked through two servers (`k2convert compare`)
+    connection   requests to one server; its API key
+    endpoints    how vLLM and SGLang are asked, and how they answer
+    answers      what a server answered, and the folder that keeps it
+    bound        a lower bound of the divergence, from the most likely tokens
 
 The document is that of records/evaluation.py.
 """

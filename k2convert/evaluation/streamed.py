@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 
 from k2convert import __version__
 from k2convert.calibration.plan import CalibrationText
-from k2convert.checkpoint.files import write_atomically
+from k2convert.checkpoint.files import list_folder, write_atomically
+from k2convert.checkpoint.folders import remove_folder
 from k2convert.checkpoint.index import Checkpoint
+from k2convert.checkpoint.names import WORK_FOLDER
 from k2convert.errors import CheckpointError, DiskFullError
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
 from k2convert.evaluation.comparison import (
@@ -240,6 +242,8 @@ def evaluate(plan: EvaluationPlan, *, decode: Decode | None = None, events: Even
             chosen = tuple(row for planned, row in rows if planned.checkpoint in checkpoints)
             write_atomically(path, encode(replace(found, rows=chosen)))
     work.remove()
+    if work.folder.parent.name == WORK_FOLDER and not list_folder(work.folder.parent):
+        remove_folder(work.folder.parent, root=work.folder.parent.parent)  # in a checkpoint that `run` did not write
     return found
 
 

@@ -24,7 +24,7 @@ from k2convert.evaluation.checkpoints import (
 )
 from k2convert.hub.client import SCHEME, Hub
 from k2convert.hub.ranges import Ranges, RemoteShards
-from k2convert.job.locations import Source, check_statistics_path, open_source
+from k2convert.job.locations import Source, check_output_path, open_source
 from k2convert.job.opening import TextFiles, read_text
 from k2convert.job.resources import allowed_disk, device_name
 from k2convert.models import read_architecture
@@ -114,7 +114,7 @@ def _outputs(reference: str, checkpoints: Sequence[str], out: Path | None) -> di
     """
     if out is not None:
         source = None if reference.startswith(SCHEME) else Path(reference)
-        check_statistics_path(out, source=source)
+        check_output_path(out, source=source)
         return {out: None}
     ours = Path(reference).resolve()
     local = [place for place in checkpoints if not place.startswith(SCHEME) and Path(place).resolve() != ours]

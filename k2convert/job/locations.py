@@ -223,10 +223,10 @@ def check_work_folder(folder: Path) -> None:
             raise DestinationError(f"{path}: is not a folder, but k2convert needs a folder there. Remove it.")
 
 
-def check_statistics_path(path: Path, *, source: Path | None) -> None:
+def check_output_path(path: Path, *, source: Path | None) -> None:
     """Refuse a path that no file can be written to, or that is in the source; raises DestinationError."""
     if path.is_dir():
-        raise DestinationError(f"{path}: is a folder. Name a file to write the statistics to.")
+        raise DestinationError(f"{path}: is a folder. Name a file to write to.")
     if path.is_symlink():
         raise DestinationError(f"{path}: is a link. Remove it, or choose a different name.")
     for parent in path.absolute().parents:

@@ -11,7 +11,7 @@ from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError, require_extra
 from k2convert.hub.client import Hub, bound_memory
-from k2convert.job.locations import Source, check_statistics_path, open_named_statistics, open_source, read_destination
+from k2convert.job.locations import Source, check_output_path, open_named_statistics, open_source, read_destination
 from k2convert.job.prepare import Job, choose_recipe, plan_statistics, prepare
 from k2convert.job.resources import choose_devices, gpu_memory, layer_threads
 from k2convert.models import read_architecture, vocabulary_size
@@ -108,7 +108,7 @@ def open_calibration(
     require_extra("calibrate", purpose="calibrate")
     from k2convert.calibration.layer_files import statistics_work
 
-    check_statistics_path(statistics, source=None)
+    check_output_path(statistics, source=None)
     begun = statistics_work(statistics).job()
     pinned = None if begun is None else begun.identity.get("source_revision")
     with open_source(source, hub=hub, pinned=None if pinned is None else str(pinned)) as opened:

@@ -10,7 +10,7 @@ from k2convert.checkpoint.names import DOWNLOADS_FOLDER, LEDGER_NAME, WORK_FOLDE
 from k2convert.choices import Device
 from k2convert.errors import CheckpointError, DestinationError, DiskFullError, require_extra
 from k2convert.hub.client import Hub, check_endpoint
-from k2convert.job.locations import Destination, Source, check_destination, check_statistics_path, refuse_symlinks
+from k2convert.job.locations import Destination, Source, check_destination, check_output_path, refuse_symlinks
 from k2convert.job.resources import (
     Item,
     Limits,
@@ -278,7 +278,7 @@ def plan_walk(
 
     path = text.saved
     if path is not None:
-        check_statistics_path(path, source=source.checkpoint.folder if source.remote is None else None)
+        check_output_path(path, source=source.checkpoint.folder if source.remote is None else None)
         if path.resolve().is_relative_to(folder.resolve()):
             raise DestinationError(f"{path}: is inside the destination, where only the result goes. Choose another.")
     walk = plan_calibration(
@@ -307,7 +307,7 @@ def plan_statistics(
     from k2convert.calibration.plan import WalkSource, plan_calibration, source_fields
 
     checkpoint, work = source.checkpoint, statistics_work(statistics)
-    check_statistics_path(statistics, source=checkpoint.folder if source.remote is None else None)
+    check_output_path(statistics, source=checkpoint.folder if source.remote is None else None)
     recipe = load_recipe(detect_family(checkpoint).recipe, {})
     claim_projections(source=checkpoint, recipe=recipe)  # refuses a source that cannot be converted
     fingerprint = job_fingerprint(source=checkpoint, recipe=recipe, revision=source.revision)

@@ -136,9 +136,11 @@ def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, id
 
 def test_two_checkpoints_have_their_own_rows(cut: Path, result: Path, ids: Path, tmp_path: Path) -> None:
     one, other = Path(shutil.copytree(result, tmp_path / "one")), convert(cut, tmp_path / "other", rule="max")
+    shutil.rmtree(one / ".k2convert")  # as somebody else's checkpoint
     found = k2convert.evaluate(cut, [one, other, cut], [ids], tokens=128, window=32, device="cpu")
     assert [row.model.name for row in found.rows] == ["one", "other", "cut"]
     assert found.rows[2].figures.divergence.maximum == 0
+    assert not (one / ".k2convert").exists()
     for folder, row in zip((one, other), found.rows, strict=False):
         kept = find_evaluation(folder)
         assert kept == replace(found, rows=(row,))

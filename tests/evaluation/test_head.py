@@ -1,0 +1,91 @@
+"""The head in tiles: the scores of all logits at once, wherever the tiles end and whatever computes them."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from whole_models import scores_from
+
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.evaluation import head as tiles
+from k2convert.evaluation.head import Head, HeadScores, score_tokens
+from k2convert.forward.weights import WeightReader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "forward"))
+
+TOKENS = 90
+
+
+def made_up(seed: int, *, spread: float = 1.0) -> Tensor:
+    """Hidden states f32 [TOKENS, 256]."""
+    return spread * torch.randn(TOKENS, 256, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def head(trained: Path) -> Head:
+    return Head(WeightReader(open_checkpoint(trained)))
+
+
+TARGETS = torch.randint(0, 2048, (TOKENS,), generator=torch.Generator().manual_seed(9))
+
+
+def scored(head: Head, states: list[Tensor], *, devices: tuple[str, ...] = ("cpu",), workers: int = 2) -> HeadScores:
+    copies = [own.clone() for own in states]
+    return score_tokens([head], [0] * len(states), copies, TARGETS, devices=devices, workers=workers)
+
+
+def same(one: HeadScores, other: HeadScores) -> bool:
+    return all(np.array_equal(array, other.arrays()[name]) for name, array in one.arrays().items())
+
+
+@pytest.mark.parametrize(("rows", "pieces"), [(2048, 512), (300, 7), (1, 90), (2047, 45)])
+def test_scores_are_those_of_all_logits_at_once(
+    head: Head, monkeypatch: pytest.MonkeyPatch, rows: int, pieces: int
+) -> None:
+    monkeypatch.setattr(tiles, "TILE_ROWS", rows)
+    monkeypatch.setattr(tiles, "PIECE_TOKENS", pieces)
+    reference, near, far = made_up(0), made_up(0) + 0.2 * made_up(1), made_up(2)
+    found = scored(head, [reference, near, far])
+    matrix = head.rows(0, head.vocabulary)
+    logits = [matrix.linear(head.normed(own))[None] for own in (reference, near, far)]
+    last = torch.zeros(1, 1, 2048)
+    ids = torch.cat([torch.zeros(1, 1, dtype=torch.int64), TARGETS[None]], dim=1)
+    for number, own in enumerate(logits):
+        expected = scores_from(torch.cat([logits[0], last], 1), torch.cat([own, last], 1), ids)
+        np.testing.assert_allclose(found.divergence[number], expected.divergence[0], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(found.loss[number], expected.loss[0], rtol=1e-6)
+        assert np.array_equal(found.likeliest[number] == found.likeliest[0], expected.agrees[0])
+        assert np.array_equal(found.left_top5[number], expected.left_top5[0])
+        assert np.array_equal(found.likeliest[number], own[0].argmax(dim=-1).numpy())
+    assert found.left_top5[2].any()
+    assert not found.divergence[0].any(), "the same logits"
+
+
+def test_logits_of_any_size_are_added_without_overflow(head: Head) -> None:
+    """The peak of a tile may be far below or above that of the tiles before it."""
+    head._norm *= 1e4
+    found = scored(head, [made_up(0), made_up(3)])
+    assert np.isfinite(found.divergence).all()
+    assert float(found.divergence[1].max()) > 1000
+
+
+def test_neither_workers_nor_devices_change_the_bytes(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "PIECE_TOKENS", 16)
+    states = [made_up(0), made_up(1)]
+    once = scored(head, states, workers=1)
+    assert same(once, scored(head, states, workers=3))
+    assert same(once, scored(head, states, devices=("cpu", "cpu")))
+
+
+def test_every_tensor_is_where_a_gpu_needs_it(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shadow_device
+
+    monkeypatch.setattr(tiles, "PIECE_TOKENS", 16)
+    states = [made_up(0), made_up(1)]
+    here, there = scored(head, states), scored(head, states, devices=("shadow:0", "shadow:1"))
+    np.testing.assert_allclose(there.divergence, here.divergence, rtol=1e-5, atol=1e-7)
+    assert np.array_equal(there.likeliest, here.likeliest)
+    assert min(shadow_device.calls[device] for device in ("shadow:0", "shadow:1")) > 10
