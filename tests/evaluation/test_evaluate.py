@@ -28,7 +28,7 @@ from k2convert.hub.client import Hub
 from k2convert.job.evaluation import EvaluationOptions, open_evaluation
 from k2convert.job.opening import TextFiles
 from k2convert.plan.recipe import TextUse
-from k2convert.records.evaluation import check_fresh, find_evaluation
+from k2convert.records.evaluation import find_evaluation, fresh_evaluation
 from k2convert.records.ledger import find_ledger, weights_digest
 from scripts.fixture_maker.damage import edit_config, edit_json
 from scripts.fixture_maker.folder import read_small, write_small
@@ -124,9 +124,9 @@ def test_it_is_written_into_the_checkpoint_and_shown(cut: Path, result: Path, id
     assert not (ours / ".k2convert" / "evaluation.work").exists()
     weights = weights_digest(open_checkpoint(ours), find_ledger(ours))
     assert row.model.weights == weights
-    check_fresh(found, weights, folder=ours)
+    assert fresh_evaluation(ours, weights=weights) == found
     with pytest.raises(CheckpointError, match="measures other weights"):
-        check_fresh(found, weights_digest(open_checkpoint(ours), None), folder=ours)
+        fresh_evaluation(ours, weights=weights_digest(open_checkpoint(ours), None))
     again = evaluate(cut, ours, "--text", ids, *SMALL)
     assert (again.returncode, again.stdout) == (0, done.stdout)
     assert f"{ours / 'evaluation.json'}: already complete" in again.stderr
