@@ -49,10 +49,10 @@ class Launch:
 class Target:
     """A GPU that is not here, in the place of triton's driver: a launch on it calls a function."""
 
-    _devices = count()
+    _devices = count(1 << 20)
 
     def __init__(self, architecture: int, launch: Callable[[Launch], None]) -> None:
-        # triton keeps what it compiled for each number of a device.
+        # triton keeps what it compiled for each number of a device; real devices have small ones.
         self.architecture, self.launch, self.device = architecture, launch, next(self._devices)
         self.utils = self
 
