@@ -14,11 +14,14 @@ namespace k2 {
 
 namespace {
 
+constexpr int kFewColumns = 5;
+
 // How a block of 16 columns falls into groups with equal exponents.
 struct Plan {
     int num_groups = 0;
-    int8_t exponents[kNumExponents];  // ascending
-    int rounded = 0;                  // summed importance of all groups but the first
+    int8_t exponents[kNumExponents];   // ascending
+    int8_t usual[kNumExponents] = {};  // the largest |q| that the search is made for: 7 in groups of many columns
+    int rounded = 0;                   // summed importance of all groups but the first
     // For each column.
     uint8_t groups[kBlock], importance[kBlock];
     SplitGroups split_groups{};
@@ -32,11 +35,13 @@ std::vector<Plan> make_plans(const Columns& columns) {
         const auto exponent_of = [&](int i) { return columns.exponents ? columns.exponents[kBlock * block + i] : int8_t{0}; };
         for (int exponent = -kMaxExponent; exponent <= kMaxExponent; ++exponent) {
             const int group = plan.num_groups;
+            int num_columns = 0;
             for (int i = 0; i < kBlock; ++i) {
                 if (exponent_of(i) != exponent) continue;
                 plan.num_groups = group + 1;
                 plan.exponents[group] = static_cast<int8_t>(exponent);
                 plan.groups[i] = static_cast<uint8_t>(group);
+                if (++num_columns > kFewColumns) plan.usual[group] = 7;
                 plan.importance[i] = columns.importance ? columns.importance[kBlock * block + i] : uint8_t{1};
                 if (group > 0) plan.rounded += plan.importance[i];
                 const int split = i / 2 + 8 * (i & 1);
@@ -323,14 +328,12 @@ public:
             const SplitScale scale = split_scale(source.scale_bits[group] & 0x7FFF);
             const int table = scale.mantissa == 0 ? 0 : scale.mantissa - kNumMantissas;
             const uint8_t* packed = source.packed + 16 * group;
-            int places[2], lowest[2] = {0, 0};
-            if (is_even(plans[0]) && is_even(plans[1])) {
+            int places[2] = {-1, -1}, lowest[2] = {0, 0};
+            if (is_even(plans[0]) || is_even(plans[1])) {
                 avx2::search_even(packed, &split_[place], packed_, table, places);
-            } else {
-                places[0] = places[1] = -1;
             }
             for (int half = 0; half < 2; ++half) {
-                if (places[half] < 0) places[half] = search(packed + 8 * half, plans[half], table, lowest[half]);
+                if (places[half] < 0 || !is_even(plans[half])) places[half] = search(packed + 8 * half, plans[half], table, lowest[half]);
                 const size_t block = 2 * group + half;
                 const int grid_index = grid_index_of_one(table + kNumMantissas) + kFirstPlace + places[half] - 8 * lowest[half];
                 const int byte = 8 * (10 - (exponent_ - scale.exponent)) + grid_index;
@@ -349,7 +352,7 @@ private:
     int search(const uint8_t* packed, const Plan& plan, int table, int& lowest) const {
         Fields fields;
         avx2::count_fields(packed, plan.split_groups, plan.split_importance, plan.num_groups, fields);
-        GroupSpan groups{plan.exponents, 0, plan.num_groups, plan.rounded};
+        GroupSpan groups{plan.exponents, plan.usual, 0, plan.num_groups, plan.rounded};
         while (groups.first < groups.end && fields.present[groups.first] == 0) ++groups.first;
         if (groups.first == groups.end || groups.shift(groups.end - 1) >= kShifts) return -1;
         lowest = plan.exponents[groups.first];

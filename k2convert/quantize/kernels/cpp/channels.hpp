@@ -106,9 +106,9 @@ struct Term {
 };
 
 // The groups of a block from the first one with a weight on. Exponents ascend; `rounded` is at least the summed importance
-// of the groups after the first.
+// of the groups after the first. The largest |q| of a group is mostly at least `usual`.
 struct GroupSpan {
-    const int8_t* exponents;
+    const int8_t *exponents, *usual;
     int first, end, rounded;
 
     int shift(int group) const { return exponents[group] - exponents[first]; }

@@ -159,7 +159,8 @@ int search_groups(const Fields& fields, const GroupSpan& groups, const PackedErr
                   Seen& seen) {
     seen.start = is_wide ? 0 : -1;
     for (int group = groups.first; group < groups.end && !is_wide; ++group) {
-        const int own = packed_errors.starts[table][largest_magnitude(fields.present[group])];
+        const int largest = std::max<int>(largest_magnitude(fields.present[group]), groups.usual[group]);
+        const int own = packed_errors.starts[table][largest];
         seen.start = std::max(seen.start, own - 8 * groups.shift(group));
     }
     seen.size = 0;
