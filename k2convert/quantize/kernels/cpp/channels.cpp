@@ -273,43 +273,44 @@ private:
     const SearchTables& tables_;
 };
 
-const PackedErrors& packed_errors() {
-    static const std::unique_ptr<const PackedErrors> packed = [] {
-        const WideErrors& wide = wide_errors();
-        auto made = std::make_unique<PackedErrors>();
-        for (int shift = 0; shift < kShifts; ++shift) {
-            for (int ms = 0; ms < kNumMantissas; ++ms) {
-                const int base = grid_index_of_one(ms + kNumMantissas) + kFirstPlace + 8 * shift + kTableBelow;
-                for (int k = 0; k < 8; ++k) {
-                    const auto shifted = [&](double error) {
-                        return static_cast<int16_t>(std::min(std::floor(std::ldexp(error, -2 - 2 * shift)), 65535.0) - 32768.0);
-                    };
-                    const double* errors = wide.errors[ms][k] + base;
-                    double least = *std::min_element(wide.errors[ms][k], errors);
-                    for (int place = 0; place < kPlaces; ++place) {
-                        if (place < kStarts) made->below[shift][ms][place][k] = shifted(least);
-                        const int16_t error = made->errors[shift][ms][k / 2][place][k % 2] = shifted(errors[place]);
-                        auto& marks = made->marks[shift][ms][place];
-                        if (error == 32767) marks.capped |= static_cast<uint8_t>(1 << k);
-                        if (errors[place] != errors[place - 8]) marks.differs |= static_cast<uint8_t>(1 << k);
-                        least = std::min(least, errors[place]);
-                    }
-                }
+PackedErrors pack_errors(int ms) {
+    PackedErrors made{};
+    const int gi = grid_index_of_one(ms + kNumMantissas), first = gi + kFirstPlace;
+    for (int shift = 0; shift < kShifts; ++shift) {
+        PackedErrors::Shifted& shifted = made.shifted[shift];
+        const auto pack = [&](double error) {
+            return static_cast<int16_t>(std::min(std::floor(std::ldexp(error, -2 - 2 * shift)), 65535.0) - 32768.0);
+        };
+        for (int k = 0; k < 8; ++k) {
+            const double* errors = wide_errors().errors[ms][k] + first + 8 * shift + kTableBelow;
+            double least = *std::min_element(wide_errors().errors[ms][k], errors);
+            for (int place = 0; place < kPlaces; ++place) {
+                if (place < kStarts) shifted.below[place][k] = pack(least);
+                const int16_t error = shifted.errors[k / 2][place][k % 2] = pack(errors[place]);
+                if (error == 32767) shifted.marks[place].capped |= static_cast<uint8_t>(1 << k);
+                if (errors[place] != errors[place - 8]) shifted.marks[place].differs |= static_cast<uint8_t>(1 << k);
+                least = std::min(least, errors[place]);
             }
         }
-        for (int ms = 0; ms < kNumMantissas; ++ms) {
-            made->starts[ms][0] = -128;
-            for (int k = 1; k < 9; ++k) {
-                const int gi = grid_index_of_one(ms + kNumMantissas);
-                int place = 0;
-                const auto step = [&](int grid_index) { return std::ldexp(8.0 + (grid_index & 7), grid_index >> 3); };
-                while (49.0 * step(gi + kFirstPlace + place) < 16.0 * (k < 5 ? k : k < 8 ? 7 : 8) * (ms + kNumMantissas)) ++place;
-                made->starts[ms][k] = static_cast<int8_t>(place - 16);
-            }
-        }
+    }
+    made.starts[0] = -128;
+    for (int k = 1; k < 9; ++k) {
+        int i = first;
+        const int wanted = 16 * (k < 5 ? k : k < 8 ? 7 : 8) * (ms + kNumMantissas);
+        while (49.0 * std::ldexp(8.0 + (i & 7), i >> 3) < wanted) ++i;
+        made.starts[k] = static_cast<int8_t>(i - 16 - first);
+    }
+    return made;
+}
+
+// One for each ms.
+const PackedErrors* packed_errors() {
+    static const auto packed = [] {
+        std::vector<PackedErrors> made;
+        for (int ms = 0; ms < kNumMantissas; ++ms) made.push_back(pack_errors(ms));
         return made;
     }();
-    return *packed;
+    return packed.data();
 }
 
 // Converts groups of columns with AVX2; `converter` settles the blocks that the search leaves open.
@@ -330,7 +331,7 @@ public:
             const uint8_t* packed = source.packed + 16 * group;
             int places[2] = {-1, -1}, lowest[2] = {0, 0};
             if (is_even(plans[0]) || is_even(plans[1])) {
-                avx2::search_even(packed, &split_[place], packed_, table, places);
+                avx2::search_even(packed, &split_[place], packed_[table], places);
             }
             for (int half = 0; half < 2; ++half) {
                 if (places[half] < 0 || !is_even(plans[half])) places[half] = search(packed + 8 * half, plans[half], table, lowest[half]);
@@ -358,7 +359,7 @@ private:
         lowest = plan.exponents[groups.first];
         Seen seen;
         for (const bool is_wide : {false, true}) {
-            const int found = avx2::search_groups(fields, groups, packed_, table, is_wide, seen);
+            const int found = avx2::search_groups(fields, groups, packed_[table], is_wide, seen);
             const int place = found >= 0 ? found : settle(fields, plan, table, lowest, seen);
             if (place >= 0) return place;
         }
@@ -407,7 +408,7 @@ private:
     std::vector<SplitImportance> split_;
     const int exponent_;
     const SearchTables& tables_;
-    const PackedErrors& packed_ = packed_errors();
+    const PackedErrors* packed_ = packed_errors();
     Converter& converter_;
 };
 
