@@ -14,11 +14,14 @@ namespace k2 {
 
 namespace {
 
+constexpr int kFewColumns = 5;
+
 // How a block of 16 columns falls into groups with equal exponents.
 struct Plan {
     int num_groups = 0;
-    int8_t exponents[kNumExponents];  // ascending
-    int rounded = 0;                  // summed importance of all groups but the first
+    int8_t exponents[kNumExponents];   // ascending
+    int8_t usual[kNumExponents] = {};  // the largest |q| that the search is made for: 7 in groups of many columns
+    int rounded = 0;                   // summed importance of all groups but the first
     // For each column.
     uint8_t groups[kBlock], importance[kBlock];
     SplitGroups split_groups{};
@@ -32,11 +35,13 @@ std::vector<Plan> make_plans(const Columns& columns) {
         const auto exponent_of = [&](int i) { return columns.exponents ? columns.exponents[kBlock * block + i] : int8_t{0}; };
         for (int exponent = -kMaxExponent; exponent <= kMaxExponent; ++exponent) {
             const int group = plan.num_groups;
+            int num_columns = 0;
             for (int i = 0; i < kBlock; ++i) {
                 if (exponent_of(i) != exponent) continue;
                 plan.num_groups = group + 1;
                 plan.exponents[group] = static_cast<int8_t>(exponent);
                 plan.groups[i] = static_cast<uint8_t>(group);
+                if (++num_columns > kFewColumns) plan.usual[group] = 7;
                 plan.importance[i] = columns.importance ? columns.importance[kBlock * block + i] : uint8_t{1};
                 if (group > 0) plan.rounded += plan.importance[i];
                 const int split = i / 2 + 8 * (i & 1);
@@ -268,43 +273,44 @@ private:
     const SearchTables& tables_;
 };
 
-const PackedErrors& packed_errors() {
-    static const std::unique_ptr<const PackedErrors> packed = [] {
-        const WideErrors& wide = wide_errors();
-        auto made = std::make_unique<PackedErrors>();
-        for (int shift = 0; shift < kShifts; ++shift) {
-            for (int ms = 0; ms < kNumMantissas; ++ms) {
-                const int base = grid_index_of_one(ms + kNumMantissas) + kFirstPlace + 8 * shift + kTableBelow;
-                for (int k = 0; k < 8; ++k) {
-                    const auto shifted = [&](double error) {
-                        return static_cast<int16_t>(std::min(std::floor(std::ldexp(error, -2 - 2 * shift)), 65535.0) - 32768.0);
-                    };
-                    const double* errors = wide.errors[ms][k] + base;
-                    double least = *std::min_element(wide.errors[ms][k], errors);
-                    for (int place = 0; place < kPlaces; ++place) {
-                        if (place < kStarts) made->below[shift][ms][place][k] = shifted(least);
-                        const int16_t error = made->errors[shift][ms][k / 2][place][k % 2] = shifted(errors[place]);
-                        auto& marks = made->marks[shift][ms][place];
-                        if (error == 32767) marks.capped |= static_cast<uint8_t>(1 << k);
-                        if (errors[place] != errors[place - 8]) marks.differs |= static_cast<uint8_t>(1 << k);
-                        least = std::min(least, errors[place]);
-                    }
-                }
+PackedErrors pack_errors(int ms) {
+    PackedErrors made{};
+    const int gi = grid_index_of_one(ms + kNumMantissas), first = gi + kFirstPlace;
+    for (int shift = 0; shift < kShifts; ++shift) {
+        PackedErrors::Shifted& shifted = made.shifted[shift];
+        const auto pack = [&](double error) {
+            return static_cast<int16_t>(std::min(std::floor(std::ldexp(error, -2 - 2 * shift)), 65535.0) - 32768.0);
+        };
+        for (int k = 0; k < 8; ++k) {
+            const double* errors = wide_errors().errors[ms][k] + first + 8 * shift + kTableBelow;
+            double least = *std::min_element(wide_errors().errors[ms][k], errors);
+            for (int place = 0; place < kPlaces; ++place) {
+                if (place < kStarts) shifted.below[place][k] = pack(least);
+                const int16_t error = shifted.errors[k / 2][place][k % 2] = pack(errors[place]);
+                if (error == 32767) shifted.marks[place].capped |= static_cast<uint8_t>(1 << k);
+                if (errors[place] != errors[place - 8]) shifted.marks[place].differs |= static_cast<uint8_t>(1 << k);
+                least = std::min(least, errors[place]);
             }
         }
-        for (int ms = 0; ms < kNumMantissas; ++ms) {
-            made->starts[ms][0] = -128;
-            for (int k = 1; k < 9; ++k) {
-                const int gi = grid_index_of_one(ms + kNumMantissas);
-                int place = 0;
-                const auto step = [&](int grid_index) { return std::ldexp(8.0 + (grid_index & 7), grid_index >> 3); };
-                while (49.0 * step(gi + kFirstPlace + place) < 16.0 * (k < 5 ? k : k < 8 ? 7 : 8) * (ms + kNumMantissas)) ++place;
-                made->starts[ms][k] = static_cast<int8_t>(place - 16);
-            }
-        }
+    }
+    made.starts[0] = -128;
+    for (int k = 1; k < 9; ++k) {
+        int i = first;
+        const int wanted = 16 * (k < 5 ? k : k < 8 ? 7 : 8) * (ms + kNumMantissas);
+        while (49.0 * std::ldexp(8.0 + (i & 7), i >> 3) < wanted) ++i;
+        made.starts[k] = static_cast<int8_t>(i - 16 - first);
+    }
+    return made;
+}
+
+// One for each ms.
+const PackedErrors* packed_errors() {
+    static const auto packed = [] {
+        std::vector<PackedErrors> made;
+        for (int ms = 0; ms < kNumMantissas; ++ms) made.push_back(pack_errors(ms));
         return made;
     }();
-    return *packed;
+    return packed.data();
 }
 
 // Converts groups of columns with AVX2; `converter` settles the blocks that the search leaves open.
@@ -323,14 +329,12 @@ public:
             const SplitScale scale = split_scale(source.scale_bits[group] & 0x7FFF);
             const int table = scale.mantissa == 0 ? 0 : scale.mantissa - kNumMantissas;
             const uint8_t* packed = source.packed + 16 * group;
-            int places[2], lowest[2] = {0, 0};
-            if (is_even(plans[0]) && is_even(plans[1])) {
-                avx2::search_even(packed, &split_[place], packed_, table, places);
-            } else {
-                places[0] = places[1] = -1;
+            int places[2] = {-1, -1}, lowest[2] = {0, 0};
+            if (is_even(plans[0]) || is_even(plans[1])) {
+                avx2::search_even(packed, &split_[place], packed_[table], places);
             }
             for (int half = 0; half < 2; ++half) {
-                if (places[half] < 0) places[half] = search(packed + 8 * half, plans[half], table, lowest[half]);
+                if (places[half] < 0 || !is_even(plans[half])) places[half] = search(packed + 8 * half, plans[half], table, lowest[half]);
                 const size_t block = 2 * group + half;
                 const int grid_index = grid_index_of_one(table + kNumMantissas) + kFirstPlace + places[half] - 8 * lowest[half];
                 const int byte = 8 * (10 - (exponent_ - scale.exponent)) + grid_index;
@@ -349,13 +353,13 @@ private:
     int search(const uint8_t* packed, const Plan& plan, int table, int& lowest) const {
         Fields fields;
         avx2::count_fields(packed, plan.split_groups, plan.split_importance, plan.num_groups, fields);
-        GroupSpan groups{plan.exponents, 0, plan.num_groups, plan.rounded};
+        GroupSpan groups{plan.exponents, plan.usual, 0, plan.num_groups, plan.rounded};
         while (groups.first < groups.end && fields.present[groups.first] == 0) ++groups.first;
         if (groups.first == groups.end || groups.shift(groups.end - 1) >= kShifts) return -1;
         lowest = plan.exponents[groups.first];
         Seen seen;
         for (const bool is_wide : {false, true}) {
-            const int found = avx2::search_groups(fields, groups, packed_, table, is_wide, seen);
+            const int found = avx2::search_groups(fields, groups, packed_[table], is_wide, seen);
             const int place = found >= 0 ? found : settle(fields, plan, table, lowest, seen);
             if (place >= 0) return place;
         }
@@ -404,7 +408,7 @@ private:
     std::vector<SplitImportance> split_;
     const int exponent_;
     const SearchTables& tables_;
-    const PackedErrors& packed_ = packed_errors();
+    const PackedErrors* packed_ = packed_errors();
     Converter& converter_;
 };
 

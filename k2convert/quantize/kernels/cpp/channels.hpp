@@ -62,18 +62,21 @@ inline int rank_of(int grid_index) {
 // The tables of the search with AVX2, see channels_avx2.cpp. Place p is the candidate with the grid index gi - 23 + p as
 // the block's group with the lowest exponent sees it.
 constexpr int kShifts = 5, kWindow = 24, kStarts = 24, kPlaces = 64, kFirstPlace = -23;
-struct alignas(64) PackedErrors {
-    // Of |q| = 1..8 in the group whose exponent is `shift` larger than the lowest, in units of (s * 2**-lowest / ms)**2,
-    // rounded down, capped at 65,535, minus 32,768: (shift, ms, pair of |q|, place, one of the pair).
-    int16_t errors[kShifts][kNumMantissas][4][kPlaces][2];
-    // The least of them at any place below a start.
-    int16_t below[kShifts][kNumMantissas][kStarts][8];
-    // Bit k - 1 is set if the error of |q| = k is capped, and where it is not exactly that of half the step.
-    struct Marks {
-        uint8_t capped, differs;
-    } marks[kShifts][kNumMantissas][kPlaces];
+struct PackedErrors {
+    // For the group whose exponent is `shift` larger than the lowest.
+    struct alignas(64) Shifted {
+        // Of |q| = 1..8 in units of (s * 2**-lowest / ms)**2, rounded down, capped at 65,535, minus 32,768: (pair of |q|,
+        // place, one of the pair).
+        int16_t errors[4][kPlaces][2];
+        // The least of them at any place below a start.
+        int16_t below[kStarts][8];
+        // Bit k - 1 is set if the error of |q| = k is capped, and where it is not exactly that of half the step.
+        struct Marks {
+            uint8_t capped, differs;
+        } marks[kPlaces];
+    } shifted[kShifts];
     // Where the window starts for the largest |q| = k: 16 places below the first step with t >= 16/49 k. None for k = 0.
-    int8_t starts[kNumMantissas][9];
+    int8_t starts[9];
 };
 
 // A block's columns for byte shuffles: even columns, then odd ones.
@@ -106,9 +109,9 @@ struct Term {
 };
 
 // The groups of a block from the first one with a weight on. Exponents ascend; `rounded` is at least the summed importance
-// of the groups after the first.
+// of the groups after the first. The largest |q| of a group is mostly at least `usual`.
 struct GroupSpan {
-    const int8_t* exponents;
+    const int8_t *exponents, *usual;
     int first, end, rounded;
 
     int shift(int group) const { return exponents[group] - exponents[first]; }
@@ -124,12 +127,10 @@ inline int last_of(uint64_t candidates) { return 63 - __builtin_clzll(candidates
 
 namespace avx2 {
 // The winners' places in both blocks of a group of 32 weights without exponents; -1 where a search of all candidates must
-// decide. `table` is ms - 128.
-void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& packed_errors, int table,
-                 int* places);
+// decide.
+void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& errors, int* places);
 // The same of a block by its fields; if it is -1, what was seen. At the places where the winner is likely, or at all.
-int search_groups(const Fields& fields, const GroupSpan& groups, const PackedErrors& packed_errors, int table, bool is_wide,
-                  Seen& seen);
+int search_groups(const Fields& fields, const GroupSpan& groups, const PackedErrors& errors, bool is_wide, Seen& seen);
 // Replace the nibbles of a block of 8 bytes.
 void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out);
 // The same functions as in channels.cpp.

@@ -100,14 +100,14 @@ __m128i sum_lanes(__m128i lanes) {
 
 // As search_groups, among 8 * N candidates.
 template <int N>
-int search_window(const Fields& fields, const GroupSpan& groups, const PackedErrors& packed_errors, int table, Seen& seen) {
+int search_window(const Fields& fields, const GroupSpan& groups, const PackedErrors& errors, Seen& seen) {
     Totals<N> totals;
     __m128i outside = _mm_setzero_si128(), importance = outside;
     for (int group = groups.first; group < groups.end; ++group) {
-        const int shift = groups.shift(group);
+        const PackedErrors::Shifted& shifted = errors.shifted[groups.shift(group)];
         const __m128i sums = load(fields.sums[group]);
-        totals.add(_mm256_broadcastsi128_si256(sums), packed_errors.errors[shift][table], seen.start);
-        outside = _mm_add_epi32(outside, _mm_madd_epi16(sums, load(packed_errors.below[shift][table][seen.start])));
+        totals.add(_mm256_broadcastsi128_si256(sums), shifted.errors, seen.start);
+        outside = _mm_add_epi32(outside, _mm_madd_epi16(sums, load(shifted.below[seen.start])));
         importance = _mm_add_epi32(importance, _mm_madd_epi16(sums, _mm_set1_epi16(1)));
     }
     outside = sum_lanes(outside);
@@ -118,7 +118,7 @@ int search_window(const Fields& fields, const GroupSpan& groups, const PackedErr
     if (candidate >= 8 * N - kLastOctave || _mm_cvtsi128_si32(outside) < _mm256_cvtsi256_si32(least) + groups.rounded) return -1;
     int capped = 0, differs = 0;
     for (int group = groups.first; group < groups.end; ++group) {
-        const auto& marks = packed_errors.marks[groups.shift(group)][table][seen.start + candidate];
+        const auto& marks = errors.shifted[groups.shift(group)].marks[seen.start + candidate];
         capped |= marks.capped & fields.present[group];
         differs |= marks.differs & fields.present[group];
     }
@@ -137,34 +137,33 @@ int search_window(const Fields& fields, const GroupSpan& groups, const PackedErr
 
 }  // namespace
 
-void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& packed_errors, int table,
-                 int* places) {
-    const int start = packed_errors.starts[table][7];
+void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& errors, int* places) {
+    const int start = errors.starts[7];
     const __m256i sums = sum_importance(packed, importance);
     const __m256i absent = _mm256_packs_epi16(_mm256_cmpeq_epi16(sums, _mm256_setzero_si256()), _mm256_setzero_si256());
     const uint32_t present = ~static_cast<uint32_t>(_mm256_movemask_epi8(absent));
     const __m256i both[2] = {_mm256_permute4x64_epi64(sums, 0x44), _mm256_permute4x64_epi64(sums, 0xEE)};
     for (int half = 0; half < 2; ++half) {
         Totals<kWindow / 8> totals;
-        totals.add(both[half], packed_errors.errors[0][table], start);
+        totals.add(both[half], errors.shifted[0].errors, start);
         const int candidate = last_of(totals.below(_mm256_add_epi32(totals.least(), _mm256_set1_epi32(1))));
         const uint32_t own = present >> 16 * half & 0xFF;
         const bool is_open = own == 0 || candidate >= kWindow - kLastOctave ||
-                             (packed_errors.marks[0][table][start + candidate].capped & own) != 0;
+                             (errors.shifted[0].marks[start + candidate].capped & own) != 0;
         places[half] = is_open ? -1 : start + candidate;
     }
 }
 
-int search_groups(const Fields& fields, const GroupSpan& groups, const PackedErrors& packed_errors, int table, bool is_wide,
-                  Seen& seen) {
+int search_groups(const Fields& fields, const GroupSpan& groups, const PackedErrors& errors, bool is_wide, Seen& seen) {
     seen.start = is_wide ? 0 : -1;
     for (int group = groups.first; group < groups.end && !is_wide; ++group) {
-        const int own = packed_errors.starts[table][largest_magnitude(fields.present[group])];
+        const int largest = std::max<int>(largest_magnitude(fields.present[group]), groups.usual[group]);
+        const int own = errors.starts[largest];
         seen.start = std::max(seen.start, own - 8 * groups.shift(group));
     }
     seen.size = 0;
-    if (is_wide) return search_window<kPlaces / 8>(fields, groups, packed_errors, table, seen);
-    return seen.start < 0 ? -1 : search_window<kWindow / 8>(fields, groups, packed_errors, table, seen);
+    if (is_wide) return search_window<kPlaces / 8>(fields, groups, errors, seen);
+    return seen.start < 0 ? -1 : search_window<kWindow / 8>(fields, groups, errors, seen);
 }
 
 void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out) {
@@ -222,8 +221,8 @@ void encode_groups(const uint8_t* packed, const SplitGroups& groups, const Mappi
 namespace k2::avx2 {
 
 // Never called: instructions.cpp finds no AVX2.
-void search_even(const uint8_t*, const SplitImportance*, const PackedErrors&, int, int*) {}
-int search_groups(const Fields&, const GroupSpan&, const PackedErrors&, int, bool, Seen&) { return -1; }
+void search_even(const uint8_t*, const SplitImportance*, const PackedErrors&, int*) {}
+int search_groups(const Fields&, const GroupSpan&, const PackedErrors&, bool, Seen&) { return -1; }
 void encode_block(const uint8_t*, const uint8_t*, uint8_t*) {}
 void count_fields(const uint8_t*, const SplitGroups&, const SplitImportance&, int, Fields&) {}
 void encode_groups(const uint8_t*, const SplitGroups&, const Mapping*, int, uint8_t*) {}
