@@ -65,6 +65,22 @@ def test_a_hostile_tokenizer_is_one_line(
     assert "Download the checkpoint's tokenizer files again" in str(failure.value)
 
 
+def test_the_process_makes_text_of_tokens_too(tiny: Path, tmp_path: Path) -> None:
+    """A byte that is no text of its own becomes U+FFFD; an id that is no token is one line, and the process goes on."""
+    kimi, text = write_kimi_files(tmp_path, [b"ab", b" a"]), "ab aé<|im_end|>\n"
+    for folder in (tiny, kimi):
+        with TokenizerProcess(folder) as process:
+            ids = process.encode(text)
+            assert process.decode(ids.tolist()) == text
+            assert process.decode([]) == ""
+    with TokenizerProcess(kimi) as process:
+        assert process.decode([0xC3]) == "\ufffd"
+        assert process.decode(process.encode("a<|im_end|>", special=True).tolist()) == "a<|im_end|>"
+        with pytest.raises(CalibrationError, match="the tokenizer failed"):
+            process.decode([5000])
+        assert process.decode([97]) == "a"
+
+
 def test_a_tokenizer_cannot_take_the_machines_memory(tiny: Path, tmp_path: Path) -> None:
     hostile(tiny, tmp_path, replace_e(10_000))
     (tmp_path / "text.txt").write_text("e" * 200_000)
