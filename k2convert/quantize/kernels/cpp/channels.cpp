@@ -14,14 +14,10 @@ namespace k2 {
 
 namespace {
 
-constexpr int kFewColumns = 5;
-
 // How a block of 16 columns falls into groups with equal exponents.
 struct Plan {
     int num_groups = 0;
-    int8_t exponents[kNumExponents];   // ascending
-    int8_t usual[kNumExponents] = {};  // the largest |q| that the search is made for: 7 in groups of many columns
-    int rounded = 0;                   // summed importance of all groups but the first
+    int8_t exponents[kNumExponents];
     // For each column.
     uint8_t groups[kBlock], importance[kBlock];
     SplitGroups split_groups{};
@@ -30,25 +26,18 @@ struct Plan {
 
 std::vector<Plan> make_plans(const Columns& columns) {
     std::vector<Plan> plans(columns.size / kBlock);
-    for (size_t block = 0; block < plans.size(); ++block) {
-        Plan& plan = plans[block];
-        const auto exponent_of = [&](int i) { return columns.exponents ? columns.exponents[kBlock * block + i] : int8_t{0}; };
-        for (int exponent = -kMaxExponent; exponent <= kMaxExponent; ++exponent) {
-            const int group = plan.num_groups;
-            int num_columns = 0;
-            for (int i = 0; i < kBlock; ++i) {
-                if (exponent_of(i) != exponent) continue;
-                plan.num_groups = group + 1;
-                plan.exponents[group] = static_cast<int8_t>(exponent);
-                plan.groups[i] = static_cast<uint8_t>(group);
-                if (++num_columns > kFewColumns) plan.usual[group] = 7;
-                plan.importance[i] = columns.importance ? columns.importance[kBlock * block + i] : uint8_t{1};
-                if (group > 0) plan.rounded += plan.importance[i];
-                const int split = i / 2 + 8 * (i & 1);
-                plan.split_groups.masks[group][split] = 255;
-                plan.split_importance.values[split] = plan.importance[i];
-            }
-        }
+    for (size_t column = 0; column < columns.size; ++column) {
+        Plan& plan = plans[column / kBlock];
+        const int8_t exponent = columns.exponents ? columns.exponents[column] : int8_t{0};
+        int group = 0;
+        while (group < plan.num_groups && plan.exponents[group] != exponent) ++group;
+        if (group == plan.num_groups) plan.exponents[plan.num_groups++] = exponent;
+        const uint8_t importance = columns.importance ? columns.importance[column] : uint8_t{1};
+        plan.groups[column % kBlock] = static_cast<uint8_t>(group);
+        plan.importance[column % kBlock] = importance;
+        const size_t split = column % kBlock / 2 + 8 * (column & 1);
+        plan.split_groups.masks[group][split] = 255;
+        plan.split_importance.values[split] = importance;
     }
     return plans;
 }
@@ -64,6 +53,7 @@ uint32_t divided_bits(uint32_t bits, int exponent) {
 constexpr int kTableBelow = 48, kTableSize = 208;
 struct WideErrors {
     double errors[kNumMantissas][8][kTableSize];
+    float rounded_errors[kNumMantissas][8][kTableSize];
     WideErrors() {
         for (int ms = 0; ms < kNumMantissas; ++ms) {
             for (int k = 1; k < 9; ++k) {
@@ -73,6 +63,7 @@ struct WideErrors {
                     const double step = std::ldexp(8.0 + (grid_index & 7), grid_index >> 3);
                     const double difference = wanted - 2.0 * kCodeValues[nearest_code(2.0 * wanted, step)] * step;
                     errors[ms][k - 1][i] = difference * difference;
+                    rounded_errors[ms][k - 1][i] = static_cast<float>(difference * difference);
                 }
             }
         }
@@ -85,7 +76,7 @@ const WideErrors& wide_errors() {
 }
 
 // The last of the least sums over terms, among `count` candidates, a multiple of eight. Sums are exact.
-K2_CLONES int last_least(const Term* terms, int num_terms, int count) {
+int last_least(const Term* terms, int num_terms, int count) {
     double least[8], places[8];
     for (int i = 0; i < 8; ++i) least[i] = std::numeric_limits<double>::infinity(), places[i] = 0.0;
     for (int first = 0; first < count; first += 8) {
@@ -119,20 +110,6 @@ void count_fields(const uint8_t* packed, const Plan& plan, Fields& fields) {
         fields.sums[group][k - 1] = static_cast<uint16_t>(fields.sums[group][k - 1] + plan.importance[i]);
         fields.present[group] = static_cast<uint8_t>(fields.present[group] | 1 << (k - 1));
     }
-}
-
-// Make the terms of a block, whose first candidate has this grid index; return how many. Absent groups have none.
-int make_terms(const Fields& fields, const Plan& plan, int table, int first, Term* terms) {
-    int num_terms = 0;
-    for (int group = 0; group < plan.num_groups; ++group) {
-        const int exponent = plan.exponents[group], at = first + 8 * exponent + kTableBelow;
-        const double unit = static_cast<double>(1 << 2 * (kMaxExponent - exponent));
-        for (unsigned present = fields.present[group]; present != 0; present &= present - 1) {
-            const int k = __builtin_ctz(present);
-            terms[num_terms++] = {fields.sums[group][k] * unit, wide_errors().errors[table][k] + at};
-        }
-    }
-    return num_terms;
 }
 
 // The outcome of a block under `mse`; any grid index, since a scale beyond the grid has codes of one kind.
@@ -187,7 +164,7 @@ class Converter {
 public:
     Converter(bool is_max, int exponent, float global_scale, const SearchTables& tables)
         : is_max_(is_max), exponent_(exponent), global_scale_(global_scale), known_(is_max ? kKnown : 0),
-          tables_(tables) {}
+          tables_(tables), wide_(wide_errors()) {}
 
     int64_t outside_normal = 0;
 
@@ -243,9 +220,21 @@ private:
         const int first = grid_index_of_one(scale.mantissa) - kBelowOne - 8 * highest;
         const int more = 8 * (highest - lowest);
         Term terms[kBlock];
-        const int num_terms = make_terms(fields, plan, table, first, terms);
-        int found = last_least(terms, num_terms, kSearchedFirst + more);
-        if (found >= kBelowOne + kLastOctave + more) found = last_least(terms, num_terms, kSearched + more);
+        int num_terms = 0;
+        for (int group = 0; group < plan.num_groups; ++group) {
+            const int exponent = plan.exponents[group], at = first + 8 * exponent + kTableBelow;
+            const double unit = static_cast<double>(1 << 2 * std::max(highest - exponent, 0));
+            for (unsigned present = fields.present[group]; present != 0; present &= present - 1) {
+                const int k = __builtin_ctz(present);
+                const double weight = fields.sums[group][k] * unit;
+                terms[num_terms++] = {weight, wide_.errors[table][k] + at, wide_.rounded_errors[table][k] + at};
+            }
+        }
+        const auto least_of = [&](int count) {
+            return uses_avx2_ ? avx2::last_least(terms, num_terms, count) : last_least(terms, num_terms, count);
+        };
+        int found = least_of(kSearchedFirst + more);
+        if (found >= kBelowOne + kLastOctave + more) found = least_of(kSearched + more);
         Chosen chosen{first + found, 0};
         chosen.scale_byte = 8 * (10 - (exponent_ - scale.exponent)) + chosen.grid_index;
         if (chosen.scale_byte < kMinNormalByte || chosen.scale_byte > kMaxByte) {
@@ -271,155 +260,93 @@ private:
     // Maps of `max` that were computed last.
     std::vector<Known> known_;
     const SearchTables& tables_;
+    const WideErrors& wide_;
 };
 
-PackedErrors pack_errors(int ms) {
-    PackedErrors made{};
-    const int gi = grid_index_of_one(ms + kNumMantissas), first = gi + kFirstPlace;
-    for (int shift = 0; shift < kShifts; ++shift) {
-        PackedErrors::Shifted& shifted = made.shifted[shift];
-        const auto pack = [&](double error) {
-            return static_cast<int16_t>(std::min(std::floor(std::ldexp(error, -2 - 2 * shift)), 65535.0) - 32768.0);
-        };
-        for (int k = 0; k < 8; ++k) {
-            const double* errors = wide_errors().errors[ms][k] + first + 8 * shift + kTableBelow;
-            double least = *std::min_element(wide_errors().errors[ms][k], errors);
-            for (int place = 0; place < kPlaces; ++place) {
-                if (place < kStarts) shifted.below[place][k] = pack(least);
-                const int16_t error = shifted.errors[k / 2][place][k % 2] = pack(errors[place]);
-                if (error == 32767) shifted.marks[place].capped |= static_cast<uint8_t>(1 << k);
-                if (errors[place] != errors[place - 8]) shifted.marks[place].differs |= static_cast<uint8_t>(1 << k);
-                least = std::min(least, errors[place]);
-            }
-        }
-    }
-    made.starts[0] = -128;
-    for (int k = 1; k < 9; ++k) {
-        int i = first;
-        const int wanted = 16 * (k < 5 ? k : k < 8 ? 7 : 8) * (ms + kNumMantissas);
-        while (49.0 * std::ldexp(8.0 + (i & 7), i >> 3) < wanted) ++i;
-        made.starts[k] = static_cast<int8_t>(i - 16 - first);
-    }
-    return made;
-}
-
-// One for each ms.
-const PackedErrors* packed_errors() {
-    static const auto packed = [] {
-        std::vector<PackedErrors> made;
-        for (int ms = 0; ms < kNumMantissas; ++ms) made.push_back(pack_errors(ms));
-        return made;
-    }();
-    return packed.data();
-}
-
-// Converts groups of columns with AVX2; `converter` settles the blocks that the search leaves open.
-class FastConverter {
+// Converts groups of columns with AVX2; `converter` takes the blocks with exponents and those that it cannot settle.
+class ImatrixConverter {
 public:
-    FastConverter(const std::vector<Plan>& plans, int exponent, const SearchTables& tables, Converter& converter)
-        : plans_(plans), split_(plans.size()), exponent_(exponent), tables_(tables), converter_(converter) {
+    ImatrixConverter(const std::vector<Plan>& plans, int exponent, const SearchTables& tables, Converter& converter)
+        : plans_(plans), split_(plans.size()), exponent_(exponent), tables_(tables), packed_(packed_errors(tables)),
+          converter_(converter) {
         for (size_t block = 0; block < plans.size(); ++block) split_[block] = plans[block].split_importance;
     }
 
     void convert(const Int4& source, uint8_t* out, uint8_t* scale_bytes) {
-        const auto is_even = [](const Plan& plan) { return plan.num_groups == 1 && plan.exponents[0] == 0; };
         for (size_t group = 0, place = 0; group < source.num_groups; ++group, place += 2) {
             if (place == plans_.size()) place = 0;
-            const Plan* plans = &plans_[place];
             const SplitScale scale = split_scale(source.scale_bits[group] & 0x7FFF);
             const int table = scale.mantissa == 0 ? 0 : scale.mantissa - kNumMantissas;
-            const uint8_t* packed = source.packed + 16 * group;
-            int places[2] = {-1, -1}, lowest[2] = {0, 0};
-            if (is_even(plans[0]) || is_even(plans[1])) {
-                avx2::search_even(packed, &split_[place], packed_[table], places);
-            }
-            for (int half = 0; half < 2; ++half) {
-                if (places[half] < 0 || !is_even(plans[half])) places[half] = search(packed + 8 * half, plans[half], table, lowest[half]);
+            const int first_index = grid_index_of_one(table + kNumMantissas) - kBelowOne;
+            Found found[2];
+            avx2::search_imatrix(source.packed + 16 * group, &split_[place],
+                                  packed_.errors + static_cast<size_t>(table) * kSearched * 8, found);
+            for (size_t half = 0; half < 2; ++half) {
                 const size_t block = 2 * group + half;
-                const int grid_index = grid_index_of_one(table + kNumMantissas) + kFirstPlace + places[half] - 8 * lowest[half];
+                const Plan& plan = plans_[place + half];
+                const int grid_index = first_index + found[half].position;
                 const int byte = 8 * (10 - (exponent_ - scale.exponent)) + grid_index;
-                if (scale.mantissa == 0 || places[half] < 0 || byte < kMinNormalByte || byte > kMaxByte) {
-                    converter_.convert(packed + 8 * half, source.scale_bits[group], plans[half], out + 8 * block, scale_bytes + block);
+                const int at = table * kNumCandidates + kLastGridRank - grid_index;
+                const uint8_t present = found[half].present;
+                if (plan.num_groups != 1 || plan.exponents[0] != 0 || scale.mantissa == 0 || present == 0 || byte < kMinNormalByte || byte > kMaxByte ||
+                    capped_magnitudes(tables_, at, present) != 0) {
+                    converter_.convert(source.packed + 8 * block, source.scale_bits[group], plan, out + 8 * block,
+                                       scale_bytes + block);
                     continue;
                 }
                 scale_bytes[block] = static_cast<uint8_t>(byte);
-                encode(packed + 8 * half, plans[half], table, grid_index, out + 8 * block);
+                avx2::encode_block(source.packed + 8 * block, map_of(tables_, at), out + 8 * block);
             }
         }
     }
 
 private:
-    // The place of the winner, -1 if it is open.
-    int search(const uint8_t* packed, const Plan& plan, int table, int& lowest) const {
-        Fields fields;
-        avx2::count_fields(packed, plan.split_groups, plan.split_importance, plan.num_groups, fields);
-        GroupSpan groups{plan.exponents, plan.usual, 0, plan.num_groups, plan.rounded};
-        while (groups.first < groups.end && fields.present[groups.first] == 0) ++groups.first;
-        if (groups.first == groups.end || groups.shift(groups.end - 1) >= kShifts) return -1;
-        lowest = plan.exponents[groups.first];
-        Seen seen;
-        for (const bool is_wide : {false, true}) {
-            const int found = avx2::search_groups(fields, groups, packed_[table], is_wide, seen);
-            const int place = found >= 0 ? found : settle(fields, plan, table, lowest, seen);
-            if (place >= 0) return place;
-        }
-        return -1;
-    }
-
-    // The place of the winner among what was seen, by exact sums.
-    static int settle(const Fields& fields, const Plan& plan, int table, int lowest, const Seen& seen) {
-        if (seen.size == 0) return -1;
-        Term terms[kBlock];
-        const int first = grid_index_of_one(table + kNumMantissas) + kFirstPlace + seen.start - 8 * lowest;
-        const int num_terms = make_terms(fields, plan, table, first, terms);
-        const auto sum_of = [&](int candidate) {
-            double sum = 0.0;
-            for (int t = 0; t < num_terms; ++t) sum += terms[t].weight * terms[t].errors[candidate];
-            return sum;
-        };
-        const double unit = std::ldexp(1.0, 2 * (kMaxExponent + 1 - lowest));
-        int best = last_of(seen.near);
-        double least = sum_of(best);
-        uint64_t near = seen.near ^ uint64_t{1} << best;
-        // A capped sum may be much too small.
-        const double bound = least / unit;
-        if (near == 0) {
-            for (int i = 0; i < seen.size; ++i) near |= uint64_t{seen.sums[i] <= bound} << i;
-        }
-        for (; near != 0; near &= near - 1) {
-            const int candidate = __builtin_ctzll(near);
-            const double sum = sum_of(candidate);
-            if (sum < least || (sum == least && candidate > best)) least = sum, best = candidate;
-        }
-        return best < seen.size - kLastOctave && seen.below * unit >= least ? seen.start + best : -1;
-    }
-
-    void encode(const uint8_t* packed, const Plan& plan, int table, int grid_index, uint8_t* out) const {
-        const auto map = [&](int group) {
-            return map_of(tables_, table * kNumCandidates + rank_of(grid_index + 8 * plan.exponents[group]));
-        };
-        if (plan.num_groups == 1) return avx2::encode_block(packed, map(0), out);
-        Mapping mappings[kNumExponents];
-        for (int group = 0; group < plan.num_groups; ++group) std::memcpy(mappings[group].map, map(group), 16);
-        avx2::encode_groups(packed, plan.split_groups, mappings, plan.num_groups, out);
-    }
-
     const std::vector<Plan>& plans_;
     std::vector<SplitImportance> split_;
     const int exponent_;
     const SearchTables& tables_;
-    const PackedErrors* packed_ = packed_errors();
+    const PackedErrors& packed_;
     Converter& converter_;
 };
 
+// The candidate of a lane of a vector in PackedErrors, so that one mask of equal lanes is in the order of candidates.
+int candidate_of_lane(int vector, int lane) {
+    if (vector < 4) return 4 * vector + lane % 4 + 16 * (lane / 4);
+    return 32 + 4 * (vector - 4) + lane % 4 + 8 * (lane / 4);
+}
+
 }  // namespace
+
+const PackedErrors& packed_errors(const SearchTables& tables) {
+    static const std::unique_ptr<const PackedErrors> packed = [&] {
+        auto made = std::make_unique<PackedErrors>();
+        int16_t* error = made->errors;
+        for (int ms = 0; ms < kNumMantissas; ++ms) {
+            const double* full = tables.full_errors + ms * 9 * kNumCandidates;
+            const int first = grid_index_of_one(ms + kNumMantissas) - kBelowOne;
+            for (int vector = 0; vector < 6; ++vector) {
+                for (int pair = 0; pair < 4; ++pair) {
+                    for (int lane = 0; lane < 8; ++lane) {
+                        const int rank = rank_of(first + candidate_of_lane(vector, lane));
+                        for (int k = 2 * pair + 1; k < 2 * pair + 3; ++k) {
+                            const double capped = std::min(full[k * kNumCandidates + rank] / 4.0, 65535.0);
+                            *error++ = static_cast<int16_t>(capped - 32768.0);
+                        }
+                    }
+                }
+            }
+        }
+        return made;
+    }();
+    return *packed;
+}
 
 int64_t convert_columns(const Int4& source, const Columns& columns, bool is_max, int exponent, float global_scale,
                         const SearchTables& tables, uint8_t* out, uint8_t* scale_bytes) {
     const std::vector<Plan> plans = make_plans(columns);
     Converter converter(is_max, exponent, global_scale, tables);
     if (uses_avx2() && !is_max) {
-        FastConverter(plans, exponent, tables, converter).convert(source, out, scale_bytes);
+        ImatrixConverter(plans, exponent, tables, converter).convert(source, out, scale_bytes);
         return converter.outside_normal;
     }
     for (size_t group = 0, place = 0; group < source.num_groups; ++group, place += 2) {

@@ -46,6 +46,7 @@ constexpr int kNumExponents = 2 * kMaxExponent + 1;
 // The search starts this far below the first step with t >= 1, and looks at this many candidates in one group.
 constexpr int kBelowOne = 8;
 constexpr int kSearched = 48;
+constexpr int kMaxSearched = kSearched + 8 * 2 * kMaxExponent;
 // The same without the last two octaves, and where the octave begins that decides about them (t >= 2).
 constexpr int kSearchedFirst = 32;
 constexpr int kLastOctave = 8;
@@ -59,25 +60,12 @@ inline int rank_of(int grid_index) {
     return grid_index < 0 ? kNumCandidates - 1 : grid_index >= kNumGrid ? 0 : kLastGridRank - grid_index;
 }
 
-// The tables of the search with AVX2, see channels_avx2.cpp. Place p is the candidate with the grid index gi - 23 + p as
-// the block's group with the lowest exponent sees it.
-constexpr int kShifts = 5, kWindow = 24, kStarts = 24, kPlaces = 64, kFirstPlace = -23;
-struct PackedErrors {
-    // For the group whose exponent is `shift` larger than the lowest.
-    struct alignas(64) Shifted {
-        // Of |q| = 1..8 in units of (s * 2**-lowest / ms)**2, rounded down, capped at 65,535, minus 32,768: (pair of |q|,
-        // place, one of the pair).
-        int16_t errors[4][kPlaces][2];
-        // The least of them at any place below a start.
-        int16_t below[kStarts][8];
-        // Bit k - 1 is set if the error of |q| = k is capped, and where it is not exactly that of half the step.
-        struct Marks {
-            uint8_t capped, differs;
-        } marks[kPlaces];
-    } shifted[kShifts];
-    // Where the window starts for the largest |q| = k: 16 places below the first step with t >= 16/49 k. None for k = 0.
-    int8_t starts[9];
+// Errors of one group for AVX2: int16 [128, 6, 4, 8, 2] (ms, vector, pair of |q|, lane, one of the pair), in units of
+// (s / ms)**2, capped at 65,535 and minus 32,768. Vector and lane of a candidate: see channels_avx2.cpp.
+struct alignas(64) PackedErrors {
+    int16_t errors[kNumMantissas * kSearched * 8];
 };
+const PackedErrors& packed_errors(const SearchTables& tables);
 
 // A block's columns for byte shuffles: even columns, then odd ones.
 struct alignas(16) SplitImportance {
@@ -102,40 +90,28 @@ struct alignas(16) Mapping {
     uint8_t map[16];
 };
 
-// The summed importance of a field and the errors of its elements under consecutive candidates.
+// The summed importance of a field and the errors of its elements under consecutive candidates, also as float32.
 struct Term {
     double weight;
     const double* errors;
+    const float* rounded_errors;
 };
 
-// The groups of a block from the first one with a weight on. Exponents ascend; `rounded` is at least the summed importance
-// of the groups after the first. The largest |q| of a group is mostly at least `usual`.
-struct GroupSpan {
-    const int8_t *exponents, *usual;
-    int first, end, rounded;
-
-    int shift(int group) const { return exponents[group] - exponents[first]; }
+// The winner of a block of one group.
+struct Found {
+    int32_t position;  // from the first searched candidate on
+    uint8_t present;   // bit k - 1 is set if some |q| is k
 };
-
-// Candidates from a place on: those that can win, a lower bound of the error of each, and of all at smaller places.
-struct Seen {
-    int start, size;
-    uint64_t near;
-    int32_t below, sums[kPlaces];
-};
-inline int last_of(uint64_t candidates) { return 63 - __builtin_clzll(candidates); }
 
 namespace avx2 {
-// The winners' places in both blocks of a group of 32 weights without exponents; -1 where a search of all candidates must
-// decide.
-void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& errors, int* places);
-// The same of a block by its fields; if it is -1, what was seen. At the places where the winner is likely, or at all.
-int search_groups(const Fields& fields, const GroupSpan& groups, const PackedErrors& errors, bool is_wide, Seen& seen);
+// Find the best candidate of both blocks of a group of 32 weights.
+void search_imatrix(const uint8_t* packed, const SplitImportance* importance, const int16_t* errors, Found* found);
 // Replace the nibbles of a block of 8 bytes.
 void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out);
 // The same functions as in channels.cpp.
 void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitImportance& importance, int num_groups,
                   Fields& fields);
+int last_least(const Term* terms, int num_terms, int count);
 void encode_groups(const uint8_t* packed, const SplitGroups& groups, const Mapping* mappings, int num_groups,
                    uint8_t* out);
 }  // namespace avx2

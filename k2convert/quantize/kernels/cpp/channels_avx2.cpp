@@ -9,8 +9,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include <algorithm>
-
 namespace k2::avx2 {
 
 namespace {
@@ -47,123 +45,41 @@ __m256i sum_importance(const uint8_t* packed, const SplitImportance* importance)
     return sum_by_magnitude(magnitudes, weights);
 }
 
-__m128i load(const void* bytes) { return _mm_loadu_si128(static_cast<const __m128i*>(bytes)); }
-
-using PlaceErrors = const int16_t (*)[kPlaces][2];
-
-// Eight candidates a vector.
-template <int N>
-struct Totals {
-    __m256i sums[N] = {};
-
-    template <int Pair>
-    __attribute__((always_inline)) void add_pair(__m256i importance, PlaceErrors errors, int start) {
-        const __m256i weights = _mm256_shuffle_epi32(importance, 0x55 * Pair);
-        for (int i = 0; i < N; ++i) {
-            const __m256i two = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(errors[Pair][start + 8 * i]));
-            sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(weights, two));
-        }
+// The last candidate with the least sum.
+int32_t last_least(__m256i sums, const __m256i* errors) {
+    const __m256i pair0 = _mm256_shuffle_epi32(sums, 0x00), pair1 = _mm256_shuffle_epi32(sums, 0x55);
+    const __m256i pair2 = _mm256_shuffle_epi32(sums, 0xAA), pair3 = _mm256_shuffle_epi32(sums, 0xFF);
+    __m256i totals[6];
+    for (int i = 0; i < 6; ++i) {
+        const __m256i first = _mm256_add_epi32(_mm256_madd_epi16(pair0, errors[4 * i]), _mm256_madd_epi16(pair1, errors[4 * i + 1]));
+        const __m256i second = _mm256_add_epi32(_mm256_madd_epi16(pair2, errors[4 * i + 2]), _mm256_madd_epi16(pair3, errors[4 * i + 3]));
+        totals[i] = _mm256_add_epi32(first, second);
     }
-
-    // Add the errors of a group; both halves hold its summed importance.
-    __attribute__((always_inline)) void add(__m256i importance, PlaceErrors errors, int start) {
-        add_pair<0>(importance, errors, start);
-        add_pair<1>(importance, errors, start);
-        add_pair<2>(importance, errors, start);
-        add_pair<3>(importance, errors, start);
-    }
-
-    // The least sum, in all lanes.
-    __m256i least() const {
-        __m256i least = sums[0];
-        for (int i = 1; i < N; ++i) least = _mm256_min_epi32(least, sums[i]);
-        least = _mm256_min_epi32(least, _mm256_permute2x128_si256(least, least, 1));
-        least = _mm256_min_epi32(least, _mm256_shuffle_epi32(least, 0x4E));
-        return _mm256_min_epi32(least, _mm256_shuffle_epi32(least, 0xB1));
-    }
-
-    // The candidates with sums below a bound.
-    uint64_t below(__m256i bound) const {
-        uint64_t candidates = 0;
-        for (int i = 0; i < N; ++i) {
-            const int mask = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(bound, sums[i])));
-            candidates |= static_cast<uint64_t>(mask) << 8 * i;
-        }
-        return candidates;
-    }
-};
-
-__m128i sum_lanes(__m128i lanes) {
-    const __m128i pairs = _mm_add_epi32(lanes, _mm_shuffle_epi32(lanes, 0x4E));
-    return _mm_add_epi32(pairs, _mm_shuffle_epi32(pairs, 0xB1));
-}
-
-// As search_groups, among 8 * N candidates.
-template <int N>
-int search_window(const Fields& fields, const GroupSpan& groups, const PackedErrors& errors, Seen& seen) {
-    Totals<N> totals;
-    __m128i outside = _mm_setzero_si128(), importance = outside;
-    for (int group = groups.first; group < groups.end; ++group) {
-        const PackedErrors::Shifted& shifted = errors.shifted[groups.shift(group)];
-        const __m128i sums = load(fields.sums[group]);
-        totals.add(_mm256_broadcastsi128_si256(sums), shifted.errors, seen.start);
-        outside = _mm_add_epi32(outside, _mm_madd_epi16(sums, load(shifted.below[seen.start])));
-        importance = _mm_add_epi32(importance, _mm_madd_epi16(sums, _mm_set1_epi16(1)));
-    }
-    outside = sum_lanes(outside);
-    const __m256i least = totals.least();
-    const uint64_t near = totals.below(_mm256_add_epi32(least, _mm256_set1_epi32(std::max(groups.rounded, 1))));
-    const int candidate = last_of(near);
-    seen.size = 0;
-    if (candidate >= 8 * N - kLastOctave || _mm_cvtsi128_si32(outside) < _mm256_cvtsi256_si32(least) + groups.rounded) return -1;
-    int capped = 0, differs = 0;
-    for (int group = groups.first; group < groups.end; ++group) {
-        const auto& marks = errors.shifted[groups.shift(group)].marks[seen.start + candidate];
-        capped |= marks.capped & fields.present[group];
-        differs |= marks.differs & fields.present[group];
-    }
-    const uint64_t winner = uint64_t{1} << candidate, tie = differs == 0 ? winner >> 8 : 0;
-    const uint64_t others = groups.rounded > 0 ? near & ~(winner | tie) : 0;
-    if ((others | static_cast<uint64_t>(capped)) == 0) return seen.start + candidate;
-    const __m128i shift = _mm_slli_epi32(sum_lanes(importance), 15);
-    seen.size = 8 * N, seen.near = capped != 0 ? uint64_t{1} << candidate : near;
-    seen.below = _mm_cvtsi128_si32(_mm_add_epi32(outside, shift));
-    for (int i = 0; i < N; ++i) {
-        const __m256i sums = _mm256_add_epi32(totals.sums[i], _mm256_broadcastsi128_si256(shift));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(seen.sums + 8 * i), sums);
-    }
-    return -1;
+    __m256i least = _mm256_min_epi32(_mm256_min_epi32(_mm256_min_epi32(totals[0], totals[1]), _mm256_min_epi32(totals[2], totals[3])),
+                                     _mm256_min_epi32(totals[4], totals[5]));
+    least = _mm256_min_epi32(least, _mm256_permute2x128_si256(least, least, 1));
+    least = _mm256_min_epi32(least, _mm256_shuffle_epi32(least, 0x4E));
+    least = _mm256_min_epi32(least, _mm256_shuffle_epi32(least, 0xB1));
+    __m256i equal[6];
+    for (int i = 0; i < 6; ++i) equal[i] = _mm256_cmpeq_epi32(totals[i], least);
+    const __m256i front = _mm256_packs_epi16(_mm256_packs_epi32(equal[0], equal[1]), _mm256_packs_epi32(equal[2], equal[3]));
+    const __m256i back = _mm256_packs_epi16(_mm256_packs_epi32(equal[4], equal[5]), _mm256_setzero_si256());
+    const uint64_t low = static_cast<uint32_t>(_mm256_movemask_epi8(front));
+    const uint64_t high = static_cast<uint32_t>(_mm256_movemask_epi8(back));
+    return 63 - __builtin_clzll(low | (high & 0xFF) << 32 | (high & 0xFF0000) << 24);
 }
 
 }  // namespace
 
-void search_even(const uint8_t* packed, const SplitImportance* importance, const PackedErrors& errors, int* places) {
-    const int start = errors.starts[7];
+void search_imatrix(const uint8_t* packed, const SplitImportance* importance, const int16_t* errors, Found* found) {
     const __m256i sums = sum_importance(packed, importance);
+    const auto* table = reinterpret_cast<const __m256i*>(errors);
+    found[0].position = last_least(_mm256_permute4x64_epi64(sums, 0x44), table);
+    found[1].position = last_least(_mm256_permute4x64_epi64(sums, 0xEE), table);
     const __m256i absent = _mm256_packs_epi16(_mm256_cmpeq_epi16(sums, _mm256_setzero_si256()), _mm256_setzero_si256());
     const uint32_t present = ~static_cast<uint32_t>(_mm256_movemask_epi8(absent));
-    const __m256i both[2] = {_mm256_permute4x64_epi64(sums, 0x44), _mm256_permute4x64_epi64(sums, 0xEE)};
-    for (int half = 0; half < 2; ++half) {
-        Totals<kWindow / 8> totals;
-        totals.add(both[half], errors.shifted[0].errors, start);
-        const int candidate = last_of(totals.below(_mm256_add_epi32(totals.least(), _mm256_set1_epi32(1))));
-        const uint32_t own = present >> 16 * half & 0xFF;
-        const bool is_open = own == 0 || candidate >= kWindow - kLastOctave ||
-                             (errors.shifted[0].marks[start + candidate].capped & own) != 0;
-        places[half] = is_open ? -1 : start + candidate;
-    }
-}
-
-int search_groups(const Fields& fields, const GroupSpan& groups, const PackedErrors& errors, bool is_wide, Seen& seen) {
-    seen.start = is_wide ? 0 : -1;
-    for (int group = groups.first; group < groups.end && !is_wide; ++group) {
-        const int largest = std::max<int>(largest_magnitude(fields.present[group]), groups.usual[group]);
-        const int own = errors.starts[largest];
-        seen.start = std::max(seen.start, own - 8 * groups.shift(group));
-    }
-    seen.size = 0;
-    if (is_wide) return search_window<kPlaces / 8>(fields, groups, errors, seen);
-    return seen.start < 0 ? -1 : search_window<kWindow / 8>(fields, groups, errors, seen);
+    found[0].present = static_cast<uint8_t>(present);
+    found[1].present = static_cast<uint8_t>(present >> 16);
 }
 
 void encode_block(const uint8_t* packed, const uint8_t* map, uint8_t* out) {
@@ -201,6 +117,42 @@ void count_fields(const uint8_t* packed, const SplitGroups& groups, const SplitI
     }
 }
 
+int last_least(const Term* terms, int num_terms, int count) {
+    // Sums of at most 16 positive terms in float32 are wrong by less than 2**-19 of them. So the least is among those that
+    // are at most 2**-17 larger than the least float32 sum, which are few and are added up exactly.
+    alignas(32) float sums[kMaxSearched];
+    __m256 least = _mm256_set1_ps(1e38f);
+    for (int first = 0; first < count; first += 8) {
+        __m256 sum = _mm256_setzero_ps();
+        for (int t = 0; t < num_terms; ++t) {
+            const __m256 weight = _mm256_set1_ps(static_cast<float>(terms[t].weight));
+            sum = _mm256_add_ps(sum, _mm256_mul_ps(weight, _mm256_loadu_ps(terms[t].rounded_errors + first)));
+        }
+        _mm256_store_ps(sums + first, sum);
+        least = _mm256_min_ps(least, sum);
+    }
+    least = _mm256_min_ps(least, _mm256_permute2f128_ps(least, least, 1));
+    least = _mm256_min_ps(least, _mm256_shuffle_ps(least, least, 0x4E));
+    least = _mm256_min_ps(least, _mm256_shuffle_ps(least, least, 0xB1));
+    const __m256 bound = _mm256_mul_ps(least, _mm256_set1_ps(1.0f + 0x1p-17f));
+    int found[kMaxSearched], num_found = 0;
+    for (int first = 0; first < count; first += 8) {
+        const __m256 is_near = _mm256_cmp_ps(_mm256_load_ps(sums + first), bound, _CMP_LE_OQ);
+        for (int mask = _mm256_movemask_ps(is_near); mask != 0; mask &= mask - 1) {
+            found[num_found++] = first + __builtin_ctz(static_cast<unsigned>(mask));
+        }
+    }
+    if (num_found == 1) return found[0];
+    int best = found[0];
+    double best_sum = 1e300;
+    for (int i = 0; i < num_found; ++i) {
+        double sum = 0.0;
+        for (int t = 0; t < num_terms; ++t) sum += terms[t].weight * terms[t].errors[found[i]];
+        if (sum <= best_sum) best_sum = sum, best = found[i];
+    }
+    return best;
+}
+
 void encode_groups(const uint8_t* packed, const SplitGroups& groups, const Mapping* mappings, int num_groups,
                    uint8_t* out) {
     const __m128i nibbles = split_block(packed);
@@ -221,10 +173,10 @@ void encode_groups(const uint8_t* packed, const SplitGroups& groups, const Mappi
 namespace k2::avx2 {
 
 // Never called: instructions.cpp finds no AVX2.
-void search_even(const uint8_t*, const SplitImportance*, const PackedErrors&, int*) {}
-int search_groups(const Fields&, const GroupSpan&, const PackedErrors&, bool, Seen&) { return -1; }
+void search_imatrix(const uint8_t*, const SplitImportance*, const int16_t*, Found*) {}
 void encode_block(const uint8_t*, const uint8_t*, uint8_t*) {}
 void count_fields(const uint8_t*, const SplitGroups&, const SplitImportance&, int, Fields&) {}
+int last_least(const Term*, int, int) { return 0; }
 void encode_groups(const uint8_t*, const SplitGroups&, const Mapping*, int, uint8_t*) {}
 
 }  // namespace k2::avx2
