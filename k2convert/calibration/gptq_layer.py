@@ -7,37 +7,44 @@ Gate and up see the same input, so they share one second moment, one correction 
 its own: its inputs are the expert's inner activations, times the router's weight p, as the converted gate and up make
 them. Each one is corrected for what all experts before it left over.
 
-Everything is on one device. Sums are made in one thread each and in a fixed order, so the number of workers does not
-change them.
+Gate and up of the experts are dealt out to the devices; the first one has everything else. The large matrices are cut
+into tiles (quantize/gptq/tiles.py) and sums are made in a fixed order, so the number of workers does not change them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from k2convert.calibration.gptq_weights import (
+    DOWN,
+    GATE,
+    UP,
+    ExpertWeights,
+    SourceProjection,
+    by_mse,
+    decoded,
+    shared_scale,
+)
 from k2convert.calibration.layer_files import Write
 from k2convert.forward.moe import Mlp, Routing, run_in_order
-from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
-from k2convert.quantize.formats.channels import divide_columns
-from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.forward.weights import DenseWeight, LinearLayer
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
-from k2convert.quantize.gptq.moments import Curvature, Moments, Ridge, make_curvature
+from k2convert.quantize.gptq.curvature import Curvature, make_curvature
+from k2convert.quantize.gptq.moments import Missing, Moments, Ridge, WeightedTokens, correct
 from k2convert.quantize.gptq.rounding import choose_shrinkage, kernel_for, round_gptq
-from k2convert.quantize.quantizer import create_native_quantizer
+from k2convert.quantize.gptq.tiles import Team, cut
 from k2convert.quantize.rules.max import Magnitude
 from k2convert.records.calibration import GptqLayer, OutputErrors
 
-GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 SAMPLED_EXPERTS: Final = 16
-SAMPLED_ROWS: Final = 4096
+SAMPLED_ROWS: Final = 1024
 """The correction and the shrinkage of a layer are chosen by these rows of gate and up, of these experts."""
 
 SHRINKAGE_ROWS: Final = 64
@@ -48,6 +55,7 @@ MIN_TOKENS: Final = 64
 of k2-tiny 12 % more error on other tokens."""
 
 _CHUNK_ROWS: Final = 256
+_TOKENS: Final = 256  # that a thread computes at a time
 _NOISE: Final = 1e-12  # FP32 sums in another order: there is nothing before the first MoE layer
 
 
@@ -66,22 +74,13 @@ class LayerInputs:
     routing: Routing
     token_weights: Tensor
     halves: Tensor
-    gate_up: Moments | None
+    gate_up: tuple[Moments, Missing] | None
 
-    def take_gate_up(self) -> Moments:
+    def take_gate_up(self) -> tuple[Moments, Missing]:
         """Return the moments of gate and up, which are not kept: 0.8 GB for K2."""
         taken, self.gate_up = self.gate_up, None
         assert taken is not None
         return taken
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Weight:
-    """One projection: as the source has it, with smoothing, and its values f32 [N, K]."""
-
-    module: str
-    source: SourceWeight
-    values: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,8 +105,26 @@ class _Expert:
     outputs: tuple[Tensor, Tensor, Tensor]
 
 
-_ToCodes = Callable[[list[tuple[_Weight, Magnitude, float]]], list[Nvfp4Weight]]
-"""Converts gates and ups, given the magnitude and the global scale that gate and up of an expert share."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _GateUp:
+    """How gate and up of a layer are rounded, on one device: what is added, if anything, and the curvature."""
+
+    correction: Tensor | None
+    curvature: Curvature
+
+    def to(self, device: str) -> _GateUp:
+        correction = None if self.correction is None else self.correction.to(device)
+        return _GateUp(correction, self.curvature.to(device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Down:
+    """A down projection that is not converted yet. `trusted` are moments, shrinkage and curvature; None for rule `mse`."""
+
+    weight: SourceProjection
+    magnitude: Magnitude
+    global_scale: float
+    trusted: tuple[Moments, float, Curvature] | None
 
 
 @dataclass(slots=True)
@@ -117,19 +134,18 @@ class LayerConverter:
     If the tokens are not `is_varied` they count as none: every expert is converted by rule `mse`.
     """
 
-    reader: WeightReader
-    mlp: str
-    exponents: NDArray[np.int8] | None
-    device: str
+    weights: ExpertWeights
+    devices: tuple[str, ...]
     workers: int
+    team: Team
     is_varied: bool
     write: Write
     advance: Callable[[float], None]
-    _scale: Tensor | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        if self.exponents is not None:
-            self._scale = torch.as_tensor(np.ldexp(np.float32(1), self.exponents.astype(np.int32))).to(self.device)
+    @property
+    def device(self) -> str:
+        """The device of everything that is not dealt out."""
+        return self.devices[0]
 
     @torch.no_grad()
     def convert(self, inputs: LayerInputs) -> tuple[GptqLayer, Tensor]:
@@ -137,35 +153,32 @@ class LayerConverter:
 
         Raises what reading the source raises.
         """
-        x_TK, residual_TK = inputs.x, inputs.residual
-        moments = inputs.take_gate_up()
-        if self.exponents is not None and self._scale is not None:
-            x_TK.mul_(self._scale)
-            moments = moments.scaled(torch.as_tensor(self.exponents))
+        residual_TK = inputs.residual
+        moments, missing = inputs.take_gate_up()
+        if (exponents := self.weights.exponents) is not None:
+            inputs.x.mul_(torch.exp2(torch.as_tensor(exponents).to(inputs.x)))
+            for sums in (moments, missing):
+                sums.scale(torch.as_tensor(exponents))
         num_experts = inputs.routing.scores.shape[1]
-        shrinkage, ridge, to_codes = self._prepare_gate_up(moments, num_experts)
-        del moments
+        shrinkage, ridge, gate_up = self._prepare_gate_up(moments, missing, num_experts)
+        del moments, missing
         exact_TK, mse_TK = residual_TK.clone(), residual_TK.clone()
         experts: list[_Routed] = []
-        size = 1 if self.device == "cpu" else GROUPED_EXPERTS
-        groups = (range(first, min(first + size, num_experts)) for first in range(0, num_experts, size))
-        calls = (partial(self._convert_group, group, inputs, to_codes) for group in groups)
-        for group in run_in_order(lambda call: call(), calls, workers=self.workers):
-            for expert in group:
-                for kind, codes in ((GATE, expert.gate), (UP, expert.up)):
-                    self.write(self._module(len(experts), kind), codes)
-                for left, output in zip((residual_TK, exact_TK, mse_TK), expert.outputs, strict=True):
-                    left.index_add_(0, expert.routed.tokens, output, alpha=-1)
-                experts.append(expert.routed)
+        for expert in self._gates_and_ups(num_experts, inputs, gate_up):
+            for kind, codes in ((GATE, expert.gate), (UP, expert.up)):
+                self.write(self.weights.module(len(experts), kind), codes)
+            for left, output in zip((residual_TK, exact_TK, mse_TK), expert.outputs, strict=True):
+                left.index_add_(0, expert.routed.tokens, output, alpha=-1)
+            experts.append(expert.routed)
             self.advance(0.5 * len(experts) / num_experts)
         inherited, mse = _errors(exact_TK, inputs), _errors(mse_TK, inputs)
-        del exact_TK, mse_TK
+        del exact_TK, mse_TK, gate_up
         shrinkages: list[float | None] = []
         ridges: list[float | None] = []
-        for number, expert in enumerate(experts):
-            found = self._convert_down(number, expert, inputs, residual_TK)
-            shrinkages.append(found[0])
-            ridges.append(found[1])
+        calls = (partial(self._prepare_down, number, expert, inputs) for number, expert in enumerate(experts))
+        for number, down in enumerate(run_in_order(lambda call: call(), calls, workers=self.workers)):
+            shrinkages.append(None if down.trusted is None else down.trusted[1])
+            ridges.append(self._convert_down(number, down, experts[number], inputs, residual_TK))
             self.advance(0.5 + 0.5 * (number + 1) / num_experts)
         fitted, held_out = map(OutputErrors, inherited, mse, _errors(residual_TK, inputs))
         decided = GptqLayer(
@@ -179,35 +192,15 @@ class LayerConverter:
         )
         return decided, residual_TK
 
-    def _module(self, expert: int, projection: str) -> str:
-        return f"{self.mlp}.experts.{expert}.{projection}"
-
-    def _read(self, module: str) -> _Weight:
-        found = self.reader.read_source(module)
-        source = Bf16Weight(found.view(torch.uint16).numpy()) if isinstance(found, Tensor) else found
-        values = exact_weight(found).to(self.device).decode()
-        if self.exponents is not None and self._scale is not None and not module.endswith(DOWN):
-            source = divide_columns(source, self.exponents, name=module)
-            values /= self._scale
-        return _Weight(module, source, values)
-
-    def _global_scale(self, weights: Sequence[_Weight]) -> tuple[Magnitude, float]:
-        """Return the magnitude and the global scale that weights share."""
-        quantizer = create_native_quantizer("mse", "cpu")  # which device measures a weight makes no difference
-        magnitudes = [quantizer.measure(weight.source, name=weight.module) for weight in weights]
-        shared = magnitudes[0]
-        for magnitude in magnitudes[1:]:
-            shared = shared.merge(magnitude)
-        return shared, quantizer.global_scale(shared, is_int4=isinstance(weights[0].source, Int4Weight))
-
-    def _by_mse(self, weight: _Weight, magnitude: Magnitude, global_scale: float) -> Nvfp4Weight:
-        """Convert a weight by rule `mse`, without data."""
-        quantizer = create_native_quantizer("mse", self.device if self.device.startswith("cuda") else "cpu")
-        return quantizer.quantize(weight.source, name=weight.module, magnitude=magnitude, global_scale=global_scale)[0]
-
-    def _decoded(self, weight: Nvfp4Weight) -> LinearLayer:
-        packed, scales = torch.as_tensor(weight.packed), torch.as_tensor(weight.block_scales)
-        return LinearLayer(nvfp4_weight(packed, scales, weight.global_scale)).to(self.device)
+    def _gates_and_ups(self, num_experts: int, inputs: LayerInputs, gate_up: _GateUp | None) -> Generator[_Expert]:
+        """Convert gate and up of every expert, some experts at a time on each device; yields them in order."""
+        copies = [None if gate_up is None else gate_up.to(device) for device in self.devices]
+        size = 1 if self.device == "cpu" else GROUPED_EXPERTS
+        groups = (range(start, min(start + size, num_experts)) for start in range(0, num_experts, size))
+        dealt = ((group, number % len(copies)) for number, group in enumerate(groups))
+        calls = (partial(self._convert_group, group, inputs, copies[on], self.devices[on]) for group, on in dealt)
+        for group in run_in_order(lambda call: call(), calls, workers=self.workers):
+            yield from group
 
     def _sample(self, num_experts: int) -> tuple[Tensor, Tensor]:
         """Return rows f32 [n, K] of gate and up of some experts, evenly spread, and the global scale [n] of each."""
@@ -216,51 +209,40 @@ class LayerConverter:
         rows: list[Tensor] = []
         scales: list[Tensor] = []
         for expert in chosen.tolist():
-            weights = [self._read(self._module(expert, kind)) for kind in (GATE, UP)]
-            _, global_scale = self._global_scale(weights)
+            weights = [self.weights.read(expert, kind, self.device) for kind in (GATE, UP)]
+            _, global_scale = shared_scale(weights)
             for weight in weights:
                 rows.append(weight.values[:: -(-weight.values.shape[0] // count)].clone())
                 scales.append(torch.full((rows[-1].shape[0],), global_scale, device=self.device))
         return torch.cat(rows), torch.cat(scales)
 
-    def _prepare_gate_up(self, moments: Moments, num_experts: int) -> tuple[float | None, Ridge, _ToCodes]:
-        """Choose the correction and the shrinkage of a layer; returns them, and how gate or up becomes codes."""
+    def _prepare_gate_up(
+        self, moments: Moments, missing: Missing, num_experts: int
+    ) -> tuple[float | None, Ridge, _GateUp | None]:
+        """Choose the shrinkage and the correction of a layer; returns them, and how gate and up are rounded."""
         rows, scales = self._sample(num_experts)
         step = max(1, rows.shape[0] // SHRINKAGE_ROWS)
-        few = rows[::step] / scales[::step, None]
-        gram = rows.T @ rows
-        del rows
-        kernel = kernel_for(self.device)
-        shrinkage = choose_shrinkage(moments, few, 1.0, kernel) if self.is_varied else None
+        few, shrinkage = rows[::step] / scales[::step, None], None
+        moments.complete(self.team)
+        if self.is_varied:
+            shrinkage = choose_shrinkage(moments, few, 1.0, kernel_for(self.device), self.team)
         if shrinkage is None:
-            return None, Ridge(None, 0.0), lambda weights: [self._by_mse(*weight) for weight in weights]
-        correction, ridge = moments.correction(gram)
-        del gram
-        curvature = make_curvature(moments.form(), shrinkage)
+            return None, Ridge(None, 0.0), None
+        correction, ridge = correct(moments, missing, rows, team=self.team)
+        missing.clear()
+        return shrinkage, ridge, _GateUp(correction, make_curvature(moments.form(), shrinkage, self.team))
 
-        def to_codes(weights: list[tuple[_Weight, Magnitude, float]]) -> list[Nvfp4Weight]:
-            targets = torch.cat([weight.values / global_scale for weight, _, global_scale in weights])
-            if ridge.strength is not None:
-                targets += targets @ correction
-            codes, found, done = round_gptq(targets, 1.0, curvature, kernel), list[Nvfp4Weight](), 0
-            for weight, _, global_scale in weights:
-                rows = slice(done, done + weight.values.shape[0])
-                found.append(Nvfp4Weight(codes.packed[rows], codes.block_scales[rows], global_scale))
-                done = rows.stop
-            return found
-
-        return shrinkage, ridge, to_codes
-
-    def _convert_group(self, group: range, inputs: LayerInputs, to_codes: _ToCodes) -> list[_Expert]:
-        """Convert gate and up of some experts, and compute what each makes of its tokens."""
-        pairs = [[self._read(self._module(number, kind)) for kind in (GATE, UP)] for number in group]
-        scales = [self._global_scale(pair) for pair in pairs]
-        codes = to_codes([(weight, *scale) for pair, scale in zip(pairs, scales, strict=True) for weight in pair])
+    def _convert_group(self, group: range, inputs: LayerInputs, gate_up: _GateUp | None, device: str) -> list[_Expert]:
+        """Convert gate and up of some experts on a device, and compute what each makes of its tokens."""
+        pairs = [[self.weights.read(number, kind, device) for kind in (GATE, UP)] for number in group]
+        scales = [shared_scale(pair) for pair in pairs]
+        weights = [(weight, *scale) for pair, scale in zip(pairs, scales, strict=True) for weight in pair]
+        codes = [by_mse(*weight) for weight in weights] if gate_up is None else _round(weights, gate_up, device)
         found: list[_Expert] = []
         for place, number in enumerate(group):
             gate, up = codes[2 * place : 2 * place + 2]
-            by_mse = [self._by_mse(weight, *scales[place]) for weight in pairs[place]]
-            found.append(self._compute(number, gate, up, pairs[place], by_mse, inputs))
+            without_data = [by_mse(weight, *scales[place]) for weight in pairs[place]]
+            found.append(self._compute(number, gate, up, pairs[place], without_data, inputs))
         return found
 
     def _compute(
@@ -268,57 +250,89 @@ class LayerConverter:
         number: int,
         gate: Nvfp4Weight,
         up: Nvfp4Weight,
-        source: list[_Weight],
-        by_mse: list[Nvfp4Weight],
+        source: list[SourceProjection],
+        without_data: list[Nvfp4Weight],
         inputs: LayerInputs,
     ) -> _Expert:
         """Compute what an expert makes of its tokens, by these codes of gate and up, in the source, and by a rule."""
         tokens, p = inputs.routing.tokens_of(number)
-        x = inputs.x[tokens]
-        down = self._read(self._module(number, DOWN))
+        device = str(source[0].values.device)
+        x, p_t1 = inputs.x[tokens].to(device), p[:, None].to(device)
+        down = self.weights.read(number, DOWN, device)
         exact = [LinearLayer(DenseWeight(weight.values)) for weight in (*source, down)]
-        mlp = Mlp(self._decoded(gate), self._decoded(up), exact[2])
-        inner = mlp.inner(x) * p[:, None]
-        by_mse.append(self._by_mse(down, *self._global_scale([down])))
-        others = (Mlp(*exact), Mlp(*map(self._decoded, by_mse)))
-        outputs = mlp.outer(inner), others[0](x) * p[:, None], others[1](x) * p[:, None]
-        return _Expert(gate, up, _Routed(tokens, inner), outputs)
+        mlp = Mlp(decoded(gate, device), decoded(up, device), exact[2])
+        inner = mlp.inner(x) * p_t1
+        without_data.append(by_mse(down, *shared_scale([down])))
+        others = (Mlp(*exact), Mlp(*(decoded(codes, device) for codes in without_data)))
+        outputs = mlp.outer(inner), others[0](x) * p_t1, others[1](x) * p_t1
+        first, second, third = (output.to(self.device) for output in outputs)
+        return _Expert(gate, up, _Routed(tokens, inner.to(self.device)), (first, second, third))
+
+    def _prepare_down(self, number: int, expert: _Routed, inputs: LayerInputs) -> _Down:
+        """Do what converting a down projection needs and no other expert changes."""
+        down = self.weights.read(number, DOWN, self.device)
+        magnitude, global_scale = shared_scale([down])
+        fitted = _fitted(expert, inputs)
+        if fitted < MIN_TOKENS or not self.is_varied:
+            return _Down(down, magnitude, global_scale, None)
+        moments = Moments.start(expert.inner.shape[1], device=self.device)
+        moments.add(expert.inner[:fitted], _halves(expert.tokens[:fitted], inputs))
+        moments.complete()
+        shrinkage = choose_shrinkage(moments, down.values, global_scale, kernel_for(self.device))
+        if shrinkage is None:
+            return _Down(down, magnitude, global_scale, None)
+        trusted = moments, shrinkage, make_curvature(moments.form(), shrinkage)
+        return _Down(down, magnitude, global_scale, trusted)
 
     def _convert_down(
-        self, number: int, expert: _Routed, inputs: LayerInputs, residual_TK: Tensor
-    ) -> tuple[float | None, float | None]:
-        """Convert down of an expert, and take what that changes off the residual; returns shrinkage and ridge."""
-        down = self._read(self._module(number, DOWN))
-        magnitude, global_scale = self._global_scale([down])
-        tokens, inner = expert.tokens, expert.inner
-        if (decided := self._decide_down(expert, down, global_scale, inputs, residual_TK)) is None:
-            shrinkage, strength = None, None
-            codes = self._by_mse(down, magnitude, global_scale)
+        self, number: int, down: _Down, expert: _Routed, inputs: LayerInputs, residual_TK: Tensor
+    ) -> float | None:
+        """Convert down of an expert, and take what that changes off the residual; returns the ridge's strength."""
+        strength = None
+        if down.trusted is None:
+            codes = by_mse(down.weight, down.magnitude, down.global_scale)
         else:
-            shrinkage, strength, target, curvature = decided
-            kernel = kernel_for(self.device, threads=self.workers)
-            codes = round_gptq(target, global_scale, curvature, kernel)
-        self.write(self._module(number, DOWN), codes)
-        change = LinearLayer(DenseWeight(self._decoded(codes).weight.decode() - down.values))
-        residual_TK.index_add_(0, tokens, change.weight.linear(inner), alpha=-1)
-        return shrinkage, strength
+            moments, _, curvature = down.trusted
+            fitted = _fitted(expert, inputs)
+            tokens, inner = expert.tokens[:fitted], expert.inner[:fitted]
+            missing = Missing.start(inner.shape[1], residual_TK.shape[1], device=self.device)
+            missing.add(inner, residual_TK[tokens], _halves(tokens, inputs), self.team)
+            correction, ridge = correct(moments, missing, team=self.team)
+            strength = ridge.strength
+            target = down.weight.values if correction is None else down.weight.values + correction
+            codes = round_gptq(target, down.global_scale, curvature, kernel_for(self.device, threads=self.workers))
+        self.write(self.weights.module(number, DOWN), codes)
+        change = DenseWeight(decoded(codes, self.device).weight.decode() - down.weight.values)
 
-    def _decide_down(
-        self, expert: _Routed, down: _Weight, global_scale: float, inputs: LayerInputs, residual_TK: Tensor
-    ) -> tuple[float, float | None, Tensor, Curvature] | None:
-        """Return shrinkage, ridge, target f32 [K, I] and curvature of a down projection; None for no correction."""
-        fitted = int((expert.tokens < inputs.halves.shape[0]).sum())  # tokens are in order
-        tokens, inner = expert.tokens[:fitted], expert.inner[:fitted]
-        if fitted < MIN_TOKENS or not self.is_varied:
-            return None
-        moments = Moments.start(inner.shape[1], residual_TK.shape[1], device=self.device)
-        moments.add(inner, residual_TK[tokens], inputs.token_weights[tokens], inputs.halves[tokens])
-        kernel = kernel_for(self.device, threads=self.workers)
-        shrinkage = choose_shrinkage(moments, down.values, global_scale, kernel)
-        if shrinkage is None:
-            return None
-        correction, ridge = moments.correction()
-        return shrinkage, ridge.strength, down.values + correction, make_curvature(moments.form(), shrinkage)
+        def update(rows: slice) -> None:
+            residual_TK.index_add_(0, expert.tokens[rows], change.linear(expert.inner[rows]), alpha=-1)
+
+        self.team.run([partial(update, rows) for rows in cut(expert.tokens.shape[0], _TOKENS, residual_TK)])
+        return strength
+
+
+def _round(
+    weights: list[tuple[SourceProjection, Magnitude, float]], gate_up: _GateUp, device: str
+) -> list[Nvfp4Weight]:
+    """Round gates and ups, given the magnitude and the global scale that gate and up of an expert share."""
+    targets = torch.cat([weight.values / global_scale for weight, _, global_scale in weights])
+    if gate_up.correction is not None:
+        targets += targets @ gate_up.correction
+    codes, found, done = round_gptq(targets, 1.0, gate_up.curvature, kernel_for(device)), list[Nvfp4Weight](), 0
+    for weight, _, global_scale in weights:
+        rows = slice(done, done + weight.values.shape[0])
+        found.append(Nvfp4Weight(codes.packed[rows], codes.block_scales[rows], global_scale))
+        done = rows.stop
+    return found
+
+
+def _fitted(expert: _Routed, inputs: LayerInputs) -> int:
+    """Return how many of an expert's tokens it is fitted to: they come first."""
+    return int((expert.tokens < inputs.halves.shape[0]).sum())
+
+
+def _halves(tokens: Tensor, inputs: LayerInputs) -> tuple[WeightedTokens, WeightedTokens]:
+    return WeightedTokens.by_halves(inputs.token_weights[tokens], inputs.halves[tokens])
 
 
 def _errors(residual_TK: Tensor, inputs: LayerInputs) -> tuple[float, float]:

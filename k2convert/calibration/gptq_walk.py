@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.calibration.accumulate import LayerAccumulator, Save, token_weights
-from k2convert.calibration.gptq_layer import DOWN, GATE, UP, LayerConverter, LayerInputs
+from k2convert.calibration.gptq_layer import LayerConverter, LayerInputs
+from k2convert.calibration.gptq_weights import DOWN, GATE, UP, ExpertWeights
 from k2convert.calibration.layer_files import CODES, CONVERTED, GPTQ, writing_quantized_layers
 from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.text import held_out, is_varied
@@ -34,7 +35,8 @@ from k2convert.forward.moe import Routing
 from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
 from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
 from k2convert.models import detect_family, read_architecture
-from k2convert.quantize.gptq.moments import Moments
+from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens
+from k2convert.quantize.gptq.tiles import Team
 from k2convert.records.document import encode
 from k2convert.records.events import Events
 
@@ -59,20 +61,22 @@ def walk_gptq(walk: Walk, options: GptqOptions, work: WorkFolder, *, save: Save,
     writing raise.
     """
     order = np.argsort(held_out(walk.ids.shape[0]), kind="stable")
-    with closing(walk_layers(replace(walk, ids=walk.ids[order]), work, events=events)) as layers:
+    walked = walk_layers(replace(walk, ids=walk.ids[order]), work, events=events)
+    with closing(walked) as layers, Team(walk.workers) as team:
         for layer in layers:
-            save(_LayerConversion(layer, options, work, events).run(), layer.dropped)
+            save(_LayerConversion(layer, options, work, events, team).run(), layer.dropped)
 
 
 class _LayerConversion:
     """One layer of the walk."""
 
-    def __init__(self, layer: Layer, options: GptqOptions, work: WorkFolder, events: Events) -> None:
+    def __init__(self, layer: Layer, options: GptqOptions, work: WorkFolder, events: Events, team: Team) -> None:
         self._layer, self._options, self._work, self._events = layer, options, work, events
         self._walk, self._decoder = layer.walk, layer.decoder
         self._held_out = int(held_out(self._walk.shape[0]).sum())
         self._num_fitted = self._walk.shape[0] - self._held_out
         self._is_varied = is_varied(self._walk.ids[: self._num_fitted])
+        self._team = team
         self._accumulator = LayerAccumulator(layer.reader, layer.number, seed=options.seed, fits_norms=self._is_varied)
 
     def run(self) -> LayerStatistics:
@@ -114,7 +118,7 @@ class _LayerConversion:
     def _collect(self, kept: NDArray[np.bool_]) -> _CollectedTokens:
         """Run the INT4 stream through the layer, the other one up to its experts; marks the windows that are kept."""
         walk, layer = self._walk, self._layer
-        collected = _CollectedTokens(walk.ids.size, walk.hidden_size, walk.devices[0])
+        collected = _CollectedTokens(walk.ids.size, walk.hidden_size, walk.devices[0], self._team)
         with layer.writing() as write:
             for first, states, converted in self._chunks():
                 tee = self._tee(first)
@@ -153,11 +157,12 @@ class _LayerConversion:
         path, record = self._work.path(CODES, self._layer.number), self._work.record
         with writing_quantized_layers(path, self._shapes(), record=record) as write:
             converter = LayerConverter(
-                reader=self._layer.reader,
-                mlp=self._mlp,
-                exponents=statistics.smoothing_exponents if is_scaled else None,
-                device=self._walk.devices[0],
+                weights=ExpertWeights(
+                    self._layer.reader, self._mlp, statistics.smoothing_exponents if is_scaled else None
+                ),
+                devices=self._walk.devices,
                 workers=self._walk.workers,
+                team=self._team,
                 is_varied=self._is_varied,
                 write=write,
                 advance=self._reach,
@@ -237,13 +242,15 @@ class _Tee:
 class _CollectedTokens:
     """What all chunks of a layer bring, on one device. It has room for `tokens` of them."""
 
-    def __init__(self, tokens: int, hidden_size: int, device: str) -> None:
+    def __init__(self, tokens: int, hidden_size: int, device: str, team: Team) -> None:
         self._x = torch.empty(tokens, hidden_size, device=device)
         self._residual = torch.empty_like(self._x)
         self._routings: list[Routing] = []
         self._weights: list[Tensor] = []
         self._halves: list[Tensor] = []
-        self._moments = Moments.start(hidden_size, hidden_size, device=device)
+        self._moments = Moments.start(hidden_size, device=device)
+        self._missing = Missing.start(hidden_size, hidden_size, device=device)
+        self._team = team
         self._count = 0
 
     def add(
@@ -263,18 +270,20 @@ class _CollectedTokens:
         self._weights.append(weights)
         if halves is not None:
             halves = halves.to(x_TK.device)
-            self._moments.add(x_TK, missing_TK, weights, halves)
+            dealt = WeightedTokens.by_halves(weights, halves)
+            self._moments.add(x_TK, dealt, self._team)
+            self._missing.add(x_TK, missing_TK, dealt, self._team)
             self._halves.append(halves)
 
     def finish(self) -> LayerInputs:
         """Return everything, and keep nothing of it."""
-        moments = self._moments
-        del self._moments
+        sums = self._moments, self._missing
+        del self._moments, self._missing
         return LayerInputs(
             x=self._x[: self._count],
             residual=self._residual[: self._count],
             routing=Routing.concatenate(self._routings),
             token_weights=torch.cat(self._weights),
             halves=torch.cat(self._halves),
-            gate_up=moments,
+            gate_up=sums,
         )

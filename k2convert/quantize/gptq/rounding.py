@@ -18,6 +18,7 @@ correction: 16 tokens per expert without this rule lost to codes made without da
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -39,7 +40,9 @@ from k2convert.quantize.formats.nvfp4 import (
     decode_e4m3,
     dequantize_nvfp4,
 )
-from k2convert.quantize.gptq.moments import Curvature, Moments, even_curvature, make_curvature
+from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
+from k2convert.quantize.gptq.moments import Moments
+from k2convert.quantize.gptq.tiles import ALONE, SMALL, Team
 from k2convert.quantize.kernels import _cpu
 
 
@@ -65,25 +68,37 @@ NUM_ROWS: Final = 64
 """Rows that are quantized to choose."""
 
 
-def choose_shrinkage(moments: Moments, weight_NK: Tensor, global_scale: float, kernel: RoundingKernel) -> float | None:
-    """Return the shrinkage for a weight f32 [N, K] on the device of the moments; None for no error feedback."""
+def choose_shrinkage(
+    moments: Moments, weight_NK: Tensor, global_scale: float, kernel: RoundingKernel, team: Team = ALONE
+) -> float | None:
+    """Return the shrinkage for a weight f32 [N, K] on the device of the moments; None for no error feedback.
+
+    The moments must be complete.
+    """
     rows, columns = weight_NK.shape
     if moments.tokens >= max(LEAST_FULL_TOKENS, FULL_TOKENS_PER_COLUMN * columns):
         return FULL_SHRINKAGE
     if moments.tokens < MIN_TOKENS or min(moments.weights) <= 0:
         return None
     sample_NK = weight_NK[:: max(1, rows // NUM_ROWS)][:NUM_ROWS].float()
-    halves = moments.halves()
+    is_small = columns <= SMALL  # then several curvatures have room beside each other
 
     def lost(curvature: Curvature, form_KK: Tensor) -> float:
         codes = round_gptq(sample_NK, global_scale, curvature, kernel, sweeps=0)
         error_NK = torch.as_tensor(dequantize_nvfp4(codes)).to(sample_NK) - sample_NK
         return float(((error_NK @ form_KK) * error_NK).sum(dtype=torch.float64))
 
+    def try_half(shrinkage: float, a: int) -> float:
+        curvature = make_curvature(moments.half(a), shrinkage, ALONE if is_small else team)
+        return lost(curvature, moments.half(1 - a))
+
     even = even_curvature(columns, device=str(weight_NK.device))
-    least, best = lost(even, halves[0] + halves[1]), None
-    for shrinkage in SHRINKAGES:
-        loss = sum(lost(make_curvature(halves[a], shrinkage), halves[1 - a]) for a in (0, 1))
+    least = sum(lost(even, moments.half(half)) for half in (0, 1))
+    tries = [partial(try_half, shrinkage, a) for shrinkage in SHRINKAGES for a in (0, 1)]
+    losses = team.run(tries) if is_small else ALONE.run(tries)
+    best = None
+    for number, shrinkage in enumerate(SHRINKAGES):
+        loss = losses[2 * number] + losses[2 * number + 1]
         if loss < least:
             least, best = loss, shrinkage
     return best

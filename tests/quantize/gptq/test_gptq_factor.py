@@ -5,7 +5,7 @@ import pytest
 import torch
 from gptq_direct import correlated, form_of
 
-from k2convert.quantize.gptq.moments import Curvature, even_curvature, make_curvature
+from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
 
 
 def assert_factors_are_right(curvature: Curvature) -> None:
@@ -20,7 +20,7 @@ def assert_factors_are_right(curvature: Curvature) -> None:
         assert np.abs(block.T @ block - inverse).max() <= 1e-4 * np.abs(inverse).max()
 
 
-@pytest.mark.parametrize("columns", [16, 128, 144, 336, 640])
+@pytest.mark.parametrize("columns", [16, 128, 144, 336, 640, 1040])
 def test_factor_is_that_of_the_inverse(columns: int) -> None:
     form = form_of(correlated(2 * columns, columns)) * 1e-5
     curvature = make_curvature(form, 0.3)

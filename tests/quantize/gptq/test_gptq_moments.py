@@ -6,7 +6,9 @@ import torch
 from gptq_direct import Tokens, correlated, ridge_target, weights
 from torch import Tensor
 
-from k2convert.quantize.gptq.moments import MIN_TOKENS, Moments, Ridge
+from k2convert.quantize.gptq.curvature import make_curvature
+from k2convert.quantize.gptq.moments import MIN_TOKENS, Missing, Moments, Ridge, WeightedTokens, correct
+from k2convert.quantize.gptq.tiles import Team
 
 
 def make_tokens(count: int, columns: int, rows: int, *, noise: float = 1.0) -> Tokens:
@@ -18,12 +20,20 @@ def make_tokens(count: int, columns: int, rows: int, *, noise: float = 1.0) -> T
     return Tokens(*(array.double().numpy() for array in arrays), halves=halves.numpy())
 
 
-def moments_of(tokens: Tokens, step: int = 1 << 20) -> Moments:
-    moments = Moments.start(tokens.inputs.shape[1], tokens.missing.shape[1], device="cpu")
+def moments_of(tokens: Tokens, step: int = 1 << 20, workers: int = 1) -> tuple[Moments, Missing]:
+    columns, rows = tokens.inputs.shape[1], tokens.missing.shape[1]
+    moments, sums = Moments.start(columns, device="cpu"), Missing.start(columns, rows, device="cpu")
     arrays = [torch.as_tensor(a) for a in (tokens.inputs, tokens.missing, tokens.weights, tokens.halves)]
-    for inputs, missing, shares, halves in zip(*(array.split(step) for array in arrays), strict=True):
-        moments.add(inputs.float(), missing.float(), shares, halves)
-    return moments
+    with Team(workers) as team:
+        for inputs, missing, shares, halves in zip(*(array.split(step) for array in arrays), strict=True):
+            dealt = WeightedTokens.by_halves(shares, halves)
+            moments.add(inputs.float(), dealt, team)
+            sums.add(inputs.float(), missing.float(), dealt, team)
+        return moments.complete(team), sums
+
+
+def correction_of(tokens: Tokens, rows: np.ndarray | None = None) -> tuple[Tensor | None, Ridge]:
+    return correct(*moments_of(tokens), None if rows is None else torch.as_tensor(rows).float())
 
 
 def assert_close(found: Tensor, expected: np.ndarray, tolerance: float) -> None:
@@ -33,20 +43,23 @@ def assert_close(found: Tensor, expected: np.ndarray, tolerance: float) -> None:
 
 def test_forms_are_weighted_means_of_all_tokens_and_of_each_half() -> None:
     tokens = make_tokens(900, 48, 32)
-    moments = moments_of(tokens, step=250)
+    moments, missing = moments_of(tokens, step=250)
     assert moments.tokens == 900
     assert_close(moments.form(), tokens.form, 1e-5)
-    for half, form in enumerate(moments.halves()):
-        assert_close(form, tokens.half(half).form, 1e-5)
+    for half in (0, 1):
+        own = tokens.half(half)
+        assert_close(moments.half(half), own.form, 1e-5)
+        assert_close(missing.crosses[half] / moments.weights[half], own.cross, 1e-5)
 
 
 @pytest.mark.parametrize(("noise", "strength"), [(0.02, 0.3), (5.0, 1.0), (20.0, 30.0)])
 def test_correction_equals_a_direct_solve(noise: float, strength: float) -> None:
     tokens = make_tokens(900, 48, 32, noise=noise)
     expected, expected_strength, gain = ridge_target(tokens, np.eye(32))
-    correction, found = moments_of(tokens).correction()
+    correction, found = correction_of(tokens)
     assert found.strength == expected_strength == strength
     assert found.gain == pytest.approx(gain, rel=1e-3)
+    assert correction is not None
     assert_close(correction, expected, 1e-3)
 
 
@@ -54,24 +67,25 @@ def test_what_one_half_says_and_the_other_denies_is_not_corrected() -> None:
     tokens = make_tokens(900, 48, 32, noise=0.5)
     tokens.missing[tokens.halves == 1] *= -1
     assert ridge_target(tokens, np.eye(32))[1] is None
-    correction, found = moments_of(tokens).correction()
+    correction, found = correction_of(tokens)
     assert found == Ridge(None, 0.0)
-    assert not correction.any()
+    assert correction is None
 
 
-def test_gram_weighs_the_rows_of_the_loss() -> None:
-    """Rows of which the halves say the opposite get no say when the gram leaves them out."""
+def test_rows_of_a_weight_decide_what_of_the_missing_inputs_counts() -> None:
+    """Inputs of which the halves say the opposite get no say when no row of the weight reads them."""
     tokens = make_tokens(900, 48, 48, noise=0.5)
     tokens.missing[tokens.halves == 1, 1:] *= -1
     root = np.zeros((3, 48))
     root[0, 0] = 1.0
     expected, strength, gain = ridge_target(tokens, root)
-    correction, found = moments_of(tokens).correction(torch.as_tensor(root.T @ root).float())
+    correction, found = correction_of(tokens, root)
     assert strength is not None
     assert found.strength == strength
     assert found.gain == pytest.approx(max(0.0, gain), abs=1e-4)
+    assert correction is not None
     assert_close(correction, expected, 1e-3)
-    assert moments_of(tokens).correction()[1].strength is None, "without the gram the other rows decide"
+    assert correction_of(tokens)[1].strength is None, "without the rows the other inputs decide"
 
 
 def test_few_tokens_or_one_half_give_no_correction() -> None:
@@ -81,18 +95,19 @@ def test_few_tokens_or_one_half_give_no_correction() -> None:
     silent = make_tokens(MIN_TOKENS, 16, 8, noise=0.0)
     silent.inputs[:] = 0
     for tokens in (few, one_half, silent):
-        correction, found = moments_of(tokens).correction()
+        correction, found = correction_of(tokens)
         assert found == Ridge(None, 0.0)
-        assert not correction.any()
-    assert moments_of(make_tokens(MIN_TOKENS, 16, 8, noise=0.0)).correction()[1].strength == 0.3
+        assert correction is None
+    assert correction_of(make_tokens(MIN_TOKENS, 16, 8, noise=0.0))[1].strength == 0.3
 
 
 def test_duplicate_tokens_give_a_finite_correction() -> None:
     tokens = make_tokens(MIN_TOKENS, 16, 8, noise=0.0)
     tokens.inputs[:], tokens.missing[:] = tokens.inputs[0], tokens.missing[0]
-    correction, found = moments_of(tokens).correction()
+    correction, found = correction_of(tokens)
     assert found.strength == 0.3
     assert found.gain > 0.9
+    assert correction is not None
     left = tokens.missing[0] - correction.double().numpy() @ tokens.inputs[0]
     assert np.linalg.norm(left) < 0.1 * np.linalg.norm(tokens.missing[0])
 
@@ -103,8 +118,35 @@ def test_scaled_sums_equal_sums_of_scaled_inputs_bit_for_bit() -> None:
     exponents = np.random.RandomState(0).randint(-4, 5, 48)
     factors = np.exp2(exponents)
     scaled = Tokens(tokens.inputs * factors, tokens.missing * factors, tokens.weights, tokens.halves)
-    found, expected = moments_of(tokens).scaled(torch.as_tensor(exponents)), moments_of(scaled)
-    assert torch.equal(found.forms, expected.forms)
-    assert torch.equal(found.crosses, expected.crosses)
-    assert torch.equal(found.energies, expected.energies)
-    assert (found.weights, found.tokens) == (expected.weights, expected.tokens)
+    (moments, missing), (expected, expected_missing) = moments_of(tokens), moments_of(scaled)
+    for sums in (moments, missing):
+        sums.scale(torch.as_tensor(exponents))
+    assert torch.equal(moments.forms, expected.forms)
+    assert torch.equal(missing.crosses, expected_missing.crosses)
+    assert torch.equal(missing.energies, expected_missing.energies)
+
+
+def test_sums_of_many_outputs_with_random_signs_choose_the_strength_that_all_outputs_choose() -> None:
+    """Of 2,000 outputs, 512 sums are judged; the correction itself is made for every output."""
+    tokens = make_tokens(700, 48, 2000, noise=5.0)
+    expected, strength, gain = ridge_target(tokens, np.eye(2000))
+    correction, found = correction_of(tokens)
+    assert correction is not None
+    assert found.strength == strength
+    assert found.gain == pytest.approx(gain, rel=0.1)
+    assert_close(correction, expected, 1e-3)
+
+
+def test_workers_change_no_byte_of_matrices_with_many_tiles() -> None:
+    """1,300 columns are six tiles in a row when they are factored, and three when they are multiplied."""
+    tokens = make_tokens(MIN_TOKENS + 100, 1296, 1040)
+    results: list[list[Tensor]] = []
+    for workers in (1, 2, 4):
+        moments, missing = moments_of(tokens, workers=workers)
+        with Team(workers) as team:
+            correction, ridge = correct(moments, missing, team=team)
+            curvature = make_curvature(moments.form(), 0.5, team)
+        assert correction is not None
+        results.append([moments.forms, missing.crosses, correction, torch.tensor(ridge.gain), curvature.factor])
+    assert all(torch.equal(one, other) for found in results[1:] for one, other in zip(results[0], found, strict=True))
+    assert_close(results[0][0][0] / moments.weights[0], tokens.half(0).form, 1e-5)

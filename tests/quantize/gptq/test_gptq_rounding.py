@@ -10,7 +10,7 @@ from gptq_direct import NORMAL, compensated, correlated, form_of, losses, round_
 
 from k2convert.quantize.formats.int4 import Bf16Weight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight, decode_e4m3, dequantize_nvfp4, unpack_nibbles
-from k2convert.quantize.gptq.moments import Curvature, even_curvature, make_curvature
+from k2convert.quantize.gptq.curvature import Curvature, even_curvature, make_curvature
 from k2convert.quantize.gptq.rounding import RoundingKernel, kernel_for, round_gptq
 from k2convert.quantize.kernels import _cpu
 from k2convert.quantize.rules import quantize_best

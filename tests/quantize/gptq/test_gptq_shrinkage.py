@@ -5,17 +5,22 @@ import pytest
 import torch
 from gptq_direct import correlated, losses, weights
 
-from k2convert.quantize.gptq.moments import Moments, even_curvature, make_curvature
+from k2convert.quantize.gptq.curvature import even_curvature, make_curvature
+from k2convert.quantize.gptq.moments import Moments, WeightedTokens
 from k2convert.quantize.gptq.rounding import SHRINKAGES, choose_shrinkage, kernel_for, round_gptq
 
 UNIT, COLUMNS = 2.0**-13, 64
 
 
 def moments_of(inputs: torch.Tensor) -> Moments:
-    moments = Moments.start(COLUMNS, 1, device="cpu")
     count = inputs.shape[0]
-    moments.add(inputs, torch.zeros(count, 1), torch.ones(count), torch.arange(count) % 2)
-    return moments
+    return moments_of_halves(inputs, torch.arange(count) % 2)
+
+
+def moments_of_halves(inputs: torch.Tensor, halves: torch.Tensor) -> Moments:
+    moments = Moments.start(COLUMNS, device="cpu")
+    moments.add(inputs, WeightedTokens.by_halves(torch.ones(inputs.shape[0]), halves))
+    return moments.complete()
 
 
 def choose(moments: Moments) -> float | None:
@@ -61,9 +66,7 @@ def test_halves_with_nothing_in_common_or_without_tokens_give_no_gptq() -> None:
     inputs[0::2, 0::2] *= 0.01
     inputs[1::2, 1::2] *= 0.01
     assert choose(moments_of(inputs)) is None
-    one_half = Moments.start(COLUMNS, 1, device="cpu")
-    one_half.add(correlated(300, COLUMNS), torch.zeros(300, 1), torch.ones(300), torch.ones(300))
-    assert choose(one_half) is None
+    assert choose(moments_of_halves(correlated(300, COLUMNS), torch.ones(300))) is None
     silent = torch.zeros(100, COLUMNS)
     assert choose(moments_of(silent)) is None, "every choice loses nothing, so none is better than no correction"
     assert np.isfinite(held_out_loss(silent, 0.1))

@@ -1,0 +1,76 @@
+"""The projections of a layer's routed experts, as rule `gptq` reads and compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, nvfp4_weight
+from k2convert.quantize.formats.channels import divide_columns
+from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
+from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.quantizer import create_native_quantizer
+from k2convert.quantize.rules.max import Magnitude
+
+GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceProjection:
+    """One projection: as the source has it, with smoothing, and its values f32 [N, K] on a device."""
+
+    module: str
+    source: SourceWeight
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """The experts of the block `mlp`. The columns of gate and up are divided by 2**exponents, int8 [K], if given."""
+
+    reader: WeightReader
+    mlp: str
+    exponents: NDArray[np.int8] | None
+
+    def module(self, expert: int, projection: str) -> str:
+        """Return the name of a projection's module."""
+        return f"{self.mlp}.experts.{expert}.{projection}"
+
+    def read(self, expert: int, projection: str, device: str) -> SourceProjection:
+        """Read a projection; raises what reading the source raises, FormatError if it cannot be divided exactly."""
+        module = self.module(expert, projection)
+        found = self.reader.read_source(module)
+        source = Bf16Weight(found.view(torch.uint16).numpy()) if isinstance(found, Tensor) else found
+        values = exact_weight(found).to(device).decode()
+        if self.exponents is not None and projection != DOWN:
+            source = divide_columns(source, self.exponents, name=module)
+            values /= torch.exp2(torch.as_tensor(self.exponents).to(values))
+        return SourceProjection(module, source, values)
+
+
+def shared_scale(weights: Sequence[SourceProjection]) -> tuple[Magnitude, float]:
+    """Return the magnitude and the global scale that projections share."""
+    quantizer = create_native_quantizer("mse", "cpu")  # which device measures a weight makes no difference
+    magnitudes = [quantizer.measure(weight.source, name=weight.module) for weight in weights]
+    shared = magnitudes[0]
+    for magnitude in magnitudes[1:]:
+        shared = shared.merge(magnitude)
+    return shared, quantizer.global_scale(shared, is_int4=isinstance(weights[0].source, Int4Weight))
+
+
+def by_mse(weight: SourceProjection, magnitude: Magnitude, global_scale: float) -> Nvfp4Weight:
+    """Convert a projection by rule `mse`, without data."""
+    device = str(weight.values.device)
+    quantizer = create_native_quantizer("mse", device if device.startswith("cuda") else "cpu")
+    return quantizer.quantize(weight.source, name=weight.module, magnitude=magnitude, global_scale=global_scale)[0]
+
+
+def decoded(weight: Nvfp4Weight, device: str) -> LinearLayer:
+    """Return a converted projection as a layer on a device, its inputs not quantized."""
+    packed, scales = torch.as_tensor(weight.packed), torch.as_tensor(weight.block_scales)
+    return LinearLayer(nvfp4_weight(packed, scales, weight.global_scale)).to(device)
