@@ -50,6 +50,7 @@ OWNERS = {
         "calibration/cost.py",
         "calibration/gptq_layer.py",
         "calibration/gptq_walk.py",
+        "calibration/gptq_weights.py",
         "calibration/smoothing.py",
     },
 }

@@ -4,10 +4,10 @@
     walk   a pass by rule gptq: a second stream, the experts three times more, all decisions in FP32, the curvature in
            FP64, and rounding, block after block
 
-On this machine one expert and one matrix product are measured, on the device that computes. An expert's weights are
-made up, so nothing is read and a source on the Hub can be estimated too. The rest of a layer (attention, router, shared
-experts, dense MLPs) counts as matrix products. The search of smoothing exponents, which CPUs do, is measured on a few
-columns. Reading is not measured.
+On this machine one expert, one matrix product and a few rounded rows are measured, on the device that computes. An
+expert's weights are made up, so nothing is read and a source on the Hub can be estimated too. The rest of a layer
+(attention, router, shared experts, dense MLPs, the moments and the factors of a walk) counts as matrix products. The
+search of smoothing exponents, which CPUs do, is measured on a few columns. Reading is not measured.
 
 For a GPU that is not here the work is counted, and divided by the rates of its data sheet. Rounding starts small
 kernels one after the other. That, not arithmetic, is most of a walk on a GPU.
@@ -26,6 +26,7 @@ import torch
 
 from k2convert.calibration.accumulate import SAMPLED_TOKENS
 from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
+from k2convert.calibration.gptq_layer import SAMPLED_ROWS as JUDGED_ROWS
 from k2convert.calibration.sizes import ModelSizes, PassSize, read_sizes
 from k2convert.calibration.smoothing import SAMPLED_ROWS, STEPS, GateUpRows, Proxy
 from k2convert.checkpoint.index import Checkpoint
@@ -35,20 +36,17 @@ from k2convert.forward.decoder import allowing_tf32
 from k2convert.forward.moe import Mlp, one_torch_thread
 from k2convert.forward.weights import LinearLayer, exact_weight
 from k2convert.quantize.formats.int4 import Int4Weight
+from k2convert.quantize.gptq.curvature import make_curvature
 from k2convert.quantize.gptq.moments import MIN_TOKENS as FEW_TOKENS
-from k2convert.quantize.gptq.moments import Moments, make_curvature
+from k2convert.quantize.gptq.moments import SKETCHED_ROWS, STRENGTHS
 from k2convert.quantize.gptq.rounding import (
     FULL_TOKENS_PER_COLUMN,
     LEAST_FULL_TOKENS,
     MIN_TOKENS,
     SHRINKAGES,
-    choose_shrinkage,
     kernel_for,
     round_gptq,
 )
-
-CORRECTION_PRODUCTS: Final = 76
-"""Floating-point operations of a correction over K^3: six strengths on two halves, and their inverses."""
 
 _DECODED_BYTES: Final = 20  # moved for a weight that is decoded
 _ROUNDED_BYTES: Final = 16_000  # moved for a column of a row: 16 scales of a block, three times
@@ -56,6 +54,8 @@ _SEARCH_KERNELS: Final = 330  # started to search the scales of a block
 _ROUND_KERNELS: Final = 1500  # started for a block in all: a search, and two sweeps
 _EXPERT_KERNELS: Final = 60
 _INT4_BYTES: Final = 0.5625  # of a weight, with its part of the scales
+
+_MEASURED_STEPS: Final = ("experts, three more times", "codes of gate and up", "codes of down")
 
 _BEST: Final = (0.7, 4e-6, 5e9)  # share of the peak rates, seconds to start a kernel, bytes a second of the disk
 _WORST: Final = (0.2, 12e-6, 0.5e9)
@@ -110,36 +110,59 @@ def pass_work(model: ModelSizes, size: PassSize) -> Work:
 
 def walk_work(model: ModelSizes, size: PassSize) -> Work:
     """Return the work of a walk of rule gptq."""
+    layer = sum(walk_steps(model, size).values(), Work())
+    return pass_work(model, size) + Work(tf32=other_flops(model, size)) + layer.times(model.num_moe(size))
+
+
+def walk_steps(model: ModelSizes, size: PassSize) -> dict[str, Work]:
+    """Return the work of each step that a walk of rule gptq does in a MoE layer beyond the two streams."""
     hidden, width, experts, tokens = model.hidden, model.width, model.num_experts, size.num_tokens
-    weights = 3 * experts * hidden * width
+    weights, groups = 3 * experts * hidden * width, -(-experts // GROUPED_EXPERTS)
+    routed = tokens * model.experts_per_token // max(experts, 1)
     again = Work(
         fp32=3 * _expert_flops(model, size),
         moved=3 * weights * _DECODED_BYTES,
         kernels=3 * experts * _EXPERT_KERNELS,
         read=weights * _INT4_BYTES,
     )
-    groups = -(-experts // GROUPED_EXPERTS)
-    gate_up = _decided(hidden, hidden, tokens) + _rounded(hidden, 2 * width * experts, calls=groups)
-    gate_up += Work(fp32=4.0 * width * experts * hidden**2)
-    down = _decided(width, hidden, tokens * model.experts_per_token // max(experts, 1)) + _rounded(width, hidden)
-    layer = again + gate_up + down.times(experts)
-    one = pass_work(model, size)
-    return one + Work(tf32=other_flops(model, size)) + layer.times(model.num_moe(size))
+    added = Work(fp32=4.0 * width * experts * hidden**2)
+    return {
+        "experts, three more times": again,
+        "moments of gate and up": _summed(hidden, hidden, tokens),
+        "shrinkage and factor of gate and up": _trusted(hidden, tokens),
+        "correction of gate and up": _corrected(hidden, hidden, tokens, judged=JUDGED_ROWS),
+        "codes of gate and up": _rounded(hidden, 2 * width * experts, calls=groups) + added,
+        "moments of down": _summed(width, hidden, routed).times(experts),
+        "shrinkage and factor of down": _trusted(width, routed).times(experts),
+        "correction of down": _corrected(width, hidden, routed, judged=0).times(experts),
+        "codes of down": _rounded(width, hidden).times(experts) + Work(fp32=2.0 * routed * width * hidden * experts),
+    }
 
 
-def _decided(columns: int, rows: int, tokens: int) -> Work:
-    """Return the work to sum moments of weights [rows, columns], to choose shrinkage and correction, and to factor."""
+def _summed(columns: int, rows: int, tokens: int) -> Work:
+    """Return the work to sum the moments of an input and of what outputs [rows] lack."""
+    return Work(fp32=float(tokens) * columns * (columns + 2 * rows) if tokens >= MIN_TOKENS else 0.0)
+
+
+def _trusted(columns: int, tokens: int) -> Work:
+    """Return the work to choose a shrinkage, and to factor."""
     if tokens < MIN_TOKENS:
         return Work()
     is_open = tokens < max(LEAST_FULL_TOKENS, FULL_TOKENS_PER_COLUMN * columns)
     tries = 2 * len(SHRINKAGES) if is_open else 0
-    square = float(columns) ** 2
-    correction = CORRECTION_PRODUCTS * square * columns if rows == columns else square * (16 * rows + 56 * columns)
-    return Work(
-        fp32=2.0 * tokens * columns * (columns + rows) + correction,
-        fp64=(1 + tries) * square * columns,
-        kernels=(tries + (1 if tries else 0)) * columns / BLOCK_SIZE * _SEARCH_KERNELS,
-    )
+    starts = (tries + (1 if tries else 0)) * columns / BLOCK_SIZE * _SEARCH_KERNELS
+    return Work(fp64=(1 + tries) * 2 / 3 * float(columns) ** 3, kernels=starts)
+
+
+def _corrected(columns: int, rows: int, tokens: int, *, judged: int) -> Work:
+    """Return the work to choose and to make a correction; `judged` rows of weights decide, or sums of outputs."""
+    if tokens < FEW_TOKENS:
+        return Work()
+    square, sums = float(columns) ** 2, min(rows, SKETCHED_ROWS)
+    factors = (len(STRENGTHS) + (2 if judged else 1)) * square * columns / 3
+    seen = 4.0 * rows * columns * (judged + sums)
+    losses = 8 * square * (len(STRENGTHS) * (judged or sums) + (sums if judged else 0))
+    return Work(fp32=factors + seen + losses + 2 * rows * square)
 
 
 def _rounded(columns: int, rows: int, *, calls: int = 1) -> Work:
@@ -176,43 +199,36 @@ _CUDA_ROWS: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one core or GPU: routed `experts` and what every token passes, shared by all of them; `search` of
-    smoothing exponents, by a few cores; and `alone`, the corrections and the curvature of a walk, which only one does.
+    """Seconds of one core or GPU: routed `experts` and what every token passes, shared by all of them; and the `search`
+    of smoothing exponents, by a few cores.
     """
 
     experts: float
     others: float
     search: float
-    alone: float = 0.0
 
 
 def walk_cost(model: ModelSizes, size: PassSize) -> Cost:
     """Measure a walk of rule gptq: a pass, a second stream, and rounding.
 
-    Experts are computed three more times: with converted gate and up, by rule `mse`, and with converted down. What
-    is decided for a layer or a down projection is measured on few columns; it grows with their third power, the
-    rounding of a row with their second.
+    Experts are computed three more times: with converted gate and up, by rule `mse`, and with converted down.
     """
-    hidden, width, num_experts = model.hidden, model.width, model.num_experts
-    device, tokens = size.devices[0], size.num_tokens
-    routed = tokens * model.experts_per_token // max(num_experts, 1)
-    one = pass_cost(model, size)
-    rate = _product_rate(device)
-    rows = num_experts * (2 * width * _row_seconds(hidden, device) + hidden * _row_seconds(width, device))
-    gate_up = _decide_seconds(hidden, hidden, tokens, device) + 4 * tokens * hidden * hidden / rate
-    down = _decide_seconds(width, hidden, routed, device) + 2 * routed * width * (width + 2 * hidden) / rate
-    num_moe = model.num_moe(size)
-    alone = num_moe * (gate_up + num_experts * down)
-    return Cost(4 * one.experts + num_moe * rows, 2 * one.others, one.search, alone)
+    device, steps, one = size.devices[0], walk_steps(model, size), pass_cost(model, size)
+    decided = sum((work for name, work in steps.items() if name not in _MEASURED_STEPS), Work())
+    fp32, fp64 = _product_rate(device), _product_rate(device, torch.float64)
+    added = 4.0 * model.width * model.num_experts * model.hidden**2
+    layer = (decided.fp32 + added) / fp32 + decided.fp64 / fp64
+    gate_up, down = _row_seconds(model.hidden, device), _row_seconds(model.width, device)
+    layer += model.num_experts * (2 * model.width * gate_up + model.hidden * down)
+    return Cost(4 * one.experts + model.num_moe(size) * layer, 2 * one.others, one.search)
 
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Seconds, from the least to the most. About `alone` of them only one core works, however many there are."""
+    """Seconds, from the least to the most."""
 
     least: float
     most: float
-    alone: float = 0.0
 
     @property
     def middle(self) -> float:
@@ -226,8 +242,8 @@ def measured_time(source: Checkpoint, size: PassSize, *, is_walk: bool) -> Time:
         cost = (walk_cost if is_walk else pass_cost)(read_sizes(source), size)
     parallel = size.workers if size.on_cpu else 1 if is_walk else len(size.devices)
     cores = size.workers if size.on_cpu else len(os.sched_getaffinity(0))
-    seconds = (cost.experts + cost.others) / parallel + cost.search / min(len(STEPS), cores) + cost.alone
-    return Time(LEAST_SHARE * seconds, MOST_SHARE * seconds, cost.alone)
+    seconds = (cost.experts + cost.others) / parallel + cost.search / min(len(STEPS), cores)
+    return Time(LEAST_SHARE * seconds, MOST_SHARE * seconds)
 
 
 def computed_time(
@@ -256,33 +272,22 @@ def pass_cost(model: ModelSizes, size: PassSize, *, extra_flops: float = 0.0) ->
 
 
 def _row_seconds(columns: int, device: str) -> float:
-    """Return the seconds that one thread or GPU takes to round a row by rule gptq."""
-    size = min(columns, _MOST_COLUMNS)
-    target = torch.randn(_ROWS if device == "cpu" else _CUDA_ROWS, size, device=device)
-    curvature, kernel = make_curvature(torch.eye(size, device=device), 0.5), kernel_for(device)
-    seconds = _seconds(lambda: round_gptq(target, 1.0, curvature, kernel), device)
-    return seconds / target.shape[0] * (columns / size) ** 2
+    """Return the seconds that one thread or GPU takes to round a row by rule gptq.
+
+    Each block is searched, and its columns meet all others: a part grows with the columns, a part with their square.
+    """
+    if columns <= _MOST_COLUMNS:
+        return _rounding_seconds(columns, device)
+    few, many = (_rounding_seconds(size, device) for size in (_MOST_COLUMNS, 3 * _MOST_COLUMNS))
+    squares = max(0.0, (many - 3 * few) / 6)
+    factor = columns / _MOST_COLUMNS
+    return (few - squares) * factor + squares * factor**2
 
 
-def _decide_seconds(columns: int, rows: int, tokens: int, device: str) -> float:
-    """Return the seconds to choose the shrinkage and the correction of weights [rows, columns], and to factor."""
-    if tokens < MIN_TOKENS:
-        return 0.0
-    size = min(columns, _MOST_COLUMNS)
-    kept = max(BLOCK_SIZE, rows * size // columns)
-    count = max(FEW_TOKENS, 2 * size)
-    moments = Moments.start(size, kept, device=device)
-    inputs = torch.randn(count, size, device=device)
-    moments.add(inputs, inputs[:, :1].repeat(1, kept), torch.ones(count, device=device), torch.arange(count) % 2)
-    weight, kernel, is_open = torch.randn(_ROWS, size, device=device), kernel_for(device), tokens < 4 * columns
-
-    def decide() -> None:
-        if is_open:
-            choose_shrinkage(moments, weight, 1.0, kernel)
-        moments.correction()
-        make_curvature(moments.form(), 0.5)
-
-    return _seconds(decide, device) * (columns / size) ** 3
+def _rounding_seconds(columns: int, device: str) -> float:
+    target = torch.randn(_ROWS if device == "cpu" else _CUDA_ROWS, columns, device=device)
+    curvature, kernel = make_curvature(torch.eye(columns, device=device), 0.5), kernel_for(device)
+    return _seconds(lambda: round_gptq(target, 1.0, curvature, kernel), device) / target.shape[0]
 
 
 def _expert_seconds(model: ModelSizes, tokens: int, device: str) -> float:
@@ -310,10 +315,10 @@ def _search_seconds(hidden_size: int) -> float:
     return _seconds(lambda: proxy.errors(exponents), "cpu") * tries * hidden_size / columns
 
 
-def _product_rate(device: str) -> float:
+def _product_rate(device: str, dtype: torch.dtype = torch.float32) -> float:
     """Return the floating-point operations a second of one thread or GPU in a matrix product."""
     rows, inner, columns = _PRODUCT if device == "cpu" else _CUDA_PRODUCT
-    left, right = torch.ones(rows, inner, device=device), torch.ones(inner, columns, device=device)
+    left, right = (torch.ones(*shape, device=device, dtype=dtype) for shape in ((rows, inner), (inner, columns)))
     return 2 * rows * inner * columns / _seconds(lambda: left @ right, device)
 
 

@@ -119,7 +119,7 @@ class _GateUp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Down:
-    """A down projection that is not converted yet. `trusted` are moments, shrinkage and curvature; None for rule `mse`."""
+    """A down projection that is not converted yet. `trusted`: moments, shrinkage and curvature; None for rule `mse`."""
 
     weight: SourceProjection
     magnitude: Magnitude

@@ -5,7 +5,7 @@ The peaks are counted in FP32 numbers (4 bytes) of K inputs, I inner activations
     attention   3 C K of states, and what one window needs in every thread
     MLP         4 C K of states, the inner activations of all experts of the chunk
     collecting  a walk's second stream; 4 K K of moments and 2 T K of tokens stay for the layer
-    correcting  18 K K: moments, their halves, and the products that the strengths of the ridge are tried with
+    correcting  10 K K: moments, what is missing, and a factor in FP64 while the shrinkage is chosen
     converting  3 K K of correction and curvature, 4 T K of residuals, and the experts in work
 """
 
@@ -25,7 +25,6 @@ from k2convert.forward.walk import DENSE_TOKENS
 from k2convert.models import detect_family
 from k2convert.models.config import text_config
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED, Role
-from k2convert.quantize.gptq.moments import MIN_TOKENS
 
 CUDA_BYTES: Final = 3 << 30
 """What CUDA's libraries take of a process's memory, and half of that of a GPU's: an upper bound, not measured."""
@@ -175,11 +174,10 @@ def walk_memory(model: ModelSizes, size: PassSize) -> Memory:
     chosen = size.num_tokens * model.experts_per_token // max(model.num_experts, 1)
     experts, floats = (1, _EXPERT_FLOATS) if size.on_cpu else (GROUPED_EXPERTS, _CUDA_EXPERT_FLOATS)
     in_work = 4 * experts * (size.workers * floats * part + (size.workers + 1) * 3 * chosen * model.hidden)
-    correcting = 18 if size.num_tokens >= MIN_TOKENS else 14
     phases = (
         4 * square + 2 * tokens + _layer_bytes(model, size) + states,
         4 * square + 2 * tokens + model.attention_bytes + 9 * states,
-        correcting * square + 2 * tokens + model.attention_bytes + 8 * SAMPLED_ROWS * model.hidden,
+        10 * square + 2 * tokens + model.attention_bytes + 8 * SAMPLED_ROWS * model.hidden,
         3 * square + 4 * tokens + inner + model.attention_bytes + in_work,
         2 * tokens + inner + model.attention_bytes + 32 * part + 52 * model.width**2,
     )

@@ -135,11 +135,7 @@ class Forecast:
         if self.computer.gpu is not None:
             source = "its data sheet and a disk of 0.5 to 5 GB/s"
             return f"time{of} on {elsewhere}: {span}, computed from {source}, not measured"
-        line = f"time{of} on {elsewhere}: {span}, computed from one core here, not measured{self._advice(time)}"
-        if time.alone:
-            alone = console.format_span(time.alone, time.alone)
-            line += f"\none core's work, however many there are: {alone}, the corrections of the experts' inputs"
-        return line
+        return f"time{of} on {elsewhere}: {span}, computed from one core here, not measured{self._advice(time)}"
 
     def _advice(self, time: Time) -> str:
         return "; use a GPU" if self.size.on_cpu and time.middle > 24 * 3600 else ""

@@ -141,11 +141,13 @@ def layer_threads(devices: Sequence[str]) -> int:
 
 def device_name(devices: Sequence[str]) -> str:
     """Return what computes, as a fingerprint has it: bytes of floating-point sums depend on it."""
+    from k2convert.forward.arithmetic import arithmetic
+
     if tuple(devices) == ("cpu",):
-        return f"cpu, {_cpu.instructions()}"
+        return f"cpu, {_cpu.instructions()}, {arithmetic()}"
     import torch
 
-    return f"cuda, {torch.cuda.get_device_name(devices[0])}"
+    return f"cuda, {torch.cuda.get_device_name(devices[0])}, {arithmetic()}"
 
 
 def has_driver() -> bool:

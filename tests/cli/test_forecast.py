@@ -125,7 +125,6 @@ def test_a_machine_that_is_not_here_is_estimated_from_counted_work(
     shown = run_here(*words, "--device", "64-cores")
     assert shown.returncode == 0
     assert "on 64 cores: less than a minute, computed from one core here, not measured" in shown.stdout
-    assert ("one core's work, however many there are: " in shown.stdout) == (verb == "run")
     assert "--device" not in shown.stderr
     assert not list(tmp_path.iterdir())
 
