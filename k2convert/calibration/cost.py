@@ -1,8 +1,8 @@
 """How long a calibration will take: an estimate, before it starts.
 
     pass   experts, and what every token passes, in TF32; every weight decoded once for each chunk
-    walk   a pass by rule gptq: a second stream, the experts three times more, all decisions in FP32, the curvature in
-           FP64, and rounding, block after block
+    walk   a pass by rule gptq: a second stream, the experts once more, all decisions in FP32, the curvature in FP64,
+           and rounding, block after block
 
 On this machine one expert, one matrix product and a few rounded rows are measured, on the device that computes. An
 expert's weights are made up, so nothing is read and a source on the Hub can be estimated too. The rest of a layer
@@ -29,6 +29,7 @@ from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
 from k2convert.calibration.gptq_layer import SAMPLED_ROWS as JUDGED_ROWS
 from k2convert.calibration.sizes import ModelSizes, PassSize, read_sizes
 from k2convert.calibration.smoothing import SAMPLED_ROWS, STEPS, GateUpRows, Proxy
+from k2convert.calibration.text import HELD_OUT_EVERY
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.fit.gpus import Flops, Gpu
@@ -48,6 +49,9 @@ from k2convert.quantize.gptq.rounding import (
     round_gptq,
 )
 
+MEASURED_SHARE: Final = 2 / HELD_OUT_EVERY
+"""The share of the tokens on which a walk measures errors."""
+
 _DECODED_BYTES: Final = 20  # moved for a weight that is decoded
 _ROUNDED_BYTES: Final = 16_000  # moved for a column of a row: 16 scales of a block, three times
 _SEARCH_KERNELS: Final = 330  # started to search the scales of a block
@@ -55,7 +59,7 @@ _ROUND_KERNELS: Final = 1500  # started for a block in all: a search, and two sw
 _EXPERT_KERNELS: Final = 60
 _INT4_BYTES: Final = 0.5625  # of a weight, with its part of the scales
 
-_MEASURED_STEPS: Final = ("experts, three more times", "codes of gate and up", "codes of down")
+_MEASURED_STEPS: Final = ("experts, converted", "codes of gate and up", "codes of down")
 
 _BEST: Final = (0.7, 4e-6, 5e9)  # share of the peak rates, seconds to start a kernel, bytes a second of the disk
 _WORST: Final = (0.2, 12e-6, 0.5e9)
@@ -120,14 +124,14 @@ def walk_steps(model: ModelSizes, size: PassSize) -> dict[str, Work]:
     weights, groups = 3 * experts * hidden * width, -(-experts // GROUPED_EXPERTS)
     routed = tokens * model.experts_per_token // max(experts, 1)
     again = Work(
-        fp32=3 * _expert_flops(model, size),
+        fp32=(1 + 2 * MEASURED_SHARE) * _expert_flops(model, size),
         moved=3 * weights * _DECODED_BYTES,
         kernels=3 * experts * _EXPERT_KERNELS,
         read=weights * _INT4_BYTES,
     )
     added = Work(fp32=4.0 * width * experts * hidden**2)
     return {
-        "experts, three more times": again,
+        "experts, converted": again,
         "moments of gate and up": _summed(hidden, hidden, tokens),
         "shrinkage and factor of gate and up": _trusted(hidden, tokens),
         "correction of gate and up": _corrected(hidden, hidden, tokens, judged=JUDGED_ROWS),
@@ -211,7 +215,7 @@ class Cost:
 def walk_cost(model: ModelSizes, size: PassSize) -> Cost:
     """Measure a walk of rule gptq: a pass, a second stream, and rounding.
 
-    Experts are computed three more times: with converted gate and up, by rule `mse`, and with converted down.
+    Experts are computed with converted gate and up, and some tokens twice more, for the errors.
     """
     device, steps, one = size.devices[0], walk_steps(model, size), pass_cost(model, size)
     decided = sum((work for name, work in steps.items() if name not in _MEASURED_STEPS), Work())
@@ -220,7 +224,7 @@ def walk_cost(model: ModelSizes, size: PassSize) -> Cost:
     layer = (decided.fp32 + added) / fp32 + decided.fp64 / fp64
     gate_up, down = _row_seconds(model.hidden, device), _row_seconds(model.width, device)
     layer += model.num_experts * (2 * model.width * gate_up + model.hidden * down)
-    return Cost(4 * one.experts + model.num_moe(size) * layer, 2 * one.others, one.search)
+    return Cost((2 + 2 * MEASURED_SHARE) * one.experts + model.num_moe(size) * layer, 2 * one.others, one.search)
 
 
 @dataclass(frozen=True, slots=True)

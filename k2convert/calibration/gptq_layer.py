@@ -27,6 +27,7 @@ from k2convert.calibration.gptq_weights import (
     GATE,
     UP,
     ExpertWeights,
+    GateUpRule,
     SourceProjection,
     by_mse,
     decoded,
@@ -76,6 +77,16 @@ class LayerInputs:
     halves: Tensor
     gate_up: tuple[Moments, Missing] | None
 
+    @property
+    def first_measured(self) -> int:
+        """The first of the tokens that errors are measured on: those kept out of the fit, and as many before them.
+
+        Without any that are kept out, all are measured.
+        """
+        fitted = self.halves.shape[0]
+        held_out = self.x.shape[0] - fitted
+        return max(0, fitted - held_out) if held_out else 0
+
     def take_gate_up(self) -> tuple[Moments, Missing]:
         """Return the moments of gate and up, which are not kept: 0.8 GB for K2."""
         taken, self.gate_up = self.gate_up, None
@@ -95,26 +106,15 @@ class _Routed:
 class _Expert:
     """An expert whose gate and up are converted.
 
-    `outputs` f32 [t, K] are what the source's down makes of `routed`, and what the whole expert gives for these tokens
-    in the source and by rule `mse`.
+    `output` f32 [t, K] is what the source's down makes of `routed`. `measured` f32 [m, K] are what the expert gives in
+    the source and by rule `mse`, for the last m of these tokens.
     """
 
     gate: Nvfp4Weight
     up: Nvfp4Weight
     routed: _Routed
-    outputs: tuple[Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _GateUp:
-    """How gate and up of a layer are rounded, on one device: what is added, if anything, and the curvature."""
-
-    correction: Tensor | None
-    curvature: Curvature
-
-    def to(self, device: str) -> _GateUp:
-        correction = None if self.correction is None else self.correction.to(device)
-        return _GateUp(correction, self.curvature.to(device))
+    output: Tensor
+    measured: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,17 +162,20 @@ class LayerConverter:
         num_experts = inputs.routing.scores.shape[1]
         shrinkage, ridge, gate_up = self._prepare_gate_up(moments, missing, num_experts)
         del moments, missing
-        exact_TK, mse_TK = residual_TK.clone(), residual_TK.clone()
+        first = inputs.first_measured
+        exact_mK, mse_mK = residual_TK[first:].clone(), residual_TK[first:].clone()
         experts: list[_Routed] = []
         for expert in self._gates_and_ups(num_experts, inputs, gate_up):
             for kind, codes in ((GATE, expert.gate), (UP, expert.up)):
                 self.write(self.weights.module(len(experts), kind), codes)
-            for left, output in zip((residual_TK, exact_TK, mse_TK), expert.outputs, strict=True):
-                left.index_add_(0, expert.routed.tokens, output, alpha=-1)
+            residual_TK.index_add_(0, expert.routed.tokens, expert.output, alpha=-1)
+            for left, output in zip((exact_mK, mse_mK), expert.measured, strict=True):
+                places = expert.routed.tokens[expert.routed.tokens.shape[0] - output.shape[0] :] - first
+                left.index_add_(0, places, output, alpha=-1)
             experts.append(expert.routed)
             self.advance(0.5 * len(experts) / num_experts)
-        inherited, mse = _errors(exact_TK, inputs), _errors(mse_TK, inputs)
-        del exact_TK, mse_TK, gate_up
+        inherited, mse = _errors(exact_mK, inputs), _errors(mse_mK, inputs)
+        del exact_mK, mse_mK, gate_up
         shrinkages: list[float | None] = []
         ridges: list[float | None] = []
         calls = (partial(self._prepare_down, number, expert, inputs) for number, expert in enumerate(experts))
@@ -180,7 +183,7 @@ class LayerConverter:
             shrinkages.append(None if down.trusted is None else down.trusted[1])
             ridges.append(self._convert_down(number, down, experts[number], inputs, residual_TK))
             self.advance(0.5 + 0.5 * (number + 1) / num_experts)
-        fitted, held_out = map(OutputErrors, inherited, mse, _errors(residual_TK, inputs))
+        fitted, held_out = map(OutputErrors, inherited, mse, _errors(residual_TK[first:], inputs))
         decided = GptqLayer(
             ridge=ridge.strength,
             ridge_gain=ridge.gain,
@@ -192,7 +195,7 @@ class LayerConverter:
         )
         return decided, residual_TK
 
-    def _gates_and_ups(self, num_experts: int, inputs: LayerInputs, gate_up: _GateUp | None) -> Generator[_Expert]:
+    def _gates_and_ups(self, num_experts: int, inputs: LayerInputs, gate_up: GateUpRule | None) -> Generator[_Expert]:
         """Convert gate and up of every expert, some experts at a time on each device; yields them in order."""
         copies = [None if gate_up is None else gate_up.to(device) for device in self.devices]
         size = 1 if self.device == "cpu" else GROUPED_EXPERTS
@@ -218,7 +221,7 @@ class LayerConverter:
 
     def _prepare_gate_up(
         self, moments: Moments, missing: Missing, num_experts: int
-    ) -> tuple[float | None, Ridge, _GateUp | None]:
+    ) -> tuple[float | None, Ridge, GateUpRule | None]:
         """Choose the shrinkage and the correction of a layer; returns them, and how gate and up are rounded."""
         rows, scales = self._sample(num_experts)
         step = max(1, rows.shape[0] // SHRINKAGE_ROWS)
@@ -230,14 +233,19 @@ class LayerConverter:
             return None, Ridge(None, 0.0), None
         correction, ridge = correct(moments, missing, rows, team=self.team)
         missing.clear()
-        return shrinkage, ridge, _GateUp(correction, make_curvature(moments.form(), shrinkage, self.team))
+        return shrinkage, ridge, GateUpRule(correction, make_curvature(moments.form(), shrinkage, self.team))
 
-    def _convert_group(self, group: range, inputs: LayerInputs, gate_up: _GateUp | None, device: str) -> list[_Expert]:
+    def _convert_group(
+        self, group: range, inputs: LayerInputs, gate_up: GateUpRule | None, device: str
+    ) -> list[_Expert]:
         """Convert gate and up of some experts on a device, and compute what each makes of its tokens."""
         pairs = [[self.weights.read(number, kind, device) for kind in (GATE, UP)] for number in group]
         scales = [shared_scale(pair) for pair in pairs]
         weights = [(weight, *scale) for pair, scale in zip(pairs, scales, strict=True) for weight in pair]
-        codes = [by_mse(*weight) for weight in weights] if gate_up is None else _round(weights, gate_up, device)
+        if gate_up is None:
+            codes = [by_mse(*weight) for weight in weights]
+        else:
+            codes = gate_up.round(weights, kernel_for(device))
         found: list[_Expert] = []
         for place, number in enumerate(group):
             gate, up = codes[2 * place : 2 * place + 2]
@@ -264,9 +272,10 @@ class LayerConverter:
         inner = mlp.inner(x) * p_t1
         without_data.append(by_mse(down, *shared_scale([down])))
         others = (Mlp(*exact), Mlp(*(decoded(codes, device) for codes in without_data)))
-        outputs = mlp.outer(inner), others[0](x) * p_t1, others[1](x) * p_t1
-        first, second, third = (output.to(self.device) for output in outputs)
-        return _Expert(gate, up, _Routed(tokens, inner.to(self.device)), (first, second, third))
+        last = slice(int((tokens < inputs.first_measured).sum()), None)
+        of_source, of_mse = ((other(x[last]) * p_t1[last]).to(self.device) for other in others)
+        routed = _Routed(tokens, inner.to(self.device))
+        return _Expert(gate, up, routed, mlp.outer(inner).to(self.device), (of_source, of_mse))
 
     def _prepare_down(self, number: int, expert: _Routed, inputs: LayerInputs) -> _Down:
         """Do what converting a down projection needs and no other expert changes."""
@@ -311,21 +320,6 @@ class LayerConverter:
         return strength
 
 
-def _round(
-    weights: list[tuple[SourceProjection, Magnitude, float]], gate_up: _GateUp, device: str
-) -> list[Nvfp4Weight]:
-    """Round gates and ups, given the magnitude and the global scale that gate and up of an expert share."""
-    targets = torch.cat([weight.values / global_scale for weight, _, global_scale in weights])
-    if gate_up.correction is not None:
-        targets += targets @ gate_up.correction
-    codes, found, done = round_gptq(targets, 1.0, gate_up.curvature, kernel_for(device)), list[Nvfp4Weight](), 0
-    for weight, _, global_scale in weights:
-        rows = slice(done, done + weight.values.shape[0])
-        found.append(Nvfp4Weight(codes.packed[rows], codes.block_scales[rows], global_scale))
-        done = rows.stop
-    return found
-
-
 def _fitted(expert: _Routed, inputs: LayerInputs) -> int:
     """Return how many of an expert's tokens it is fitted to: they come first."""
     return int((expert.tokens < inputs.halves.shape[0]).sum())
@@ -335,16 +329,17 @@ def _halves(tokens: Tensor, inputs: LayerInputs) -> tuple[WeightedTokens, Weight
     return WeightedTokens.by_halves(inputs.token_weights[tokens], inputs.halves[tokens])
 
 
-def _errors(residual_TK: Tensor, inputs: LayerInputs) -> tuple[float, float]:
-    """Return the mean of ||R||^2 / ||h||^2 over the tokens that were fitted to, and over the others."""
-    end, fitted = residual_TK.shape[0], inputs.halves.shape[0]
-    return _error(residual_TK, inputs, range(fitted)), _error(residual_TK, inputs, range(fitted, end))
+def _errors(residual_mK: Tensor, inputs: LayerInputs) -> tuple[float, float]:
+    """Return the mean of ||R||^2 / ||h||^2 over the measured tokens that were fitted to, and over the others."""
+    weights, fitted = inputs.token_weights[inputs.first_measured :], inputs.halves.shape[0] - inputs.first_measured
+    end = residual_mK.shape[0]
+    return _error(residual_mK, weights, range(fitted)), _error(residual_mK, weights, range(fitted, end))
 
 
-def _error(residual_TK: Tensor, inputs: LayerInputs, tokens: range) -> float:
+def _error(residual_mK: Tensor, weights: Tensor, tokens: range) -> float:
     total = 0.0
     for start in tokens[::_CHUNK_ROWS]:
         rows = slice(start, min(start + _CHUNK_ROWS, tokens.stop))
-        total += float((residual_TK[rows].double().square().sum(dim=1) * inputs.token_weights[rows]).sum())
+        total += float((residual_mK[rows].double().square().sum(dim=1) * weights[rows]).sum())
     mean = total / max(len(tokens), 1)
     return mean if mean > _NOISE else 0.0

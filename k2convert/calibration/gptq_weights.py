@@ -14,6 +14,8 @@ from k2convert.forward.weights import LinearLayer, WeightReader, exact_weight, n
 from k2convert.quantize.formats.channels import divide_columns
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
+from k2convert.quantize.gptq.curvature import Curvature
+from k2convert.quantize.gptq.rounding import RoundingKernel, round_gptq
 from k2convert.quantize.quantizer import create_native_quantizer
 from k2convert.quantize.rules.max import Magnitude
 
@@ -74,3 +76,30 @@ def decoded(weight: Nvfp4Weight, device: str) -> LinearLayer:
     """Return a converted projection as a layer on a device, its inputs not quantized."""
     packed, scales = torch.as_tensor(weight.packed), torch.as_tensor(weight.block_scales)
     return LinearLayer(nvfp4_weight(packed, scales, weight.global_scale)).to(device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GateUpRule:
+    """How gate and up of a layer are rounded, on one device: the curvature, and what is added first, f32 [K, K]."""
+
+    correction: Tensor | None
+    curvature: Curvature
+
+    def to(self, device: str) -> GateUpRule:
+        """Return this on a device."""
+        correction = None if self.correction is None else self.correction.to(device)
+        return GateUpRule(correction, self.curvature.to(device))
+
+    def round(
+        self, weights: list[tuple[SourceProjection, Magnitude, float]], kernel: RoundingKernel
+    ) -> list[Nvfp4Weight]:
+        """Round gates and ups, given the magnitude and the global scale that gate and up of an expert share."""
+        targets = torch.cat([weight.values / global_scale for weight, _, global_scale in weights])
+        if self.correction is not None:
+            targets += targets @ self.correction
+        codes, found, done = round_gptq(targets, 1.0, self.curvature, kernel), list[Nvfp4Weight](), 0
+        for weight, _, global_scale in weights:
+            rows = slice(done, done + weight.values.shape[0])
+            found.append(Nvfp4Weight(codes.packed[rows], codes.block_scales[rows], global_scale))
+            done = rows.stop
+        return found

@@ -6,7 +6,7 @@ The peaks are counted in FP32 numbers (4 bytes) of K inputs, I inner activations
     MLP         4 C K of states, the inner activations of all experts of the chunk
     collecting  a walk's second stream; 4 K K of moments and 2 T K of tokens stay for the layer
     correcting  10 K K: moments, what is missing, and a factor in FP64 while the shrinkage is chosen
-    converting  3 K K of correction and curvature, 4 T K of residuals, and the experts in work
+    converting  3 K K of correction and curvature, 2 T K of tokens, and the experts in work
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def walk_memory(model: ModelSizes, size: PassSize) -> Memory:
         4 * square + 2 * tokens + _layer_bytes(model, size) + states,
         4 * square + 2 * tokens + model.attention_bytes + 9 * states,
         10 * square + 2 * tokens + model.attention_bytes + 8 * SAMPLED_ROWS * model.hidden,
-        3 * square + 4 * tokens + inner + model.attention_bytes + in_work,
+        3 * square + 2 * tokens + tokens // 4 + inner + model.attention_bytes + in_work,
         2 * tokens + inner + model.attention_bytes + 32 * part + 52 * model.width**2,
     )
     return _memory(model, size, max(phases), streams=2)

@@ -38,7 +38,7 @@ class GptqLayer:
 
     `down_ridges` and `down_shrinkages` are the same for the down projection of each routed expert.
 
-    `fitted` are the errors on the tokens that all this was fitted to, which say little. `held_out` are those on the
+    `fitted` are the errors on some tokens that all this was fitted to, which say little. `held_out` are those on the
     windows that were kept out of the fit, None if there were none.
     """
 

@@ -8,7 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,8 +26,7 @@ PYTHON = sys.executable
 LIMITS = "scripts.bench.limits"
 PEERS = "scripts.bench.peers"
 RULES = ("max", "mse")
-GPTQ_SIZES = ((8, 2048), (16, 2048), (16, 4096))
-"""Experts and tokens of the runs of rule `gptq`: one step of each."""
+GPTQ_TOKENS = 2048
 ONE, FOUR = 1, 4  # GB: for one core, and for validation and the disk; large enough to measure, quick to finish
 
 
@@ -193,35 +192,13 @@ def calibration(bench: Bench, experts: Sequence[int]) -> None:
 
 
 def gptq(bench: Bench) -> None:
-    """Time rule `gptq` on a dense and a MoE layer of K2's size, by experts and by tokens, and extrapolate to K2."""
+    """Time rule `gptq` on a dense and a MoE layer of K2's size with 16 experts, on one core and on all."""
     ids = bench.work / "gptq-ids.jsonl"
-    make_token_ids(ids, tokens=max(tokens for _, tokens in GPTQ_SIZES))
-    jobs: list[Job] = []
-    for experts, tokens in GPTQ_SIZES:
-        source = bench.source(f"layer-{experts}", "--experts", experts, "--dense-layers", 1)
-        options = ["--calibrate", ids, "--set", f"calibration.tokens={tokens}", "--yes"]
-        jobs.append(Job(gptq_label(experts, tokens), source, bench.convert(source, *map(str, options))))
-    bench.time(*jobs)
-    seconds = {size: bench.results[gptq_label(*size)]["seconds"] for size in GPTQ_SIZES}
-    bench.results["extrapolated gptq"] = extrapolate(seconds, experts=384, tokens=131_072)
-
-
-def gptq_label(experts: int, tokens: int) -> str:
-    return f"run --calibrate, {experts} experts, {tokens:,} tokens"
-
-
-def extrapolate(seconds: Mapping[tuple[int, int], float], *, experts: int, tokens: int) -> dict[str, float]:
-    """Fit seconds = a + b * experts + c * tokens through the three sizes and return the parts of another size.
-
-    A token goes through eight experts whatever their number, so what it costs does not depend on that number.
-    """
-    (few, low), (many, _), (_, high) = GPTQ_SIZES
-    an_expert = (seconds[many, low] - seconds[few, low]) / (many - few)
-    a_token = (seconds[many, high] - seconds[many, low]) / (high - low)
-    rest = seconds[few, low] - few * an_expert - low * a_token
-    total = rest + experts * an_expert + tokens * a_token
-    found = {"experts": experts, "tokens": tokens, "seconds_an_expert": an_expert, "seconds_a_token": a_token}
-    return found | {"other_seconds": rest, "seconds": total}
+    make_token_ids(ids, tokens=GPTQ_TOKENS)
+    source = bench.source("layer-16", "--experts", 16, "--dense-layers", 1)
+    command = bench.convert(source, "--calibrate", str(ids), "--set", f"calibration.tokens={GPTQ_TOKENS}", "--yes")
+    label = f"run --calibrate, 16 experts, {GPTQ_TOKENS:,} tokens"
+    bench.time(Job(f"{label}, one core", source, command, one_core=True), Job(f"{label}, all cores", source, command))
 
 
 def kernels(bench: Bench) -> None:

@@ -47,12 +47,6 @@ def markdown(results: Results) -> str:
         labels = [label for begin in beginnings for label in results if label.startswith(begin)]
         if labels:
             lines += [f"## {question}", "", *_table(labels, results), ""]
-    if (found := results.get("extrapolated gptq")) is not None:
-        lines.append(
-            f"A MoE layer of {found['experts']} experts with {found['tokens']:,} tokens would take "
-            f"{found['seconds'] / 3600:.1f} h: {found['seconds_an_expert']:.1f} s an expert, "
-            f"{1000 * found['seconds_a_token']:.1f} ms a token and {found['other_seconds']:.0f} s for everything else."
-        )
     checked, run = results.get("validate --source, smaller, warm"), results.get("run mse, smaller, warm")
     if checked is not None and run is not None:
         share = run["seconds"] / checked["seconds"]

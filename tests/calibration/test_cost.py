@@ -33,12 +33,12 @@ def test_the_device_that_computes_is_measured(tiny: Path, monkeypatch: pytest.Mo
 
 
 def test_a_walk_is_counted_with_what_it_does_beyond_a_pass(tiny: Path) -> None:
-    """The experts three times more, a second stream, and every decision, in each layer that is left."""
+    """The experts once more, some tokens twice more, a second stream, and every decision, in each layer left."""
     model = read_sizes(open_checkpoint(tiny))
     whole, last = (PassSize(16, 256, 16, ("cpu",), 2, layers) for layers in (4, 1))
     one, found = pass_work(model, whole), walk_work(model, whole)
     assert found.tf32 == one.tf32 + other_flops(model, whole)
-    assert found.fp32 > 3 * (one.tf32 - other_flops(model, whole))
+    assert found.fp32 > 1.25 * (one.tf32 - other_flops(model, whole))
     assert found.fp64 > 0
     assert one.fp32 == one.fp64 == 0
     assert found.read > one.read

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import run, run_here
+from command import run, run_cli, run_here
 from damaged_files import damaged_weight
 from results import plan_job, raw_tensors
 
@@ -169,6 +169,17 @@ def test_another_text_or_option_is_refused_by_name(
     check("walk was 2, now 1")
 
 
+def test_settings_of_threads_change_no_byte(short: Path, text: Path, done: Path, tmp_path: Path) -> None:
+    settings = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"}
+    options = ("--calibrate", text, *SMALL, "--set", f"calibration.save_statistics={tmp_path / 'saved'}", "--quiet")
+    assert run_cli("run", short, tmp_path / "out", *options, **settings).returncode == 0
+    shards = sorted((done / "out").glob("*.safetensors"))
+    assert len(shards) == 4
+    for shard in shards:
+        assert (tmp_path / "out" / shard.name).read_bytes() == shard.read_bytes()
+    assert open_statistics(tmp_path / "saved").digest == open_statistics(done / "saved").digest
+
+
 def test_options_that_contradict_are_refused(short: Path, tmp_path: Path) -> None:
     for options, says in (
         (("--calibrate", "text.txt", "--rule", "imatrix"), "--calibrate converts by rule gptq, not imatrix"),
@@ -217,6 +228,9 @@ def test_a_failed_walk_is_one_line_and_goes_on(short: Path, text: Path, done: Pa
     assert error.count("\n") == 1
     assert not (out / "config.json").exists()
     assert "calibrate: 2 of 3 layers are done" in run_here("status", out, code=0).stdout
+    refused = run_cli(*words, "--quiet", ATEN_CPU_CAPABILITY="default")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert re.search(r"a different job: device was 'cpu, \w+, \w+ [0-9a-f]{16}', now 'cpu, .* DEFAULT", refused.stderr)
     assert "resuming: 2 of 3 layers done" in run_here(*words, code=0).stderr
     assert raw_tensors(out) == raw_tensors(done / "out")
     assert "calibration" not in json.loads(run_here("status", out, "--json", code=0).stdout)

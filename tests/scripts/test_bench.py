@@ -3,20 +3,21 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from scripts.bench.__main__ import GPTQ_SIZES, extrapolate
 from scripts.bench.table import markdown
 
 
-def test_time_of_a_layer_of_k2_is_extrapolated_from_a_step_of_experts_and_a_step_of_tokens() -> None:
-    seconds = {(experts, tokens): 40 + 7 * experts + 0.004 * tokens for experts, tokens in GPTQ_SIZES}
-    found = extrapolate(seconds, experts=384, tokens=131_072)
-    assert found["seconds"] == pytest.approx(40 + 7 * 384 + 0.004 * 131_072)
-    assert found["other_seconds"] == pytest.approx(40)
-    text = markdown({"extrapolated gptq": found})
-    assert "384 experts with 131,072 tokens would take 0.9 h: 7.0 s an expert, 4.0 ms a token" in text
+def test_steps_of_rule_gptq_are_counted_and_add_up(tiny: Path) -> None:
+    command = [sys.executable, "-m", "scripts.bench.gptq_steps", str(tiny), "--tokens", "4096"]
+    shown = subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown if line.startswith("|")][2:]
+    assert len(rows) == 10
+    assert sum(float(row[-1].removesuffix(" %")) for row in rows) == pytest.approx(100, abs=5), "rounded shares"
+    assert "core-hours; " in shown[-2]
+    assert shown[-1].startswith("One H200, from its data sheet: ")
 
 
 def test_gpu_kernels_leave_registers_for_four_programs_and_spill_none() -> None:

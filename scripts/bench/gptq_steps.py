@@ -1,0 +1,120 @@
+"""Counts the steps of rule `gptq` on a model, measures the rate of each on one core, and says what all layers take.
+
+`python -m scripts.bench.gptq_steps HEADERS --tokens N`: HEADERS is a folder with the headers of the model
+(`scripts/fixtures k2-thinking-headers`). Each step runs on the model's own shapes in one thread, once to warm up and
+once to be timed in processor seconds. A GPU is not measured: its time is computed from its data sheet.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from k2convert.calibration.cost import Work, computed_time, pass_work, walk_steps, walk_work
+from k2convert.calibration.gptq_layer import SAMPLED_ROWS
+from k2convert.calibration.sizes import ModelSizes, PassSize, read_sizes
+from k2convert.checkpoint.index import open_checkpoint
+from k2convert.fit.gpus import find_gpu
+from k2convert.forward.moe import one_torch_thread
+from k2convert.quantize.gptq.curvature import make_curvature
+from k2convert.quantize.gptq.moments import Missing, Moments, WeightedTokens, correct
+from k2convert.quantize.gptq.rounding import SHRINKAGES, kernel_for, round_gptq
+
+TOKENS, WINDOW, CORES = 1024, 2048, 64
+ROUNDED_ROWS = 192
+FACTORS = 1 + 2 * len(SHRINKAGES)
+"""The factors of an input with few tokens, one of which is timed."""
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Return the processor seconds of the second call."""
+    begin = 0.0
+    for _ in range(2):
+        begin = time.process_time()
+        run()
+    return time.process_time() - begin
+
+
+def operations(work: Work) -> float:
+    return work.tf32 + work.fp32 + work.fp64
+
+
+def input_seconds(kind: str, columns: int, rows: int, outputs: int) -> dict[str, float]:
+    """Time the steps of one input: `rows` is what its correction has, `outputs` the rows of weights that read it."""
+    judged = None if kind == "down" else torch.randn(SAMPLED_ROWS, rows)
+    found, form = moment_seconds(kind, columns, rows, judged)
+    found[f"shrinkage and factor of {kind}"] = seconds_of(lambda: make_curvature(form, 0.5)) * FACTORS
+    curvature, correction = make_curvature(form, 0.5), None if judged is None else torch.randn(columns, rows)
+    targets = torch.randn(ROUNDED_ROWS, columns)
+
+    def to_codes() -> None:
+        target = targets if correction is None else targets + targets @ correction
+        round_gptq(target, 1.0, curvature, kernel_for("cpu"))
+
+    return found | {f"codes of {kind}": seconds_of(to_codes) * outputs / ROUNDED_ROWS}
+
+
+def moment_seconds(kind: str, columns: int, rows: int, judged: Tensor | None) -> tuple[dict[str, float], Tensor]:
+    """Time the moments and the correction of an input; returns the seconds, and H f32 [columns, columns]."""
+    inputs, missing = torch.randn(TOKENS, columns), torch.randn(TOKENS, rows)
+    halves = WeightedTokens.by_halves(torch.ones(TOKENS), torch.arange(TOKENS) % 2)
+    moments, sums = Moments.start(columns, device="cpu"), Missing.start(columns, rows, device="cpu")
+
+    def add() -> None:
+        moments.add(inputs, halves)
+        sums.add(inputs, missing, halves)
+
+    found = {f"moments of {kind}": seconds_of(add)}
+    moments.complete()
+    found[f"correction of {kind}"] = seconds_of(lambda: correct(moments, sums, judged))
+    return found, moments.form()
+
+
+def measured_rates(model: ModelSizes) -> dict[str, float]:
+    """Return the operations a second of one core in each step, of a layer with one expert that gets every token."""
+    small = replace(model, num_experts=1, experts_per_token=1)
+    work = walk_steps(small, PassSize(1, TOKENS, 1, ("cpu",), 1, 1))
+    seconds = input_seconds("gate and up", model.hidden, model.hidden, 2 * model.width)
+    seconds |= input_seconds("down", model.width, model.hidden, model.hidden)
+    left, right = torch.randn(TOKENS, model.hidden), torch.randn(model.hidden, model.width)
+    product = 2 * TOKENS * model.hidden * model.width / seconds_of(lambda: left @ right)
+    return {name: operations(step) / seconds[name] if name in seconds else product for name, step in work.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("headers", type=Path)
+    parser.add_argument("--tokens", type=int, default=196_608)
+    arguments = parser.parse_args()
+    source = open_checkpoint(arguments.headers)
+    model, windows = read_sizes(source), arguments.tokens // WINDOW
+    size = PassSize(windows, WINDOW, 2, ("cpu",), CORES, model.num_layers)
+    with torch.no_grad(), one_torch_thread():
+        rates = measured_rates(model)
+    steps, num_moe = walk_steps(model, size), model.num_moe(size)
+    product = rates["experts, converted"]
+    whole = operations(walk_work(model, size) + pass_work(model, replace(size, num_layers=0)))
+    streams = whole - num_moe * sum(map(operations, steps.values()))
+    print("| step | operations per layer | GFLOP/s of one core | core-hours, all layers | share |")
+    print("|---|---:|---:|---:|---:|")
+    hours = {name: num_moe * operations(step) / rates[name] / 3600 for name, step in steps.items()}
+    hours["both streams: attention, experts once"] = streams / product / 3600
+    total = sum(hours.values())
+    for name, spent in hours.items():
+        work = operations(steps[name]) if name in steps else streams / model.num_layers
+        rate = rates.get(name, product)
+        print(f"| {name} | {work / 1e12:,.1f} T | {rate / 1e9:.0f} | {spent:,.1f} | {100 * spent / total:.0f} % |")
+    print(f"\n{total:,.0f} core-hours; {total / CORES:.1f} hours on {CORES} cores that are always busy.")
+    gpu = find_gpu("h200")
+    assert gpu.flops is not None
+    on_gpu = replace(size, devices=("cuda:0",), chunk=windows)
+    span = computed_time(source, on_gpu, is_walk=True, gpu=gpu, flops=gpu.flops, disk_bytes=0)
+    print(f"One {gpu.title}, from its data sheet: {span.least / 3600:.0f} to {span.most / 3600:.0f} hours.")
+
+
+if __name__ == "__main__":
+    main()
