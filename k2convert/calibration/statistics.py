@@ -49,7 +49,10 @@ _REQUIRED: Final = {name for name, _, _ in TENSORS.values()} - _OPTIONAL
 
 @dataclass(frozen=True, slots=True)
 class StatisticsHeader:
-    """Where statistics come from. `texts` are (name, blake3); `tokens` were used, `dropped` windows were not finite."""
+    """Where statistics come from. `texts` are (name, blake3); `tokens` were used, `dropped` windows were not finite.
+
+    `kept_experts` is the digest of the experts (records/pruning.py) if they are of a model without the others.
+    """
 
     source_headers: Digest
     texts: tuple[tuple[str, Digest], ...]
@@ -59,6 +62,7 @@ class StatisticsHeader:
     dropped: Count
     seed: Count
     versions: dict[str, str]
+    kept_experts: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class Statistics:
         self.dropped = header.dropped
         self.seed = header.seed
         self.versions = header.versions
+        self.kept_experts = header.kept_experts
         self.layers = tuple(sorted(norms))
         self._norms = norms
         self._shard = shard
@@ -104,8 +109,19 @@ class Statistics:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.path, self.digest, self._pruning)
 
-    def keep_experts(self, pruning: PruningRecord) -> Statistics:
-        """Return the same statistics without the experts that are not kept, which have their numbers in the result."""
+    def keep_experts(self, pruning: PruningRecord | None) -> Statistics:
+        """Return the same statistics without the experts that are not kept, which have their numbers in the result.
+
+        Without `pruning` all are kept. CalibrationError if the statistics are of a model that keeps others.
+        """
+        own = self.kept_experts
+        if own is not None and (pruning is None or pruning.digest != own):
+            raise CalibrationError(
+                f"{self.path}: was made with --keep-experts, and knows only the experts that were kept then. Pass the "
+                "same --keep-experts, or make statistics of all experts with `k2convert calibrate`."
+            )
+        if pruning is None or own is not None:
+            return self
         return Statistics(self.path, self.digest, self._header, self._norms, self._shard, self._identity, pruning)
 
     def layer(self, number: int) -> LayerStatistics:

@@ -80,7 +80,8 @@ def _inspect_statistics(path: Path, *, as_json: bool) -> None:
         print_json(document)
         return
     _show_statistics(document)
-    print_next(command("k2convert", "run", "SOURCE", "DEST", "--statistics", path))
+    kept = () if found.kept_experts is None else ("--keep-experts", "FILE")
+    print_next(command("k2convert", "run", "SOURCE", "DEST", *kept, "--statistics", path))
 
 
 def _statistics_document(statistics: Statistics) -> dict[str, Any]:
@@ -97,6 +98,7 @@ def _statistics_document(statistics: Statistics) -> dict[str, Any]:
         "dropped_windows": statistics.dropped,
         "seed": statistics.seed,
         "versions": statistics.versions,
+        "kept_experts": statistics.kept_experts,
         "exponents_digest": used.exponents_digest(),
         "layers": {str(n): _layer_document(statistics.layer(n), used.fallback_experts(n)) for n in statistics.layers},
     }
@@ -128,6 +130,8 @@ def _show_statistics(document: dict[str, Any]) -> None:
     if dropped := document["dropped_windows"]:
         print_line(f"{dropped:,} of {document['windows']:,} windows were dropped: their hidden states are not finite")
     print_line(f"of the source with headers {document['source_headers'][:16]}; blake3 {document['digest'][:16]}")
+    if document["kept_experts"] is not None:
+        print_line("knows only the experts that --keep-experts kept when it was made")
     versions = (f"{shortened(name)} {shortened(version)}" for name, version in document["versions"].items())
     print_line(f"made with {', '.join(versions)}")
     rows = [_row(number, layer) for number, layer in document["layers"].items()]
