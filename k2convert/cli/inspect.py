@@ -10,6 +10,7 @@ from k2convert.calibration.channels import MIN_TOKENS, Calibration
 from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.statistics import Statistics, open_statistics
 from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
+from k2convert.choices import counted
 from k2convert.cli.console import command, format_bytes, print_json, print_line, print_next, print_note, print_table
 from k2convert.cli.verbs import InspectOptions
 from k2convert.errors import CalibrationError, shortened
@@ -117,7 +118,18 @@ def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[s
         "shared_down_amax": None if shared is None else float(shared[0]),
         "saliency": layer.saliency.tolist(),
         "router_weight": layer.router_weight.tolist(),
+        "imatrix": None
+        if layer.imatrix is None
+        else dict(zip(("gate_up", "down"), layer.imatrix.tolist(), strict=True)),
+        "kv_cache": None if layer.kv_amax is None else _cache_document(layer),
     }
+
+
+def _cache_document(layer: LayerStatistics) -> dict[str, list[float]]:
+    """Return what is known of a KV cache, of both of its parts."""
+    found = (layer.kv_amax, layer.kv_subnormal_share, layer.kv_saturated_share)
+    names = ("amax", "subnormal_share", "saturated_share")
+    return {name: values.tolist() for name, values in zip(names, found, strict=True) if values is not None}
 
 
 def _show_statistics(document: dict[str, Any]) -> None:
@@ -136,7 +148,7 @@ def _show_statistics(document: dict[str, Any]) -> None:
     print_line(f"made with {', '.join(versions)}")
     rows = [_row(number, layer) for number, layer in document["layers"].items()]
     few = f"below {MIN_TOKENS}"
-    columns = ("layer", "tokens: least", "median", "most", few, "scaled", "max x", "max z")
+    columns = ("layer", "tokens: least", "median", "most", few, "scaled", "max x", "max z", "max kv")
     experts = max(len(layer["tokens"]) for layer in document["layers"].values())
     print_table(f"{len(rows)} layers, {experts:,} experts per MoE layer", columns, rows)
     print_line(
@@ -144,6 +156,32 @@ def _show_statistics(document: dict[str, Any]) -> None:
     )
     print_line("scaled: channels that smoothing multiplies by a power of two")
     print_line("max x: the largest input of gate and up. max z: the largest input of down")
+    caches = {number: layer["kv_cache"] for number, layer in document["layers"].items() if layer["kv_cache"]}
+    if caches:
+        print_line("max kv: the largest value in a KV cache: of MLA's latent and rotary key, or of keys and values")
+        _show_cache(caches)
+    without = [number for number, layer in document["layers"].items() if 0 in (layer["imatrix"] or {}).values()]
+    if without:
+        print_line(
+            f"rule imatrix is not used in {counted(len(without), 'layer')}, at least in part: on tokens that were kept "
+            f"out, rule mse lost less (layers {', '.join(without)})"
+        )
+
+
+def _show_cache(caches: dict[str, dict[str, list[float]]]) -> None:
+    """Say what an FP8 KV cache with scale 1 does to the values that were seen."""
+    largest = max(value for found in caches.values() for value in found["amax"])
+    saturated = [number for number, found in caches.items() if max(found["saturated_share"]) > 0]
+    print_line(
+        f"An FP8 KV cache with scale 1 saturates values of {counted(len(saturated), 'layer')} "
+        f"({', '.join(saturated)}): the largest is {largest:.3g}, E4M3 ends at 448. Do not declare it."
+        if saturated
+        else f"An FP8 KV cache with scale 1 saturates nothing: the largest value is {largest:.3g}, E4M3 ends at 448."
+    )
+    share, number = max((max(found["subnormal_share"]), number) for number, found in caches.items())
+    print_line(
+        f"Below its normal range, 2^-6, values lose precision: at most {100 * share:.1f} % of a part (layer {number})."
+    )
 
 
 def _row(number: str, layer: dict[str, Any]) -> tuple[str, ...]:
@@ -159,4 +197,5 @@ def _row(number: str, layer: dict[str, Any]) -> tuple[str, ...]:
         f"{scaled:,}",
         f"{layer['gate_up_amax']:.3g}",
         f"{largest:.3g}",
+        "" if layer["kv_cache"] is None else " ".join(f"{value:.3g}" for value in layer["kv_cache"]["amax"]),
     )
