@@ -82,7 +82,8 @@ class Calibration:
         assert parts.layer is not None
         assert parts.projection is not None
         layer, in_down = self.statistics.layer(parts.layer), parts.projection == "down"
-        if not (in_down and parts.role is Role.SHARED_EXPERTS) and not layer.gains_by_imatrix(in_down=in_down):
+        is_shared_down = in_down and parts.role is Role.SHARED_EXPERTS
+        if ("down" if in_down else "gate_up") in layer.without_imatrix and not is_shared_down:
             columns = layer.down_mean_square.shape[1] if in_down else layer.gate_up_mean_square.size
             return np.full(columns, MAX_IMPORTANCE, dtype=np.uint8)
         if in_down:

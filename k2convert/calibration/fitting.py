@@ -141,10 +141,9 @@ def _layer_record(calibration: Calibration, number: int) -> LayerCalibration:
     if calibration.smoothing:
         values, numbers = np.unique(layer.smoothing_exponents, return_counts=True)
         counts = dict(zip(values.tolist(), numbers.tolist(), strict=True))
-    parts = {"gate_up": False, "down": True} if calibration.weighted else {}
     return LayerCalibration(
         tokens=tuple(layer.tokens.tolist()),
         fallback=calibration.fallback_experts(number),
         exponents=counts,
-        without=tuple(name for name, in_down in parts.items() if not layer.gains_by_imatrix(in_down=in_down)),
+        without=layer.without_imatrix if calibration.weighted else (),
     )

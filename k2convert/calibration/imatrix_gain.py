@@ -6,8 +6,8 @@ is computed with the scales of either rule, for some rows of gate and up and of 
 mean squares of the other tokens. The answer of gate and up and that of down are kept in the statistics; where one is
 no, a conversion uses an even importance. The mean squares in the statistics are then those of all tokens.
 
-Held-out tokens are of the same text. They show when there are too few tokens, not that the model will be asked
-something else.
+Fewer than MIN_HELD_OUT of them decide nothing, and the answer is no. Held-out tokens are of the same text: they do not
+show that the model will be asked something else.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ from k2convert.quantize.rules.mse import MAX_IMPORTANCE
 SAMPLED_EXPERTS: Final = 16
 SAMPLED_ROWS: Final = 64
 """Rows of a projection that are compared, of so many experts of a layer."""
+
+
+MIN_HELD_OUT: Final = 64
+"""With 16 of them on k2-tiny, chance decided."""
 
 
 def sampled_experts(num_experts: int) -> frozenset[int]:
@@ -79,10 +83,12 @@ def imatrix_gains(
 ) -> NDArray[np.uint8]:
     """Return whether `imatrix` has less error than `mse` in gate and up, and in down: uint8 [2], 1 for yes.
 
-    `block` is the input of gate and up of the MLP block `mlp`, `inner` that of down of experts. Without held-out tokens
-    the answer is no. Raises what reading the source raises.
+    `block` is the input of gate and up of the MLP block `mlp`, `inner` that of down of experts. Raises what reading the
+    source raises.
     """
     errors = np.zeros((2, 2))
+    if block.held_out.tokens < MIN_HELD_OUT:
+        return np.zeros(2, dtype=np.uint8)
     of_block = block.importance(few=MIN_LAYER_TOKENS)
     with one_torch_thread():
         for expert, tokens in sorted(inner.items()):

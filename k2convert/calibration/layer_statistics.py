@@ -34,7 +34,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import BLOCK_SIZE
+from k2convert.choices import BLOCK_SIZE, IMATRIX_PARTS, ImatrixPart
 from k2convert.errors import CalibrationError
 
 MAX_EXPONENT: Final = 4
@@ -102,9 +102,11 @@ class LayerStatistics:
         """Whether the MLP is dense: one expert, no shared ones."""
         return self.num_experts == 1 and self.shared_down_mean_square is None
 
-    def gains_by_imatrix(self, *, in_down: bool) -> bool:
-        """Whether the mean squares of the input of gate and up, or of down in the routed experts, are to be used."""
-        return self.imatrix is None or bool(self.imatrix[int(in_down)])
+    @property
+    def without_imatrix(self) -> tuple[ImatrixPart, ...]:
+        """The projections in which the mean squares gained nothing: gate and up, or down of the routed experts."""
+        gains = (1, 1) if self.imatrix is None else self.imatrix
+        return tuple(part for part, gain in zip(IMATRIX_PARTS, gains, strict=True) if not gain)
 
     def of_experts(self, experts: Sequence[int]) -> LayerStatistics:
         """Return the statistics of a layer that has only these experts, numbered 0, 1, 2, ... in this order."""

@@ -118,7 +118,7 @@ def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[s
         "shared_down_amax": None if shared is None else float(shared[0]),
         "saliency": layer.saliency.tolist(),
         "router_weight": layer.router_weight.tolist(),
-        "imatrix": {name: layer.gains_by_imatrix(in_down=name == "down") for name in ("gate_up", "down")},
+        "without_imatrix": list(layer.without_imatrix),
         "kv_cache": None if layer.kv_amax is None else _cache_document(layer),
     }
 
@@ -158,7 +158,7 @@ def _show_statistics(document: dict[str, Any]) -> None:
     if caches:
         print_line("max kv: the largest value in a KV cache: of MLA's latent and rotary key, or of keys and values")
         _show_cache(caches)
-    without = [number for number, layer in document["layers"].items() if not all(layer["imatrix"].values())]
+    without = [number for number, layer in document["layers"].items() if layer["without_imatrix"]]
     if without:
         print_line(
             f"rule imatrix is not used in {counted(len(without), 'layer')}, at least in part: on tokens that were kept "

@@ -5,8 +5,8 @@ Its form is that of the classes below. A layer has `gptq` only with that rule. I
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
+from k2convert.choices import ImatrixPart
 from k2convert.records.document import Count, LayerNumber, Real, Share
 
 
@@ -70,7 +70,7 @@ class LayerCalibration:
     fallback: tuple[Count, ...]
     exponents: dict[int, Count]
     gptq: GptqLayer | None = None
-    without: tuple[Literal["gate_up", "down"], ...] = ()
+    without: tuple[ImatrixPart, ...] = ()
 
     def __post_init__(self) -> None:
         if self.gptq is not None and len(self.gptq.down_ridges) != len(self.tokens):

@@ -1,4 +1,4 @@
-"""Does a scale of an FP8 KV cache gain? `python -m scripts.evaluation.cache_scales SOURCE STATISTICS TEXT --work FOLDER`.
+"""Does a scale of an FP8 KV cache gain? `python -m scripts.evaluation.cache_scales SOURCE STATISTICS TEXT --work OUT`.
 
 Copies a checkpoint with the scale amax / 448 of every layer, from statistics of `k2convert calibrate`, under the names
 that vLLM reads, and evaluates the source with scale 1 and the copy, both with `--kv-cache fp8`. Weights are the same.

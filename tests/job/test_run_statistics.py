@@ -267,6 +267,7 @@ def test_a_dry_run_says_what_is_scaled_and_writes_nothing(cut: Path, statistics:
         "imatrix": True,
         "smoothing": True,
         "fallback_experts": 2,
+        "layers_without_imatrix": 0,
         "scaled_layers": 1,
         "scaled_channels": channels,
     }
