@@ -49,7 +49,6 @@ OWNERS = {
         "calibration/accumulate.py",
         "calibration/cost.py",
         "calibration/imatrix_gain.py",
-        "calibration/token_sample.py",
         "calibration/gptq_layer.py",
         "calibration/gptq_walk.py",
         "calibration/smoothing.py",

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
+from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.sizes import ModelSizes, PassSize, read_sizes
 from k2convert.calibration.smoothing import SAMPLED_ROWS, STEPS, GateUpRows, Proxy
-from k2convert.calibration.token_sample import SAMPLED_TOKENS
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.choices import BLOCK_SIZE, GROUP_SIZE
 from k2convert.fit.gpus import Flops, Gpu

@@ -12,6 +12,7 @@ show that the model will be asked something else.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from k2convert.calibration.channels import MIN_LAYER_TOKENS, MIN_TOKENS, drawn_to_even
 from k2convert.calibration.smoothing import quantize_by_imatrix, weight_values
-from k2convert.calibration.token_sample import TokenSample, weighted_squares
 from k2convert.forward.moe import PROJECTIONS, one_torch_thread
 from k2convert.forward.weights import WeightReader
 from k2convert.models.names import WEIGHT, WEIGHT_PACKED
@@ -31,6 +31,11 @@ from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import dequantize_nvfp4
 from k2convert.quantize.rules.imatrix import block_importance
 from k2convert.quantize.rules.mse import MAX_IMPORTANCE
+
+SAMPLED_TOKENS: Final = 256
+"""Tokens that a choice is made by: this one, and smoothing."""
+
+_CHUNK_ROWS: Final = 64  # in FP64 they fit into a core's cache
 
 SAMPLED_EXPERTS: Final = 16
 SAMPLED_ROWS: Final = 64
@@ -45,6 +50,41 @@ def sampled_experts(num_experts: int) -> frozenset[int]:
     """Return the experts whose projections are compared, evenly spread."""
     chosen = np.linspace(0, num_experts - 1, min(num_experts, SAMPLED_EXPERTS)).round().astype(int)
     return frozenset(chosen.tolist())
+
+
+class TokenSample:
+    """SAMPLED_TOKENS of the tokens that come: those with the smallest of random numbers, which `name` draws."""
+
+    def __init__(self, name: str) -> None:
+        self._generator = np.random.RandomState(zlib.crc32(name.encode()))
+        self._numbers = np.empty(0)
+        self._inputs = torch.empty(0)
+        self._weights = torch.empty(0, dtype=torch.float64)
+
+    def add(self, x_TK: Tensor, weights: Tensor) -> None:
+        """Take from inputs f32 [T, K] with token weights f64 [T]."""
+        before = self._numbers.size
+        numbers = np.concatenate([self._numbers, self._generator.random_sample(x_TK.shape[0])])
+        kept = np.sort(np.argsort(numbers, kind="stable")[:SAMPLED_TOKENS])
+        old = torch.as_tensor(kept[kept < before])
+        new = torch.as_tensor(kept[kept >= before] - before).to(x_TK.device)
+        inputs = x_TK[new].cpu()
+        self._numbers = numbers[kept]
+        self._inputs = torch.cat([self._inputs[old], inputs]) if before else inputs
+        self._weights = torch.cat([self._weights[old], weights[new].cpu()])
+
+    def weighted(self, mean_weight: float) -> Tensor:
+        """Return the inputs times the roots of their weights over `mean_weight`, f32 [n, K]."""
+        return self._inputs * (self._weights / mean_weight).sqrt().float()[:, None]
+
+
+def weighted_squares(values: Tensor, weights: Tensor) -> Tensor:
+    """Return sum_t weights[t] * values[t]^2 as f64 [I], for f32 [t, I] and f64 [t]."""
+    total = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
+    for start in range(0, values.shape[0], _CHUNK_ROWS):
+        rows = slice(start, start + _CHUNK_ROWS)
+        total += values[rows].double().square_().mul_(weights[rows, None]).sum(dim=0)
+    return total
 
 
 @dataclass(slots=True)

@@ -1,14 +1,17 @@
 """Does a scale of an FP8 KV cache gain? `python -m scripts.evaluation.cache_scales SOURCE STATISTICS TEXT --work OUT`.
 
-Copies a checkpoint with the scale amax / 448 of every layer, from statistics of `k2convert calibrate`, under the names
-that vLLM reads, and evaluates the source with scale 1 and the copy, both with `--kv-cache fp8`. Weights are the same.
+Copies a checkpoint with scales of every layer, by the amax in statistics of `k2convert calibrate`, under the names that
+vLLM reads, and evaluates the source with scale 1 and the copies, all with `--kv-cache fp8`. Weights are the same.
+Powers of two change only what is below the normal range. Other scales also move where numbers lie between those of E4M3.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,7 +23,16 @@ from scripts.fixture_maker.folder import read_small, write_small
 E4M3_MAX = 448
 
 
-def with_scales(source: Path, statistics: Path, folder: Path) -> Path:
+SCALES: dict[str, Callable[[float], float]] = {
+    "amax / 448": lambda amax: amax / E4M3_MAX,
+    "the power of two above": lambda amax: 2.0 ** math.ceil(math.log2(amax / E4M3_MAX)),
+    "amax / 336": lambda amax: amax / (0.75 * E4M3_MAX),
+    "amax / 299": lambda amax: 1.5 * amax / E4M3_MAX,
+}
+"""How each scale follows from the largest value."""
+
+
+def with_scales(source: Path, statistics: Path, folder: Path, scale_of: Callable[[float], float]) -> Path:
     """Write a copy of a small checkpoint with a scale of each layer's cache; MLA has one for both of its parts."""
     checkpoint, found = read_small(source), open_statistics(statistics)
     is_mla = "kv_lora_rank" in checkpoint.config
@@ -32,7 +44,7 @@ def with_scales(source: Path, statistics: Path, folder: Path) -> Path:
         assert amax is not None
         keys, values = (amax.max(), amax.max()) if is_mla else amax
         for name, scale in (("k_proj.k_scale", keys), ("v_proj.v_scale", values)):
-            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(float(scale) / E4M3_MAX)
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(scale_of(float(scale)))
     write_small(checkpoint, folder)
     for path in source.glob("tokenizer*"):
         shutil.copy(path, folder)
@@ -52,10 +64,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=16_384)
     options = parser.parse_args()
-    scaled = with_scales(options.source, options.statistics, options.work / "with-scales")
+    scaled = [
+        with_scales(options.source, options.statistics, options.work / f"scaled-{number}", scale_of)
+        for number, scale_of in enumerate(SCALES.values())
+    ]
     found = k2convert.evaluate(
         options.source,
-        [options.source, scaled],
+        [options.source, *scaled],
         [options.text],
         tokens=options.tokens,
         window=256,
@@ -63,7 +78,7 @@ def main() -> None:
         out=options.work / "cache-scales.json",
         any_text=True,
     )
-    for scale, row in zip(("1", "amax / 448"), found.rows, strict=True):
+    for scale, row in zip(("1", *SCALES), found.rows, strict=True):
         divergence = row.figures.divergence
         print(json.dumps({"scale": scale, "mean KL": divergence.mean, "top-1 agreement": row.figures.top1_agreement}))
 

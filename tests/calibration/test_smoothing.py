@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens
+from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.smoothing import (
     GateUpRows,
     Proxy,
@@ -23,7 +24,6 @@ from k2convert.calibration.smoothing import (
     read_gate_up,
     weight_values,
 )
-from k2convert.calibration.token_sample import SAMPLED_TOKENS
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.forward.decoder import DecoderLayer
