@@ -2,7 +2,7 @@
 
 Copies a checkpoint with scales of every layer, by the amax in statistics of `k2convert calibrate`, under the names that
 vLLM reads, and evaluates the source with scale 1 and the copies, all with `--kv-cache fp8`. Weights are the same.
-Powers of two change only what is below the normal range. Other scales also move where numbers lie between those of E4M3.
+Powers of two change only what is below the normal range. Other scales also move where values lie between two numbers.
 """
 
 from __future__ import annotations
