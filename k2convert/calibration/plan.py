@@ -41,7 +41,7 @@ from k2convert.records.events import SILENT, Events, Extent, Phase
 if TYPE_CHECKING:
     from k2convert.forward.walk import Walk
 
-WALK_VERSION: Final = 2  # to be raised when a walk makes different bytes of the same input
+WALK_VERSION: Final = 3  # to be raised when a walk makes different bytes of the same input
 AHEAD: Final = 1
 _LIBRARIES: Final = ("numpy", "torch", "transformers", "tokenizers", "tiktoken")
 _STATE_BYTES: Final = 4
