@@ -50,6 +50,11 @@ MAX_SEED: Final = 10**18 - 1
 GROUP_SIZE: Final = 32
 """Input columns that share one INT4 scale."""
 
+ImatrixPart = Literal["gate_up", "down"]
+"""The projections that rule imatrix may leave to rule mse: gate and up, and down of the routed experts."""
+
+IMATRIX_PARTS: Final[tuple[ImatrixPart, ...]] = ("gate_up", "down")
+
 BLOCK_SIZE: Final = 16
 """Input columns that share one NVFP4 block scale."""
 

@@ -48,6 +48,7 @@ OWNERS = {
         "job/resources.py",
         "calibration/accumulate.py",
         "calibration/cost.py",
+        "calibration/imatrix_gain.py",
         "calibration/gptq_layer.py",
         "calibration/gptq_walk.py",
         "calibration/gptq_weights.py",

@@ -6,7 +6,6 @@ kept until then. Sums are FP64, added in the order of the tokens, and divided on
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -18,13 +17,23 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
+from k2convert.calibration.imatrix_gain import (
+    SAMPLED_TOKENS,
+    HeldOut,
+    InputTokens,
+    TokenSample,
+    imatrix_gains,
+    sampled_experts,
+    weighted_squares,
+)
 from k2convert.calibration.layer_files import gather_statistics, write_layer
 from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.plan import CalibrationPlan
 from k2convert.calibration.smoothing import find_exponents
 from k2convert.calibration.statistics import StatisticsHeader
-from k2convert.calibration.text import is_varied
+from k2convert.calibration.text import held_out_tokens, is_varied
 from k2convert.errors import CalibrationError
+from k2convert.forward.attention import NOTHING_CACHED, CachedValues, add_cached
 from k2convert.forward.moe import Routing
 from k2convert.forward.walk import States, Walk, walk_layers
 from k2convert.forward.weights import WeightReader
@@ -32,9 +41,6 @@ from k2convert.models import detect_family
 from k2convert.models.names import WEIGHT
 from k2convert.records.command import keep_command
 from k2convert.records.events import SILENT, Events
-
-SAMPLED_TOKENS: Final = 256
-"""Tokens that smoothing is fitted to. From fewer nothing is fitted: 64 tokens made k2-tiny worse by 2 %."""
 
 Save = Callable[[LayerStatistics, int], None]
 """Declares a layer done: accepts its statistics, and how many windows are dropped so far."""
@@ -50,7 +56,7 @@ def collect_statistics(walk: Walk, states: States, *, seed: int, save: Save, eve
     """
     with closing(walk_layers(walk, states, events=events)) as layers:
         for layer in layers:
-            accumulator = LayerAccumulator(layer.reader, layer.number, seed=seed, fits_norms=is_varied(walk.ids))
+            accumulator = LayerAccumulator(layer.reader, layer.number, seed=seed, tokens=LayerTokens.of(walk.ids))
             with layer.writing() as write:
                 for chunk in layer.chunks():
                     layer.run(chunk.first, chunk.streams[0], accumulator)
@@ -118,56 +124,47 @@ class _Sums:
         self.tokens += values.shape[0]
 
 
-class _Sample:
-    """SAMPLED_TOKENS of the tokens of a layer: those with the smallest of random numbers, however many tokens come."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTokens:
+    """The tokens that a layer gets, in order: whether they are varied, and which are held out, bool [tokens]."""
 
-    def __init__(self, seed: int, layer: int) -> None:
-        self._generator = np.random.RandomState(zlib.crc32(f"tokens/{seed}/{layer}".encode()))
-        self._numbers = np.empty(0)
-        self._inputs = torch.empty(0)
-        self._weights = torch.empty(0, dtype=torch.float64)
+    are_varied: bool
+    held_out: NDArray[np.bool_]
 
-    def add(self, x_TK: Tensor, weights: Tensor) -> None:
-        """Take from inputs f32 [T, K] with token weights f64 [T]."""
-        before = self._numbers.size
-        numbers = np.concatenate([self._numbers, self._generator.random_sample(x_TK.shape[0])])
-        kept = np.sort(np.argsort(numbers, kind="stable")[:SAMPLED_TOKENS])
-        old = torch.as_tensor(kept[kept < before])
-        new = torch.as_tensor(kept[kept >= before] - before).to(x_TK.device)
-        inputs = x_TK[new].cpu()
-        self._numbers = numbers[kept]
-        self._inputs = torch.cat([self._inputs[old], inputs]) if before else inputs
-        self._weights = torch.cat([self._weights[old], weights[new].cpu()])
-
-    def weighted(self, mean_weight: float) -> Tensor:
-        """Return the inputs times the roots of their weights, f32 [n, K]; weights have mean 1 over the layer."""
-        return self._inputs * (self._weights / mean_weight).sqrt().float()[:, None]
+    @classmethod
+    def of(cls, ids: NDArray[np.int64]) -> LayerTokens:
+        """Return what is known of token ids int64 [windows, tokens]."""
+        windows, length = ids.shape
+        return cls(is_varied(ids), held_out_tokens((windows, length)))
 
 
 class LayerAccumulator:
-    """Sums the statistics of layer number `layer` over chunks; `seed` draws what smoothing is fitted to, if it is.
+    """Sums the statistics of layer number `layer` over chunks of `tokens`; `seed` draws what choices are made by.
 
-    A chunk counts when its `output` is reported; without that, the next `block` begins it again.
+    Tokens that are not varied say nothing of others: nothing is chosen by them. A chunk counts when its `output` is
+    reported; without that, the next `block` begins it again.
     """
 
-    def __init__(self, reader: WeightReader, layer: int, *, seed: int, fits_norms: bool = True) -> None:
+    def __init__(self, reader: WeightReader, layer: int, *, seed: int, tokens: LayerTokens) -> None:
         self._reader = reader
         self._layer = layer
         self._seed = seed
-        self._fits_norms = fits_norms
+        self._tokens = tokens
         self._weight = 0.0
         self._num_experts = 1
         self._is_moe = False
         self._input = _Sums()
         self._shared = _Sums()
         self._experts: dict[int, _Sums] = {}
-        self._sample = _Sample(seed, layer)
+        self._sample = TokenSample(f"tokens/{seed}/{layer}")
+        self._held_out: dict[int | None, HeldOut] = {}
+        self._cached = self._cached_now = NOTHING_CACHED
         self._x = torch.empty(0)
         self._calls: list[_Call] = []
 
-    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
-        """Begin a chunk with the MLP's input f32 [T, K]."""
-        self._x, self._calls = x_TK, []
+    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
+        """Begin a chunk with the MLP's input f32 [T, K], and what a KV cache holds of its tokens."""
+        self._x, self._calls, self._cached_now = x_TK, [], cached
         if routing is not None:
             self._is_moe, self._num_experts = True, routing.scores.shape[1]
 
@@ -180,6 +177,10 @@ class LayerAccumulator:
     def output(self, h_TK: Tensor) -> None:
         """End a chunk with the hidden states f32 [T, K] after the layer, all finite: add it to the sums."""
         weights = token_weights(h_TK)
+        done = self._input.tokens
+        is_held_out = torch.as_tensor(self._tokens.held_out[done : done + h_TK.shape[0]]).to(h_TK.device)
+        self._hold_out(None, self._x, weights, is_held_out)
+        sampled = sampled_experts(self._num_experts)
         self._weight += float(weights.sum())
         self._input.add(self._x, weights)
         self._sample.add(self._x, weights)
@@ -190,9 +191,19 @@ class LayerAccumulator:
                 p = call.weights.double()
                 own, norms, routed = own * p.square(), norms * p, float(p.sum())
             sums.add(call.inner, own)
+            if call.expert in sampled:
+                self._hold_out(call.expert, call.inner, own, is_held_out[call.tokens])
             sums.router_weight += routed
             sums.saliency += float(norms.sum())
         self._x, self._calls = torch.empty(0), []
+        self._cached = add_cached((self._cached, self._cached_now))
+
+    def _hold_out(self, expert: int | None, values: Tensor, weights: Tensor, is_held_out: Tensor) -> None:
+        """Keep the held-out tokens at the input of gate and up (None), or of down of an expert."""
+        if is_held_out.any():
+            name = f"held out/{self._seed}/{self._layer}/{expert}"
+            found = self._held_out.setdefault(expert, HeldOut(TokenSample(name)))
+            found.add(values[is_held_out], weights[is_held_out])
 
     def finish(self) -> LayerStatistics:
         """Return the layer's statistics; searches the smoothing exponents of a MoE layer with SAMPLED_TOKENS tokens.
@@ -203,8 +214,9 @@ class LayerAccumulator:
             raise CalibrationError(
                 f"layer {self._layer}: no hidden state is finite and not zero. Check the source and the text."
             )
-        found = self._statistics()
-        if not (self._is_moe and self._fits_norms) or self._input.tokens < SAMPLED_TOKENS:
+        found = replace(self._statistics(), imatrix=self._choose_imatrix())
+        # 64 tokens made k2-tiny worse by 2 %.
+        if not (self._is_moe and self._tokens.are_varied) or self._input.tokens < SAMPLED_TOKENS:
             return found
         inputs = self._sample.weighted(self._weight / self._input.tokens)
         exponents = find_exponents(
@@ -212,7 +224,21 @@ class LayerAccumulator:
         )
         return replace(found, smoothing_exponents=exponents)
 
+    def _choose_imatrix(self) -> NDArray[np.uint8]:
+        """Return where rule `imatrix` gains, uint8 [2]; searches nothing."""
+        if not self._tokens.are_varied or None not in self._held_out:
+            return np.zeros(2, dtype=np.uint8)
+        found: dict[int | None, InputTokens] = {}
+        for expert, held_out in self._held_out.items():
+            sums = self._input if expert is None else self._experts[expert]
+            assert sums.squares is not None
+            found[expert] = InputTokens(sums.tokens, sums.squares, held_out)
+        mlp = f"{detect_family(self._reader.checkpoint).layer.format(layer=self._layer)}.mlp"
+        inner = {expert: tokens for expert, tokens in found.items() if expert is not None}
+        return imatrix_gains(self._reader, mlp, block=found[None], inner=inner, is_dense=not self._is_moe)
+
     def _statistics(self) -> LayerStatistics:
+        kv = self._cached
         norm = detect_family(self._reader.checkpoint).mlp_norm.format(layer=self._layer)
         experts = [self._experts.get(expert, _Sums()) for expert in range(self._num_experts)]
         width = next(sums.squares.shape[0] for sums in experts if sums.squares is not None)
@@ -231,6 +257,9 @@ class LayerAccumulator:
             smoothing_exponents=np.zeros(gate_up.size, dtype=np.int8),
             shared_down_mean_square=self._mean_square(self._shared) if has_shared else None,
             shared_down_amax=np.array([self._shared.amax], dtype=np.float32) if has_shared else None,
+            kv_amax=np.array([part.amax for part in kv], dtype=np.float32),
+            kv_subnormal_share=np.array([part.subnormal / max(1, part.count) for part in kv], dtype=np.float32),
+            kv_saturated_share=np.array([part.saturated / max(1, part.count) for part in kv], dtype=np.float32),
         )
 
     def _mean_square(self, sums: _Sums, width: int = 0) -> NDArray[np.float32]:
@@ -239,15 +268,6 @@ class LayerAccumulator:
             return np.zeros(width, dtype=np.float32)
         mean_weight = self._weight / self._input.tokens
         return (sums.squares / (mean_weight * sums.tokens)).float().cpu().numpy()
-
-
-def weighted_squares(values: Tensor, weights: Tensor) -> Tensor:
-    """Return sum_t weights[t] * values[t]^2 as f64 [I], for f32 [t, I] and f64 [t]."""
-    total = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
-    for start in range(0, values.shape[0], _CHUNK_ROWS):
-        rows = slice(start, start + _CHUNK_ROWS)
-        total += values[rows].double().square_().mul_(weights[rows, None]).sum(dim=0)
-    return total
 
 
 def token_weights(h_TK: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ column of a block of 16, the block's mean:
 An expert without tokens thus has an even importance, which is rule `mse`. The mean of the other experts is no help:
 inner columns of different experts have nothing to do with each other. With 16 tokens in all, it brought SmolLM2 to 1.22
 of the divergence of `mse` in a prototype; this rule brings it to 0.83 (scripts/bench/RESULTS.md).
+
+Where the statistics say that the mean squares of a layer gained nothing (imatrix_gain.py), the importance is even too.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from k2convert.quantize.formats.channels import divide_columns, scale_bits, scal
 from k2convert.quantize.formats.int4 import SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
 from k2convert.quantize.rules.imatrix import block_importance
+from k2convert.quantize.rules.mse import MAX_IMPORTANCE
 
 if TYPE_CHECKING:
     from k2convert.calibration.layer_files import LayerFiles, QuantizedLayers
@@ -78,8 +81,12 @@ class Calibration:
             return None
         assert parts.layer is not None
         assert parts.projection is not None
-        layer = self.statistics.layer(parts.layer)
-        if parts.projection == "down":
+        layer, in_down = self.statistics.layer(parts.layer), parts.projection == "down"
+        is_shared_down = in_down and parts.role is Role.SHARED_EXPERTS
+        if ("down" if in_down else "gate_up") in layer.without_imatrix and not is_shared_down:
+            columns = layer.down_mean_square.shape[1] if in_down else layer.gate_up_mean_square.size
+            return np.full(columns, MAX_IMPORTANCE, dtype=np.uint8)
+        if in_down:
             return block_importance(self._down(layer, parts))
         mean_square, exponents = self._of_all_tokens(layer.gate_up_mean_square), self.exponents(parts.layer)
         if exponents is not None:

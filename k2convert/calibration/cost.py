@@ -24,9 +24,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from k2convert.calibration.accumulate import SAMPLED_TOKENS
 from k2convert.calibration.gptq_layer import GROUPED_EXPERTS
 from k2convert.calibration.gptq_layer import SAMPLED_ROWS as JUDGED_ROWS
+from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.sizes import ModelSizes, PassSize, read_sizes
 from k2convert.calibration.smoothing import SAMPLED_ROWS, STEPS, GateUpRows, Proxy
 from k2convert.calibration.text import HELD_OUT_EVERY

@@ -37,13 +37,11 @@ def choose_calibration(
 ) -> Calibration:
     """Decide what a settled recipe uses of statistics; raises CalibrationError if they are of another source.
 
-    Statistics are of all experts of the source, whichever are kept.
+    Statistics are of all experts of the source, whichever are kept, or of the same ones.
     """
     check_statistics_source(statistics, source)
-    if pruning is not None:
-        statistics = statistics.keep_experts(pruning)
     weighted = RULES[recipe.rule].uses_importance
-    return Calibration(statistics, weighted=weighted, smoothing=bool(recipe.smoothing))
+    return Calibration(statistics.keep_experts(pruning), weighted=weighted, smoothing=bool(recipe.smoothing))
 
 
 def check_statistics_source(statistics: Statistics, source: Checkpoint) -> None:
@@ -147,4 +145,5 @@ def _layer_record(calibration: Calibration, number: int) -> LayerCalibration:
         tokens=tuple(layer.tokens.tolist()),
         fallback=calibration.fallback_experts(number),
         exponents=counts,
+        without=layer.without_imatrix if calibration.weighted else (),
     )

@@ -24,13 +24,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k2convert.calibration.accumulate import LayerAccumulator, Save, token_weights
+from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens, Save, token_weights
 from k2convert.calibration.gptq_layer import LayerConverter, LayerInputs
 from k2convert.calibration.gptq_weights import DOWN, GATE, UP, ExpertWeights
 from k2convert.calibration.layer_files import CODES, CONVERTED, GPTQ, writing_quantized_layers
 from k2convert.calibration.layer_statistics import LayerStatistics
-from k2convert.calibration.text import held_out, is_varied
+from k2convert.calibration.text import held_out
 from k2convert.errors import CalibrationError
+from k2convert.forward.attention import CachedValues
 from k2convert.forward.moe import Routing
 from k2convert.forward.walk import Layer, Walk, finite_windows, walk_layers
 from k2convert.forward.work import HIDDEN, HiddenStates, WorkFolder
@@ -75,9 +76,9 @@ class _LayerConversion:
         self._walk, self._decoder = layer.walk, layer.decoder
         self._held_out = int(held_out(self._walk.shape[0]).sum())
         self._num_fitted = self._walk.shape[0] - self._held_out
-        self._is_varied = is_varied(self._walk.ids[: self._num_fitted])
         self._team = team
-        self._accumulator = LayerAccumulator(layer.reader, layer.number, seed=options.seed, fits_norms=self._is_varied)
+        self._tokens = LayerTokens.of(self._walk.ids[: self._num_fitted])
+        self._accumulator = LayerAccumulator(layer.reader, layer.number, seed=options.seed, tokens=self._tokens)
 
     def run(self) -> LayerStatistics:
         """Compute both streams, and convert the experts of a MoE layer; returns the statistics."""
@@ -163,7 +164,7 @@ class _LayerConversion:
                 devices=self._walk.devices,
                 workers=self._walk.workers,
                 team=self._team,
-                is_varied=self._is_varied,
+                is_varied=self._tokens.are_varied,
                 write=write,
                 advance=self._reach,
             )
@@ -222,10 +223,10 @@ class _Tee:
     x: Tensor = field(default_factory=lambda: torch.empty(0))
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
         self.x = x_TK
         if self.accumulator is not None:
-            self.accumulator.block(x_TK, routing)
+            self.accumulator.block(x_TK, routing, cached)
 
     def expert(
         self, expert: int | None, tokens_t: Tensor, weights_t: Tensor | None, inner_tI: Tensor, output_tK: Tensor

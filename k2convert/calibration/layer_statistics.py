@@ -12,6 +12,13 @@
     tokens                    i64 [E]     routed to each expert
     saliency                  f32 [E]     mean of p * ||f(x)|| over the routed tokens, f the expert (REAP); 0 without
     router_weight             f32 [E]     mean of p over all tokens of the layer, 0 for a token that is not routed there
+    kv.amax                   f32 [2]     the largest magnitude in a KV cache: MLA's latent and rotary key, or keys and
+                                          values; absent in older files, like the next three
+    kv.subnormal_share        f32 [2]     of the same values: those that are not 0 but below E4M3's normal range, 2^-6
+    kv.saturated_share        f32 [2]     those above E4M3's largest number, 448
+    imatrix                   u8 [2]      1 if the mean squares of the input of gate and up, and of down in the routed
+                                          experts, gained on tokens that were kept out (imatrix_gain.py); 0 if they are
+                                          not to be used
     smoothing_exponents            i8 [K]      a, -4..4: the norm's weight times 2^a, its consumers over 2^a
 
 Mean squares are weighted: a token's weight is 1 / ||h||^2 of the layer's output h, with mean 1 over all tokens of the
@@ -27,11 +34,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from k2convert.choices import BLOCK_SIZE
+from k2convert.choices import BLOCK_SIZE, IMATRIX_PARTS, ImatrixPart
 from k2convert.errors import CalibrationError
 
 MAX_EXPONENT: Final = 4
 """Norm exponents are in -4..4."""
+
+_KV: Final = ("kv.amax", "kv.subnormal_share", "kv.saturated_share")
 
 TENSORS: Final[dict[str, tuple[str, type[np.generic], int]]] = {
     "tokens": ("tokens", np.int64, 1),
@@ -44,8 +53,15 @@ TENSORS: Final[dict[str, tuple[str, type[np.generic], int]]] = {
     "saliency": ("saliency", np.float32, 1),
     "router_weight": ("router_weight", np.float32, 1),
     "smoothing_exponents": ("smoothing_exponents", np.int8, 1),
+    "kv_amax": ("kv.amax", np.float32, 1),
+    "kv_subnormal_share": ("kv.subnormal_share", np.float32, 1),
+    "kv_saturated_share": ("kv.saturated_share", np.float32, 1),
+    "imatrix": ("imatrix", np.uint8, 1),
 }
 """Field -> (name in the file, dtype, rank), in the order of the file."""
+
+OPTIONAL: Final = ("shared_down.mean_square", "shared_down.amax", *_KV, "imatrix")
+"""Tensors that a layer may lack."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +83,10 @@ class LayerStatistics:
     smoothing_exponents: NDArray[np.int8]
     shared_down_mean_square: NDArray[np.float32] | None = None
     shared_down_amax: NDArray[np.float32] | None = None
+    kv_amax: NDArray[np.float32] | None = None
+    kv_subnormal_share: NDArray[np.float32] | None = None
+    kv_saturated_share: NDArray[np.float32] | None = None
+    imatrix: NDArray[np.uint8] | None = None
 
     def __post_init__(self) -> None:
         if problem := _problem(self):
@@ -81,6 +101,12 @@ class LayerStatistics:
     def is_dense(self) -> bool:
         """Whether the MLP is dense: one expert, no shared ones."""
         return self.num_experts == 1 and self.shared_down_mean_square is None
+
+    @property
+    def without_imatrix(self) -> tuple[ImatrixPart, ...]:
+        """The projections in which the mean squares gained nothing: gate and up, or down of the routed experts."""
+        gains = (1, 1) if self.imatrix is None else self.imatrix
+        return tuple(part for part, gain in zip(IMATRIX_PARTS, gains, strict=True) if not gain)
 
     def of_experts(self, experts: Sequence[int]) -> LayerStatistics:
         """Return the statistics of a layer that has only these experts, numbered 0, 1, 2, ... in this order."""
@@ -114,6 +140,8 @@ def _problem(layer: LayerStatistics) -> str | None:
             return f"{name} holds negative numbers"
     if (np.abs(layer.smoothing_exponents.astype(np.int16)) > MAX_EXPONENT).any():
         return f"smoothing_exponents has values outside -{MAX_EXPONENT}..{MAX_EXPONENT}"
+    if layer.imatrix is not None and (layer.imatrix > 1).any():
+        return "imatrix has values other than 0 and 1"
     return _shape_problem(layer)
 
 
@@ -137,6 +165,8 @@ def _shape_problem(layer: LayerStatistics) -> str | None:
         "router_weight": (layer.router_weight.size, experts),
         "shared_down.amax": (1 if shared_amax is None else shared_amax.size, 1),
     }
+    pairs = {name: layer.arrays()[name].size for name in (*_KV, "imatrix") if name in layer.arrays()}
+    sizes |= {name: (size, 2) for name, size in pairs.items()}
     for name, (size, expected) in sizes.items():
         if size != expected:
             return f"{name} has {size} values, expected {expected}"

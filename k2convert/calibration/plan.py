@@ -41,7 +41,7 @@ from k2convert.records.events import SILENT, Events, Extent, Phase
 if TYPE_CHECKING:
     from k2convert.forward.walk import Walk
 
-WALK_VERSION: Final = 2  # to be raised when a walk makes different bytes of the same input
+WALK_VERSION: Final = 3  # to be raised when a walk makes different bytes of the same input
 AHEAD: Final = 1
 _LIBRARIES: Final = ("numpy", "torch", "transformers", "tokenizers", "tiktoken")
 _STATE_BYTES: Final = 4
@@ -225,7 +225,7 @@ class CalibrationPlan:
         if path is None or not path.exists():
             return None
         found = open_statistics(path)
-        for name in ("source_headers", "texts", "tokens", "window", "windows", "seed"):
+        for name in ("source_headers", "texts", "tokens", "window", "windows", "seed", "kept_experts"):
             if getattr(found, name) != (now := getattr(header, name)):
                 raise DestinationError(
                     f"{path}: exists, made from something else: {name} was {quoted(getattr(found, name))}, now "
@@ -283,6 +283,7 @@ def plan_calibration(
             dropped=0,
             seed=text.seed,
             versions=_versions(),
+            kept_experts=identity.get("kept_experts"),
         ),
         architecture=architecture,
         devices=devices,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from k2convert.buffers import POOL_BYTES
-from k2convert.calibration.accumulate import SAMPLED_TOKENS
 from k2convert.calibration.gptq_layer import GROUPED_EXPERTS, SAMPLED_ROWS
+from k2convert.calibration.imatrix_gain import SAMPLED_TOKENS
 from k2convert.calibration.smoothing import STEPS
 from k2convert.checkpoint.index import Checkpoint
 from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS

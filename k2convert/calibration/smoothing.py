@@ -245,12 +245,12 @@ class Proxy:
         errors = np.zeros(exponents.size)
         for weight in self.weights.rows:
             divided = divide_columns(weight, exponents, name="rows of gate and up")
-            result = dequantize_nvfp4(_quantize(divided, importance))
+            result = dequantize_nvfp4(quantize_by_imatrix(divided, importance))
             errors += np.square(result - np.ldexp(weight_values(weight), -exponents.astype(np.int32))).sum(axis=0)
         return errors / sum(weight.shape[0] for weight in self.weights.rows)
 
 
-def _quantize(weight: SourceWeight, importance: NDArray[np.uint8]) -> Nvfp4Weight:
+def quantize_by_imatrix(weight: SourceWeight, importance: NDArray[np.uint8]) -> Nvfp4Weight:
     """Quantize a weight by rule `imatrix`."""
     global_scale = mse_global_scale(measure_magnitude(weight, name="rows"), is_int4=isinstance(weight, Int4Weight))
     return convert(weight, rule="imatrix", global_scale=global_scale, importance=importance).weight

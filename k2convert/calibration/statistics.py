@@ -26,7 +26,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from k2convert.calibration.layer_statistics import TENSORS, LayerStatistics
+from k2convert.calibration.layer_statistics import OPTIONAL, TENSORS, LayerStatistics
 from k2convert.checkpoint.files import pieces, write_atomically
 from k2convert.checkpoint.header import ShardHeader, TensorInfo, encode_header, read_header
 from k2convert.errors import CalibrationError, MalformedFileError, SourceReadError, quoted, shortened
@@ -34,22 +34,26 @@ from k2convert.records.document import Count, Digest, LayerNumber, parse, plain
 from k2convert.records.pruning import PruningRecord
 
 FORMAT: Final = "k2convert statistics"
-FORMAT_VERSION: Final = "3"
+FORMAT_VERSION: Final = "4"
+READ_VERSIONS: Final = ("3", FORMAT_VERSION)
+"""Version 3 has no kept experts, nothing of a KV cache, and no choice of imatrix."""
 REMEDY: Final = "Make it again with `k2convert calibrate`, or get the file again."
 
 _CHECKSUM: Final = "blake3"
 _ALIGNMENT: Final = 8
 _CACHED_LAYERS: Final = 8  # 3.2 MB each for K2
-_DTYPES: Final[dict[str, type[np.generic]]] = {"F32": np.float32, "I64": np.int64, "I8": np.int8}
+_DTYPES: Final[dict[str, type[np.generic]]] = {"F32": np.float32, "I64": np.int64, "I8": np.int8, "U8": np.uint8}
 _DTYPE_NAMES: Final = {np.dtype(kind): name for name, kind in _DTYPES.items()}
 _TENSOR: Final = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)")
-_OPTIONAL: Final = {name for name, _, _ in TENSORS.values() if name.startswith("shared_down.")}
-_REQUIRED: Final = {name for name, _, _ in TENSORS.values()} - _OPTIONAL
+_REQUIRED: Final = {name for name, _, _ in TENSORS.values()}.difference(OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True)
 class StatisticsHeader:
-    """Where statistics come from. `texts` are (name, blake3); `tokens` were used, `dropped` windows were not finite."""
+    """Where statistics come from. `texts` are (name, blake3); `tokens` were used, `dropped` windows were not finite.
+
+    `kept_experts` is the digest of the experts (records/pruning.py) if they are of a model without the others.
+    """
 
     source_headers: Digest
     texts: tuple[tuple[str, Digest], ...]
@@ -59,6 +63,7 @@ class StatisticsHeader:
     dropped: Count
     seed: Count
     versions: dict[str, str]
+    kept_experts: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,7 @@ class Statistics:
         self.dropped = header.dropped
         self.seed = header.seed
         self.versions = header.versions
+        self.kept_experts = header.kept_experts
         self.layers = tuple(sorted(norms))
         self._norms = norms
         self._shard = shard
@@ -104,8 +110,19 @@ class Statistics:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.path, self.digest, self._pruning)
 
-    def keep_experts(self, pruning: PruningRecord) -> Statistics:
-        """Return the same statistics without the experts that are not kept, which have their numbers in the result."""
+    def keep_experts(self, pruning: PruningRecord | None) -> Statistics:
+        """Return the same statistics without the experts that are not kept, which have their numbers in the result.
+
+        Without `pruning` all are kept. CalibrationError if the statistics are of a model that keeps others.
+        """
+        own = self.kept_experts
+        if own is not None and (pruning is None or pruning.digest != own):
+            raise CalibrationError(
+                f"{self.path}: was made with --keep-experts, and knows only the experts that were kept then. Pass the "
+                "same --keep-experts, or make statistics of all experts with `k2convert calibrate`."
+            )
+        if pruning is None or own is not None:
+            return self
         return Statistics(self.path, self.digest, self._header, self._norms, self._shard, self._identity, pruning)
 
     def layer(self, number: int) -> LayerStatistics:
@@ -191,10 +208,11 @@ def open_statistics(path: Path) -> Statistics:
     stated = shard.metadata
     if stated.get("format") != FORMAT:
         raise CalibrationError(f"{path}: not a statistics file. Pass a file that `k2convert calibrate` made.")
-    if stated.get("version") != FORMAT_VERSION:
+    if stated.get("version") not in READ_VERSIONS:
         raise CalibrationError(
-            f"{path}: its format has version {quoted(stated.get('version'))}, but this k2convert reads version "
-            f"{FORMAT_VERSION}. Use the k2convert that made it, or collect them again with `k2convert calibrate`."
+            f"{path}: its format has version {quoted(stated.get('version'))}, but this k2convert reads versions "
+            f"{' and '.join(READ_VERSIONS)}. Use the k2convert that made it, or collect them again with "
+            "`k2convert calibrate`."
         )
     try:
         about = parse(_About, stated.get("about", ""), where=f"{path}: its metadata")

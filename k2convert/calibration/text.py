@@ -278,6 +278,14 @@ def held_out(num_windows: int) -> NDArray[np.bool_]:
     return (np.arange(num_windows) % HELD_OUT_EVERY == first) & (num_windows > 1)
 
 
+def held_out_tokens(shape: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return which tokens of windows of a shape are held out, bool [tokens]; of one window, the last quarter."""
+    num_windows, length = shape
+    if num_windows == 1:
+        return np.arange(length) >= length - length // 4
+    return held_out(num_windows).repeat(length)
+
+
 def _notes(ids: NDArray[np.int64], *, tokens: int, window: int) -> tuple[str, ...]:
     count, length = ids.shape
     if count * length >= tokens - tokens % min(window, tokens):

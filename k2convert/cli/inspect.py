@@ -10,6 +10,7 @@ from k2convert.calibration.channels import MIN_TOKENS, Calibration
 from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.calibration.statistics import Statistics, open_statistics
 from k2convert.checkpoint.names import CONFIG_NAME, SHARD_SUFFIX
+from k2convert.choices import counted
 from k2convert.cli.console import command, format_bytes, print_json, print_line, print_next, print_note, print_table
 from k2convert.cli.verbs import InspectOptions
 from k2convert.errors import CalibrationError, shortened
@@ -80,7 +81,8 @@ def _inspect_statistics(path: Path, *, as_json: bool) -> None:
         print_json(document)
         return
     _show_statistics(document)
-    print_next(command("k2convert", "run", "SOURCE", "DEST", "--statistics", path))
+    kept = () if found.kept_experts is None else ("--keep-experts", "FILE")
+    print_next(command("k2convert", "run", "SOURCE", "DEST", *kept, "--statistics", path))
 
 
 def _statistics_document(statistics: Statistics) -> dict[str, Any]:
@@ -97,6 +99,7 @@ def _statistics_document(statistics: Statistics) -> dict[str, Any]:
         "dropped_windows": statistics.dropped,
         "seed": statistics.seed,
         "versions": statistics.versions,
+        "kept_experts": statistics.kept_experts,
         "exponents_digest": used.exponents_digest(),
         "layers": {str(n): _layer_document(statistics.layer(n), used.fallback_experts(n)) for n in statistics.layers},
     }
@@ -115,7 +118,16 @@ def _layer_document(layer: LayerStatistics, fallback: tuple[int, ...]) -> dict[s
         "shared_down_amax": None if shared is None else float(shared[0]),
         "saliency": layer.saliency.tolist(),
         "router_weight": layer.router_weight.tolist(),
+        "without_imatrix": list(layer.without_imatrix),
+        "kv_cache": None if layer.kv_amax is None else _cache_document(layer),
     }
+
+
+def _cache_document(layer: LayerStatistics) -> dict[str, list[float]]:
+    """Return what is known of a KV cache, of both of its parts."""
+    found = (layer.kv_amax, layer.kv_subnormal_share, layer.kv_saturated_share)
+    names = ("amax", "subnormal_share", "saturated_share")
+    return {name: values.tolist() for name, values in zip(names, found, strict=True) if values is not None}
 
 
 def _show_statistics(document: dict[str, Any]) -> None:
@@ -128,11 +140,13 @@ def _show_statistics(document: dict[str, Any]) -> None:
     if dropped := document["dropped_windows"]:
         print_line(f"{dropped:,} of {document['windows']:,} windows were dropped: their hidden states are not finite")
     print_line(f"of the source with headers {document['source_headers'][:16]}; blake3 {document['digest'][:16]}")
+    if document["kept_experts"] is not None:
+        print_line("knows only the experts that --keep-experts kept when it was made")
     versions = (f"{shortened(name)} {shortened(version)}" for name, version in document["versions"].items())
     print_line(f"made with {', '.join(versions)}")
     rows = [_row(number, layer) for number, layer in document["layers"].items()]
     few = f"below {MIN_TOKENS}"
-    columns = ("layer", "tokens: least", "median", "most", few, "scaled", "max x", "max z")
+    columns = ("layer", "tokens: least", "median", "most", few, "scaled", "max x", "max z", "max kv")
     experts = max(len(layer["tokens"]) for layer in document["layers"].values())
     print_table(f"{len(rows)} layers, {experts:,} experts per MoE layer", columns, rows)
     print_line(
@@ -140,6 +154,32 @@ def _show_statistics(document: dict[str, Any]) -> None:
     )
     print_line("scaled: channels that smoothing multiplies by a power of two")
     print_line("max x: the largest input of gate and up. max z: the largest input of down")
+    caches = {number: layer["kv_cache"] for number, layer in document["layers"].items() if layer["kv_cache"]}
+    if caches:
+        print_line("max kv: the largest value in a KV cache: of MLA's latent and rotary key, or of keys and values")
+        _show_cache(caches)
+    without = [number for number, layer in document["layers"].items() if layer["without_imatrix"]]
+    if without:
+        print_line(
+            f"rule imatrix is not used in {counted(len(without), 'layer')}, at least in part: on tokens that were kept "
+            f"out, rule mse lost less (layers {', '.join(without)})"
+        )
+
+
+def _show_cache(caches: dict[str, dict[str, list[float]]]) -> None:
+    """Say what an FP8 KV cache with scale 1 does to the values that were seen."""
+    largest = max(value for found in caches.values() for value in found["amax"])
+    saturated = [number for number, found in caches.items() if max(found["saturated_share"]) > 0]
+    print_line(
+        f"An FP8 KV cache with scale 1 saturates values of {counted(len(saturated), 'layer')} "
+        f"({', '.join(saturated)}): the largest is {largest:.3g}, E4M3 ends at 448. Do not declare it."
+        if saturated
+        else f"An FP8 KV cache with scale 1 saturates nothing: the largest value is {largest:.3g}, E4M3 ends at 448."
+    )
+    share, number = max((max(found["subnormal_share"]), number) for number, found in caches.items())
+    print_line(
+        f"Below its normal range, 2^-6, values lose precision: at most {100 * share:.1f} % of a part (layer {number})."
+    )
 
 
 def _row(number: str, layer: dict[str, Any]) -> tuple[str, ...]:
@@ -155,4 +195,5 @@ def _row(number: str, layer: dict[str, Any]) -> tuple[str, ...]:
         f"{scaled:,}",
         f"{layer['gate_up_amax']:.3g}",
         f"{largest:.3g}",
+        "" if layer["kv_cache"] is None else " ".join(f"{value:.3g}" for value in layer["kv_cache"]["amax"]),
     )

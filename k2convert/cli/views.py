@@ -80,6 +80,7 @@ def calibration_document(job: Job) -> dict[str, Any]:
             "imatrix": found.imatrix,
             "smoothing": found.smoothing,
             "fallback_experts": sum(len(layer.fallback) for layer in found.layers.values()),
+            "layers_without_imatrix": found.layers_without,
             "scaled_channels": sum(
                 count for layer in found.layers.values() for exponent, count in layer.exponents.items() if exponent
             ),
@@ -96,6 +97,8 @@ def _show_calibration(job: Job) -> None:
 
         if num_few := found["fallback_experts"]:
             print_line(f"{num_few:,} experts have fewer than {MIN_TOKENS} tokens: importance drawn toward an even one")
+        if without := found["layers_without_imatrix"]:
+            print_line(f"rule imatrix is not used in {counted(without, 'layer')}, at least in part: it gained nothing")
         if found["smoothing"]:
             channels = f"{found['scaled_channels']:,} channels of {counted(found['scaled_layers'], 'layer')}"
             print_line(f"smoothing: {channels} are multiplied by powers of two, which is exact")

@@ -24,6 +24,7 @@ from k2convert.checkpoint.header import encode_header, read_header
 from k2convert.checkpoint.reader import ShardReader
 from k2convert.checkpoint.writer import ALIGNMENT
 from k2convert.evaluation.checkpoints import EvaluatedCheckpoint
+from k2convert.forward.attention import CachedValues
 from k2convert.forward.moe import Routing
 from k2convert.forward.walk import Layer, finite_windows
 from k2convert.forward.work import HIDDEN
@@ -60,7 +61,7 @@ class _Choices:
 
     experts: NDArray[np.int64] | None = None
 
-    def block(self, x_TK: Tensor, routing: Routing | None) -> None:  # noqa: ARG002
+    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:  # noqa: ARG002
         self.experts = None if routing is None else routing.experts.cpu().numpy()
 
     def expert(

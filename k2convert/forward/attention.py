@@ -8,7 +8,8 @@ built from the fields. No code of the checkpoint is run.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from k2convert.checkpoint.index import thaw
 from k2convert.errors import CheckpointError, cut
 from k2convert.forward.weights import DenseWeight, WeightReader, round_to_e4m3
 from k2convert.models.config import text_config
+from k2convert.quantize.formats.nvfp4 import E4M3_MAX, SMALLEST_NORMAL
 
 _NOT_OF_THE_NETWORK: Final = ("quantization_config", "compression_config", "model_type", "architectures", "auto_map")
 _NO_TOKENS: Final = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -42,6 +44,64 @@ class _Linear(nn.Module):
         return result if self._bias is None else result + self._bias.float()
 
 
+@dataclass(frozen=True, slots=True)
+class CachedPart:
+    """One part of what a KV cache holds of some tokens: the largest magnitude, and the number of values.
+
+    Also how many of them are not zero but below E4M3's normal range, and how many above its largest number.
+    """
+
+    amax: float = 0.0
+    count: int = 0
+    subnormal: int = 0
+    saturated: int = 0
+
+    def __add__(self, other: CachedPart) -> CachedPart:
+        """Return what both are together: the same in any order."""
+        return CachedPart(
+            max(self.amax, other.amax),
+            self.count + other.count,
+            self.subnormal + other.subnormal,
+            self.saturated + other.saturated,
+        )
+
+
+CachedValues = tuple[CachedPart, CachedPart]
+"""What a KV cache holds: MLA's latent and rotary key, or keys and values."""
+NOTHING_CACHED: Final[CachedValues] = (CachedPart(), CachedPart())
+
+
+def add_cached(parts: Iterable[CachedValues]) -> CachedValues:
+    """Return what a cache holds of all tokens together."""
+    first, second = zip(NOTHING_CACHED, *parts, strict=True)
+    return sum(first, CachedPart()), sum(second, CachedPart())
+
+
+class _Cache:
+    """The KV cache of an attention: measures what it holds, and rounds it to E4M3 if its parts have scales."""
+
+    def __init__(self, scales: tuple[float, float] | None) -> None:
+        self._scales = scales
+        self._seen: list[tuple[int, int, Tensor]] = []  # windows may be computed by several threads
+
+    def hold(self, part: int, values: Tensor) -> Tensor:
+        """Return the values of a part as later tokens read them."""
+        magnitudes = values.abs()
+        is_subnormal = (magnitudes < SMALLEST_NORMAL) & (magnitudes > 0)
+        found = (magnitudes.amax(), is_subnormal.sum(), (magnitudes > E4M3_MAX).sum())
+        self._seen.append((part, values.numel(), torch.stack([number.double() for number in found])))
+        return values if self._scales is None else round_to_e4m3(values, self._scales[part])
+
+    def take(self) -> CachedValues:
+        """Return what was held since the last call."""
+        seen, self._seen = self._seen, []
+        parts = [CachedPart(), CachedPart()]
+        for part, count, numbers in seen:
+            amax, subnormal, saturated = (number.item() for number in numbers)
+            parts[part] += CachedPart(float(amax), count, int(subnormal), int(saturated))
+        return parts[0], parts[1]
+
+
 class Attention:
     """input_layernorm, attention and residual, post_attention_layernorm of one layer, on one device."""
 
@@ -52,9 +112,10 @@ class Attention:
         """
         rotary, modules = _build(reader.checkpoint.config, where=str(reader.checkpoint.folder))
         _fill(modules, {name: value.to(device) for name, value in _read_state(reader, stem, modules).items()})
-        if fp8_cache:
-            keys, values = (_cache_scale(reader, stem, which) for which in ("k_scale", "v_scale"))
-            _round_cache(modules.self_attn, keys, values)
+        keys, values = (_cache_scale(reader, stem, which) for which in ("k_scale", "v_scale"))
+        is_mla = hasattr(modules.self_attn, "kv_a_layernorm")
+        self._cache = _Cache((keys, keys if is_mla else values) if fp8_cache else None)
+        _watch_cache(modules.self_attn, self._cache)
         self._modules: Any = modules.eval()
         self._rotary = rotary.to(device)
         self._device = device
@@ -68,6 +129,10 @@ class Attention:
         )
         residual = hidden + attended
         return residual[0], modules.post_attention_layernorm(residual)[0]
+
+    def take_cached(self) -> CachedValues:
+        """Return what a KV cache holds of the windows since the last call."""
+        return self._cache.take()
 
 
 def _build(config: Mapping[str, Any], *, where: str) -> tuple[Any, Any]:
@@ -144,29 +209,26 @@ def _cache_scale(reader: WeightReader, stem: str, which: str) -> float:
     return 1.0
 
 
-def _round_cache(attention: Any, keys: float, values: float) -> None:
-    """Round what attention keeps of a token: MLA's latent and rotary key, by the scale of keys; else keys and values.
-
-    The latent is rounded here, and what has its position in `_causal_attention`.
-    """
-    attention.cache_scales = keys, values
+def _watch_cache(attention: Any, cache: _Cache) -> None:
+    """Pass what attention keeps of a token through a cache: MLA's latent here, the rest in `_causal_attention`."""
+    attention.cache = cache
     if hasattr(attention, "kv_a_layernorm"):
 
-        def rounded(_module: nn.Module, _inputs: object, latent: Tensor) -> Tensor:
-            return round_to_e4m3(latent, keys)
+        def held(_module: nn.Module, _inputs: object, latent: Tensor) -> Tensor:
+            return cache.hold(0, latent)
 
-        attention.kv_a_layernorm.register_forward_hook(rounded)
+        attention.kv_a_layernorm.register_forward_hook(held)
 
 
 def _cached(attention: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values as they come out of the cache, if it is FP8."""
-    scales: tuple[float, float] | None = getattr(attention, "cache_scales", None)
-    if scales is None:
-        return key, value
+    """Return keys and values as they come out of the cache: MLA has its rotary key there, which all heads share."""
+    cache: _Cache = attention.cache
     if not hasattr(attention, "kv_a_layernorm"):
-        return round_to_e4m3(key, scales[0]), round_to_e4m3(value, scales[1])
+        return cache.hold(0, key), cache.hold(1, value)
     width: int = attention.qk_nope_head_dim
-    return torch.cat((key[..., :width], round_to_e4m3(key[..., width:], scales[0])), dim=-1), value
+    rotary = key[:, :1, :, width:]
+    held = cache.hold(1, rotary)
+    return key if held is rotary else torch.cat((key[..., :width], held.expand_as(key[..., width:])), dim=-1), value
 
 
 def _fill(modules: Any, state: Mapping[str, Tensor]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from k2convert.errors import CalibrationError, CheckpointError, quoted
-from k2convert.forward.attention import Attention
+from k2convert.forward.attention import NOTHING_CACHED, Attention, CachedValues, add_cached
 from k2convert.forward.moe import PROJECTIONS, Mlp, Router, Routing, read_mlp, read_router, run_in_order
 from k2convert.forward.weights import WeightReader
 from k2convert.models import detect_family
@@ -40,8 +40,11 @@ class BlockObserver(Protocol):
     Tensors are on the layer's first device and may be kept, but not changed.
     """
 
-    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
-        """The input f32 [T, K] of the MLP: the output of post_attention_layernorm. No routing: a dense MLP."""
+    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
+        """The input f32 [T, K] of the MLP: the output of post_attention_layernorm. No routing: a dense MLP.
+
+        `cached` is what a KV cache holds of the tokens.
+        """
         ...
 
     def expert(
@@ -138,6 +141,7 @@ class DecoderLayer:
             self._piece_tokens = DENSE_PIECE_TOKENS
         self._router: Router | None = read_router(reader, self._mlp, device=devices[0]) if is_moe else None
         self._dense: list[Mlp] = []
+        self.cached: CachedValues = NOTHING_CACHED
 
     @property
     def is_dense(self) -> bool:
@@ -149,7 +153,7 @@ class DecoderLayer:
         """Map the hidden states f32 [W, T, K] of a chunk of whole windows to those after the layer."""
         result, x, routing = self.attend(hidden)
         if observer is not None:
-            observer.block(x, routing)
+            observer.block(x, routing, self.cached)
         if self.is_dense and not self._dense:
             self._dense = [self._read_mlp(self._mlp, device) for device in self._devices]
         total = torch.zeros_like(x)
@@ -166,7 +170,10 @@ class DecoderLayer:
         return result.view(hidden.shape).to(hidden.device)
 
     def attend(self, hidden: Tensor) -> tuple[Tensor, Tensor, Routing | None]:
-        """Return what a chunk f32 [W, T, K] is before the MLP: hidden states, MLP's input f32 [T, K], and routing."""
+        """Return what a chunk f32 [W, T, K] is before the MLP: hidden states, MLP's input f32 [T, K], and routing.
+
+        What a KV cache holds of its tokens is in `cached` afterwards.
+        """
         after = torch.empty_like(hidden, device=self._devices[0])
         x, windows = torch.empty_like(after), range(hidden.shape[0])
 
@@ -177,6 +184,7 @@ class DecoderLayer:
         with allowing_tf32(self._devices):
             for _ in run_in_order(attend, windows, workers=self._workers):
                 pass
+        self.cached = add_cached(attention.take_cached() for attention in self._attentions)
         routing: Routing | None = None
         if (router := self._router) is not None:
             parts = run_in_order(lambda window: router(x[window]), windows, workers=self._workers)

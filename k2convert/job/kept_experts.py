@@ -83,7 +83,7 @@ def _read(path: Path, count: int | None, source: Source, hub: Hub) -> PruningRec
         from k2convert.calibration.fitting import check_statistics_source
         from k2convert.calibration.statistics import open_statistics
 
-        found = open_statistics(path)
+        found = open_statistics(path).keep_experts(None)
         check_statistics_source(found, checkpoint)
         _check_norms(found, source, hub)
         scores, weights = _per_expert(found, architecture)

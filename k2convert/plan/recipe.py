@@ -191,11 +191,6 @@ def _contradictions(r: Recipe, *, statistics: bool, text: bool, to_hub: bool) ->
         "calibration" in r.model_fields_set and not text,
         "the keys of calibration are for a text. Add --calibrate FILE, or leave them out.",
     )
-    yield (
-        r.calibration.save_statistics and r.keep_experts,
-        "calibration.save_statistics would have statistics of the pruned model, not of the source. Leave it out, or "
-        "write the pruned model with --to int4 first, and convert that.",
-    )
     yield to_hub and not is_nvfp4, f"target {r.target} needs a folder as destination: the Hub gets only NVFP4."
 
 

@@ -6,6 +6,7 @@ Its form is that of the classes below. A layer has `gptq` only with that rule. I
 
 from dataclasses import dataclass
 
+from k2convert.choices import ImatrixPart
 from k2convert.records.document import Count, LayerNumber, Real, Share
 
 
@@ -61,13 +62,15 @@ class LayerCalibration:
 
     `tokens` are the tokens of each routed expert. `fallback` numbers the experts with too few tokens, whose down
     projection used an importance that is drawn toward an even one. `exponents` maps each exponent of smoothing to
-    its number of channels, 0 included; it is empty without smoothing. `gptq` is only there with that rule.
+    its number of channels, 0 included; it is empty without smoothing. `gptq` is only there with that rule. `without`
+    names the projections in which rule `imatrix` used an even importance, because on held-out tokens it gained nothing.
     """
 
     tokens: tuple[Count, ...]
     fallback: tuple[Count, ...]
     exponents: dict[int, Count]
     gptq: GptqLayer | None = None
+    without: tuple[ImatrixPart, ...] = ()
 
     def __post_init__(self) -> None:
         if self.gptq is not None and len(self.gptq.down_ridges) != len(self.tokens):
@@ -103,6 +106,11 @@ class CalibrationRecord:
             raise ValueError("exponents_digest without smoothing")
         if len({layer.gptq is None for layer in self.layers.values()}) > 1:
             raise ValueError("some layers have gptq, others have none")
+
+    @property
+    def layers_without(self) -> int:
+        """How many MoE layers do not use rule `imatrix`, at least in part."""
+        return sum(bool(layer.without) for layer in self.layers.values())
 
     @property
     def gptq(self) -> bool:

@@ -89,6 +89,11 @@ def _calibration_sentences(record: CalibrationRecord) -> Iterator[str]:
             if fallback
             else f"Each of the {count:,} experts saw at least {MIN_TOKENS} tokens."
         )
+        if without := record.layers_without:
+            yield (
+                f"In {without:,} of {len(record.layers):,} MoE layers the importance of gate and up, or of down, is "
+                "even, as in rule mse: on tokens that were kept out of it, the measured one lost more."
+            )
     if record.smoothing:
         channels = channels_by_exponent(record)
         scaled, total = sum(n for exponent, n in channels.items() if exponent), sum(channels.values())

@@ -34,8 +34,7 @@ def calibration_of(result: Result, statistics: Statistics) -> Calibration:
             f"ledger states {record.statistics[:12]}... Pass the file that was used, or leave out --statistics."
         )
     pruning = None if result.ledger is None else result.ledger.pruning
-    statistics = statistics if pruning is None else statistics.keep_experts(pruning)
-    return Calibration(statistics, weighted=record.imatrix, smoothing=record.smoothing)
+    return Calibration(statistics.keep_experts(pruning), weighted=record.imatrix, smoothing=record.smoothing)
 
 
 def read_scaling(result: Result, *, shards: Shards) -> Scaling:

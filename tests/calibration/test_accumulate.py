@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
+from grouped_queries import with_grouped_queries
+from safetensors.torch import load_file, save_file
 from statistics_makers import layers_by_pass
 from torch import Tensor
+from whole_models import whole_model
 
-from k2convert.calibration.accumulate import LayerAccumulator
+from k2convert.calibration.accumulate import LayerAccumulator, LayerTokens
 from k2convert.calibration.layer_statistics import LayerStatistics
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.forward.decoder import DecoderLayer, embed
@@ -91,7 +94,8 @@ def test_statistics_equal_a_straightforward_computation(found: list[LayerStatist
     expected = captured(tiny, ids)
     assert len(found) == len(expected) == 4
     for layer, arrays in zip(found, expected, strict=True):
-        assert layer.arrays().keys() == {*arrays, "smoothing_exponents"}
+        others = {"smoothing_exponents", "imatrix", "kv.amax", "kv.subnormal_share", "kv.saturated_share"}
+        assert layer.arrays().keys() == {*arrays, *others}
         for name, array in arrays.items():
             np.testing.assert_allclose(layer.arrays()[name], array, rtol=2e-4, atol=1e-9, err_msg=name)
         np.testing.assert_array_equal(layer.tokens, arrays["tokens"])
@@ -130,7 +134,8 @@ def test_a_chunk_that_did_not_end_does_not_count(tiny: Path, ids: Tensor) -> Non
 
     with closing(WeightReader(open_checkpoint(tiny))) as reader:
         layer, hidden = DecoderLayer(reader, 1), embed(reader, ids)
-        clean, again = LayerAccumulator(reader, 1, seed=0), Interrupting(reader, 1, seed=0)
+        tokens = LayerTokens.of(ids.numpy())
+        clean, again = (kind(reader, 1, seed=0, tokens=tokens) for kind in (LayerAccumulator, Interrupting))
         layer.run(hidden[:2], clean)
         with pytest.raises(StopError):
             layer.run(hidden[:3], again)
@@ -139,6 +144,34 @@ def test_a_chunk_that_did_not_end_does_not_count(tiny: Path, ids: Tensor) -> Non
         expected, arrays = clean.finish().arrays(), again.finish().arrays()
         for name, array in expected.items():
             np.testing.assert_array_equal(array, arrays[name], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["MLA", "grouped queries", "loud keys"])
+def test_what_a_cache_holds_is_what_is_in_that_of_transformers(
+    kind: str, trained: Path, ids: Tensor, tmp_path: Path
+) -> None:
+    folder = trained if kind == "MLA" else with_grouped_queries(trained, tmp_path / "gqa")
+    if kind == "loud keys":
+        (shard,), name = folder.glob("*.safetensors"), "model.layers.1.self_attn.k_norm.weight"
+        tensors = load_file(shard)
+        save_file(tensors | {name: tensors[name] * 256}, shard, {"format": "pt"})
+    from transformers import DynamicCache
+
+    network: Any = whole_model(folder).network
+    with torch.inference_mode():
+        cached = network(ids, past_key_values=DynamicCache(), use_cache=True).past_key_values
+    _, layers = layers_by_pass(folder, ids, num_layers=2, chunk=3, workers=2)
+    for layer, parts in zip(layers, cached.layers, strict=False):
+        magnitudes = [part.abs().numpy() for part in (parts.keys, parts.values)]
+        assert [part.shape[-1] for part in magnitudes] == ([64, 16] if kind == "MLA" else [32, 32])
+        expected = {
+            "kv.amax": [part.max() for part in magnitudes],
+            "kv.subnormal_share": [((part > 0) & (part < 2**-6)).mean() for part in magnitudes],
+            "kv.saturated_share": [(part > 448).mean() for part in magnitudes],
+        }
+        for name, values in expected.items():
+            np.testing.assert_allclose(layer.arrays()[name], values, rtol=1e-3, atol=1e-5, err_msg=name)
+    assert kind != "loud keys" or (layers[1].kv_saturated_share is not None and layers[1].kv_saturated_share[0] > 0.05)
 
 
 def test_every_tensor_is_where_a_device_needs_it(tiny: Path) -> None:

@@ -141,3 +141,19 @@ def test_the_digest_is_of_the_exponents_of_every_scaled_layer(calibrated: Calibr
 def test_statistics_of_another_model_are_refused(wrong: ModulePlace, calibrated: Calibration) -> None:
     with pytest.raises(CalibrationError, match="different model"):
         calibrated.importance(wrong)
+
+
+def test_what_gained_nothing_has_an_even_importance(tmp_path: Path) -> None:
+    marks = {(1, 1): (), (0, 1): ("gate", "up"), (1, 0): ("down",), (0, 0): ("gate", "up", "down")}
+    for gains, even in marks.items():
+        path = tmp_path / str(gains)
+        layer = replace(moe_layer(1), imatrix=np.array(gains, np.uint8))
+        write_statistics(path, [dense_layer(), layer], HEADER)
+        for smoothing in (False, True):
+            found = Calibration(open_statistics(path), weighted=True, smoothing=smoothing)
+            for projection in ("gate", "up", "down"):
+                for role, expert in ((Role.EXPERTS, 0), (Role.SHARED_EXPERTS, None)):
+                    importance = found.importance(place(role, projection, expert=expert))
+                    assert importance is not None
+                    is_shared_down = (role, projection) == (Role.SHARED_EXPERTS, "down")
+                    assert (importance == 255).all() == (projection in even and not is_shared_down)

@@ -198,3 +198,14 @@ def test_a_flipped_bit_anywhere_is_refused_in_one_line(small: Path, tmp_path: Pa
 def test_values_that_cannot_be_are_not_written() -> None:
     with pytest.raises(CalibrationError, match="layer 1: saliency holds NaN"):
         replace(moe_layer(), saliency=np.full(4, np.nan, np.float32))
+
+
+def test_files_of_the_version_before_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("k2convert.calibration.statistics.FORMAT_VERSION", "3")
+        path = write_small(tmp_path / "old")
+    found = open_statistics(path)
+    assert found.kept_experts is None
+    assert found.layer(1).kv_amax is None
+    assert found.layer(1).without_imatrix == ()
+    assert found.layer(1).arrays().keys() == moe_layer(1).arrays().keys()

@@ -1,8 +1,10 @@
 """`inspect` of a statistics file: a table, a document, and one line for what is not usable."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command import run_here, said
 from statistics_makers import HEADER, dense_layer, moe_layer, write_small
@@ -45,9 +47,38 @@ def test_the_document_has_every_experts_tokens(tmp_path: Path) -> None:
     arrays = {"tokens": [], "gate_up_amax": 0, "down_amax": [], "saliency": [], "router_weight": []}
     assert found["layers"]["0"] | arrays == {
         "dense": True, "tokens": [], "fallback": [], "exponents": {"0": 64}, "gate_up_amax": 0, "down_amax": [],
-        "shared_down_amax": None, "saliency": [], "router_weight": [],
+        "shared_down_amax": None, "saliency": [], "router_weight": [], "kv_cache": None,
+        "without_imatrix": [],
     }  # fmt: skip
     assert found["exponents_digest"] is not None
+
+
+def of_a_cache(path: Path, amax: tuple[float, float], saturated: float) -> Path:
+    shares = {"kv_saturated_share": np.array([saturated, 0], np.float32)}
+    shares["kv_subnormal_share"] = np.array([0.02, 0.125], np.float32)
+    layer = replace(moe_layer(), kv_amax=np.array(amax, np.float32), imatrix=np.array([1, 0], np.uint8), **shares)
+    write_statistics(path, [dense_layer(), layer], HEADER)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("amax", "saturated", "says"),
+    [
+        ((31.5, 7), 0, "An FP8 KV cache with scale 1 saturates nothing: the largest value is 31.5, E4M3 ends at 448."),
+        ((600, 7), 0.001, "saturates values of 1 layer (1): the largest is 600, E4M3 ends at 448. Do not declare it."),
+    ],
+)
+def test_it_says_what_an_fp8_cache_does(tmp_path: Path, amax: tuple[float, float], saturated: float, says: str) -> None:
+    path = of_a_cache(tmp_path / "statistics", amax, saturated)
+    shown = run_here("inspect", path, code=0).stdout
+    assert says in shown
+    assert "values lose precision: at most 12.5 % of a part (layer 1)." in shown
+    assert "rule imatrix is not used in 1 layer, at least in part" in shown
+    layer = json.loads(run_here("inspect", path, "--json", code=0).stdout)["layers"]["1"]
+    assert layer["without_imatrix"] == ["down"]
+    assert layer["kv_cache"]["amax"] == list(amax)
+    assert layer["kv_cache"]["saturated_share"] == pytest.approx([saturated, 0])
+    assert layer["kv_cache"]["subnormal_share"] == pytest.approx([0.02, 0.125])
 
 
 def test_a_path_with_a_slash_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

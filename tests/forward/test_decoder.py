@@ -15,6 +15,7 @@ from torch import Tensor
 
 from k2convert.checkpoint.index import open_checkpoint
 from k2convert.errors import CalibrationError, K2ConvertError
+from k2convert.forward.attention import CachedValues
 from k2convert.forward.decoder import DENSE_PIECE_TOKENS, DecoderLayer, embed
 from k2convert.forward.moe import Routing
 from k2convert.forward.weights import WeightReader
@@ -35,7 +36,7 @@ class Seen:
         self.experts: list[tuple[int | None, Tensor, Tensor | None, Tensor, Tensor]] = []
         self.outputs: list[Tensor] = []
 
-    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
         self.inputs.append(x_TK.clone())
         self.routings.append(routing)
 

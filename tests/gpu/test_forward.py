@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from k2convert.checkpoint.index import open_checkpoint
+from k2convert.forward.attention import CachedValues
 from k2convert.forward.decoder import DecoderLayer, embed
 from k2convert.forward.moe import Routing, read_router
 from k2convert.forward.weights import WeightReader
@@ -18,7 +19,7 @@ pytest.importorskip("transformers")
 class Blocks:
     """An observer that keeps the MLP's input and its routing."""
 
-    def block(self, x_TK: Tensor, routing: Routing | None) -> None:
+    def block(self, x_TK: Tensor, routing: Routing | None, cached: CachedValues) -> None:
         self.x, self.routing = x_TK.cpu(), routing
 
     def expert(

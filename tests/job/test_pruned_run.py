@@ -196,9 +196,35 @@ def test_the_walk_goes_through_the_pruned_model(small: Path, text: Path, tmp_pat
     assert run("run", small, tmp_path / "int4", *keep, *INT4, "--quiet") == 0
     assert run("run", tmp_path / "int4", tmp_path / "theirs", *calibrate) == 0
     assert files_of(tmp_path / "ours", without=LEDGER) == files_of(tmp_path / "theirs", without=LEDGER)
-    saves = ("--set", f"calibration.save_statistics={tmp_path / 'saved'}")
-    words = ("run", small, tmp_path / "saves", *keep, *calibrate, *saves)
-    assert "would have statistics of the pruned model" in run_here(*words, code=1).stderr
+
+
+def test_saved_statistics_of_a_pruned_walk_are_of_the_kept_experts(small: Path, text: Path, tmp_path: Path) -> None:
+    """They are what the pruned source's own walk saves, and serve the same --keep-experts only."""
+    keep = ("--keep-experts", write_list(tmp_path / "list.json", KEPT))
+    other = ("--keep-experts", write_list(tmp_path / "other.json", {1: (0, 2, 3), 2: (0, 1, 3)}))
+    pruned, saved = tmp_path / "int4", {name: tmp_path / f"{name}.stats" for name in ("ours", "theirs")}
+    assert run("run", small, pruned, *keep, *INT4, "--quiet") == 0
+    for name, source, options in (("ours", small, keep), ("theirs", pruned, ())):
+        saving = ("--set", f"calibration.save_statistics={saved[name]}", "--quiet")
+        walk = ("run", source, tmp_path / name, *options, "--calibrate", text, *SMALL_TEXT, *saving)
+        assert run(*walk) == 0
+        assert run(*walk) == 0, "the statistics are those of this job"
+        use = ("--statistics", saved[name], "--quiet")
+        assert run("run", source, tmp_path / f"{name}-imatrix", *options, *use) == 0
+    ours, theirs = map(open_statistics, saved.values())
+    for number in ours.layers:
+        arrays = zip(ours.layer(number).arrays().items(), theirs.layer(number).arrays().items(), strict=True)
+        assert all(name == same and np.array_equal(array, expected) for (name, array), (same, expected) in arrays)
+    results = [files_of(tmp_path / f"{name}-imatrix", without=LEDGER) for name in saved]
+    assert results[0] == results[1]
+    use = ("--source", small, "--statistics", saved["ours"])
+    run_here("validate", tmp_path / "ours-imatrix", *use, code=0)
+    for words in ((), other):
+        refused = run_here("run", small, tmp_path / "none", *words, "--statistics", saved["ours"], code=1).stderr
+        assert "ours.stats: was made with --keep-experts, and knows only the experts that were kept then." in refused
+    scores = ("--keep-experts", saved["ours"], "--set", "experts=2")
+    assert "make statistics of all experts" in run_here("run", small, tmp_path / "none", *scores, code=1).stderr
+    assert f"--keep-experts FILE --statistics {saved['ours']}" in run_here("inspect", saved["ours"], code=0).stderr
 
 
 def test_an_interrupted_run_resumes_with_the_same_list_and_refuses_others(

@@ -166,7 +166,7 @@ def test_another_text_or_option_is_refused_by_name(
     check("smoothing was True, now False", "--set", "smoothing=false")
     check("texts was 'calibration.txt (", text=tmp_path / "calibration.txt")
     monkeypatch.setattr("k2convert.calibration.plan.WALK_VERSION", 1)
-    check("walk was 2, now 1")
+    check("walk was 3, now 1")
 
 
 def test_settings_of_threads_change_no_byte(short: Path, text: Path, done: Path, tmp_path: Path) -> None:

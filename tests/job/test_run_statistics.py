@@ -32,6 +32,7 @@ from k2convert.quantize.rules import RULES
 from k2convert.quantize.rules.max import measure
 from k2convert.records.command import read_command
 from k2convert.records.ledger import read_ledger
+from k2convert.report.calibrated import calibrated_sections
 from scripts.fixture_maker import make_k25
 from scripts.fixture_maker.folder import read_small, write_small
 
@@ -267,6 +268,7 @@ def test_a_dry_run_says_what_is_scaled_and_writes_nothing(cut: Path, statistics:
         "imatrix": True,
         "smoothing": True,
         "fallback_experts": 2,
+        "layers_without_imatrix": 0,
         "scaled_layers": 1,
         "scaled_channels": channels,
     }
@@ -385,3 +387,29 @@ def test_a_killed_run_resumes_with_its_kept_command(cut: Path, statistics: Path,
     assert "; statistics was " in refusal
     assert run(*kept.words[1:]) == 0
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_where_imatrix_gained_nothing_the_result_is_that_of_mse(tiny: Path, tmp_path: Path) -> None:
+    """Gate, up and down of two layers: each marked projection has the bytes of mse, each other one those of imatrix."""
+    whole = random_statistics(tmp_path / "whole", tiny)
+    marks = {1: (0, 1), 2: (1, 0), 3: (0, 0)}
+    layers = [replace(layer, imatrix=np.array(marks.get(layer.layer, (1, 1)), np.uint8)) for layer in layers_of(whole)]
+    marked = rewrite(whole, layers, tmp_path / "marked")
+    imatrix = ("--set", "smoothing=false", "--quiet")
+    for name, options in (("whole", ("--statistics", whole, *imatrix)), ("marked", ("--statistics", marked, *imatrix))):
+        assert run("run", tiny, tmp_path / f"{name}-out", *options) == 0
+    assert run("run", tiny, tmp_path / "mse-out", "--rule", "mse", "--quiet") == 0
+    ours, of_imatrix, of_mse = (raw_tensors(tmp_path / f"{name}-out") for name in ("marked", "whole", "mse"))
+    assert any(of_imatrix[name] != of_mse[name] for name in ours if ".down_proj." in name)
+    for name, data in ours.items():
+        layer, is_down = int(name.split(".")[2]) if ".experts." in name else 0, ".down_proj." in name
+        gains = marks.get(layer, (1, 1))[int(is_down)]
+        assert data == (of_imatrix if gains else of_mse)[name], name
+    record = read_ledger(tmp_path / "marked-out").calibration
+    assert record is not None
+    assert [layer.without for layer in record.layers.values()] == [("gate_up",), ("down",), ("gate_up", "down")]
+    assert record.layers_without == 3
+    words = ("validate", tmp_path / "marked-out", "--source", tiny, "--statistics", marked)
+    assert run_here(*words, code=0).returncode == 0
+    sentences = [text for section in calibrated_sections(record) for text in section.sentences]
+    assert any("In 3 of 3 MoE layers the importance of gate and up, or of down, is even" in text for text in sentences)
