@@ -50,6 +50,8 @@ OWNERS = {
         "calibration/cost.py",
         "calibration/gptq_layer.py",
         "calibration/gptq_walk.py",
+        "calibration/layer_inputs.py",
+        "calibration/scratch.py",
         "calibration/smoothing.py",
     },
 }

@@ -7,8 +7,8 @@ Gate and up see the same input, so they share one second moment, one correction 
 its own: its inputs are the expert's inner activations, times the router's weight p, as the converted gate and up make
 them. Each one is corrected for what all experts before it left over.
 
-Everything is on one device. Sums are made in one thread each and in a fixed order, so the number of workers does not
-change them.
+Everything is on one device. What has a row for each token is in files if that is a CPU (scratch.py). Sums are made in
+one thread each and in a fixed order, so the number of workers does not change them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -24,8 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.calibration.layer_files import Write
+from k2convert.calibration.layer_inputs import LayerInputs, output_errors
+from k2convert.calibration.scratch import Scratch
 from k2convert.forward.moe import Mlp, Routing, run_in_order
 from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
+from k2convert.models import read_architecture
 from k2convert.quantize.formats.channels import divide_columns
 from k2convert.quantize.formats.int4 import Bf16Weight, Int4Weight, SourceWeight
 from k2convert.quantize.formats.nvfp4 import Nvfp4Weight
@@ -46,33 +50,6 @@ GROUPED_EXPERTS: Final = 8
 MIN_TOKENS: Final = 64
 """With fewer tokens a down projection is converted by rule `mse`. With 64 tokens in all, rule `imatrix` gave those
 of k2-tiny 12 % more error on other tokens."""
-
-_CHUNK_ROWS: Final = 256
-_NOISE: Final = 1e-12  # FP32 sums in another order: there is nothing before the first MoE layer
-
-
-@dataclass(slots=True, eq=False)
-class LayerInputs:
-    """What T tokens bring to a MoE layer, all on one device; smoothing is not in them yet.
-
-    `x` f32 [T, K] is the MLP's input in the converted model, `residual` f32 [T, K] what the model lacks after the layer
-    without routed experts. `token_weights` f64 [T] are 1 / ||h||^2. `halves` uint8 [F] deals the first F tokens to two
-    halves. Everything is fitted to these; the others are only measured. `gate_up` has their moments of x, and of what x
-    lacks, with these weights.
-    """
-
-    x: Tensor
-    residual: Tensor
-    routing: Routing
-    token_weights: Tensor
-    halves: Tensor
-    gate_up: Moments | None
-
-    def take_gate_up(self) -> Moments:
-        """Return the moments of gate and up, which are not kept: 0.8 GB for K2."""
-        taken, self.gate_up = self.gate_up, None
-        assert taken is not None
-        return taken
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,14 +73,14 @@ class _Routed:
 class _Expert:
     """An expert whose gate and up are converted.
 
-    `outputs` f32 [t, K] are what the source's down makes of `routed`, and what the whole expert gives for these tokens
-    in the source and by rule `mse`.
+    `outputs` f32 [3, t, K] are what the source's down makes of `routed`, and what the whole expert gives for these
+    tokens in the source and by rule `mse`.
     """
 
     gate: Nvfp4Weight
     up: Nvfp4Weight
     routed: _Routed
-    outputs: tuple[Tensor, Tensor, Tensor]
+    outputs: Tensor
 
 
 _ToCodes = Callable[[list[tuple[_Weight, Magnitude, float]]], list[Nvfp4Weight]]
@@ -114,6 +91,8 @@ _ToCodes = Callable[[list[tuple[_Weight, Magnitude, float]]], list[Nvfp4Weight]]
 class LayerConverter:
     """Converts the routed experts of a layer. `write` gets every projection, `advance` the share that is done.
 
+    `scratch` gives the tensors that have a row for each token.
+
     If the tokens are not `is_varied` they count as none: every expert is converted by rule `mse`.
     """
 
@@ -121,6 +100,7 @@ class LayerConverter:
     mlp: str
     exponents: NDArray[np.int8] | None
     device: str
+    scratch: Scratch
     workers: int
     is_varied: bool
     write: Write
@@ -140,25 +120,26 @@ class LayerConverter:
         x_TK, residual_TK = inputs.x, inputs.residual
         moments = inputs.take_gate_up()
         if self.exponents is not None and self._scale is not None:
-            x_TK.mul_(self._scale)
+            for rows in self.scratch.pieces(x_TK.shape[0]):
+                x_TK[rows].mul_(self._scale)
             moments = moments.scaled(torch.as_tensor(self.exponents))
         num_experts = inputs.routing.scores.shape[1]
         shrinkage, ridge, to_codes = self._prepare_gate_up(moments, num_experts)
         del moments
-        exact_TK, mse_TK = residual_TK.clone(), residual_TK.clone()
+        exact_TK, mse_TK = self.scratch.copy(residual_TK), self.scratch.copy(residual_TK)
+        inner = self._room_for_inner(inputs.routing)
         experts: list[_Routed] = []
         size = 1 if self.device == "cpu" else GROUPED_EXPERTS
         groups = (range(first, min(first + size, num_experts)) for first in range(0, num_experts, size))
-        calls = (partial(self._convert_group, group, inputs, to_codes) for group in groups)
+        calls = (partial(self._convert_group, group, inputs, to_codes, inner) for group in groups)
         for group in run_in_order(lambda call: call(), calls, workers=self.workers):
             for expert in group:
                 for kind, codes in ((GATE, expert.gate), (UP, expert.up)):
                     self.write(self._module(len(experts), kind), codes)
-                for left, output in zip((residual_TK, exact_TK, mse_TK), expert.outputs, strict=True):
-                    left.index_add_(0, expert.routed.tokens, output, alpha=-1)
+                self._take_off((residual_TK, exact_TK, mse_TK), expert)
                 experts.append(expert.routed)
             self.advance(0.5 * len(experts) / num_experts)
-        inherited, mse = _errors(exact_TK, inputs), _errors(mse_TK, inputs)
+        inherited, mse = output_errors(exact_TK, inputs, self.scratch), output_errors(mse_TK, inputs, self.scratch)
         del exact_TK, mse_TK
         shrinkages: list[float | None] = []
         ridges: list[float | None] = []
@@ -167,7 +148,7 @@ class LayerConverter:
             shrinkages.append(found[0])
             ridges.append(found[1])
             self.advance(0.5 + 0.5 * (number + 1) / num_experts)
-        fitted, held_out = map(OutputErrors, inherited, mse, _errors(residual_TK, inputs))
+        fitted, held_out = map(OutputErrors, inherited, mse, output_errors(residual_TK, inputs, self.scratch))
         decided = GptqLayer(
             ridge=ridge.strength,
             ridge_gain=ridge.gain,
@@ -178,6 +159,20 @@ class LayerConverter:
             held_out=held_out if inputs.halves.shape[0] < residual_TK.shape[0] else None,
         )
         return decided, residual_TK
+
+    def _room_for_inner(self, routing: Routing) -> list[Tensor]:
+        """Return room for the inner activations f32 [t, I] of every expert."""
+        num_experts = routing.scores.shape[1]
+        stops = np.bincount(routing.experts.flatten().cpu().numpy(), minlength=num_experts).cumsum().tolist()
+        room = self.scratch.empty(stops[-1], read_architecture(self.reader.checkpoint).moe_intermediate_size)
+        return [room[start:stop] for start, stop in pairwise([0, *stops])]
+
+    def _take_off(self, residuals: tuple[Tensor, ...], expert: _Expert) -> None:
+        """Take each of an expert's outputs off the residual f32 [T, K] that it belongs to."""
+        tokens = expert.routed.tokens
+        for left, output in zip(residuals, expert.outputs, strict=True):
+            for rows in self.scratch.pieces(tokens.shape[0]):
+                left.index_add_(0, tokens[rows], output[rows], alpha=-1)
 
     def _module(self, expert: int, projection: str) -> str:
         return f"{self.mlp}.experts.{expert}.{projection}"
@@ -251,8 +246,10 @@ class LayerConverter:
 
         return shrinkage, ridge, to_codes
 
-    def _convert_group(self, group: range, inputs: LayerInputs, to_codes: _ToCodes) -> list[_Expert]:
-        """Convert gate and up of some experts, and compute what each makes of its tokens."""
+    def _convert_group(
+        self, group: range, inputs: LayerInputs, to_codes: _ToCodes, inner: Sequence[Tensor]
+    ) -> list[_Expert]:
+        """Convert gate and up of some experts, and compute what each makes of its tokens, in its room of `inner`."""
         pairs = [[self._read(self._module(number, kind)) for kind in (GATE, UP)] for number in group]
         scales = [self._global_scale(pair) for pair in pairs]
         codes = to_codes([(weight, *scale) for pair, scale in zip(pairs, scales, strict=True) for weight in pair])
@@ -260,7 +257,7 @@ class LayerConverter:
         for place, number in enumerate(group):
             gate, up = codes[2 * place : 2 * place + 2]
             by_mse = [self._by_mse(weight, *scales[place]) for weight in pairs[place]]
-            found.append(self._compute(number, gate, up, pairs[place], by_mse, inputs))
+            found.append(self._compute(number, gate, up, pairs[place], by_mse, inputs, inner[number]))
         return found
 
     def _compute(
@@ -271,17 +268,22 @@ class LayerConverter:
         source: list[_Weight],
         by_mse: list[Nvfp4Weight],
         inputs: LayerInputs,
+        inner: Tensor,
     ) -> _Expert:
         """Compute what an expert makes of its tokens, by these codes of gate and up, in the source, and by a rule."""
         tokens, p = inputs.routing.tokens_of(number)
-        x = inputs.x[tokens]
         down = self._read(self._module(number, DOWN))
         exact = [LinearLayer(DenseWeight(weight.values)) for weight in (*source, down)]
         mlp = Mlp(self._decoded(gate), self._decoded(up), exact[2])
-        inner = mlp.inner(x) * p[:, None]
         by_mse.append(self._by_mse(down, *self._global_scale([down])))
         others = (Mlp(*exact), Mlp(*map(self._decoded, by_mse)))
-        outputs = mlp.outer(inner), others[0](x) * p[:, None], others[1](x) * p[:, None]
+        shape = (3, tokens.shape[0], inputs.x.shape[1])
+        outputs = self.scratch.empty(shape[0] * shape[1], shape[2]).view(shape)
+        for rows in self.scratch.pieces(tokens.shape[0]):
+            x, weights = inputs.x[tokens[rows]], p[rows, None]
+            inner[rows] = mlp.inner(x) * weights
+            outputs[0, rows] = mlp.outer(inner[rows])
+            outputs[1, rows], outputs[2, rows] = others[0](x) * weights, others[1](x) * weights
         return _Expert(gate, up, _Routed(tokens, inner), outputs)
 
     def _convert_down(
@@ -300,7 +302,8 @@ class LayerConverter:
             codes = round_gptq(target, global_scale, curvature, kernel)
         self.write(self._module(number, DOWN), codes)
         change = LinearLayer(DenseWeight(self._decoded(codes).weight.decode() - down.values))
-        residual_TK.index_add_(0, tokens, change.weight.linear(inner), alpha=-1)
+        for rows in self.scratch.pieces(tokens.shape[0]):
+            residual_TK.index_add_(0, tokens[rows], change.weight.linear(inner[rows]), alpha=-1)
         return shrinkage, strength
 
     def _decide_down(
@@ -312,25 +315,12 @@ class LayerConverter:
         if fitted < MIN_TOKENS or not self.is_varied:
             return None
         moments = Moments.start(inner.shape[1], residual_TK.shape[1], device=self.device)
-        moments.add(inner, residual_TK[tokens], inputs.token_weights[tokens], inputs.halves[tokens])
+        for rows in self.scratch.pieces(fitted):
+            few = tokens[rows]
+            moments.add(inner[rows], residual_TK[few], inputs.token_weights[few], inputs.halves[few])
         kernel = kernel_for(self.device, threads=self.workers)
         shrinkage = choose_shrinkage(moments, down.values, global_scale, kernel)
         if shrinkage is None:
             return None
         correction, ridge = moments.correction()
         return shrinkage, ridge.strength, down.values + correction, make_curvature(moments.form(), shrinkage)
-
-
-def _errors(residual_TK: Tensor, inputs: LayerInputs) -> tuple[float, float]:
-    """Return the mean of ||R||^2 / ||h||^2 over the tokens that were fitted to, and over the others."""
-    end, fitted = residual_TK.shape[0], inputs.halves.shape[0]
-    return _error(residual_TK, inputs, range(fitted)), _error(residual_TK, inputs, range(fitted, end))
-
-
-def _error(residual_TK: Tensor, inputs: LayerInputs, tokens: range) -> float:
-    total = 0.0
-    for start in tokens[::_CHUNK_ROWS]:
-        rows = slice(start, min(start + _CHUNK_ROWS, tokens.stop))
-        total += float((residual_TK[rows].double().square().sum(dim=1) * inputs.token_weights[rows]).sum())
-    mean = total / max(len(tokens), 1)
-    return mean if mean > _NOISE else 0.0

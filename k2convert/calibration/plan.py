@@ -41,10 +41,10 @@ from k2convert.records.events import SILENT, Events, Extent, Phase
 if TYPE_CHECKING:
     from k2convert.forward.walk import Walk
 
-WALK_VERSION: Final = 2  # to be raised when a walk makes different bytes of the same input
+WALK_VERSION: Final = 3  # to be raised when a walk makes different bytes of the same input
 AHEAD: Final = 1
 _LIBRARIES: Final = ("numpy", "torch", "transformers", "tokenizers", "tiktoken")
-_STATE_BYTES: Final = 4
+_STATE_BYTES: Final = 2
 _PROJECTION_BYTES: Final = 1024  # of the header of a layer's codes
 _EXPERT_BYTES: Final = 128  # of what is kept of the decisions in a layer
 _LAYER_SLACK_BYTES: Final = 1 << 16  # of the files of a layer, without the arrays
