@@ -50,8 +50,7 @@ OWNERS = {
         "calibration/cost.py",
         "calibration/gptq_layer.py",
         "calibration/gptq_walk.py",
-        "calibration/layer_inputs.py",
-        "calibration/scratch.py",
+        "calibration/layer_tokens.py",
         "calibration/smoothing.py",
     },
 }

@@ -7,8 +7,8 @@ Gate and up see the same input, so they share one second moment, one correction 
 its own: its inputs are the expert's inner activations, times the router's weight p, as the converted gate and up make
 them. Each one is corrected for what all experts before it left over.
 
-Everything is on one device. What has a row for each token is in files if that is a CPU (scratch.py). Sums are made in
-one thread each and in a fixed order, so the number of workers does not change them.
+Everything is on one device. What has a row for each token is in files if that is a CPU (layer_tokens.py). Sums are made
+in one thread each and in a fixed order, so the number of workers does not change them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k2convert.calibration.layer_files import Write
-from k2convert.calibration.layer_inputs import LayerInputs, output_errors
-from k2convert.calibration.scratch import Scratch
+from k2convert.calibration.layer_tokens import LayerInputs, Scratch, output_errors
 from k2convert.forward.moe import Mlp, Routing, run_in_order
 from k2convert.forward.weights import DenseWeight, LinearLayer, WeightReader, exact_weight, nvfp4_weight
 from k2convert.models import read_architecture

@@ -8,7 +8,7 @@ own, the two streams would differ by more than that. The INT4 stream is the walk
 statistics. In a MoE layer the experts are then converted so that the other stream comes out as this one
 (gptq_layer.py). Attention, router and shared experts are the source's in both streams, and no activation is quantized:
 one result serves W4A16 and W4A4. All tokens of a layer are on the first device at a time, or in files if that is a CPU
-(scratch.py).
+(layer_tokens.py).
 
 Some windows are kept out of everything that is fitted, the statistics too. They are the last ones of both streams, and
 each layer's error is measured on them.
@@ -29,9 +29,8 @@ from torch import Tensor
 from k2convert.calibration.accumulate import LayerAccumulator, Save, token_weights
 from k2convert.calibration.gptq_layer import DOWN, GATE, UP, LayerConverter
 from k2convert.calibration.layer_files import CODES, GPTQ, MISSING, writing_quantized_layers
-from k2convert.calibration.layer_inputs import LayerInputs
 from k2convert.calibration.layer_statistics import LayerStatistics
-from k2convert.calibration.scratch import Scratch
+from k2convert.calibration.layer_tokens import LayerInputs, Scratch
 from k2convert.calibration.text import held_out, is_varied
 from k2convert.errors import CalibrationError
 from k2convert.forward.moe import Routing

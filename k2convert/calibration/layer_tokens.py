@@ -1,0 +1,114 @@
+"""The tokens of a layer that rule gptq converts: what they bring, where that is, and the error on them.
+
+What has a row for each token is in files on a CPU, and on any other device in its memory. A file is in the work folder
+and has no name, so that nothing is left of it when the process ends. It is mapped into memory, and has all its bytes on
+the disk from the start. What was touched counts as memory of the process until `release`; the bytes stay the same. So
+memory does not grow with the tokens of a text.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Final
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from k2convert.checkpoint.files import writing
+from k2convert.forward.decoder import CUDA_PIECE_TOKENS, PIECE_TOKENS
+from k2convert.forward.moe import Routing
+from k2convert.quantize.gptq.moments import Moments
+
+_CHUNK_ROWS: Final = 256
+_NOISE: Final = 1e-12  # FP32 sums in another order: there is nothing before the first MoE layer
+_FLOAT_BYTES: Final = 4
+
+
+class Scratch:
+    """Gives big tensors of one device; on a CPU they are in files in `folder`. Any thread may use it."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self._folder, self._device = folder, device
+        self._piece_rows = PIECE_TOKENS if device == "cpu" else CUDA_PIECE_TOKENS
+        self._lock = Lock()  # guards the set
+        self._mapped: WeakSet[mmap.mmap] = WeakSet()
+
+    def empty(self, rows: int, columns: int) -> Tensor:
+        """Return f32 [rows, columns] of any values; raises DiskFullError, DestinationWriteError."""
+        if self._device != "cpu":
+            return torch.empty(rows, columns, device=self._device)
+        num_bytes = max(rows * columns, 1) * _FLOAT_BYTES
+        with writing(self._folder), tempfile.TemporaryFile(dir=self._folder) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            mapped = mmap.mmap(file.fileno(), num_bytes)
+        with self._lock:
+            self._mapped.add(mapped)
+        return torch.frombuffer(mapped, dtype=torch.float32)[: rows * columns].view(rows, columns)
+
+    def copy(self, values: Tensor) -> Tensor:
+        """Return a copy of f32 [rows, columns]."""
+        copied = self.empty(*values.shape)
+        for rows in self.pieces(values.shape[0]):
+            copied[rows] = values[rows]
+        return copied
+
+    def pieces(self, rows: int) -> Iterator[slice]:
+        """Yield the rows in pieces that fit into memory; releases after each of them what was touched."""
+        for start in range(0, rows, self._piece_rows):
+            yield slice(start, min(start + self._piece_rows, rows))
+            self.release()
+
+    def release(self) -> None:
+        """Give the memory back that the files take. It is not lost: it is read again when it is touched."""
+        with self._lock:
+            mapped = list(self._mapped)
+        for memory in mapped:
+            memory.madvise(mmap.MADV_DONTNEED)
+
+
+@dataclass(slots=True, eq=False)
+class LayerInputs:
+    """What T tokens bring to a MoE layer, all on one device; smoothing is not in them yet.
+
+    `x` f32 [T, K] is the MLP's input in the converted model, `residual` f32 [T, K] what the model lacks after the layer
+    without routed experts. `token_weights` f64 [T] are 1 / ||h||^2. `halves` uint8 [F] deals the first F tokens to two
+    halves. Everything is fitted to these; the others are only measured. `gate_up` has their moments of x, and of what x
+    lacks, with these weights.
+    """
+
+    x: Tensor
+    residual: Tensor
+    routing: Routing
+    token_weights: Tensor
+    halves: Tensor
+    gate_up: Moments | None
+
+    def take_gate_up(self) -> Moments:
+        """Return the moments of gate and up, which are not kept: 0.8 GB for K2."""
+        taken, self.gate_up = self.gate_up, None
+        assert taken is not None
+        return taken
+
+
+def output_errors(residual_TK: Tensor, inputs: LayerInputs, scratch: Scratch) -> tuple[float, float]:
+    """Return the mean of ||R||^2 / ||h||^2 over the tokens that were fitted to, and over the others."""
+    end, fitted = residual_TK.shape[0], inputs.halves.shape[0]
+    first, second = (_error(residual_TK, inputs, scratch, tokens) for tokens in (range(fitted), range(fitted, end)))
+    return first, second
+
+
+def _error(residual_TK: Tensor, inputs: LayerInputs, scratch: Scratch, tokens: range) -> float:
+    total = 0.0
+    for start in tokens[::_CHUNK_ROWS]:
+        rows = slice(start, min(start + _CHUNK_ROWS, tokens.stop))
+        total += float((residual_TK[rows].double().square().sum(dim=1) * inputs.token_weights[rows]).sum())
+        scratch.release()
+    mean = total / max(len(tokens), 1)
+    return mean if mean > _NOISE else 0.0
